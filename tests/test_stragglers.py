@@ -30,8 +30,8 @@ from orchestra.engines.live import SlowRanks
 from orchestra.engines.processes import launch
 from orchestra.engines.processes.display import Display
 from orchestra.records.record import RunRecord
-from orchestra.records.report import MAX_POINTS, Counters, CounterSeries, RankReport
-from orchestra.records.stragglers import Straggler, find
+from orchestra.records.report import MAX_POINTS, Counters, CounterSeries, RankReport, Straggler
+from orchestra.records.stragglers import find
 from orchestra.report.page import write_report
 from orchestra.settings import parse
 from orchestra.strategies.all_reduce import AllReduce

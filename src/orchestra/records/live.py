@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from orchestra.records.record import partial_of
-from orchestra.records.stragglers import Straggler
+from orchestra.records.report import Straggler
 from orchestra.settings.base import from_plain, to_plain
 
 LIVE = "live.json"

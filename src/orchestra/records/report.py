@@ -1,10 +1,13 @@
-"""What a rank reports of a run: its counters, timeline and curve. Plain data, free of torch."""
+"""What a rank reports of a run: its counters, timeline and curve; and who was a straggler by that.
+
+Plain data, free of torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 NOTABLE = 0.1
 """Part of a machine's processor time that other programs took: from here on there is a warning."""
@@ -263,3 +266,42 @@ class LeaderReport:
     metrics: dict[str, float]
     parameters_sha256: str | None
     curve: list[Point] = field(default_factory=list)
+
+
+Cause = Literal["compute", "link", "input"]
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """Who was slower than its peers, and what that cost; docs/records.md has the fields."""
+
+    ranks: tuple[int, ...]
+    nodes: tuple[str, ...]
+    cause: Cause
+    factor: float
+    since_seconds: float
+    since_step: int | None
+    until_seconds: float | None
+    until_step: int | None
+    lost_seconds: float
+
+    @property
+    def key(self) -> tuple[tuple[int, ...], Cause]:
+        """The same for the same ranks and cause."""
+        return self.ranks, self.cause
+
+    @property
+    def who(self) -> str:
+        """In words: "rank 2 (node-2)", "a link of rank 2 or 3"."""
+        *most, last = map(str, self.ranks)
+        joined = " or " if len(self.nodes) != 1 else " and "
+        text = f"rank {', '.join(most)}{joined * bool(most)}{last}"
+        if len(self.nodes) == 1:
+            text += f" ({self.nodes[0]})"
+        return f"a link of {text}" if self.cause == "link" else text
+
+    @property
+    def text(self) -> str:
+        """In a line: "rank 2 is 3.9x slower (compute), 41 s lost to it"."""
+        lost = f", {self.lost_seconds:.0f} s lost to it" if self.lost_seconds >= 1 else ""
+        return f"{self.who} is {self.factor:.1f}x slower ({self.cause}){lost}"

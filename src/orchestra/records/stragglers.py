@@ -1,25 +1,20 @@
 """Which ranks held up the others: from what each rank reports of its time, without torch.
 
-A rank reads its counters at some sixty moments (`CounterSeries`). `find` cuts the run
-into windows and compares ranks with their peers in each of them. docs/stragglers.md explains it.
+A rank reads its counters at some sixty moments (`CounterSeries`). `find` cuts the run into windows,
+and compares ranks and links with their peers in each of them. docs/stragglers.md explains it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from orchestra.records.peer_comparison import (
-    LEAST_WINDOWS,
-    Cause,
-    Found,
-    Window,
-    slow_links,
-    slow_ranks,
-    steps_at,
-    windows_of,
-)
-from orchestra.records.report import Counters
+import numpy as np
+from numpy.typing import NDArray
+
+from orchestra.records.report import Cause, Counters, Straggler
 
 MAX_WINDOWS = 30
 STEPS_A_WINDOW = 3
@@ -28,42 +23,24 @@ LITTLE = 0.25
 """Of what a straggler takes beyond others in a step: who lost less has not waited for it."""
 LEAST_SECONDS = 2.0
 """What lasts less on real processes is noise of the machine."""
+LEAST_WINDOWS = 3
+MATERIAL = 0.05
+"""Part of the time that the excess has to make up."""
+CERTAIN = 7.0
+"""Standard errors that the mean logarithm of the ratio has to be above 0."""
+CLEAR = math.log(4.0)
+"""Logarithms of ratios count as this at most: what varies beyond is no doubt."""
+SLOWER = 1.2
+"""Of the median of the others: less is no straggler."""
+THINNER = 2.5
+"""Times the seconds of others for a byte: less is no straggler. Two at a time take twice them."""
+FASTEST = 1e-11
+"""Seconds a byte: what is faster counts as this."""
 
-
-@dataclass(frozen=True)
-class Straggler:
-    """Who was slower than its peers, and what that cost; docs/records.md has the fields."""
-
-    ranks: tuple[int, ...]
-    nodes: tuple[str, ...]
-    cause: Cause
-    factor: float
-    since_seconds: float
-    since_step: int | None
-    until_seconds: float | None
-    until_step: int | None
-    lost_seconds: float
-
-    @property
-    def key(self) -> tuple[tuple[int, ...], Cause]:
-        """The same for the same ranks and cause."""
-        return self.ranks, self.cause
-
-    @property
-    def who(self) -> str:
-        """In words: "rank 2 (node-2)", "a link of rank 2 or 3"."""
-        *most, last = map(str, self.ranks)
-        joined = " or " if len(self.nodes) != 1 else " and "
-        text = f"rank {', '.join(most)}{joined * bool(most)}{last}"
-        if len(self.nodes) == 1:
-            text += f" ({self.nodes[0]})"
-        return f"a link of {text}" if self.cause == "link" else text
-
-    @property
-    def text(self) -> str:
-        """In a line: "rank 2 is 3.9x slower (compute), 41 s lost to it"."""
-        lost = f", {self.lost_seconds:.0f} s lost to it" if self.lost_seconds >= 1 else ""
-        return f"{self.who} is {self.factor:.1f}x slower ({self.cause}){lost}"
+Array = NDArray[np.float64]
+_Pair = tuple[int, int]
+"""Source and target of messages."""
+_Arrived = Mapping[_Pair, tuple[Array, Array]]
 
 
 def find(
@@ -87,16 +64,16 @@ def find(
         return []
     begin = max(series[0].seconds for series in known.values())
     end = min(series[-1].seconds for series in known.values())
-    spans = [steps_at(known[r], end) - steps_at(known[r], begin) for r in workers]
+    spans = [_steps_at(known[r], end) - _steps_at(known[r], begin) for r in workers]
     count = min(MAX_WINDOWS, int(min(spans) // STEPS_A_WINDOW)) if end > begin else 0
     if count < LEAST_WINDOWS:
         return []
     edges = [begin + (end - begin) * k / count for k in range(count + 1)]
-    windows = {rank: windows_of(series, edges) for rank, series in known.items()}
+    windows = Windows.of(known, edges)
     width = edges[1] - edges[0]
     found = [
-        *slow_ranks({r: windows[r] for r in workers}, width),
-        *slow_ranks({r: windows[r] for r in known if r in servers}, width),
+        *slow_ranks(workers, windows, width),
+        *slow_ranks([rank for rank in known if rank in servers], windows, width),
         *slow_links(windows, nodes or {}, width),
     ]
     found = [each for each in found if (each.last - each.first) * width >= least_seconds]
@@ -108,14 +85,261 @@ def find(
     return sorted(told, key=lambda each: (-each.lost_seconds, each.since_seconds, each.ranks))
 
 
+@dataclass(frozen=True)
+class Windows:
+    """What ranks did in windows of the run: see `Counters`.
+
+    The arrays have a row for each of `ranks` and a column for each window. `arrived` has by source
+    and target the bytes of large messages in each window, and the seconds that these took.
+    """
+
+    ranks: Sequence[int]
+    steps: Array
+    samples: Array
+    compute: Array
+    input: Array
+    blocked: Array
+    arrived: _Arrived
+
+    @classmethod
+    def of(cls, by_rank: Mapping[int, Sequence[Counters]], edges: Sequence[float]) -> Windows:
+        """Those between the rising `edges`; sums are linear between the points of a rank."""
+        sums, arrived = [], {}
+        for target, series in by_rank.items():
+            times = [point.seconds for point in series]
+            columns = zip(*(point[1:6] for point in series), strict=True)
+            sums.append([np.interp(edges, times, column) for column in columns])
+            moved = [{source: numbers for source, *numbers in point.arrived} for point in series]
+            for source in moved[-1]:  # its sums begin with its first message
+                both = zip(*(known.get(source, (0.0, 0.0)) for known in moved), strict=True)
+                size, seconds = (np.diff(np.interp(edges, times, column)) for column in both)
+                if size.any():
+                    arrived[source, target] = size, np.where(size > 0, seconds, 0.0)
+        return cls(list(by_rank), *np.diff(np.array(sums)).swapaxes(0, 1), arrived)
+
+
+class Found(NamedTuple):
+    """A straggler, and the seconds of excess in each of the windows from `first` to `last`."""
+
+    ranks: tuple[int, ...]
+    cause: Cause
+    factor: float
+    first: int
+    last: int
+    excess: Array
+
+
+def others(values: Array) -> Array:
+    """For each of two or more values the median of the others."""
+    order = np.argsort(values)
+    place = np.argsort(order)
+    rest = len(values) - 1
+    low, high = (values[order[k + (k >= place)]] for k in ((rest - 1) // 2, rest // 2))
+    median: Array = (low + high) / 2
+    return median
+
+
+def noise_of(logarithms: Collection[Array]) -> float:
+    """The standard deviation of a window, from the differences between one and the next."""
+    steps = np.concatenate([np.abs(np.diff(np.clip(row, -CLEAR, CLEAR))) for row in logarithms])
+    return float(steps.mean()) * math.sqrt(math.pi) / 2 if steps.size else 0.0
+
+
+def stretches(logs: Array, least: float, noise: float, begin: int = 0) -> Iterator[tuple[int, int]]:
+    """From where to where the logarithms of ratios are at least `least` in the mean, for certain.
+
+    A stretch has the largest sum of what exceeds the half of `least`, where each window counts as
+    much as another at most.
+    """
+    logs = np.clip(logs, -CLEAR, CLEAR)
+    half, best, total, first, span = least / 2, 0.0, 0.0, 0, (0, 0)
+    for index, value in enumerate(logs.tolist()):
+        if total <= 0:
+            total, first = 0.0, index
+        total += min(max(value - half, -half), half)
+        if total > best:
+            best, span = total, (first, index + 1)
+    low, high = span
+    clear = np.median(logs[low:high]) / 2 if high else 0.0
+    while low < high and logs[low] < clear:  # it began in this window, or was over soon
+        low += 1
+    while low < high and logs[high - 1] < clear:
+        high -= 1
+    length = high - low
+    mean = logs[low:high].mean() if length else 0.0
+    if length < LEAST_WINDOWS or mean < least or mean * math.sqrt(length) < CERTAIN * noise:
+        return
+    yield from stretches(logs[:low], least, noise, begin)
+    yield begin + low, begin + high
+    yield from stretches(logs[high:], least, noise, begin + high)
+
+
+# Ranks
+
+
+def slow_ranks(ranks: Sequence[int], windows: Windows, width: float) -> Iterator[Found]:
+    """Those of `ranks` that took longer than their peers for a sample, and for a step as well.
+
+    A slow rank with a share so small that it is ready with the others holds up nobody.
+    """
+    if len(ranks) < 2:
+        return
+    rows = [windows.ranks.index(rank) for rank in ranks]
+    samples, steps = windows.samples[rows], windows.steps[rows]
+    compute, read = windows.compute[rows], windows.input[rows]
+    work = compute + read
+    by_sample = _ratios(work, samples)
+    logs = np.minimum(by_sample, _ratios(work, steps))
+    noise = noise_of(logs)
+    for row, own in enumerate(logs):
+        for first, last in stretches(own, math.log(SLOWER), max(noise, noise_of([own]))):
+            inside = slice(first, last)
+            excess = work[row, inside] * (1 - np.exp(-own[inside]))
+            if excess.sum() < MATERIAL * width * (last - first):
+                continue
+            amount = samples[:, inside].sum(axis=1)
+            amount[amount == 0] = 1.0
+            computed, waited = (
+                _beyond(part[:, inside].sum(axis=1) / amount)[row] for part in (compute, read)
+            )
+            cause: Cause = "input" if waited > computed else "compute"
+            factor = math.exp(np.median(by_sample[row, inside]))
+            yield Found((ranks[row],), cause, factor, first, last, excess)
+
+
+def _beyond(rates: Array) -> Array:
+    return rates - others(rates)
+
+
+def _ratios(work: Array, amount: Array) -> Array:
+    """The logarithm of each rank's work for an amount over the median of the others, by window.
+
+    Servers have neither samples nor steps: their amounts are those of equal times.
+    """
+    if not amount.any():
+        amount = np.ones_like(amount)
+    logs = np.zeros_like(work)
+    for k in range(work.shape[1]):
+        known = np.flatnonzero((amount[:, k] > 0) & (work[:, k] > 0))
+        if len(known) > 1:
+            rates = work[known, k] / amount[known, k]
+            logs[known, k] = np.log(rates / others(rates))
+    return logs
+
+
+# Links
+
+
+def slow_links(windows: Windows, nodes: Mapping[int, str], width: float) -> Iterator[Found]:
+    """Ranks, or all those of a node, to and from which bytes take longer than elsewhere.
+
+    If that is half of all, the network is like that, and nobody is slower than others.
+    """
+    inside: dict[_Pair, tuple[Array, Array]] = {}
+    across: dict[_Pair, tuple[Array, Array]] = {}
+    for (source, target), moved in windows.arrived.items():
+        near = source in nodes and nodes[source] == nodes.get(target)
+        (inside if near else across)[source, target] = moved
+    for arrived, local in ((inside, {}), (across, nodes)):
+        found = list(_slow_pairs(arrived, local, width)) if len(arrived) > 2 else []
+        named = {rank for each in found for rank in each.ranks}
+        if len(found) == 1 or 2 * len(named) < len(windows.ranks):
+            yield from found
+
+
+def _slow_pairs(arrived: _Arrived, nodes: Mapping[int, str], width: float) -> Iterator[Found]:
+    logs, excess = _byte_ratios(arrived)
+    noise = noise_of([own[~np.isnan(own)] for own in logs.values()])
+    slow: list[tuple[float, _Pair, int, int]] = []
+    for pair, row in logs.items():
+        used = np.flatnonzero(~np.isnan(row))
+        own = row[used]
+        for begin, end in stretches(own, math.log(THINNER), max(noise, noise_of([own]))):
+            first, last = int(used[begin]), int(used[end - 1]) + 1
+            more = float(excess[pair][first:last].sum())
+            if more >= MATERIAL * width * (last - first):
+                slow.append((more, pair, first, last))
+    ends = {rank: nodes.get(rank, rank) for pair in arrived for rank in pair}
+    while slow:
+        _, worst, first, last = max(slow)
+        rates = _rates(arrived, first, last)
+        thin = {pair: rates[pair] >= THINNER * usual for pair, usual in _usual(rates).items()}
+        blamed = _blamed(worst, thin, ends)
+        own_pairs = [
+            pair for _, pair, *_ in slow if pair == worst or {ends[end] for end in pair} & blamed
+        ]
+        factor = math.exp(np.nanmedian(logs[worst][first:last]))
+        beyond = np.max([excess[pair][first:last] for pair in own_pairs], axis=0)
+        ranks = tuple(sorted(rank for rank, end in ends.items() if end in blamed))
+        yield Found(ranks, "link", factor, first, last, beyond)
+        slow = [
+            each for each in slow if each[1] not in own_pairs or each[2] >= last or each[3] <= first
+        ]
+
+
+def _byte_ratios(arrived: _Arrived) -> tuple[dict[_Pair, Array], dict[_Pair, Array]]:
+    """By window: the logarithm of the seconds a byte over the others' median, NaN where there were
+    no messages; seconds beyond it."""
+    logs = {pair: np.full_like(size, np.nan) for pair, (size, _) in arrived.items()}
+    excess = {pair: np.zeros_like(size) for pair, (size, _) in arrived.items()}
+    for k in range(len(next(iter(logs.values())))):
+        rates = _rates(arrived, k, k + 1)
+        for pair, usual in _usual(rates).items():
+            logs[pair][k] = math.log(rates[pair] / usual)
+            excess[pair][k] = max(rates[pair] - usual, 0.0) * arrived[pair][0][k]
+    return logs, excess
+
+
+def _rates(arrived: _Arrived, first: int, last: int) -> dict[_Pair, float]:
+    """The seconds a byte of each pair that was used in these windows, in the mean over them."""
+    return {
+        pair: max(float(seconds[first:last].sum()) / total, FASTEST)
+        for pair, (size, seconds) in arrived.items()
+        if (total := float(size[first:last].sum())) > 0
+    }
+
+
+def _usual(rates: Mapping[_Pair, float]) -> dict[_Pair, float]:
+    """What the rate of a pair is compared with: the median of the other pairs with this source, or
+    with this target, whichever is faster; where there are none, of all others.
+
+    All that a server sends, or gets, shares its link: it says nothing that this takes longer than
+    in the other direction.
+    """
+    values = np.array([*rates.values()])
+    found = dict(zip(rates, (others(values) if len(rates) > 2 else values).tolist(), strict=True))
+    groups: dict[tuple[int, int], list[_Pair]] = {}
+    for pair in rates:
+        for end in enumerate(pair):
+            groups.setdefault(end, []).append(pair)
+    akin: dict[_Pair, float] = {}
+    for members in groups.values():
+        if len(members) > 1:
+            medians = others(np.array([rates[pair] for pair in members])).tolist()
+            for pair, median in zip(members, medians, strict=True):
+                akin[pair] = min(akin.get(pair, math.inf), median)
+    return found | akin
+
+
+def _blamed(
+    worst: _Pair, slow: Mapping[_Pair, bool], ends: Mapping[int, int | str]
+) -> set[int | str]:
+    """The end of the `worst` pair of which the larger part of the pairs is `slow`; both where that
+    does not tell."""
+
+    def part(end: int | str) -> float:
+        own = [slow[pair] for pair in slow if end in (ends[pair[0]], ends[pair[1]])]
+        return sum(own) / len(own)
+
+    parts = {end: part(end) for end in (ends[worst[0]], ends[worst[1]])}
+    return {end for end, own in parts.items() if own == max(parts.values())}
+
+
 # What it cost
 
 
 def _lost(
-    found: Sequence[Found],
-    windows: Mapping[int, Sequence[Window]],
-    workers: Sequence[int],
-    width: float,
+    found: Sequence[Found], windows: Windows, workers: Sequence[int], width: float
 ) -> list[float]:
     """The seconds that the other workers lost to each of `found`.
 
@@ -123,37 +347,29 @@ def _lost(
     longer than its own, and at most what it was blocked. If several stragglers claim more than it
     was blocked they share that.
     """
-    lost = [0.0] * len(found)
-    for k in range(len(next(iter(windows.values())))):
-        active = [i for i, each in enumerate(found) if each.first <= k < each.last]
-        for rank in workers if active else ():
-            own = windows[rank][k]
-            claims = {i: _claim(found[i], k, rank, own, windows, width) for i in active}
-            total = sum(claims.values())
-            part = min(1.0, own.blocked / total) if total > 0 else 0.0
-            for i, claim in claims.items():
-                lost[i] += claim * part
+    rows = [windows.ranks.index(rank) for rank in workers]
+    steps, blocked = windows.steps[rows], windows.blocked[rows]
+    claims = np.zeros((len(found), *steps.shape))
+    for each, claim in zip(found, claims, strict=True):
+        inside = slice(each.first, each.last)
+        held_up = [i for i, rank in enumerate(workers) if rank not in each.ranks]
+        own = steps[held_up, inside]
+        slow = windows.steps[windows.ranks.index(each.ranks[0]), inside]
+        with np.errstate(divide="ignore", invalid="ignore"):  # in a window without a step
+            beyond = each.excess / slow
+            more = beyond - (width / slow - width / own)
+            of_steps = np.where(more < LITTLE * beyond, 0.0, more * own)
+        claimed = np.where(slow > 0, of_steps, each.excess)  # of a server all of it
+        claim[held_up, inside] = np.where(own > 0, np.minimum(claimed, blocked[held_up, inside]), 0)
+    total = claims.sum(axis=0)
+    part = np.divide(blocked, total, out=np.zeros_like(total), where=total > 0)
+    lost: list[float] = (claims * np.minimum(part, 1.0)).sum(axis=(1, 2)).tolist()
     return lost
 
 
-def _claim(
-    found: Found,
-    k: int,
-    rank: int,
-    own: Window,
-    windows: Mapping[int, Sequence[Window]],
-    width: float,
-) -> float:
-    slow = windows[found.ranks[0]][k]
-    if rank in found.ranks or own.steps <= 0:
-        return 0.0
-    if slow.steps <= 0:  # a server
-        return min(found.excess[k], own.blocked)
-    longer = width / slow.steps - width / own.steps
-    beyond = found.excess[k] / slow.steps
-    if beyond - longer < LITTLE * beyond:
-        return 0.0
-    return min((beyond - longer) * own.steps, own.blocked)
+def _steps_at(series: Sequence[Counters], seconds: float) -> float:
+    """The steps at a moment between two points."""
+    return float(np.interp(seconds, [p.seconds for p in series], [p.steps for p in series]))
 
 
 def _told(
@@ -173,8 +389,8 @@ def _told(
         cause=found.cause,
         factor=round(found.factor, 3),
         since_seconds=round(since, 6),
-        since_step=int(steps_at(own, since)) + 1 if own[-1].steps else None,
+        since_step=int(_steps_at(own, since)) + 1 if own[-1].steps else None,
         until_seconds=None if to_the_end else round(until, 6),
-        until_step=int(steps_at(own, until)) + 1 if own[-1].steps and not to_the_end else None,
+        until_step=int(_steps_at(own, until)) + 1 if own[-1].steps and not to_the_end else None,
         lost_seconds=round(lost, 6),
     )

@@ -35,14 +35,13 @@ def fixed(value: float, decimals: int, *, sign: bool = False) -> str:
     return text.replace(",", THIN).replace("-", MINUS)
 
 
-def significant(value: float, digits: int = 3, *, sign: bool = False) -> str:
+def significant(value: float, digits: int = 3) -> str:
     """With so many significant digits, whole digits aside: those are never rounded away."""
     if not math.isfinite(value):
         return str(value)
     if value and abs(value) < 1e-4:
-        text = f"{value:{'+' if sign else ''}.{digits - 1}e}"
-        return text.replace("-", MINUS)
-    return fixed(value, decimals_for([value], digits), sign=sign)
+        return f"{value:.{digits - 1}e}".replace("-", MINUS)
+    return fixed(value, decimals_for([value], digits))
 
 
 def decimals_for(values: Sequence[float], digits: int) -> int:
@@ -102,9 +101,9 @@ def listed(names: Sequence[str]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def some(names: Sequence[str], most: int = 3) -> str:
-    """The first of them, and how many there are beyond."""
-    return listed(names if len(names) <= most else [*names[:most], f"{len(names) - most} more"])
+def some(names: Sequence[str]) -> str:
+    """The first three of them, and how many there are beyond."""
+    return listed(names if len(names) <= 3 else [*names[:3], f"{len(names) - 3} more"])
 
 
 def ranges(ranks: Iterable[int]) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestra.records.record import RunRecord
-from orchestra.records.stragglers import Straggler
+from orchestra.records.report import Straggler
 from orchestra.report.numbers import (
     TIME_TO_TARGET,
     TRAIN,

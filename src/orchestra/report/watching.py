@@ -12,7 +12,7 @@ from typing import Any, Literal
 from orchestra.errors import InputError
 from orchestra.records.live import Line, Live, RankNow, Tail, mean_rates, read_live, under_way
 from orchestra.records.record import SUMMARY, RunRecord, read_links, read_summary
-from orchestra.records.stragglers import Straggler
+from orchestra.records.report import Straggler
 from orchestra.records.trace import longest_waits
 from orchestra.report.numbers import ranges
 from orchestra.settings.base import from_plain

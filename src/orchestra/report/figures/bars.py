@@ -84,15 +84,11 @@ def _pieces(parts: Parts, colours: Mapping[str, str]) -> Values:
 
 
 def _bar(colours: Mapping[str, str], values: Values) -> tuple[Any, ...]:
-    used = [part for part in colours if any(value["part"] == part for value in values)]
-    scale = alt.Scale(domain=used, range=[colours[part] for part in used])
-    legend = alt.Legend(
-        symbolType="square",
-        columns=alt.ExprRef("max(2, floor(room / 105))"),
-        labelExpr="replace(datum.label, '_', ' ')",
-    )
+    columns = alt.ExprRef("max(2, floor(room / 105))")
+    label = "replace(datum.label, '_', ' ')"
+    colour = frame.kinds("part", values, colours, columns=columns, labelExpr=label)
     x = alt.X("seconds:Q", title="seconds", scale=alt.Scale(nice=False))
-    return x, alt.Color("part:N", title=None, scale=scale, legend=legend), alt.Order("place:O")
+    return x, colour, alt.Order("place:O")
 
 
 def _mean_parts(of_runs: Sequence[Parts]) -> Parts:

@@ -20,12 +20,10 @@ from orchestra.cluster.nodes import Jitter, Link, Node, Switch
 from orchestra.cluster.presets import CLUSTERS
 from orchestra.cluster.units import BANDWIDTH, BYTES, FLOPS, SECONDS
 from orchestra.report.figures.frame import FAINT, INK_NOW, Figure, figure, layer
-from orchestra.report.numbers import ranges
+from orchestra.report.numbers import count, ranges
 from orchestra.report.rows import grouped
 from orchestra.report.study import COLOURS, Study
 from orchestra.settings import write
-
-_Value = dict[str, Any]
 
 MAX_NODES = 64
 """With more, nodes that follow one another and are alike share a row."""
@@ -136,8 +134,7 @@ class _Sketch:
         return found
 
     def _owner(self, name: str) -> str:
-        """Return the node of the rank `name`, if that is known; else `name`."""
-        rank = rank_of(name)
+        rank = rank_of(name)  # of a node, where that is known
         return name if rank is None or not self._ranks else self._ranks[rank].name
 
     def layers(self) -> Iterator[alt.Chart]:
@@ -149,15 +146,14 @@ class _Sketch:
             return min(1 + 0.9 * math.log10(min(_bandwidths(place)) / slowest), 6)
 
         yield from canvas.lines(places, thick)
-        joints = ({"x": place.x, "y": place.y} for place in self._switches)
+        joints = [place.at for place in self._switches]
         yield canvas.layer(joints, "circle", opacity=1, size=90, color=INK_NOW)
         area = alt.Size("area:Q", scale=None, legend=None)
         colour = alt.Color("colour:N", scale=None)
         speeds = [place.nodes[0].speed or place.nodes[0].flops or 0.0 for place in self._leaves]
         squares = (
             {
-                "x": place.x,
-                "y": place.y,
+                **place.at,
                 "area": max(_LARGEST_SQUARE * speed / max(speeds), 9),
                 "colour": _FAULT if place.part.name in self._faults else _NODE,
             }
@@ -166,13 +162,13 @@ class _Sketch:
         yield canvas.layer(squares, "square", area, colour, opacity=1)
         cross: dict[str, Any] = {"shape": _CROSS, "size": 110, "strokeWidth": 2, "filled": False}
         yield canvas.layer(self._crosses(), "point", opacity=1, color=INK_NOW, **cross)
-        words = [*self._table_words(), *self._switch_words()]
+        words = [*self._words()]
         for name, style in _STYLES.items():
             some = [word for word in words if word["style"] == name]
             text = alt.Text("text:N")
             yield canvas.layer(some, "text", text, baseline="middle", fontSize=11, **style)
 
-    def _crosses(self) -> Iterator[_Value]:
+    def _crosses(self) -> Iterator[dict[str, Any]]:
         """Yield where links are cut or slow for a while, and nodes where somebody dies."""
         for fault in self._cluster.faults:
             if isinstance(fault, LinkCut | LinkSlow | Death):
@@ -182,8 +178,9 @@ class _Sketch:
                     x = self._leaves[0].x if on_node else (place.above or 0) + 16
                     yield {"x": x, "y": place.y}
 
-    def _table_words(self) -> Iterator[_Value]:
-        """Yield the columns beside the nodes, and what befalls ranks of unknown place below."""
+    def _words(self) -> Iterator[dict[str, Any]]:
+        """Yield the columns beside the nodes, and what befalls ranks of unknown place below; the
+        name of a switch above its link, and what concerns that link below it."""
         for x, head, texts in self._table:
             yield {"x": x, "y": _TOP - 16, "text": head, "style": "head"}
             style = "fault" if head == "faults" else "plain"
@@ -192,9 +189,6 @@ class _Sketch:
         for index, text in enumerate(reversed(self._below)):
             y = self.height - self._row * (index + 0.5)
             yield {"x": 0, "y": y, "text": text, "style": "fault"}
-
-    def _switch_words(self) -> Iterator[_Value]:
-        """Yield the name of a switch above its link, and what concerns the link below it."""
         for place in self._switches:
             switch, x = place.part, place.x - 9
             assert isinstance(switch, Switch)
@@ -218,10 +212,8 @@ def link_text(part: Node | Switch) -> str:
     if up == down:
         return _one_way(up)
     if up.latency == down.latency:
-        latency = SECONDS.write(up.latency)
-        return (
-            f"{BANDWIDTH.write(up.bandwidth)} up, {BANDWIDTH.write(down.bandwidth)} down, {latency}"
-        )
+        both = f"{BANDWIDTH.write(up.bandwidth)} up, {BANDWIDTH.write(down.bandwidth)} down"
+        return f"{both}, {SECONDS.write(up.latency)}"
     return f"{_one_way(up)} up; {_one_way(down)} down"
 
 
@@ -230,9 +222,9 @@ def _one_way(link: Link) -> str:
 
 
 def _compute_text(node: Node) -> str:
-    unit, count = ("device", node.devices) if node.devices else ("core", node.cores)
+    units = count("device", node.devices) if node.devices else count("core", node.cores)
     speed = f"speed {node.speed:.3g}" if node.speed is not None else FLOPS.write(node.flops or 0)
-    parts = [f"{count} {unit}{'s' * (count != 1)}", speed]
+    parts = [units, speed]
     parts += [write(node.jitter, CLUSTERS)] if isinstance(node.jitter, Jitter) else []
     return ", ".join(parts)
 
@@ -265,6 +257,10 @@ class Place:
     above: float | None
     span: tuple[float, float]
 
+    @property
+    def at(self) -> dict[str, float]:
+        return {"x": self.x, "y": self.y}
+
 
 class Tree:
     """The rows of all parts of a cluster, filled from the top; `rows` is how many they take.
@@ -284,9 +280,10 @@ class Tree:
         self.rows = 0.0
         self._nodes: list[_Branch] = []
         self._switches: list[_Branch] = []
-        self._cluster, self._sizes = cluster, sizes
-        self._groups = _groups([node for node in cluster.nodes if self._size(node)], alone)
-        if len(self._groups) > 1 or sizes is None:
+        self._cluster, self._whole = cluster, sizes is None
+        self._sizes = {node.name: 1 for node in cluster.nodes} if sizes is None else sizes
+        self._groups = _groups([node for node in cluster.nodes if node.name in self._sizes], alone)
+        if len(self._groups) > 1 or self._whole:
             for switch in cluster.switches:
                 if switch.to is None:
                     self._add_switch(switch, 0)
@@ -295,12 +292,9 @@ class Tree:
             if group[0].name not in placed:
                 self._add_nodes(group)
 
-    def _size(self, node: Node) -> int:
-        return 1 if self._sizes is None else self._sizes.get(node.name, 0)
-
     def _add_nodes(self, group: tuple[Node, ...]) -> float:
         """Give the next rows to `group`; return their middle."""
-        last = self.rows + self._size(group[0]) - 1
+        last = self.rows + self._sizes[group[0].name] - 1
         self._nodes.append(_Branch(group[0], group, self.rows, last))
         middle = (self.rows + last) / 2
         self.rows = last + 1
@@ -311,10 +305,10 @@ class Tree:
         below = [self._add_nodes(group) for group in self._groups if group[0].switch == switch.name]
         for inner in self._cluster.switches:
             if inner.to == switch.name:
-                if below and self._sizes is None:
+                if below and self._whole:
                     self.rows += 0.5  # sets switches apart
                 below += self._add_switch(inner, depth + 1)
-        if not below and self._sizes is not None:
+        if not below and not self._whole:
             return []
         if not below:  # a row of its own
             below = [self.rows]

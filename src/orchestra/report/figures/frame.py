@@ -226,6 +226,14 @@ def tips(*fields: str | tuple[str, ...]) -> list[alt.Tooltip]:
     return found
 
 
+def kinds(field: str, values: Values, colours: Mapping[str, str], **legend: Any) -> alt.Color:
+    """The colours of those kinds that are in `field` of `values`, in their order."""
+    used = [kind for kind in colours if any(value[field] == kind for value in values)]
+    scale = alt.Scale(domain=used, range=[colours[kind] for kind in used])
+    shown = alt.Legend(symbolType="square", **legend)
+    return alt.Color(f"{field}:N", title=None, scale=scale, legend=shown)
+
+
 class Look:
     """The channels that tell strategies apart, over the `styles` of `names`, of all by default.
 

@@ -200,7 +200,7 @@ class _Sketch:
         """The cluster, the arrows, the ranks, and the words."""
         places, canvas = self.stage.places, self._canvas
         yield from canvas.lines(places)
-        joints = ({"x": place.x, "y": place.y} for place in places)
+        joints = [place.at for place in places]
         yield canvas.layer(joints, "square", opacity=1, size=40, color=FAINT)
         yield from self._arrows()
         servers = self._exchange.servers
@@ -245,17 +245,14 @@ class _Sketch:
                 }
             )
         colour = self._colour()
-        along = [
-            alt.StrokeWidth("thick:Q", scale=None), alt.Detail("arc:N"), alt.Order("order:Q")
-        ]  # fmt: skip
+        along = alt.StrokeWidth("thick:Q", scale=None), alt.Detail("arc:N"), alt.Order("order:Q")
         look: dict[str, Any] = {"interpolate": "basis", "opacity": 0.75}
         yield self._canvas.layer(lines, "line", colour, *along, **look)
         tooltip = tips(
             ("what:N", "from, to"), ("messages:Q", "", ",d"), ("bytes:Q", "", ",d"),
             ("first:Q", "first, ms", ".3~g"),
         )  # fmt: skip
-        shape, size = alt.Shape("shape:N", scale=None), alt.Size("area:Q", scale=None)
-        of_head = [colour, shape, size, tooltip]
+        of_head = colour, alt.Shape("shape:N", scale=None), alt.Size("area:Q", scale=None), tooltip
         yield self._canvas.layer(heads, "point", *of_head, filled=True, opacity=1)
 
     def _colour(self) -> alt.Color | alt.ColorValue:
@@ -277,9 +274,10 @@ class _Sketch:
             name, x, y = place.part.name, place.x, place.y
             if place.nodes:
                 yield _word(x + 8, y, name, "left", name=True)
+                off = -9 * (place.above is not None)
             else:
                 yield _word(x - 8, y - 8, name, "right", name=True)
-            off = -9 * (place.above is not None) if place.nodes else 9
+                off = 9
             yield _word(x - 8, y + off, self._links.get(name, ""), "right")
 
     def _placed_texts(self) -> Iterator[dict[str, Any]]:

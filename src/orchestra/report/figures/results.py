@@ -243,15 +243,23 @@ def _against_ranks(
     y = frame.value_axis(f"{title}, mean of seeds", True, ticks)
     look = Look({v["line"]: study.styles[v["strategy"]] for v in values}, field="line")
     about = [*tips(("line:N", "strategy"), "ranks:Q"), *tooltip]
-    point = {"filled": True, "size": 70, "opacity": 1}
     ring = {"shape": "circle", "filled": False, "size": 240, "strokeWidth": 1.5}
     ringed = [value for value in values if knees.get(value["line"]) == value["ranks"]]
     return [
         layer(ideal, "line", x, y, strokeDash=[2, 3], strokeWidth=1.5, color=frame.FAINT),
-        layer(values, "line", x, y, look.colour, look.dash, strokeWidth=2),
-        layer(values, "point", x, y, look.colour, look.shape, about, **point),
+        *_lines(values, x, y, look, about),
         layer(ringed, "point", x, y, color=frame.INK_NOW, **ring),
         *frame.haloed(ringed, 3, x, y, alt.TextValue("knee"), dy=19, fontSize=10.5),
+    ]
+
+
+def _lines(
+    values: Values, x: alt.X, y: alt.Y, look: Look, tooltip: list[alt.Tooltip]
+) -> list[alt.Chart]:
+    point = {"filled": True, "size": 70, "opacity": 1}
+    return [
+        layer(values, "line", x, y, look.colour, look.dash, strokeWidth=2),
+        layer(values, "point", x, y, look.colour, look.shape, tooltip, **point),
     ]
 
 
@@ -365,12 +373,7 @@ def _against_machines(study: Study, measure: Measure) -> Iterator[Figure]:
         ("line:N", "strategy"), "machines:N", ("alone:Q", "samples/s of all alone", ",.4~g"),
         ("value:Q", measure.title, ".3~g"),
     )  # fmt: skip
-    layers = [
-        layer(values, "line", x, y, look.colour, look.dash, strokeWidth=2),
-        layer(
-            values, "point", x, y, look.colour, look.shape, about, filled=True, size=70, opacity=1
-        ),
-    ]
+    layers = _lines(values, x, y, look, about)
     title = f"{measure.title.capitalize()} of combinations of machines"
     yield figure(f"{measure.key}-of-machines", title, CAPTIONS[measure.key], "scaling", layers)
 

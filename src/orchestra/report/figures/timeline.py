@@ -17,6 +17,7 @@ from orchestra.report.figures.frame import (
     Figure,
     Values,
     figure,
+    kinds,
     layer,
     tips,
     zoomable,
@@ -158,14 +159,10 @@ def _layers(strategy: str, window: Window, lanes: Lanes) -> list[alt.Chart]:
         title=f"milliseconds after {window.start / 1e6:.4g} s of training",
         scale=alt.Scale(nice=False, domain=[0, (window.end - window.start) / 1000]),
     )
-    used = [kind for kind in _COLOURS if any(event["cat"] == kind for event in window.pieces)]
-    legend = alt.Legend(
-        title=None, symbolType="square", columns=alt.ExprRef("max(2, floor(room / 95))")
-    )
-    scale = alt.Scale(domain=used, range=[_COLOURS[kind] for kind in used])
-    colour = alt.Color("kind:N", scale=scale, legend=legend)
     tooltip = tips(("lane:N", "rank"), "what:N", ("took:Q", "milliseconds", ".3~g"))
     pieces, gaps, messages = _values(strategy, window, lanes)
+    columns = alt.ExprRef("max(2, floor(room / 95))")
+    colour = kinds("kind", pieces, _COLOURS, columns=columns)
     channels = x, alt.X2("end:Q"), y, colour, tooltip
     waits = layer(pieces, "bar", *channels, clip=True, height=9)
     busy = layer(pieces, "bar", *channels, clip=True)
