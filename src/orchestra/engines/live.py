@@ -14,6 +14,7 @@ from pathlib import Path
 from orchestra.engines.events import Heartbeat
 from orchestra.records.live import Live, RankNow, Waiting, host_name, remove_live, write_live
 from orchestra.records.report import CounterSeries, Straggler
+from orchestra.records.stragglers import find
 from orchestra.strategies.base import Roles
 from orchestra.trainer.settings import Run
 
@@ -70,8 +71,6 @@ class SlowRanks:
             self._look()
 
     def _look(self) -> None:
-        from orchestra.records.stragglers import find  # numpy, which no command has to wait for
-
         newest = max(series.points[-1].seconds for series in self._by_rank.values())
         several = len({*self.hosts.values()}) > 1
         found = find(

@@ -16,6 +16,7 @@ from orchestra.data.plan import apportion
 from orchestra.errors import InputError, RunFailed
 from orchestra.records.record import RunRecord, combine, environment, write_atomically, write_curve
 from orchestra.records.report import RankReport, Straggler
+from orchestra.records.stragglers import LEAST_SECONDS, find
 from orchestra.records.trace import write_trace
 from orchestra.settings.base import to_plain
 from orchestra.strategies.base import roles_of
@@ -105,8 +106,6 @@ def stragglers_of(run: Run, reports: Sequence[RankReport]) -> list[Straggler]:
     """Who held up whom; stages of a model have unlike work, and are not compared."""
     if run.strategy.divides_model:
         return []
-    from orchestra.records.stragglers import LEAST_SECONDS, find  # numpy: at the end, not at once
-
     nodes = {report.rank: report.node for report in reports if report.node}
     return find(
         {report.rank: report.counters for report in reports},

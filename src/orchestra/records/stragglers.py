@@ -9,12 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, NamedTuple
 
 from orchestra.records.report import Cause, Counters, Straggler
+from orchestra.settings.registry import LazyModule
+
+_Pair = tuple[int, int]
+"""Source and target of messages."""
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
+    _Arrived = Mapping[_Pair, tuple[Array, Array]]
+else:
+    np = LazyModule("numpy")  # the command line answers without it
 
 MAX_WINDOWS = 30
 STEPS_A_WINDOW = 3
@@ -36,11 +45,6 @@ THINNER = 2.5
 """Times the seconds of others for a byte: less is no straggler. Two at a time take twice them."""
 FASTEST = 1e-11
 """Seconds a byte: what is faster counts as this."""
-
-Array = NDArray[np.float64]
-_Pair = tuple[int, int]
-"""Source and target of messages."""
-_Arrived = Mapping[_Pair, tuple[Array, Array]]
 
 
 def find(
