@@ -13,14 +13,15 @@ from torch import Tensor, nn
 
 from orchestra.optimizers.settings import Optimizer
 from orchestra.optimizers.spec import OptimizerSpec
-from orchestra.parameter_server.server import Server
-from orchestra.parameter_server.state import Answer, Push
-from orchestra.parameter_server.wire import (
+from orchestra.parameter_server.messages import (
+    Answer,
     Kind,
+    Push,
     Request,
     decode_answer,
     encode_request,
 )
+from orchestra.parameter_server.server import Server
 from orchestra.strategies.parameter_server import ParameterServer, ParameterServerState
 from orchestra.transports.collective import execute
 from orchestra.transports.protocol import CollectiveCall, Transport

@@ -16,9 +16,10 @@ from torch import Tensor
 from orchestra.optimizers.state import capture
 from orchestra.parameter_server.client import Client
 from orchestra.parameter_server.held_slice import DelayCompensation, HeldSlice
+from orchestra.parameter_server.messages import Push
 from orchestra.parameter_server.placement import Slice, place
 from orchestra.parameter_server.server import Server
-from orchestra.parameter_server.state import Consistency, Push, ServerState, Synchronous
+from orchestra.parameter_server.state import Consistency, ServerState, Synchronous
 
 
 @dataclass

@@ -21,7 +21,7 @@ from tests.training import equal, settings, train_processes, train_threads
 from torch import Tensor
 
 from orchestra.compression.base import Context
-from orchestra.compression.top_k import TopK
+from orchestra.compression.sparsification import TopK
 from orchestra.errors import InputError
 from orchestra.settings import parse
 from orchestra.strategies.all_reduce import AllReduce

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from orchestra.compression import packing
 from orchestra.compression.base import Compressor, Context, Encoder
-from orchestra.compression.top_k import largest
+from orchestra.compression.sparsification import largest
 from orchestra.errors import InputError
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES

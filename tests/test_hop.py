@@ -35,7 +35,8 @@ from orchestra.optimizers.settings import Optimizer
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.settings import parse
 from orchestra.strategies.base import Strategy
-from orchestra.strategies.gossip import CLOSED, Gossip, Hop, HopState, IterationQueues
+from orchestra.strategies.gossip import Gossip
+from orchestra.strategies.hop import CLOSED, Hop, HopState, IterationQueues
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.topologies import Complete, Exponential, Ring, Star, Topology
 from orchestra.transports.tags import Tag

@@ -18,7 +18,6 @@ from tests.training import State, Trained, settings, train_threads
 from orchestra.data.sharding import Contiguous
 from orchestra.errors import InputError
 from orchestra.exchange import stage_of
-from orchestra.exchange.pipeline import PipelineSlot
 from orchestra.optimizers.settings import Group, Optimizer
 from orchestra.settings import parse
 from orchestra.strategies.all_reduce import AllReduce
@@ -238,7 +237,7 @@ def test_cuts_count_the_stages() -> None:
 def test_a_stage_has_the_names_of_the_whole() -> None:
     whole = initialised(Tied(), torch.float32)
     images = torch.randn(3, 1, 8, 8)
-    stage = stage_of(whole, lambda model: model(images), PipelineSlot(1, 2, 2), ("again",))
+    stage = stage_of(whole, lambda model: model(images), 2, 1, ("again",))
     names = [name for name, _ in stage.named_parameters()]
     assert names == ["into.weight", "again.bias", "out.weight", "out.bias"]
     assert stage.holders["into.weight"] == (0, 1)
@@ -261,10 +260,7 @@ def test_one_rank_answers_for_each_tensor() -> None:
 def test_constants_of_a_stage_are_not_saved() -> None:
     whole = initialised(Awkward(), torch.float64)
     images = torch.randn(3, 1, 8, 8, dtype=torch.float64)
-    stages = [
-        stage_of(whole, lambda model: model(images), PipelineSlot(rank, 2, 2), None)
-        for rank in range(2)
-    ]
+    stages = [stage_of(whole, lambda model: model(images), 2, rank, None) for rank in range(2)]
     saved = {name for stage in stages for name in stage.state_dict()}
     assert {"scale", "middle.2.running_mean"} <= saved
     assert "shift" not in saved
@@ -276,8 +272,8 @@ def test_no_cut_before_a_change_in_place() -> None:
     )
     inputs = torch.randn(2, 4)
     with pytest.raises(InputError, match="cannot be cut before '1'"):
-        stage_of(whole, lambda model: model(inputs), PipelineSlot(0, 2, 2), ("1",))
-    assert stage_of(whole, lambda model: model(inputs), PipelineSlot(1, 2, 2), ("2",)) is not None
+        stage_of(whole, lambda model: model(inputs), 2, 0, ("1",))
+    assert stage_of(whole, lambda model: model(inputs), 2, 1, ("2",)) is not None
 
 
 def test_own_loops_are_refused() -> None:

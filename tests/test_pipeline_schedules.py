@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestra.exchange.pipeline import Pass, passes_of
 from orchestra.exchange.stages import SLACK, balanced_cuts
+from orchestra.strategies.pipeline import Pass, passes_of
 
 SCHEDULES = ["1f1b", "gpipe"]
 

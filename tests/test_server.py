@@ -15,17 +15,10 @@ from torch import Tensor
 from orchestra.errors import PeerLost
 from orchestra.parameter_server.client import Client
 from orchestra.parameter_server.held_slice import HeldSlice
+from orchestra.parameter_server.messages import Answer, Pause, Push
 from orchestra.parameter_server.placement import Slice, place
 from orchestra.parameter_server.server import Server
-from orchestra.parameter_server.state import (
-    Answer,
-    Asynchronous,
-    Consistency,
-    Pause,
-    Push,
-    ServerState,
-    Synchronous,
-)
+from orchestra.parameter_server.state import Asynchronous, Consistency, ServerState, Synchronous
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime

@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from orchestra.errors import InputError, PeerLost
 from orchestra.optimizers.state import capture
+from orchestra.parameter_server.messages import Kind, Push, Request, encode_request
 from orchestra.parameter_server.placement import Slice
 from orchestra.parameter_server.server import Server
-from orchestra.parameter_server.state import Asynchronous, Bounded, Consistency, Push, Synchronous
-from orchestra.parameter_server.wire import Kind, Request, encode_request
+from orchestra.parameter_server.state import Asynchronous, Bounded, Consistency, Synchronous
 from orchestra.strategies.pairwise_averaging import PairwiseAveraging
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.switch import Switch

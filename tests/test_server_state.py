@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestra.parameter_server.messages import Push
 from orchestra.parameter_server.state import (
     Asynchronous,
     Bounded,
     Consistency,
     Decision,
     FirstArrivals,
-    Push,
     ServerState,
     Synchronous,
 )

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tests.simulated import simulated
 from tests.training import settings, step_lines
 
-from orchestra.parameter_server.state import Bounded, Decision, Push, ServerState
+from orchestra.parameter_server.messages import Push
+from orchestra.parameter_server.state import Bounded, Decision, ServerState
 from orchestra.records.record import RunRecord
 from orchestra.schedules.work_queue import Applied, Kind, WorkItem, WorkQueue
 from orchestra.settings import parse

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tests.comparisons import experiment, summary
 
-from orchestra.compression.casts import BF16
-from orchestra.compression.top_k import TopK
+from orchestra.compression.quantization import BF16
+from orchestra.compression.sparsification import TopK
 from orchestra.engines.simulation.break_even import FURTHEST_FACTOR, search
 from orchestra.experiments.comparison import carry_out
 from orchestra.experiments.techniques import Technique, techniques

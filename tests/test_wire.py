@@ -8,9 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestra.parameter_server.state import Answer, Pause, Push
-from orchestra.parameter_server.wire import (
+from orchestra.parameter_server.messages import (
+    Answer,
     Kind,
+    Pause,
+    Push,
     Request,
     decode_answer,
     decode_pause,

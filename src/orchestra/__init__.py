@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from orchestra.strategies.all_reduce import AllReduce
     from orchestra.strategies.base import Roles, Strategy
     from orchestra.strategies.elastic_averaging import ElasticAveraging
-    from orchestra.strategies.gossip import Gossip, Hop
+    from orchestra.strategies.gossip import Gossip
     from orchestra.strategies.hogwild import Hogwild
+    from orchestra.strategies.hop import Hop
     from orchestra.strategies.local_sgd import LocalSGD
     from orchestra.strategies.outer import Average, Elastic, Nesterov, SlowMo
     from orchestra.strategies.pairwise_averaging import PairwiseAveraging
@@ -58,9 +59,9 @@ if not TYPE_CHECKING:
     __getattr__ = lazy_package(
         __name__, "errors", "topologies", "strategies.base", "strategies.all_reduce",
         "strategies.elastic_averaging", "strategies.gossip", "strategies.hogwild",
-        "strategies.local_sgd", "strategies.outer", "strategies.pairwise_averaging",
-        "strategies.parameter_server",
-        "strategies.pipeline", "strategies.prague", "strategies.single", "strategies.switch",
+        "strategies.hop", "strategies.local_sgd", "strategies.outer",
+        "strategies.pairwise_averaging", "strategies.parameter_server", "strategies.pipeline",
+        "strategies.prague", "strategies.single", "strategies.switch",
         "strategies.stochastic_gradient_push", "strategies.switch_rules", "experiments.api",
         "planning.api", "engines.processes.environment", "engines.processes.distribute",
         "tasks.task",

@@ -1,4 +1,4 @@
-"""Gradient compression: tensors to payloads and back, each method in a file of its own.
+"""Gradient compression: tensors to payloads and back.
 
 What exchanges the payloads is in orchestra.exchange.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -163,8 +162,3 @@ class Encoder(Compressor):
         yield flat
         for values, payload, each in zip(tensors, flat.split(sizes), contexts, strict=True):
             self.combine([payload], values, each)
-
-
-def kept(elements: int, part: float) -> int:
-    """How many elements of a tensor `part` of them is: at least one."""
-    return max(1, math.floor(elements * part + 0.5))

@@ -27,15 +27,12 @@ from orchestra.worker.worker import Worker
 T = TypeVar("T")
 
 
-def agree_on_parameters(worker: Worker) -> None:
-    """Everyone takes the parameters and buffers of the first rank that is there."""
-    agree_within(worker, worker.everyone)
-
-
-def agree_within(worker: Worker, group: Group) -> None:
-    """Everyone in `group` takes the parameters and buffers of its first rank."""
+def agree_on_parameters(worker: Worker, group: Group | None = None) -> None:
+    """Everyone in `group` (None: all that are there) takes the parameters and buffers of its first
+    rank."""
     if worker.agrees:
         return
+    group = worker.everyone if group is None else group
     broadcast(worker.transport, worker.parameters, group.ranks[0], group, Tag.AGREE)
     broadcast_buffers(worker, group)
 
@@ -258,9 +255,11 @@ def average_moments(
         tensor.copy_(part.view(tensor.shape))
 
 
-def charge(worker: Worker, kind: str, elements: int, function: Callable[[], T]) -> T:
-    """Do `function`, and count it as computing on so many elements."""
-    return worker.compute.run(Work(kind, elements), function)
+def charge(
+    worker: Worker, kind: str, amount: int, function: Callable[[], T], names: tuple[str, ...] = ()
+) -> T:
+    """Do `function`, and count it as computing: a `Work`."""
+    return worker.compute.run(Work(kind, amount, names), function)
 
 
 def copy_of(worker: Worker, values: Tensor) -> Tensor:

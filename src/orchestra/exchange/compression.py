@@ -1,4 +1,4 @@
-"""Compressed gradients: a `Begin` of `GradientAverage`, pushes to servers, and what is kept."""
+"""Compressed gradients: how they are summed, or pushed to servers, and what is kept."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from orchestra.compression.base import Compressor, Context, Encoder
 from orchestra.errors import InputError
-from orchestra.exchange.average import Begin, BeginSum, Bucket, ScheduledGroup, note_buffer
+from orchestra.exchange.agreement import charge
+from orchestra.exchange.average import BeginSum, Bucket, ScheduledGroup, note_buffer
+from orchestra.parameter_server.messages import Push
 from orchestra.parameter_server.placement import Piece, Slice
-from orchestra.parameter_server.state import Push
 from orchestra.schedules import ALL_REDUCE, ring_all_gather
 from orchestra.transports.protocol import Group, Task, Transport
 from orchestra.transports.tags import Tag
-from orchestra.worker.runtime import Work
 from orchestra.worker.worker import Worker
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -69,16 +72,58 @@ def _check(worker: Worker, compressor: Compressor) -> None:
         )
 
 
-def _charge(worker: Worker, kind: str, elements: float, function: Callable[[], object]) -> None:
-    worker.compute.run(Work(kind, max(1, round(elements))), function)
+class _Codec:
+    """What is needed to encode pieces of the flat vector: tensors, or parts of them."""
+
+    def __init__(self, worker: Worker, compressor: Compressor) -> None:
+        self._worker = worker
+        self._compressor = compressor
+
+    @property
+    def _encoder(self) -> Encoder:
+        assert isinstance(self._compressor, Encoder)
+        return self._compressor
+
+    def _charge(self, kind: str, elements: float, function: Callable[[], T]) -> T:
+        return charge(self._worker, kind, max(1, round(elements)), function)
+
+    def _contexts(
+        self, pieces: Sequence[Piece], step: int, rank: int, state: CompressionState | None = None
+    ) -> list[Context]:
+        """What the compressor may know of each piece; without `state`, to decode it."""
+        contexts = []
+        for piece in pieces:
+            slot, size = self._worker.layout.slots[piece.tensor], piece.end - piece.first
+            shape: tuple[int, ...] = (size,)
+            start = piece.first - slot.offset
+            memory = [] if state is None else state.memory[piece.tensor]
+            if size == slot.size:
+                shape = tuple(slot.shape)
+            else:
+                memory = [each[start : start + size] for each in memory]
+            about = step, rank, len(self._worker.workers)
+            contexts.append(Context(shape, piece.first, *about, memory))
+        return contexts
+
+    def _sizes(self, pieces: Sequence[Piece], step: int) -> list[int]:
+        """Return the bytes of the payload of each piece, where they are known."""
+        itemsize = self._worker.layout.dtype.itemsize
+        return [self._encoder.size(piece.end - piece.first, itemsize, step) for piece in pieces]
 
 
-class CompressedSum:
+def _cut(pieces: Sequence[Piece], vector: Tensor | None, first: int = 0) -> list[Tensor]:
+    """Return the pieces in a flat vector that begins at element `first`; none if there is none."""
+    if vector is None:
+        return []
+    return [vector[piece.first - first : piece.end - first] for piece in pieces]
+
+
+class CompressedSum(_Codec):
     """Sums the gradient in each bucket by compressed payloads; the tail travels as it is.
 
     `begin_sum` sums payloads that add, and tails. Other payloads are gathered around `ring`, and
     decoded in the order of its ranks, so that everybody has the same bits; over `transport` (None:
-    the worker's), with messages of `tag`.
+    the worker's), with messages of `tag`. `begin` is a `Begin` of `GradientAverage`.
     """
 
     def __init__(
@@ -91,10 +136,9 @@ class CompressedSum:
         transport: Transport | None = None,
         tag: int = Tag.GRADIENTS,
     ) -> None:
-        self._worker = worker
+        super().__init__(worker, compressor)
         self._transport = worker.transport if transport is None else transport
         self._tag = tag
-        self._compressor = compressor
         self._state = state
         self._begin_sum = begin_sum
         self._gather = ScheduledGroup(ring_all_gather(len(ring)), ring)
@@ -117,84 +161,62 @@ class CompressedSum:
             begun.append(self._begin_sum(tail, background))
         return begun
 
-    @property
-    def _whole(self) -> bool:
-        return isinstance(self._compressor, Encoder) and self._compressor.whole
-
-    def _contexts(self, bucket: Bucket, step: int) -> list[Context]:
-        worker = self._worker
-        about = step, worker.rank, len(worker.workers)
-        if self._whole:
-            return [Context((len(bucket.values),), bucket.first, *about)]
+    def _pieces(self, bucket: Bucket, gradient: Tensor) -> list[Piece]:
+        """Return the tensors of `bucket`, or all as one where the compressor takes it `whole`."""
+        if isinstance(self._compressor, Encoder) and self._compressor.whole:
+            return [Piece(bucket.first_slot, bucket.first, bucket.first + len(gradient))]
+        slots = self._worker.layout.slots
         return [
-            Context(tuple(slot.shape), slot.offset, *about, memory)
-            for slot, memory in zip(worker.layout.slots, self._state.memory, strict=True)
-        ][bucket.first_slot : bucket.end_slot]
-
-    def _cut(self, bucket: Bucket, vector: Tensor) -> list[Tensor]:
-        """Return the tensors of `bucket` in its part `vector` of a flat vector, each flat."""
-        if self._whole:
-            return [vector]
-        slots = self._worker.layout.slots[bucket.first_slot : bucket.end_slot]
-        starts = [slot.offset - bucket.first for slot in slots]
-        return [
-            vector[start : start + slot.size] for start, slot in zip(starts, slots, strict=True)
+            Piece(number, slots[number].offset, slots[number].offset + slots[number].size)
+            for number in range(bucket.first_slot, bucket.end_slot)
         ]
 
-    def _with_residual(self, bucket: Bucket, gradient: Tensor) -> list[Tensor]:
-        """p <- g + e, in place; return the residuals, cut as the gradient is."""
+    def _with_residual(self, gradient: Tensor, first: int) -> Tensor | None:
+        """p <- g + e, in place; return e, if there is error feedback."""
         if self._state.residual is None:
-            return []
-        residual = self._state.residual[bucket.first : bucket.first + gradient.numel()]
+            return None
+        residual = self._state.residual[first : first + gradient.numel()]
         gradient.add_(residual)
-        return self._cut(bucket, residual)
+        return residual
 
     def _added(
         self, bucket: Bucket, step: int, gradient: Tensor, background: bool
     ) -> Iterator[Task[int]]:
         """One round after the other, each a sum by the strategy's own collective."""
-        tensors = self._cut(bucket, gradient)
-        contexts = self._contexts(bucket, step)
-        rounds: Iterator[Tensor] | None = None
-        vector: Tensor | None = None
+        pieces, first = self._pieces(bucket, gradient), bucket.first
+        contexts = self._contexts(pieces, step, self._worker.rank, self._state)
 
-        def advance() -> None:
-            nonlocal rounds, vector
-            if rounds is None:
-                residuals = self._with_residual(bucket, gradient)
-                rounds = self._compressor.rounds(tensors, residuals, contexts)
-            vector = next(rounds, None)
+        def all_rounds() -> Iterator[Tensor]:
+            residuals = _cut(pieces, self._with_residual(gradient, first), first)
+            yield from self._compressor.rounds(_cut(pieces, gradient, first), residuals, contexts)
 
-        encoding, decoding = self._compressor.passes
-        _charge(self._worker, "encode", encoding * gradient.numel(), advance)
+        rounds, (encoding, decoding) = all_rounds(), self._compressor.passes
+        advance = functools.partial(next, rounds, None)
+        vector = self._charge("encode", encoding * gradient.numel(), advance)
         while vector is not None:
             yield self._begin_sum(vector, background)
-            _charge(self._worker, "decode", decoding * gradient.numel(), advance)
+            vector = self._charge("decode", decoding * gradient.numel(), advance)
 
     def _gathered(
         self, bucket: Bucket, step: int, gradient: Tensor, background: bool
     ) -> Iterator[Task[int]]:
         """Everybody's payloads, encoded at once and decoded one after the other."""
-        compressor = self._compressor
-        assert isinstance(compressor, Encoder)
-        tensors, contexts = self._cut(bucket, gradient), self._contexts(bucket, step)
+        compressor, pieces, first = self._encoder, self._pieces(bucket, gradient), bucket.first
+        tensors = _cut(pieces, gradient, first)
+        contexts = self._contexts(pieces, step, self._worker.rank, self._state)
+        expected = self._sizes(pieces, step)
         encoding, decoding = compressor.passes
-        sizes = [
-            compressor.size(len(each), gradient.element_size(), step) for each in tensors
-        ]  # of the payloads of each worker, where they are known
-        payload = gradient.new_empty(sum(sizes) if gradient.is_meta else 0, dtype=torch.uint8)
 
-        def encode() -> None:
-            nonlocal payload, sizes
-            residuals = self._with_residual(bucket, gradient)
+        def encode() -> tuple[Tensor, list[int]]:
+            residuals = _cut(pieces, self._with_residual(gradient, first), first)
             if gradient.is_meta:
-                return
+                return gradient.new_empty(sum(expected), dtype=torch.uint8), expected
             payloads = compressor.encode_all(tensors, residuals, contexts)
-            payload, lengths = torch.cat(payloads), [len(each) for each in payloads]
-            assert lengths == sizes or not compressor.sized, compressor
-            sizes = lengths
+            lengths = [len(each) for each in payloads]
+            assert lengths == expected or not compressor.sized, compressor
+            return torch.cat(payloads), lengths
 
-        _charge(self._worker, "encode", encoding * gradient.numel(), encode)
+        payload, sizes = self._charge("encode", encoding * gradient.numel(), encode)
         ranks = len(self._gather.group)
         table = [sizes] * ranks
         if not compressor.sized:
@@ -207,12 +229,13 @@ class CompressedSum:
         def decode() -> None:
             if gradient.is_meta:
                 return
-            pieces = zip(gather.pieces(), table, strict=True)
-            arrived = [piece.split(lengths) for piece, lengths in pieces]
+            arrived = [
+                piece.split(lengths) for piece, lengths in zip(gather.pieces(), table, strict=True)
+            ]
             for number, (values, context) in enumerate(zip(tensors, contexts, strict=True)):
                 compressor.combine([each[number] for each in arrived], values, context)
 
-        _charge(self._worker, "decode", decoding * ranks * gradient.numel(), decode)
+        self._charge("decode", decoding * ranks * gradient.numel(), decode)
 
     def _begin_gather(self, gather: _Gather, background: bool) -> Task[int]:
         return self._gather.begin(
@@ -261,52 +284,32 @@ class _Rounds:
         return self._under_way is None
 
 
-def compressed(
-    worker: Worker,
-    compressor: Compressor,
-    state: CompressionState,
-    begin_sum: BeginSum,
-    ring: Group,
-) -> Begin:
-    """Sum each bucket by payloads of `compressor`; see `CompressedSum`."""
-    return CompressedSum(worker, compressor, state, begin_sum, ring).begin
-
-
-class SliceCodec:
-    """Slices of a flat vector as payloads, and back; the parts of tensors in them one by one."""
-
-    def __init__(self, worker: Worker, compressor: Encoder) -> None:
-        self._worker = worker
-        self._compressor = compressor
+class SliceCodec(_Codec):
+    """Slices of the flat vector, such as servers own, as payloads, and back."""
 
     def encode(
         self, parts: Sequence[Slice], vector: Tensor, state: CompressionState, step: int
     ) -> list[Tensor]:
-        """The payload of each of `parts`; what is left out stays in `state`."""
-        compressor, residual = self._compressor, state.residual
-        payloads: list[Tensor] = []
+        """The payload of each of `parts` of flat `vector`; what is left out stays in `state`."""
+        encoder, residual = self._encoder, state.residual
 
-        def encode() -> None:
+        def payload_of(part: Slice, values: Tensor) -> Tensor:
+            contexts = self._contexts(part.pieces, step, self._worker.rank, state)
+            residuals = _cut(part.pieces, residual)
+            own = encoder.encode_all(_cut(part.pieces, values), residuals, contexts)
+            if not encoder.sized:
+                lengths = torch.tensor([len(each) for each in own], dtype=torch.int32)
+                own.insert(0, lengths.view(torch.uint8).to(vector.device))
+            return torch.cat(own) if own else vector[:0]  # a slice may hold nothing
+
+        def encode() -> list[Tensor]:
             if vector.is_meta:
-                sizes = [sum(self._sizes(part, step)) for part in parts]
-                payloads.extend(vector.new_empty(size, dtype=torch.uint8) for size in sizes)
-                return
+                sizes = [sum(self._sizes(part.pieces, step)) for part in parts]
+                return [vector.new_empty(size, dtype=torch.uint8) for size in sizes]
             values = vector if residual is None else vector + residual
-            for part in parts:
-                contexts = [
-                    self._context(piece, step, self._worker.rank, self._memory(state, piece))
-                    for piece in part.pieces
-                ]
-                tensors = [values[piece.first : piece.end] for piece in part.pieces]
-                residuals = [residual[p.first : p.end] for p in part.pieces if residual is not None]
-                own = compressor.encode_all(tensors, residuals, contexts)
-                if not compressor.sized:
-                    lengths = torch.tensor([len(each) for each in own], dtype=torch.int32)
-                    own.insert(0, lengths.view(torch.uint8).to(vector.device))
-                payloads.append(torch.cat(own) if own else vector[:0])  # a slice may hold nothing
+            return [payload_of(part, values) for part in parts]
 
-        _charge(self._worker, "encode", compressor.passes[0] * vector.numel(), encode)
-        return payloads
+        return self._charge("encode", encoder.passes[0] * vector.numel(), encode)
 
     def decode(self, part: Slice, payload: Tensor, step: int, rank: int) -> Tensor:
         """The elements of `part`, flat, that the `payload` of the worker `rank` stands for."""
@@ -315,60 +318,36 @@ class SliceCodec:
         def decode() -> None:
             if values.is_meta:
                 return
-            for piece, own in zip(part.pieces, self._split(part, payload, step), strict=True):
-                there = values[piece.first - part.first : piece.end - part.first]
-                self._compressor.combine([own], there, self._context(piece, step, rank))
+            payloads = self._split(part, payload, step)
+            contexts = self._contexts(part.pieces, step, rank)
+            there = _cut(part.pieces, values, part.first)
+            for own, out, context in zip(payloads, there, contexts, strict=True):
+                self._encoder.combine([own], out, context)
 
-        _charge(self._worker, "decode", self._compressor.passes[1] * values.numel(), decode)
+        self._charge("decode", self._encoder.passes[1] * values.numel(), decode)
         return values
 
-    def _split(self, part: Slice, payload: Tensor, step: int) -> list[Tensor]:
-        if self._compressor.sized:
-            lengths = [size // payload.element_size() for size in self._sizes(part, step)]
-        else:
-            head = 4 * len(part.pieces)
-            lengths, payload = payload[:head].clone().view(torch.int32).tolist(), payload[head:]
-        return list(payload.split(lengths))
-
-    def _sizes(self, part: Slice, step: int) -> list[int]:
-        itemsize = self._worker.layout.dtype.itemsize
-        elements = (piece.end - piece.first for piece in part.pieces)
-        return [self._compressor.size(each, itemsize, step) for each in elements]
-
-    def _context(
-        self, piece: Piece, step: int, rank: int, memory: Sequence[Tensor] = ()
-    ) -> Context:
-        shape = (piece.end - piece.first,)
-        return Context(shape, piece.first, step, rank, len(self._worker.workers), memory)
-
-    def _memory(self, state: CompressionState, piece: Piece) -> list[Tensor]:
-        start = piece.first - self._worker.layout.slots[piece.tensor].offset
-        return [
-            each[start : start + piece.end - piece.first] for each in state.memory[piece.tensor]
-        ]
-
-
-@dataclass(frozen=True)
-class CompressedPushes:
-    """What a worker pushes to the servers of `slices`, and how these read it.
-
-    A push without samples is empty: servers would not apply it, so nothing is encoded.
-    """
-
-    codec: SliceCodec
-    slices: Sequence[Slice]
-
-    def encode(self, state: CompressionState, push: Push, gradient: Tensor) -> list[Tensor]:
-        """The payload for each server; what is left out stays in `state`."""
+    def encode_push(
+        self, parts: Sequence[Slice], state: CompressionState, push: Push, gradient: Tensor
+    ) -> list[Tensor]:
+        """What `push` sends to the servers of `parts`; servers apply none that has no samples."""
         if not push.samples:
-            return [gradient[:0] for _ in self.slices]
-        return self.codec.encode(self.slices, gradient, state, push.clock)
+            return [gradient[:0] for _ in parts]
+        return self.encode(parts, gradient, state, push.clock)
 
-    def decode(self, part: Slice, push: Push, payload: Tensor) -> Tensor:
+    def decode_push(self, part: Slice, push: Push, payload: Tensor) -> Tensor:
         """On a server: the gradient of its slice `part`, flat, that `payload` stands for."""
         if not push.samples:
             return payload.new_zeros(part.end - part.first)
-        return self.codec.decode(part, payload, push.clock, push.worker)
+        return self.decode(part, payload, push.clock, push.worker)
+
+    def _split(self, part: Slice, payload: Tensor, step: int) -> Sequence[Tensor]:
+        if self._encoder.sized:
+            lengths = [size // payload.element_size() for size in self._sizes(part.pieces, step)]
+        else:
+            head = 4 * len(part.pieces)
+            lengths, payload = payload[:head].clone().view(torch.int32).tolist(), payload[head:]
+        return payload.split(lengths)
 
 
 def average_compressed(

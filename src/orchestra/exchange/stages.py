@@ -1,9 +1,14 @@
-"""A model cut into stages: each is a module of its own, with the names of the whole."""
+"""A model cut into stages: each is a module of its own, with the names of the whole.
+
+The steps of a pipeline are in `strategies.pipeline`.
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
@@ -14,6 +19,8 @@ from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from orchestra.errors import InputError
+
+ONE_AT_A_TIME = threading.Lock()  # while torch.fx traces, no thread can call any module
 
 OUTSIDE = ("placeholder", "get_attr", "output")  # of a graph's nodes, those that compute nothing
 
@@ -44,23 +51,28 @@ class Stage(fx.GraphModule):
             yield (f"{prefix}.{name}" if prefix else name), parameter
 
 
-def make_stage(
+def stage_of(
     module: nn.Module,
-    inputs: tuple[Any, ...],
+    loss_of: Callable[[nn.Module], Tensor],
     stages: int,
-    cuts: Sequence[str] | None,
     index: int,
+    cuts: Sequence[str] | None,
 ) -> Stage:
     """Stage `index` of `module` in `stages`; the first one also has what no stage uses.
 
     The model is cut before the layers named `cuts`, or where that evens out the cost of the stages.
-    The cost of an operation is counted in one forward pass with `inputs`: it is the same on every
-    machine, so that all ranks, and a run that is resumed, cut alike.
+    The cost of an operation is counted in one forward pass, with what `loss_of`, the loss on a few
+    samples, gives the model: it is the same on every machine, so that all ranks, and a run that is
+    resumed, cut alike.
 
     Raises:
         InputError: the model cannot be traced or has not so many places to be cut at.
     """
-    line = _Line(module, trace(module), inputs)
+    with ONE_AT_A_TIME:
+        args, kwargs = inputs_of(loss_of)
+        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+        bound.apply_defaults()
+        line = _Line(module, trace(module), bound.args)
     places = line.places_of(cuts) if cuts is not None else line.balanced(stages)
     spans = list(pairwise((0, *places, len(line.nodes))))
     used = [line.parameters_in(first, end) for first, end in spans]
@@ -326,3 +338,48 @@ def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return call
+
+
+class StandIn(nn.Module):
+    """What a task's loss is given in place of the model, which no rank has as a whole."""
+
+    def __init__(self, answer: Callable[..., Any]) -> None:
+        super().__init__()
+        self.calls = 0
+        self._answer = answer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model would give."""
+        self.calls += 1
+        return self._answer(*args, **kwargs)
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """No rank knows all of them."""
+        raise InputError(
+            "Pipeline: the task's loss reads the parameters of the model, which no rank has as a "
+            "whole: use weight_decay of the optimizer, or another strategy"
+        )
+
+
+class _Called(BaseException):
+    """The loss has called the model: that is as far as a first stage follows it."""
+
+
+def inputs_of(loss_of: Callable[[nn.Module], Tensor]) -> tuple[Any, ...]:
+    """What a loss calls the model with: its arguments by position, and those by name."""
+
+    def stop(*args: Any, **kwargs: Any) -> Any:
+        raise _Called(args, kwargs)
+
+    try:
+        loss_of(StandIn(stop))
+    except _Called as called:
+        return called.args
+    raise called_otherwise(0)
+
+
+def called_otherwise(calls: int) -> InputError:
+    return InputError(
+        f"Pipeline: the task's loss calls the model {calls} times; between stages it can be "
+        "called once"
+    )

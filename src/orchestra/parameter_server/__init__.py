@@ -7,7 +7,8 @@ from orchestra.settings.registry import lazy_package
 if TYPE_CHECKING:
     from orchestra.parameter_server.client import *  # noqa: F403
     from orchestra.parameter_server.held_slice import *  # noqa: F403
+    from orchestra.parameter_server.messages import *  # noqa: F403
     from orchestra.parameter_server.server import *  # noqa: F403
     from orchestra.parameter_server.state import *  # noqa: F403
 else:
-    __getattr__ = lazy_package(__name__, "state", "client", "server", "held_slice")
+    __getattr__ = lazy_package(__name__, "state", "messages", "client", "server", "held_slice")

@@ -13,15 +13,16 @@ from typing import Any
 from torch import Tensor
 
 from orchestra.errors import PeerLost
-from orchestra.parameter_server.placement import Slice
-from orchestra.parameter_server.state import Answer, Push
-from orchestra.parameter_server.wire import (
+from orchestra.parameter_server.messages import (
+    Answer,
     Kind,
+    Push,
     Request,
     decode_answer,
     decode_pause,
     encode_request,
 )
+from orchestra.parameter_server.placement import Slice
 from orchestra.schedules.work_queue import Kind as WorkKind
 from orchestra.schedules.work_queue import WorkInHand, WorkItem, WorkQueue, item_of
 from orchestra.transports.protocol import Handle, Transport

@@ -14,14 +14,21 @@ from torch import Tensor
 from orchestra.errors import PeerLost
 from orchestra.optimizers.spec import set_rates
 from orchestra.optimizers.state import restore
+from orchestra.parameter_server.messages import (
+    Answer,
+    Kind,
+    Push,
+    Reply,
+    Request,
+    RequestLog,
+    encode_reply,
+)
 from orchestra.parameter_server.placement import Part
-from orchestra.parameter_server.requests import Reply, RequestLog
-from orchestra.parameter_server.state import Answer, Push, ServerState, Update
-from orchestra.parameter_server.wire import Kind, Request, encode_reply
+from orchestra.parameter_server.state import ServerState, Update
 from orchestra.transports.protocol import Handle, Transport
 from orchestra.transports.tags import Tag
 
-Charge = Callable[[str, int, Callable[[], Any]], None]
+Charge = Callable[[str, int, Callable[[], Any]], Any]
 
 EPSILON = 1e-7
 """Inside the root of the adaptive strength, as in the authors' code of DC-ASGD."""

@@ -18,8 +18,7 @@ from torch import Tensor
 from orchestra.errors import PeerLost
 from orchestra.optimizers.spec import OptimizerPart
 from orchestra.parameter_server.held_slice import HeldSlice
-from orchestra.parameter_server.state import Pause
-from orchestra.parameter_server.wire import Kind, Request, decode_request, encode_request
+from orchestra.parameter_server.messages import Kind, Pause, Request, decode_request, encode_request
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
 

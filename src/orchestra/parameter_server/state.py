@@ -11,29 +11,8 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from orchestra.parameter_server.messages import Answer, Push
 from orchestra.schedules.work_queue import Applied, Report, WorkItem, WorkQueue
-
-
-@dataclass(frozen=True)
-class Push:
-    """A worker's gradient of its step `clock` (from 1).
-
-    `samples` are those behind the gradient; 0 where the worker had no data in this step.
-    `step_samples` are those of the step over all workers. `position`: where they begin in the
-    global order, if they came from a queue. `report`: the input of a rule that ends
-    the phase, from the step's loss on, where there is such a rule.
-    """
-
-    worker: int
-    clock: int
-    samples: int
-    step_samples: int
-    loss: float
-    stop: bool
-    rates: tuple[float, ...] = ()
-    used: tuple[bool, ...] = ()
-    position: int | None = None
-    report: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,29 +27,6 @@ class Update:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The reply to a push, beside the values.
-
-    `version` counts the updates applied when the answer leaves; `staleness` those applied between
-    this worker's read and its push. `loss` and `stop` are those of the pushes applied together.
-    `clock` is the step that the worker has behind it now. A push that was `dropped` came too late
-    for its step, and the worker may be several steps further than it was. `work`: what the worker
-    does next, from the server that holds the queue.
-    """
-
-    worker: int
-    version: int
-    staleness: int
-    loss: float
-    stop: bool
-    consumed: int
-    clock: int
-    dropped: bool = False
-    used: tuple[bool, ...] = ()
-    work: WorkItem | None = None
-
-
-@dataclass(frozen=True)
 class Decision:
     """Apply the updates, in order; then answer, and give `work` to those who asked for it."""
 
@@ -78,17 +34,6 @@ class Decision:
     answers: tuple[Answer, ...] = ()
     work: tuple[tuple[int, WorkItem], ...] = ()
     quiet: bool = False
-
-
-@dataclass(frozen=True)
-class Pause:
-    """A quiet point: nothing is in flight. All workers paused, the last one after `step`.
-
-    `complete`: no worker of the phase has signed off; a lost worker does not count as one that has.
-    """
-
-    step: int
-    complete: bool
 
 
 class Consistency(ABC):

@@ -266,7 +266,7 @@ class AllReduce(Strategy[AllReduceState]):
             average = exchange.GradientAverage(worker, exchange.each_bucket(begin_sum))
             return AllReduceState(worker.local_optimizer(), average)
         kept = exchange.CompressionState.of(worker, self.compression)
-        begin = exchange.compressed(worker, self.compression, kept, begin_sum, ring)
+        begin = exchange.CompressedSum(worker, self.compression, kept, begin_sum, ring).begin
         average = exchange.GradientAverage(worker, begin)
         return AllReduceState(worker.local_optimizer(), average, compression=kept)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from orchestra.exchange import SharedWork
     from orchestra.optimizers.spec import OptimizerPart
-    from orchestra.parameter_server.state import Pause
+    from orchestra.parameter_server.messages import Pause
     from orchestra.schedules.work_queue import WorkItem
     from orchestra.worker.batches import Batch
     from orchestra.worker.layout import Share
@@ -71,30 +71,6 @@ class Roles:
         if self.servers and not self.replicas:
             return self.servers[0]
         return next(rank for rank in self.workers if rank not in self.servers)
-
-
-def placed_roles(name: str, ranks: int, servers: int, placement: str, replicas: int = 0) -> Roles:
-    """The roles where `servers` are "dedicated" or "beside" workers, for the strategy `name`."""
-    beside = placement == "beside"
-    if beside and servers > ranks:
-        raise InputError(
-            f"{name}: {servers} servers beside workers need as many ranks, "
-            f"not {ranks}: lower servers or raise ranks"
-        )
-    if beside and replicas and servers == ranks:
-        raise InputError(
-            f"{name}: {servers} servers beside {ranks} workers leave none "
-            "that could evaluate after any server's death: lower servers or raise ranks"
-        )
-    workers = ranks if beside else ranks - servers
-    if workers < 1:
-        raise InputError(
-            f"{name}: {ranks} ranks with {servers} dedicated servers leave no "
-            "worker: raise ranks, lower servers, or set placement='beside'"
-        )
-    owners = range(servers) if beside else range(workers, ranks)
-    shares = (1.0,) * workers + (0.0,) * (ranks - workers)
-    return Roles(shares, tuple(owners), replicas=replicas)
 
 
 class WorkSource(Protocol):

@@ -9,19 +9,24 @@ from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers, parameter_server
 from orchestra.settings import MAX_RANKS, MAX_STEPS, setting
-from orchestra.strategies.base import Footprint, Roles, Strategy, placed_roles, roles_of
-from orchestra.strategies.parameter_server import ParameterServer, ParameterServerState
+from orchestra.strategies.base import Footprint, Roles, roles_of
+from orchestra.strategies.server_strategy import (
+    NOTHING,
+    ServerStrategy,
+    ServerStrategyState,
+    placed_roles,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from orchestra.exchange import SharedWork
-    from orchestra.parameter_server import Answer, Pause
+    from orchestra.parameter_server import Answer
     from orchestra.worker.worker import Worker
 
 
 @dataclass
-class ElasticAveragingState(ParameterServerState):
+class ElasticAveragingState(ServerStrategyState):
     """Of a worker: its clock t, the `samples` since its last exchange, and v under EAMSGD.
 
     `force` is alpha (x - c) of the step under way, where it has an exchange; `own` is x while the
@@ -37,7 +42,7 @@ class ElasticAveragingState(ParameterServerState):
 
 
 @dataclass(frozen=True, repr=False)
-class ElasticAveraging(Strategy[ElasticAveragingState]):
+class ElasticAveraging(ServerStrategy[ElasticAveragingState]):
     """Each worker trains alone, and is pulled to a common centre that it pulls, too.
 
     Asynchronous EASGD and EAMSGD (Zhang, Choromanska and LeCun, NeurIPS 2015), Algorithms 1 and 2;
@@ -88,7 +93,7 @@ class ElasticAveraging(Strategy[ElasticAveragingState]):
     def footprint(self, rank: int, ranks: int) -> Footprint:
         """A worker has the elastic force, and v; a server its slice, and a push of each worker."""
         roles = roles_of(self, ranks)
-        own = Footprint(0.0, 0.0, 0.0, 0.0, 0.0)
+        own = NOTHING
         if rank in roles.workers:
             own = replace(super().footprint(rank, ranks), copies=2.0 if self.momentum else 1.0)
         if rank not in roles.servers:
@@ -96,13 +101,6 @@ class ElasticAveraging(Strategy[ElasticAveragingState]):
         part = 1 / self.servers
         served = Footprint(part, part, 0.0, part * len(roles.workers), 0.0)
         return own.joined(served, operator.add)
-
-    @property
-    def _owners(self) -> ParameterServer:
-        """Servers that nobody waits for, which serve and leave as the centre's do."""
-        return ParameterServer(
-            servers=self.servers, consistency="asynchronous", placement=self.placement
-        )
 
     def start(self, worker: Worker) -> ElasticAveragingState:
         """Everyone begins with the parameters of the first rank, and so does the centre."""
@@ -178,19 +176,16 @@ class ElasticAveraging(Strategy[ElasticAveragingState]):
         state.clock += 1
         state.samples += worker.step.samples
 
-    def serve(self, worker: Worker, state: ElasticAveragingState) -> Pause | None:
-        return self._owners.serve(worker, state)
-
     def quiesce(self, worker: Worker, state: ElasticAveragingState, step: int) -> bool:
         """Wait until every exchange is over and every worker is here."""
         self._account(worker, state)
-        return self._owners.quiesce(worker, state, step)
+        return super().quiesce(worker, state, step)
 
     def agree(self, worker: Worker, state: ElasticAveragingState) -> None:
         """The centre becomes everybody's parameters, until a worker goes on from its own."""
         if state.client is not None:
             state.own = worker.parameters.clone()
-        self._owners.agree(worker, state)
+        super().agree(worker, state)
 
     def stop(self, worker: Worker, state: ElasticAveragingState) -> None:
         """Workers leave; then agree."""
@@ -198,7 +193,7 @@ class ElasticAveraging(Strategy[ElasticAveragingState]):
             self._account(worker, state)
         if state.work is not None:
             state.work.close()
-        self._owners.stop(worker, state)
+        super().stop(worker, state)
 
     def _account(self, worker: Worker, state: ElasticAveragingState) -> None:
         """Servers learn of the samples since the last exchange, without a pull."""

@@ -8,23 +8,24 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from orchestra import exchange, optimizers, parameter_server
-from orchestra.compression.base import Compressor, Encoder
+from orchestra import exchange, parameter_server
+from orchestra.compression.base import Compressor
 from orchestra.errors import InputError
 from orchestra.parameter_server.placement import parts_by_links
 from orchestra.settings import MAX_RANKS, MAX_STEPS, setting
-from orchestra.strategies.base import Footprint, Roles, Strategy, placed_roles, roles_of
+from orchestra.strategies.base import Footprint, Roles, roles_of
+from orchestra.strategies.server_strategy import (
+    NOTHING,
+    ServerStrategy,
+    ServerStrategyState,
+    placed_roles,
+)
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from orchestra.exchange import CompressedPushes, CompressionState
-    from orchestra.exchange.parts import PartsClient
+    from orchestra.exchange import SliceCodec
     from orchestra.exchange.servers import Compensate
-    from orchestra.optimizers.spec import OptimizerPart
-    from orchestra.parameter_server import Client, Consistency, Pause, Server
+    from orchestra.parameter_server import Client, Consistency, Server
     from orchestra.parameter_server.placement import Part, Slice
-    from orchestra.transports.protocol import Task
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
 
@@ -42,25 +43,14 @@ class Missed:
 
 
 @dataclass
-class ParameterServerState:
-    """A worker has a client, a server its slice; a rank that is both has both.
+class ParameterServerState(ServerStrategyState):
+    """A worker has an optimizer of its own where the servers return gradients."""
 
-    `flow` is the background flow of a server beside a worker. `optimizer` is the worker's own,
-    where the servers return gradients. `parts` pushes and pulls while the worker computes.
-    """
-
-    slices: list[Slice] = field(metadata=optimizers.TRANSIENT)
-    client: Client | None = None
-    parts: PartsClient | None = field(default=None, metadata=optimizers.TRANSIENT)
-    server: Server | None = None
-    flow: Task[None] | None = field(default=None, metadata=optimizers.TRANSIENT)
-    optimizer: Optimizer | None = None
     missed: Missed = field(default_factory=Missed)
-    compression: CompressionState | None = None
 
 
 @dataclass(frozen=True, repr=False)
-class ParameterServer(Strategy[ParameterServerState]):
+class ParameterServer(ServerStrategy[ParameterServerState]):
     """Workers push gradients to servers, which update their slices, and pull parameters.
 
     What to use when (`consistency`):
@@ -296,13 +286,14 @@ class ParameterServer(Strategy[ParameterServerState]):
         and what delay compensation needs. Optimizer states are where the updates are. Parameters
         arrive in a copy, where a worker pulls while it computes."""
         roles, updates = roles_of(self, ranks), self.returns == "parameters"
-        whole = Footprint(0.0, 0.0, 0.0, 0.0, 0.0)
+        whole = NOTHING
         if rank in roles.workers:
-            own = super().footprint(rank, ranks)
             arriving = 1.0 if updates and not self.replicas else 0.0
             kept = 0.0 if self.compression is None else self.compression.footprint
             copies = arriving if self.compression is None else kept
-            whole = replace(own, optimizer=0.0 if updates else 1.0, copies=copies)
+            whole = replace(
+                super().footprint(rank, ranks), optimizer=0.0 if updates else 1.0, copies=copies
+            )
         if rank not in roles.servers:
             return whole
         weights = self.slices if isinstance(self.slices, tuple) else (1.0,) * self.servers
@@ -329,29 +320,17 @@ class ParameterServer(Strategy[ParameterServerState]):
             )
         exchange.agree_on_parameters(worker)
         roles, updates = self.roles(worker.budget_ranks), self.returns == "parameters"
-        is_server = worker.rank in roles.servers
-        weights = self._weights(worker, roles)
-        state = ParameterServerState(
-            exchange.slices_of(worker, roles.servers, updates=updates, weights=weights)
-        )
-        pushes = self._compressed(worker, state.slices)
-        apart = self.replicas or pushes is not None  # what is compressed goes slice by slice
-        parts = [] if apart else exchange.parts_of(worker, state.slices)
+        is_server, weights = worker.rank in roles.servers, self._weights(worker, roles)
+        slices = exchange.slices_of(worker, roles.servers, updates=updates, weights=weights)
+        codec = None if self.compression is None else exchange.SliceCodec(worker, self.compression)
+        apart = self.replicas or codec is not None  # what is compressed goes slice by slice
+        parts = [] if apart else exchange.parts_of(worker, slices)
         early = self.synchronous and (worker.optimizer.elementwise or not updates) and bool(parts)
+        state = ParameterServerState(slices)
         if is_server:
-            state.server = self._make_server(
-                worker, roles, state.slices, pushes, parts, early=early
-            )
+            state.server = self._make_server(worker, roles, slices, codec, parts, early=early)
         if worker.rank in roles.workers:
-            parameters = worker.parameters if self.replicas else None
-            queue = worker.make_queue(roles.shares) if self.self_paced else None
-            encode = None
-            if pushes is not None and self.compression is not None:
-                state.compression = exchange.CompressionState.of(worker, self.compression)
-                encode = functools.partial(pushes.encode, state.compression)
-            state.client = parameter_server.Client(
-                worker.transport, state.slices, queue, parameters, encode
-            )
+            state.client = self._make_client(worker, roles, state, codec)
             if parts:
                 state.parts = exchange.PartsClient(
                     worker, state.client, parts, early=early, averages=not updates
@@ -380,19 +359,23 @@ class ParameterServer(Strategy[ParameterServerState]):
             own, each = 1.0, max(workers - 2, 1)  # pushes and answers pass each other all the time
         return parts_by_links([bandwidths[rank] for rank in roles.servers], own, each, least)
 
-    def _compressed(self, worker: Worker, slices: list[Slice]) -> CompressedPushes | None:
-        if self.compression is None:
-            return None
-        assert isinstance(self.compression, Encoder)
-        codec = exchange.SliceCodec(worker, self.compression)
-        return exchange.CompressedPushes(codec, slices)
+    def _make_client(
+        self, worker: Worker, roles: Roles, state: ParameterServerState, codec: SliceCodec | None
+    ) -> Client:
+        queue = worker.make_queue(roles.shares) if self.self_paced else None
+        parameters = worker.parameters if self.replicas else None
+        encode = None
+        if codec is not None and self.compression is not None:
+            state.compression = exchange.CompressionState.of(worker, self.compression)
+            encode = functools.partial(codec.encode_push, state.slices, state.compression)
+        return parameter_server.Client(worker.transport, state.slices, queue, parameters, encode)
 
     def _make_server(
         self,
         worker: Worker,
         roles: Roles,
         slices: list[Slice],
-        pushes: CompressedPushes | None,
+        codec: SliceCodec | None,
         parts: list[Part],
         *,
         early: bool,
@@ -411,7 +394,7 @@ class ParameterServer(Strategy[ParameterServerState]):
             compensate=self._compensate(),
             queue_shares=roles.shares if self.self_paced else None,
             replicas=bool(self.replicas),
-            decode=None if pushes is None else pushes.decode,
+            decode=None if codec is None else codec.decode_push,
             parts=parts,
             early=early,
         )
@@ -452,12 +435,7 @@ class ParameterServer(Strategy[ParameterServerState]):
         """Averaged gradients come back before anybody reads them; else each clips its own."""
         worker.gradients.collect_rest(1.0 if state.parts is None else state.parts.weight)
         if self.returns == "gradients":
-            assert state.client is not None
-            vector = worker.gradients.vector
-            exchange.push_and_pull(
-                worker, state.client, vector, synchronous=True,
-                parts=state.parts, compression=state.compression,
-            )  # fmt: skip
+            self.push_and_pull(worker, state, worker.gradients.vector)
         worker.gradients.forget_unused()
 
     def update(self, worker: Worker, state: ParameterServerState) -> None:
@@ -474,26 +452,9 @@ class ParameterServer(Strategy[ParameterServerState]):
         if self.backup and not worker.step.samples:
             return
         client, before = state.client, state.client.clock
-        exchange.push_and_pull(
-            worker, client, worker.parameters, synchronous=self.synchronous,
-            parts=state.parts, compression=state.compression,
-        )  # fmt: skip
+        self.push_and_pull(worker, state, worker.parameters)
         passed_over = client.clock - before - 1
         state.missed = Missed(passed_over, worker.step.loss, worker.step.consumed)
-
-    def serve(self, worker: Worker, state: ParameterServerState) -> Pause | None:
-        """Serve until all workers pause or have left."""
-        assert state.server is not None
-        paused = state.server.serve(worker.transport, worker.observe)
-        worker.step.consumed = state.server.own.state.consumed
-        return paused
-
-    def quiesce(self, worker: Worker, state: ParameterServerState, step: int) -> bool:
-        """Wait until every push is applied and every worker is here."""
-        assert state.client is not None
-        if state.parts is not None:
-            state.parts.settle()
-        return state.client.pause(step)
 
     def agree(self, worker: Worker, state: ParameterServerState) -> None:
         """The servers' slices, or the workers' replica, become everybody's parameters."""
@@ -501,7 +462,7 @@ class ParameterServer(Strategy[ParameterServerState]):
             exchange.agree_on_parameters(worker)
             return
         if not self.replicas:
-            exchange.collect_slices(worker, state.slices, state.server)
+            super().agree(worker, state)
             if self.synchronous:
                 exchange.broadcast_buffers(worker, worker.everyone)
             return
@@ -515,18 +476,3 @@ class ParameterServer(Strategy[ParameterServerState]):
         roles = self.roles(worker.budget_ranks)
         without_data = sorted(set(roles.servers) - set(roles.workers))
         exchange.tell_servers(worker, without_data, roles.leader)
-
-    def stop(self, worker: Worker, state: ParameterServerState) -> None:
-        """Workers leave; then agree."""
-        if state.parts is not None:
-            state.parts.close()
-        if state.client is not None:
-            state.client.leave()
-        if state.flow is not None:
-            state.flow.wait()
-        elif state.server is not None:
-            state.server.serve_to_the_end(worker.transport)
-        self.agree(worker, state)
-
-    def optimizer_parts(self, worker: Worker, state: ParameterServerState) -> list[OptimizerPart]:
-        return [] if state.server is None else state.server.optimizer_parts()

@@ -15,54 +15,51 @@ from orchestra.errors import InputError
 from orchestra.settings import Registry, parse, write
 from orchestra.strategies.base import Strategy
 
+
+def _places(modules: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    """Return where each name is: `modules` has, for a module, the names in it."""
+    return {name: f"orchestra.{at}:{name}" for at, names in modules.items() for name in names}
+
+
 STRATEGIES = Registry(
     "strategy",
-    {
-        "AllReduce": "orchestra.strategies.all_reduce:AllReduce",
-        "ElasticAveraging": "orchestra.strategies.elastic_averaging:ElasticAveraging",
-        "Gossip": "orchestra.strategies.gossip:Gossip",
-        "Hogwild": "orchestra.strategies.hogwild:Hogwild",
-        "Hop": "orchestra.strategies.gossip:Hop",
-        "LocalSGD": "orchestra.strategies.local_sgd:LocalSGD",
-        "PairwiseAveraging": "orchestra.strategies.pairwise_averaging:PairwiseAveraging",
-        "ParameterServer": "orchestra.strategies.parameter_server:ParameterServer",
-        "Pipeline": "orchestra.strategies.pipeline:Pipeline",
-        "Prague": "orchestra.strategies.prague:Prague",
-        "Single": "orchestra.strategies.single:Single",
-        "StochasticGradientPush": (
-            "orchestra.strategies.stochastic_gradient_push:StochasticGradientPush"
-        ),
-        "Switch": "orchestra.strategies.switch:Switch",
-    },
+    _places(
+        {
+            "strategies.all_reduce": ("AllReduce",),
+            "strategies.elastic_averaging": ("ElasticAveraging",),
+            "strategies.gossip": ("Gossip",),
+            "strategies.hogwild": ("Hogwild",),
+            "strategies.hop": ("Hop",),
+            "strategies.local_sgd": ("LocalSGD",),
+            "strategies.pairwise_averaging": ("PairwiseAveraging",),
+            "strategies.parameter_server": ("ParameterServer",),
+            "strategies.pipeline": ("Pipeline",),
+            "strategies.prague": ("Prague",),
+            "strategies.single": ("Single",),
+            "strategies.stochastic_gradient_push": ("StochasticGradientPush",),
+            "strategies.switch": ("Switch",),
+        }
+    ),
     group="orchestra.strategies",
-    arguments={
-        "AfterDecay": "orchestra.strategies.switch_rules:AfterDecay",
-        "AfterFraction": "orchestra.strategies.switch_rules:AfterFraction",
-        "AfterSteps": "orchestra.strategies.switch_rules:AfterSteps",
-        "Average": "orchestra.strategies.outer:Average",
-        "BF16": "orchestra.compression.casts:BF16",
-        "Both": "orchestra.strategies.switch_rules:Both",
-        "Complete": "orchestra.topologies:Complete",
-        "DGC": "orchestra.compression.dgc:DGC",
-        "Either": "orchestra.strategies.switch_rules:Either",
-        "Elastic": "orchestra.strategies.outer:Elastic",
-        "Exponential": "orchestra.topologies:Exponential",
-        "FP16": "orchestra.compression.casts:FP16",
-        "LossStable": "orchestra.strategies.switch_rules:LossStable",
-        "Nesterov": "orchestra.strategies.outer:Nesterov",
-        "NoiseScale": "orchestra.strategies.switch_rules:NoiseScale",
-        "PowerSGD": "orchestra.compression.power_sgd:PowerSGD",
-        "QSGD": "orchestra.compression.qsgd:QSGD",
-        "RandomK": "orchestra.compression.random_k:RandomK",
-        "RandomRegular": "orchestra.topologies:RandomRegular",
-        "Ring": "orchestra.topologies:Ring",
-        "SignSGD": "orchestra.compression.sign_sgd:SignSGD",
-        "SlowMo": "orchestra.strategies.outer:SlowMo",
-        "Star": "orchestra.topologies:Star",
-        "Straggler": "orchestra.strategies.switch_rules:Straggler",
-        "Threshold": "orchestra.compression.threshold:Threshold",
-        "TopK": "orchestra.compression.top_k:TopK",
-    },
+    arguments=_places(
+        {
+            "compression.power_sgd": ("PowerSGD",),
+            "compression.quantization": ("BF16", "FP16", "QSGD", "SignSGD"),
+            "compression.sparsification": ("DGC", "RandomK", "Threshold", "TopK"),
+            "strategies.outer": ("Average", "Elastic", "Nesterov", "SlowMo"),
+            "strategies.switch_rules": (
+                "AfterDecay",
+                "AfterFraction",
+                "AfterSteps",
+                "Both",
+                "Either",
+                "LossStable",
+                "NoiseScale",
+                "Straggler",
+            ),
+            "topologies": ("Complete", "Exponential", "RandomRegular", "Ring", "Star"),
+        }
+    ),
     elsewhere={
         "ADPSGD": "PairwiseAveraging()",
         "DDP": 'AllReduce("native")',

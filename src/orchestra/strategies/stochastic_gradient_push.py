@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from orchestra.exchange import SharedWork
-    from orchestra.transports.protocol import Task
+    from orchestra.transports.protocol import Task, Transport
     from orchestra.worker.worker import Worker
 else:
     torch = LazyModule("torch")  # settings load without it
@@ -117,7 +117,6 @@ class StochasticGradientPush(Replicas[PushState]):
     seed: int = setting(0, "of random weights", low=0, high=MAX_SEED)
 
     def check(self) -> None:
-        """Without overlap every step has its exchange."""
         if self.exchanges != "every_tau_steps" and not self.overlap:
             raise InputError(
                 f"StochasticGradientPush: exchanges={self.exchanges!r} needs messages that may be "
@@ -179,16 +178,16 @@ class StochasticGradientPush(Replicas[PushState]):
         worker.parameters.copy_(state.push.z())
 
     def agree(self, worker: Worker, state: PushState) -> None:
-        self._come_together(worker, state)
+        self._agree(worker, state)
         exchange.exact_mean_of_buffers(worker)
 
     def stop(self, worker: Worker, state: PushState) -> None:
-        """The exact mean: sum of x / sum of w."""
         if state.work is not None:
             state.work.close()
-        self._come_together(worker, state)
+        self._agree(worker, state)
 
-    def _come_together(self, worker: Worker, state: PushState) -> None:
+    def _agree(self, worker: Worker, state: PushState) -> None:
+        """The exact mean: sum of x / sum of w."""
         state.push.drain()
         z = state.push.x.double() / state.push.w  # in float32 its mean would not be the final one
         worker.snapshots.offer(worker.step.consumed, z, weight=state.push.w)
@@ -264,22 +263,20 @@ class PushSum:
         self.exchanges += 1
         return graph[own]
 
-    def _begin_send(self, make: Callable[[], Tensor], to: int) -> None:
-        """Begin to make and send a message; with overlap in the background."""
+    def _begin(self, message: Callable[[Transport], Task[Tensor]], lane: int) -> Task[Tensor]:
+        """Begin to send or receive a message; with overlap in the background."""
         transport = self.worker.transport
-        sending: Task[Tensor]
-        if self.push.overlap:
-            sending = transport.in_background(lambda t: t.send(make(), to, Tag.MIX).wait(), SENDING)
-        else:
-            sending = transport.send(make(), to, Tag.MIX)
+        if not self.push.overlap:
+            return message(transport)
+        return transport.in_background(lambda flow: message(flow).wait(), lane)
+
+    def _begin_send(self, make: Callable[[], Tensor], to: int) -> None:
+        sending = self._begin(lambda transport: transport.send(make(), to, Tag.MIX), SENDING)
         self._leaving.append((self.step, sending))
 
     def _begin_receive(self, source: int | None) -> Task[Tensor]:
         """Begin to receive the next message of `source`, or of any rank."""
-        transport = self.worker.transport
-        if not self.push.overlap:
-            return transport.receive(source, Tag.MIX)
-        return transport.in_background(lambda t: t.receive(source, Tag.MIX).wait(), RECEIVING)
+        return self._begin(lambda transport: transport.receive(source, Tag.MIX), RECEIVING)
 
     def _expect(self, sources: Sequence[int]) -> None:
         """The ranks `sources` send in this exchange, too."""
@@ -352,9 +349,8 @@ class SelfPacedPushSum(PushSum):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._sent = torch.zeros(
-            len(self.worker.workers), dtype=torch.float64
-        )  # since the last drain
+        ranks = len(self.worker.workers)
+        self._sent = torch.zeros(ranks, dtype=torch.float64)  # since the last drain
         self._received = 0
         self._heard = True  # of somebody, since it last sent
         self._arrivals: deque[Task[Tensor]] = deque()  # of whatever comes next

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from orchestra.optimizers.spec import OptimizerPart
-    from orchestra.parameter_server.state import Pause
+    from orchestra.parameter_server.messages import Pause
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
 
@@ -239,8 +239,6 @@ class Switch(Strategy[SwitchState]):
         else:
             self._watch(worker, state)
 
-    # Where they take steps
-
     def _watch(self, worker: Worker, state: SwitchState) -> None:
         """Where workers do not decide alike, begin to report."""
         if self._takes(worker, state):
@@ -249,11 +247,9 @@ class Switch(Strategy[SwitchState]):
         if not self.first.synchronous and worker.rank == worker.workers.ranks[0]:
             worker.reporter.expendable(False)  # it announces the step to leave after
         if self._announced and worker.rank in worker.workers.ranks:
+            level = self.nesting + 1
             state.leaving = exchange.CommonStep(
-                worker,
-                steps=state.steps,
-                level=self.nesting + 1,
-                observe=state.observe,
+                worker, steps=state.steps, level=level, observe=state.observe
             )
             state.seconds = exchange.own_seconds(worker)
             worker.gradients.measures_square = self.when.reads_gradients
@@ -349,8 +345,6 @@ class Switch(Strategy[SwitchState]):
         worker.step.consumed, state.steps = exchange.agree_on_data(
             worker, [position, state.steps], there
         )
-
-    # In either phase
 
     def serve(self, worker: Worker, state: SwitchState) -> Pause | None:
         """As the phase under way does; where its workers switch, this rank switches with them."""

@@ -78,7 +78,6 @@ class AfterSteps(Rule):
     steps: int = setting(100, "steps of the first phase", low=1, high=MAX_STEPS)
 
     def observe(self, state: RuleState, step: Step) -> bool:
-        """True from step `steps` on."""
         state.steps += 1
         return state.steps >= self.steps
 
@@ -92,7 +91,6 @@ class AfterFraction(Rule):
     fraction: float = setting(0.125, "of the samples of the whole run", low=0.0, high=1.0)
 
     def observe(self, state: RuleState, step: Step) -> bool:
-        """True once that much has been consumed."""
         if not step.fraction:
             raise InputError("AfterFraction: a loop of your own has no known end; use AfterSteps")
         return step.fraction >= self.fraction
@@ -119,7 +117,6 @@ class AfterDecay(Rule):
     )
 
     def observe(self, state: DecayState, step: Step) -> bool:
-        """True while the rate is lower than it was."""
         rate = step.rates[0]
         state.largest = max(state.largest, rate)
         return rate < self.below * state.largest
@@ -200,7 +197,6 @@ class NoiseScale(Rule):
     least: int = setting(20, "steps before it may fire", low=1, high=MAX_STEPS)
 
     def observe(self, state: NoiseState, step: Step) -> bool:
-        """True where B is at least `ratio` times the batch."""
         state.steps += 1
         known = [(n, square) for n, square in zip(step.counts, step.squares, strict=True) if n]
         total = sum(n for n, _ in known)
@@ -299,7 +295,6 @@ class LossStable(Rule):
     )
 
     def observe(self, state: RuleState, step: Step) -> bool:
-        """True when the window is full and the loss in it stable."""
         state.steps += 1
         state.total += step.loss if self.source == "mean" else max(step.losses)
         state.count += 1

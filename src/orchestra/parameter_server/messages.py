@@ -1,0 +1,333 @@
+"""What workers and servers tell each other, as messages; which requests were taken, and answered.
+
+A message is a small float64 vector (exact for integers below 2^53).
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from orchestra.schedules.work_queue import WorkItem, item_of
+
+if TYPE_CHECKING:
+    from orchestra.parameter_server.state import Decision, ServerState
+
+PUSH_HEAD, ANSWER_HEAD = 9, 11
+"""Numbers before the rates of a push, and before the flags of an answer."""
+
+NOTHING = (-1, 0, 0, 0)
+"""In place of an item of work."""
+
+
+@dataclass(frozen=True)
+class Push:
+    """A worker's gradient of its step `clock` (from 1).
+
+    `samples` are those behind the gradient; 0 where the worker had no data in this step.
+    `step_samples` are those of the step over all workers. `position`: where they begin in the
+    global order, if they came from a queue. `report`: the input of a rule that ends
+    the phase, from the step's loss on, where there is such a rule.
+    """
+
+    worker: int
+    clock: int
+    samples: int
+    step_samples: int
+    loss: float
+    stop: bool
+    rates: tuple[float, ...] = ()
+    used: tuple[bool, ...] = ()
+    position: int | None = None
+    report: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The reply to a push, beside the values.
+
+    `version` counts the updates applied when the answer leaves; `staleness` those applied between
+    this worker's read and its push. `loss` and `stop` are those of the pushes applied together.
+    `clock` is the step that the worker has behind it now. A push that was `dropped` came too late
+    for its step, and the worker may be several steps further than it was. `work`: what the worker
+    does next, from the server that holds the queue.
+    """
+
+    worker: int
+    version: int
+    staleness: int
+    loss: float
+    stop: bool
+    consumed: int
+    clock: int
+    dropped: bool = False
+    used: tuple[bool, ...] = ()
+    work: WorkItem | None = None
+
+
+@dataclass(frozen=True)
+class Pause:
+    """A quiet point: nothing is in flight. All workers paused, the last one after `step`.
+
+    `complete`: no worker of the phase has signed off; a lost worker does not count as one that has.
+    """
+
+    step: int
+    complete: bool
+
+
+class Kind(enum.IntEnum):
+    """Kinds of requests; LOST, CONFIRMED and DONE where slices have replicas."""
+
+    PUSH = 0
+    PAUSE = 1
+    LEAVE = 2
+    LOST = 3  # the worker is
+    CONFIRMED = 4  # by the other replica: it has taken the next request
+    DONE = 5  # the worker has all that it wanted of this server
+    WAIT = 6  # for work, where there is none left
+    PART = 7  # of the gradient of a push that is to come
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request of `worker` to a slice, or the news that it is lost.
+
+    `push` comes with PUSH, and with PART, where it tells of the tensors of that part alone. A PAUSE
+    comes after step `step`, from a worker that has `points` quiet points behind it; with `values`
+    it wants them as they are at this one. `step` numbers the WAITs of a worker, from 1, and the
+    PARTs of a push, from 0. `points` and `values` are for slices with replicas.
+    """
+
+    worker: int
+    kind: Kind
+    push: Push | None = None
+    step: int = 0
+    points: int = 0
+    values: bool = False
+
+
+def encode_request(request: Request, place: int | None = None) -> Tensor:
+    """The message of a request; `place` is that of the slice among all, where it has a replica."""
+    push = request.push
+    if push is not None:
+        position = -1 if push.position is None else push.position
+        head = (Kind.PUSH, push.clock, push.samples, push.step_samples, push.loss, push.stop)
+        counts = (len(push.rates), len(push.report))
+        part = (Kind.PART, request.step) if request.kind is Kind.PART else ()
+        body = _vector((*part, *head, position, *counts, *push.rates, *push.report), push.used)
+    elif place is None:
+        body = _vector((request.kind, request.step))
+    else:
+        body = _vector((request.kind, request.step, request.points, request.values))
+    return body if place is None else torch.cat([_vector((place, request.worker)), body])
+
+
+def decode_request(message: Tensor, worker: int, points: int = 0) -> Request:
+    """The request of `worker` that `message` holds, from its kind on.
+
+    A worker whose slices have no replica does not say how many quiet points it has behind it: it
+    has `points`.
+    """
+    numbers = message.numpy()
+    if numbers[0] == Kind.PART:
+        push = decode_request(message[2:], worker).push
+        return Request(worker, Kind.PART, push, step=int(numbers[1]))
+    if numbers[0] != Kind.PUSH:
+        kind, step, *more = map(int, numbers.tolist())
+        points, values = more or (points, False)
+        return Request(worker, Kind(kind), None, step, points, bool(values))
+    _, clock, samples, step_samples, loss, stop, position, *counts = numbers[:PUSH_HEAD].tolist()
+    report = PUSH_HEAD + int(counts[0])
+    used = report + int(counts[1])
+    push = Push(
+        worker, int(clock), int(samples), int(step_samples), loss, bool(stop),
+        tuple(numbers[PUSH_HEAD:report].tolist()), _flags(numbers[used:].tobytes()),
+        int(position) if position >= 0 else None, tuple(numbers[report:used].tolist()),
+    )  # fmt: skip
+    return Request(worker, Kind.PUSH, push)
+
+
+def encode_reply(content: Answer | Pause | WorkItem) -> Tensor:
+    """The message of an answer, to a worker that paused or to one that waits for work."""
+    if isinstance(content, Pause):
+        return _vector((content.step, content.complete))
+    if isinstance(content, WorkItem):
+        return _vector(content)
+    head = (content.version, content.staleness, content.loss, content.stop, content.consumed)
+    work = content.work or NOTHING
+    return _vector((*head, content.clock, content.dropped, *work), content.used)
+
+
+def decode_answer(worker: int, message: Tensor) -> Answer:
+    """The answer that `message` holds for `worker`."""
+    numbers = message.numpy()
+    version, staleness, loss, stop, consumed, clock, dropped, *work = numbers[:ANSWER_HEAD].tolist()
+    return Answer(
+        worker, int(version), int(staleness), loss, bool(stop), int(consumed), int(clock),
+        bool(dropped), _flags(numbers[ANSWER_HEAD:].tobytes()),
+        item_of(work) if work[0] >= 0 else None,
+    )  # fmt: skip
+
+
+def decode_pause(message: Tensor) -> Pause:
+    """The pause that `message` holds."""
+    step, complete = message.tolist()
+    return Pause(int(step), bool(complete))
+
+
+def _vector(head: Sequence[float], used: tuple[bool, ...] = ()) -> Tensor:
+    # NumPy takes a third of the time that torch takes for it.
+    return torch.from_numpy(np.concatenate([np.array(head, np.float64), _numbers(used)]))
+
+
+# One flag for each tensor of the model, and nearly always the same ones
+
+
+@functools.lru_cache(maxsize=64)
+def _numbers(used: tuple[bool, ...]) -> NDArray[np.float64]:
+    return np.array(used, np.float64)
+
+
+@functools.lru_cache(maxsize=64)
+def _flags(numbers: bytes) -> tuple[bool, ...]:
+    return tuple(np.frombuffer(numbers).astype(bool).tolist())
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The reply to `worker`: the answer to its push, a quiet point, its next work; None if all have
+    left. With `values` the values come with it."""
+
+    worker: int
+    content: Answer | Pause | WorkItem | None
+    values: bool
+
+
+class RequestLog:
+    """Takes the requests for a slice, each once, and says what has to be replied. Pure.
+
+    Where `backed`, another server takes each request after this one, and nobody is answered before
+    it has confirmed that: what a worker knows outlives either server. `points` counts quiet points;
+    `pause` is the last one, and `gives_values` says that its workers asked for values.
+    """
+
+    def __init__(self, state: ServerState, *, backed: bool = False) -> None:
+        self.state = state
+        self.backed = backed
+        self.points = 0
+        self.pause = Pause(0, complete=True)
+        self.gives_values = False
+        self._last_pause: Request
+        self._last: dict[int, Answer | WorkItem] = {}  # that a push, or a wait for work, led to
+        self._waits: dict[int, int] = {}  # requests for work that were taken of each worker
+        self._asking: dict[int, Request] = {}
+        self._settled: list[int] = []  # workers about whom something was decided, in that order
+        self._left: set[int] = set()
+        self._unconfirmed: deque[list[Reply]] = deque()  # what each request passed on led to
+
+    @property
+    def confirmed_all(self) -> bool:
+        """Nobody has to wait for the other server."""
+        return not self._unconfirmed
+
+    def hear(self, request: Request) -> bool:
+        """A request has come from its worker; True if it is new, and so to be taken."""
+        worker, kind = request.worker, request.kind
+        if kind in (Kind.PUSH, Kind.PAUSE, Kind.WAIT) and worker not in self.state.live:
+            return False  # it is lost, and its loss came first
+        if kind is Kind.LOST:
+            self._asking.pop(worker, None)
+        elif kind is not Kind.LEAVE or request.values:
+            self._asking[worker] = request
+        new = self._is_new(request)
+        if not new:
+            self._settled.append(worker)
+        elif self.backed:
+            self._unconfirmed.append([])
+        return new
+
+    def _is_new(self, request: Request) -> bool:
+        state, worker = self.state, request.worker
+        if request.push is not None:
+            seen = request.push.clock <= state.clocks.get(worker, 0)
+            return not seen and worker not in state.pending
+        if request.kind is Kind.PAUSE:
+            return request.points == self.points and worker not in state.paused
+        if request.kind is Kind.WAIT:
+            return request.step > self._waits.get(worker, 0)
+        return worker in state.live
+
+    def take(self, request: Request) -> Decision:
+        """Let a new request count; both servers of a slice do, in one order."""
+        state, worker = self.state, request.worker
+        if request.push is not None:
+            decision = state.push(request.push)
+        elif request.kind is Kind.PAUSE:
+            self._last_pause = request
+            decision = state.pause(worker)
+        elif request.kind is Kind.WAIT:
+            self._waits[worker] = request.step
+            decision = state.wait(worker)
+        else:
+            if request.kind is Kind.LEAVE:
+                self._left.add(worker)
+            decision = state.leave(worker)
+        last = {answer.worker: answer for answer in decision.answers} | dict(decision.work)
+        self._last.update(last)
+        self._settled += last
+        if decision.quiet:
+            self._settled += sorted(self._asking)
+            if state.live:
+                self.points += 1
+                # Servers may hear of a loss at different times, but of who left they agree.
+                self.pause = Pause(self._last_pause.step, complete=not self._left)
+                self.gives_values = self._last_pause.values
+                state.resume()  # before anybody takes a checkpoint of it
+        return decision
+
+    def due(self) -> list[Reply]:
+        """The replies for now; those that wait for the other server come with `confirmed`."""
+        replies = []
+        for worker in self._settled:
+            reply = self._reply(self._asking[worker]) if worker in self._asking else None
+            if reply is not None:
+                replies.append(reply)
+                del self._asking[worker]
+        self._settled.clear()
+        if not self._unconfirmed:
+            return replies
+        self._unconfirmed[-1] += replies
+        return []
+
+    def _reply(self, request: Request) -> Reply | None:
+        """Return the reply to `request`, if it is known."""
+        state, worker = self.state, request.worker
+        if request.kind is Kind.PAUSE:
+            done = self.points > request.points
+            return Reply(worker, self.pause, request.values) if done else None
+        if request.kind is Kind.LEAVE:
+            return None if state.live else Reply(worker, None, values=True)
+        if worker in state.pending or worker in state.waiting or worker in state.idle:
+            return None
+        return Reply(worker, self._last[worker], values=request.kind is Kind.PUSH)
+
+    def confirmed(self) -> list[Reply]:
+        """The other server has taken the oldest request that it had not confirmed."""
+        return self._unconfirmed.popleft()
+
+    def backup_lost(self) -> list[Reply]:
+        """The other server is lost: nobody waits for it any more."""
+        self.backed = False
+        replies = [reply for waiting in self._unconfirmed for reply in waiting]
+        self._unconfirmed.clear()
+        return replies
