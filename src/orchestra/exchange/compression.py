@@ -6,14 +6,13 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from orchestra.compression.base import Compressor, Context, Encoder
 from orchestra.errors import InputError
-from orchestra.exchange.agreement import charge
+from orchestra.exchange.agreement import T, charge
 from orchestra.exchange.average import BeginSum, Bucket, ScheduledGroup, note_buffer
 from orchestra.parameter_server.messages import Push
 from orchestra.parameter_server.placement import Piece, Slice
@@ -21,8 +20,6 @@ from orchestra.schedules import ALL_REDUCE, ring_all_gather
 from orchestra.transports.protocol import Group, Task, Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -341,13 +338,13 @@ class SliceCodec(_Codec):
             return payload.new_zeros(part.end - part.first)
         return self.decode(part, payload, push.clock, push.worker)
 
-    def _split(self, part: Slice, payload: Tensor, step: int) -> Sequence[Tensor]:
+    def _split(self, part: Slice, payload: Tensor, step: int) -> list[Tensor]:
         if self._encoder.sized:
             lengths = [size // payload.element_size() for size in self._sizes(part.pieces, step)]
         else:
             head = 4 * len(part.pieces)
             lengths, payload = payload[:head].clone().view(torch.int32).tolist(), payload[head:]
-        return payload.split(lengths)
+        return list(payload.split(lengths))
 
 
 def average_compressed(
