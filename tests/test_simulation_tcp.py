@@ -20,7 +20,7 @@ from orchestra.cluster.costs import Tcp
 from orchestra.collectives import Group, all_reduce
 from orchestra.engines.simulation.fluid import Fluid, Resource
 from orchestra.engines.simulation.rounds import PlacedPlan
-from orchestra.engines.simulation.slow_start import SlowStart
+from orchestra.engines.simulation.stream import SlowStart
 from orchestra.transports.framing import header_bytes
 from orchestra.transports.protocol import Transport
 from orchestra.worker.runtime import Runtime

@@ -194,8 +194,7 @@ def replay(
     if not settings.training.record_order:
         raise InputError(f"{source}: this run was not recorded; make one with --record-order")
     folder = folder_for(out, f"{source.name}-replay", empty=True)
-    from orchestra.engines.simulation.halting import STATES
-    from orchestra.engines.simulation.replay import replay_run
+    from orchestra.engines.simulation.replay import STATES, replay_run
     from orchestra.trainer.checkpoints import read_rank
 
     (record,) = read_summary(source / SUMMARY)

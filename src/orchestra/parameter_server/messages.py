@@ -10,7 +10,7 @@ import functools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -98,6 +98,9 @@ class Kind(enum.IntEnum):
     PART = 7  # of the gradient of a push that is to come
 
 
+PUSH, PART = Kind.PUSH, Kind.PART  # attributes of an Enum are slow to look up
+
+
 @dataclass(frozen=True)
 class Request:
     """A request of `worker` to a slice, or the news that it is lost.
@@ -139,22 +142,29 @@ def decode_request(message: Tensor, worker: int, points: int = 0) -> Request:
     has `points`.
     """
     numbers = message.numpy()
-    if numbers[0] == Kind.PART:
-        push = decode_request(message[2:], worker).push
-        return Request(worker, Kind.PART, push, step=int(numbers[1]))
-    if numbers[0] != Kind.PUSH:
-        kind, step, *more = map(int, numbers.tolist())
-        points, values = more or (points, False)
-        return Request(worker, Kind(kind), None, step, points, bool(values))
+    kind = Kind(int(numbers[0]))
+    if kind == PART:
+        push = Push(worker, *_content_of_push(numbers[2:].tobytes()))
+        return Request(worker, kind, push, step=int(numbers[1]))
+    if kind == PUSH:
+        return Request(worker, kind, Push(worker, *_content_of_push(numbers.tobytes())))
+    _, step, *more = map(int, numbers.tolist())
+    points, values = more or (points, False)
+    return Request(worker, kind, None, step, points, bool(values))
+
+
+@functools.lru_cache(maxsize=64)
+def _content_of_push(message: bytes) -> tuple[Any, ...]:
+    """The fields of a `Push` behind its worker: often the same for all workers."""
+    numbers = np.frombuffer(message)
     _, clock, samples, step_samples, loss, stop, position, *counts = numbers[:PUSH_HEAD].tolist()
     report = PUSH_HEAD + int(counts[0])
     used = report + int(counts[1])
-    push = Push(
-        worker, int(clock), int(samples), int(step_samples), loss, bool(stop),
+    return (
+        int(clock), int(samples), int(step_samples), loss, bool(stop),
         tuple(numbers[PUSH_HEAD:report].tolist()), _flags(numbers[used:].tobytes()),
         int(position) if position >= 0 else None, tuple(numbers[report:used].tolist()),
     )  # fmt: skip
-    return Request(worker, Kind.PUSH, push)
 
 
 def encode_reply(content: Answer | Pause | WorkItem) -> Tensor:

@@ -19,7 +19,6 @@ from orchestra.engines.simulation.sharing import (
     Activity,
     EqualShares,
     Resource,
-    Route,
     Shared,
     set_limit,
     share,
@@ -28,7 +27,7 @@ from orchestra.engines.simulation.sharing import (
 MARKS = itertools.count(1)
 """Numbers of sharings, of all fluids: a replay has one of its own, on the same resources."""
 
-__all__ = ["Activity", "Fluid", "Resource", "Route"]
+__all__ = ["Activity", "Fluid", "Resource"]
 
 
 class Fluid:
@@ -56,6 +55,7 @@ class Fluid:
         self._dirty: dict[Resource, None] = {}  # a set in the order of insertion
         self._equal = 0  # how many resources are shared equally
         self._places: dict[tuple[Resource, ...], list[Activity]] = {}  # of what ends now
+        self._stale: dict[EqualShares, None] = {}  # of which another one may end first now
 
     def start(
         self,
@@ -181,7 +181,7 @@ class Fluid:
         else:
             activity.limit = before.limit
             equal.take_in([activity], now)
-            self._look_up_first(equal, now)
+            self._stale[equal] = None
 
     def _release(self, ended: Sequence[Activity]) -> None:
         """Let others have what these had, where that held them back."""
@@ -340,6 +340,10 @@ class Fluid:
             activity.then()
         self._release([activity for left in self._places.values() for activity in left])
         self._places.clear()
+        for equal in self._stale:
+            if equal.resource.equal is equal:
+                self._look_up_first(equal, now)
+        self._stale.clear()
         if not self._dirty:  # else it is set when that is done
             self._set_alarm()
 

@@ -12,9 +12,9 @@ from math import inf
 
 from orchestra.engines.simulation.fluid import Fluid
 from orchestra.engines.simulation.kernel import Events, Processor
-from orchestra.engines.simulation.network import Stream
 from orchestra.engines.simulation.rounds import ADD, BARRIER, FREE, SEND, PlacedPlan
 from orchestra.engines.simulation.shared_memory import Barriers
+from orchestra.engines.simulation.stream import Stream
 
 Call = Callable[[], None]
 

@@ -18,8 +18,18 @@ import numpy as np
 from orchestra.engines.simulation.fluid import Resource
 from orchestra.engines.simulation.network import Net
 from orchestra.engines.simulation.plan import HEADER, Plan
-from orchestra.engines.simulation.ring_rounds import SAME, Floats, Integers, Rolls, Segment
-from orchestra.engines.simulation.round_state import NOBODY, Meetings, Met, State, Usage
+from orchestra.engines.simulation.round_state import (
+    NOBODY,
+    SAME,
+    Floats,
+    Integers,
+    Meetings,
+    Met,
+    Rolls,
+    Segment,
+    State,
+    Usage,
+)
 from orchestra.engines.simulation.shared_memory import NodeStage
 from orchestra.schedules import REDUCE
 from orchestra.transports.collective import StepKind

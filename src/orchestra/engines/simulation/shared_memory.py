@@ -239,12 +239,13 @@ def _wait(
 
     def go_on() -> None:
         passed.append(True)
-        port.wake()
+        port.wake(go_on)
 
     barriers.arrive(key, len(ranks), ranks.index(port.rank), kernel.here(), wake, go_on)
     traffic.seconds_waiting += port.sleep_until(
         lambda: bool(passed) or not gone.keys().isdisjoint(others),
         lambda: (others, "to add up in shared memory"),
+        go_on,
     )
     if not passed:
         lost = next(rank for rank in others if rank in gone)

@@ -9,12 +9,9 @@ that has no more than it, by its weight).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from math import inf
 from typing import NamedTuple
-
-from orchestra.engines.simulation.slow_start import SlowStart
 
 ROUNDING = 1 + 1e-12
 """Rates this close are the same: what rounding makes of sums in unlike orders."""
@@ -102,29 +99,6 @@ class Resource:
                 for activity in self.activities
             )
         return fair if self.fastest <= fair * ROUNDING else 0.0
-
-
-@dataclass(frozen=True)
-class Route:
-    """The way of a message.
-
-    Attributes:
-        resources: that it crosses.
-        latency: seconds that its first byte takes.
-        back: the resources that its acknowledgements cross.
-        wire: bytes on each resource for each byte of the message.
-        acknowledgements: bytes on the way back for each of these.
-        slow_start: of the connection, where it takes long.
-        weight: of its shares.
-    """
-
-    resources: Sequence[Resource]
-    latency: float
-    back: tuple[Resource, ...] = ()
-    wire: float = 1.0
-    acknowledgements: float = 0.0
-    slow_start: SlowStart | None = None
-    weight: float = 1.0
 
 
 class Activity:

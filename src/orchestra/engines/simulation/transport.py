@@ -23,7 +23,7 @@ from orchestra.schedules.sums import Stage
 from orchestra.transports import matching
 from orchestra.transports.background import HandOver
 from orchestra.transports.collective import execute_in_stages, stage_traffic
-from orchestra.transports.framing import MESSAGE, Header, header_bytes
+from orchestra.transports.framing import MESSAGE, Header
 from orchestra.transports.matching import Operation
 from orchestra.transports.protocol import (
     CollectiveCall,
@@ -60,7 +60,7 @@ class SimulatedTransport(Transport):
         """Start sending a contiguous `tensor`; see `Transport.send`."""
         assert tensor.is_contiguous(), "only contiguous tensors can be sent"
         assert 0 <= to < self.size, f"there is no rank {to} among {self.size}"
-        port, traffic = self._port, self.traffic
+        port, traffic = self._port, self._flow.traffic
         sending = Sending(self._flow, port, tensor, to)
         payload = tensor.detach().clone()
         traffic.messages_sent += 1
@@ -71,17 +71,17 @@ class SimulatedTransport(Transport):
             self._kernel.catch_up()
             port.mailbox.deliver_local(payload, tag)
             sending.finished = True
-            port.wake()
+            port.wake_all()
             return sending
         header = Header(MESSAGE, tensor.dtype, tuple(tensor.shape), tag, tensor.nbytes)
-        size = header_bytes(tensor.dim()) + tensor.nbytes
+        size = header.frame_bytes
         port.bytes_sent += size
         traffic.bytes_sent += size
         if to in port.mailbox.gone:
             sending.fail(PeerLost(to, port.mailbox.gone[to]))
             return sending
         port.meter.count(to, size)
-        both_ways = self._goes_both_ways(to)
+        both_ways = None if self._sent is None else self._goes_both_ways(*self._sent, to)
         message = Message(header, payload, sending, port.net.ports[to], both_ways)
         stream = port.net.stream(self.rank, to)
         port.keep_order()
@@ -94,11 +94,8 @@ class SimulatedTransport(Transport):
         stream.leave(message, self._kernel.here())
         return sending
 
-    def _goes_both_ways(self, to: int) -> bool | None:
+    def _goes_both_ways(self, placed: PlacedPlan, sent: Counter[int], to: int) -> bool:
         """Whether others go the other way as the next message to that rank does; see `Load`."""
-        if self._sent is None:
-            return None
-        placed, sent = self._sent
         sent[to] += 1
         pair = placed.place[self.rank], placed.place[to]
         return placed.plan.goes_both_ways(pair, sent[to] - 1)
@@ -280,20 +277,24 @@ class SimulatedTransport(Transport):
     def wait(self, operation: Operation) -> None:
         """Let virtual time pass until `operation` is finished, and take in what it brings."""
         if not isinstance(operation, matching.Receive):
-            self.traffic.seconds_waiting += self._sleep(operation, lambda: operation.finished)
+            if not operation.finished:
+                self.traffic.seconds_waiting += self._sleep(operation, lambda: operation.finished)
             return
         receive = operation
-        if not receive.frame_bytes and not receive.finished and self._may_sleep_through():
-            self._sleep_through(receive)
-            return
-        begun = self._sleep(receive, lambda: receive.finished or receive.frame_bytes > 0)
-        self.traffic.seconds_waiting += begun
+        if not receive.frame_bytes and not receive.finished:
+            if self._may_sleep_through():
+                self._sleep_through(receive)
+                return
+            begun = self._sleep(receive, lambda: receive.finished or receive.frame_bytes > 0)
+            self.traffic.seconds_waiting += begun
         if receive.frame_bytes and receive.error is None:
             seconds = self._port.net.message_cost(receive.frame_bytes).receiving
             self._port.keep_order()
             self._port.spend(seconds + self._port.warm_up(), self.traffic)
             receive.frame_bytes = 0
-        self.traffic.seconds_communicating += self._sleep(receive, lambda: receive.finished)
+        if not receive.finished:
+            moving = self._sleep(receive, lambda: receive.finished)
+            self.traffic.seconds_communicating += moving
 
     def _may_sleep_through(self) -> bool:
         """Whether nothing that happens meanwhile changes how long it takes to take a message in."""
@@ -316,7 +317,7 @@ class SimulatedTransport(Transport):
 
     def _sleep(self, operation: Operation, condition: Callable[[], bool]) -> float:
         """Let virtual time pass until `condition`; how much did."""
-        return self._port.sleep_until(condition, lambda: self._signs(operation))
+        return self._port.sleep_until(condition, lambda: self._signs(operation), operation)
 
     def test(self, operation: Operation) -> bool:
         """Whether `operation` is finished."""
@@ -367,13 +368,13 @@ class FlowHandOver(HandOver):
 
     def wait_until(self, condition: Callable[[], bool], traffic: Traffic) -> None:
         waits = (self._port.rank,), "another flow of its own"
-        traffic.seconds_waiting += self._port.sleep_until(condition, lambda: waits)
+        traffic.seconds_waiting += self._port.sleep_until(condition, lambda: waits, self)
 
     def tell(self, change: Callable[[], None], traffic: Traffic) -> None:
         self._port.spend(self._port.signal_seconds, traffic)
         self._port.net.kernel.catch_up()
         change()
-        self._port.wake()
+        self._port.wake(self)
 
 
 class FlowTask(Generic[T]):

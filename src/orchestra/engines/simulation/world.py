@@ -8,22 +8,20 @@ from collections.abc import Sequence
 
 from orchestra.cluster import Channel, Cluster, Node
 from orchestra.cluster.costs import EVENLY, Overhead, Sharing
-from orchestra.engines.simulation.fluid import Fluid, Resource, Route
+from orchestra.engines.simulation.fluid import Fluid, Resource
 from orchestra.engines.simulation.kernel import Kernel
 from orchestra.engines.simulation.network import (
     BeginNativeAllReduce,
-    Load,
     Message,
     Meter,
     Net,
     Port,
-    Stream,
 )
 from orchestra.engines.simulation.processor import Cores, Team, Thread
 from orchestra.engines.simulation.rendezvous import Rendezvous
 from orchestra.engines.simulation.rounds import Ranks
 from orchestra.engines.simulation.sharing import ROUNDING
-from orchestra.engines.simulation.slow_start import LONG, SlowStart
+from orchestra.engines.simulation.stream import LONG, Load, Route, SlowStart, Stream
 from orchestra.engines.simulation.transport import native_all_reduce
 from orchestra.errors import PeerLost
 
@@ -275,7 +273,7 @@ class World:
         port.mailbox.depart(lost, reason, arriving, lost=True)
         if (rank, lost) in streams:
             streams[rank, lost].close(PeerLost(lost, reason))
-        port.wake()
+        port.wake_all()
 
     def moved(self, rank: int) -> float:
         """Bytes that have crossed of messages to and from `rank` that are under way."""

@@ -1,0 +1,275 @@
+"""The stream of messages from one rank to another, in the order of sending.
+
+The first byte of a message is there after the latency; on a link that is fast and long a TCP
+connection starts slowly. Then the message crosses the links of its way, behind those before it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING, Protocol
+
+from orchestra.cluster.costs import Tcp
+from orchestra.engines.simulation.fluid import Activity, Fluid, Resource
+from orchestra.engines.simulation.kernel import Events
+
+if TYPE_CHECKING:
+    from orchestra.engines.simulation.network import Net
+
+LONG = 1 << 17
+"""Bytes: a connection that needs fewer in flight has started within three round trips."""
+
+IDLE = 0.2
+"""Seconds beyond a round trip without a message after which a connection starts again: Linux's
+least retransmission timeout (RFC 2861; net.ipv4.tcp_slow_start_after_idle)."""
+
+
+class SlowStart:
+    """What one connection may have in flight: at first little, then more with each byte that has
+    been acknowledged (RFC 5681, section 3.1).
+
+    Args:
+        bandwidth: bytes/s of its way.
+        round_trip: seconds until a byte is acknowledged.
+    """
+
+    def __init__(self, tcp: Tcp, bandwidth: float, round_trip: float) -> None:
+        self._first = tcp.first_window
+        self._bandwidth = bandwidth
+        self._round_trip = round_trip
+        self._window = tcp.first_window
+        self._used_at = -inf
+
+    def is_over(self, time: float) -> bool:
+        """Whether a message that is sent then has the whole bandwidth."""
+        self._forget(time)
+        return self._window >= self._bandwidth * self._round_trip
+
+    def stall(self, size: float, time: float) -> float:
+        """Seconds for which a message of `size` bytes on the wire, sent then, has to wait for
+        acknowledgements in all."""
+        self._forget(time)
+        self.use(time)
+        window, seconds, rest = self._window, 0.0, size
+        while window < self._bandwidth * self._round_trip and rest > window:
+            seconds += self._round_trip - window / self._bandwidth
+            rest -= window
+            window *= 2
+        self._window = min(self._window + size, self._bandwidth * self._round_trip)
+        return seconds
+
+    def use(self, time: float) -> None:
+        """It carries something until then."""
+        self._used_at = max(self._used_at, time)
+
+    def _forget(self, time: float) -> None:
+        if time - self._used_at > self._round_trip + IDLE:
+            self._window = self._first
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way of a message.
+
+    Attributes:
+        resources: that it crosses.
+        latency: seconds that its first byte takes.
+        back: the resources that its acknowledgements cross.
+        wire: bytes on each resource for each byte of the message.
+        acknowledgements: bytes on the way back for each of these.
+        slow_start: of the connection, where it takes long.
+        weight: of its shares.
+    """
+
+    resources: Sequence[Resource]
+    latency: float
+    back: tuple[Resource, ...] = ()
+    wire: float = 1.0
+    acknowledgements: float = 0.0
+    slow_start: SlowStart | None = None
+    weight: float = 1.0
+
+
+class Load(Protocol):
+    """What a stream carries: a message, or what stands for one.
+
+    `frame_bytes` include its header. The sender has done its part at the time `left_at`, infinite
+    until that is known; `crossed` tells whether the network has. `both_ways` tells whether others
+    of the same round of a collective go the other way; None: it is none of a collective.
+    """
+
+    left_at: float
+    crossed: bool
+    both_ways: bool | None
+    frame_bytes: int
+
+    def begin(self) -> None:
+        """Its first byte is there."""
+        ...
+
+    def end(self) -> None:
+        """All of it is there."""
+        ...
+
+    def fail(self, error: Exception) -> None:
+        """It never arrives."""
+        ...
+
+
+class Stream:
+    """What one rank sends to another, a message after the other: latency first, then bandwidth.
+
+    `delay(t)` is what a message that is sent at time t takes beyond the latency, in seconds.
+
+    Attributes:
+        resources: that it crosses.
+        latency: seconds until the first byte is there.
+        bandwidth: bytes/s, as long as nothing else crosses them.
+        slow_start: of the connection, where it takes long.
+    """
+
+    def __init__(
+        self,
+        net: Net,
+        route: Route,
+        source: int,
+        target: int,
+        delay: Callable[[float], float] | None,
+    ) -> None:
+        self.resources = route.resources
+        self.latency = route.latency
+        self.bandwidth = min(resource.nominal for resource in route.resources)
+        self.slow_start = route.slow_start
+        self._route = route
+        self._half_duplex = not set(route.resources).isdisjoint(route.back)
+        assert len({*route.resources}) == len(route.resources), "a link is crossed twice"
+        self._net = net
+        self._events: Events = net.kernel
+        self._fluid = net.fluid
+        self._source = source
+        self._target = target
+        self._delay = delay
+        self._began = 0.0  # when the first byte of what crosses was there
+        self._last = 0.0  # when the last one arrives
+        self._queue: deque[Load] = deque()
+        self._crossing: Activity | None = None  # of the first of them, once it has begun
+        self._rest: float | None = None  # of it, in bytes, while it is suspended
+        self._back: tuple[Resource, ...] = ()  # what its acknowledgements cross
+        self._closed: Exception | None = None
+        self._on_crossed = self._crossed  # one object for all messages
+
+    def send(self, load: Load, time: float) -> None:
+        """Let `load` follow those before it; it is sent at `time`, now or later.
+
+        Its first byte is there after the latency.
+        """
+        arrival = time + self.latency
+        if self._delay is not None or self.slow_start is not None:
+            if self._delay is not None:
+                arrival += self._delay(time)
+            if self.slow_start is not None:
+                arrival += self.slow_start.stall(self.on_wire(load.frame_bytes, None), time)
+            self._last = arrival = max(self._last, arrival)
+        self._events.call_at(arrival, self.arrive, load)
+
+    def arrive(self, load: Load) -> None:
+        """The first byte of `load` is there, or would be if none were before it."""
+        if self._closed is not None:
+            load.fail(self._closed)
+            return
+        self._net.before_arrival(self.resources)
+        self._queue.append(load)
+        if len(self._queue) == 1:
+            self._begin(load)
+
+    def suspend(self) -> None:
+        """Take what crosses off the links, until `enter` lets the rest of it cross."""
+        if self._crossing is not None and not self._queue[0].crossed:
+            self._rest = self._crossing.left_at(self._events.now())
+            self._fluid.cancel(self._crossing)
+
+    def enter(self, events: Events, fluid: Fluid) -> None:
+        """Go on among these `events`, whose present time is the same."""
+        self._events, self._fluid = events, fluid
+        if self._rest is not None:
+            rest, self._rest = self._rest, None
+            self._cross(rest)
+
+    def leave(self, load: Load, time: float) -> None:
+        """The sender has done its part of `load` at `time`, now or later."""
+        load.left_at = time
+        if load.crossed:
+            self._end_once_left(load)
+
+    def go_on(self) -> None:
+        """The target takes in messages again."""
+        if self._queue and self._crossing is None:
+            self._begin(self._queue[0])
+
+    def close(self, error: Exception) -> Load | None:
+        """Nothing arrives any more; senders learn of `error`. The message that this cuts off."""
+        self._closed = error
+        cut_off = None
+        if self._crossing is not None:
+            self._fluid.cancel(self._crossing)
+            cut_off = self._queue[0]
+        for load in self._queue:
+            load.fail(error)
+        self._queue.clear()
+        return cut_off
+
+    def moved(self) -> float:
+        """Of the message that crosses, the bytes until now."""
+        if self._crossing is None:
+            return 0.0
+        return self._crossing.amount - self._crossing.left_at(self._events.now())
+
+    def _begin(self, load: Load) -> None:
+        if self._net.kernel.is_held(self._target):
+            return  # a rank that stands still takes in nothing
+        load.begin()
+        self._began = self._events.now()
+        self._back = self._route.back if load.both_ways is None else ()
+        self._cross(self.on_wire(load.frame_bytes, load.both_ways))
+
+    def on_wire(self, frame_bytes: int, both_ways: bool | None) -> float:
+        """Bytes on each link; with those of acknowledgements, where messages go `both_ways`.
+
+        None: these are for whom they meet.
+        """
+        counted = both_ways or (self._half_duplex and both_ways is not None)
+        others = self._route.acknowledgements if counted else 0.0
+        return frame_bytes * self._route.wire * (1 + others)
+
+    def _cross(self, wire_bytes: float) -> None:
+        self._crossing = self._fluid.start(
+            wire_bytes, self.resources, self._on_crossed, self._back, self._route.weight
+        )
+
+    def _crossed(self) -> None:
+        load = self._queue[0]
+        load.crossed = True
+        if self._events is self._net.kernel:  # else it was counted when all of it was evaluated
+            seconds = self._events.now() - self._began
+            self._net.ports[self._target].mailbox.count(self._source, load.frame_bytes, seconds)
+        self._end_once_left(load)
+
+    def _end_once_left(self, load: Load) -> None:
+        if load.left_at <= self._events.now():
+            self._end(load)
+        elif load.left_at < inf:
+            self._events.call_at(load.left_at, self._end, load)
+
+    def _end(self, load: Load) -> None:
+        if self._closed is not None:
+            return
+        self._crossing = None
+        self._queue.popleft()
+        if self.slow_start is not None:
+            self.slow_start.use(self._events.now())
+        load.end()
+        if self._queue:
+            self._begin(self._queue[0])
