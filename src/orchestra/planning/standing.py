@@ -93,7 +93,7 @@ def best_value(points: Sequence[Point], target: Target) -> float | None:
 def cannot_win(
     samples: float, batch: float, update: float, speed: float, best: float
 ) -> float | None:
-    """The seconds that a candidate needs at least, if these are not below the `best`; else None.
+    """The least seconds that a candidate needs, if they are 99.9 % of the `best` or more; else None.
 
     At best one of its updates, of `update` samples, is worth as much as one of a step of `batch`
     samples, of which one process needs `samples` in all. At `speed` samples/s that takes
@@ -286,7 +286,7 @@ class Standing:
         """Virtual seconds after which nobody can win any more; without a time to target those of
         the slowest candidate for all samples."""
         if best := self.best():
-            return best[1] * 1.02
+            return best[1] * (1 + SPARED)
         seconds = (self.length.samples / entry.speed for entry in self.alive if entry.speed)
         return max(seconds, default=0.0)
 

@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 
 from orchestra.schedules.ring_order import ring_order as ring_order
 
-Round = NDArray[np.int64]
+Integers = NDArray[np.int64]
+Round = Integers
 """One round: [transfers, 5] with the columns source, target, first, end, operation.
 
 A transfer is one message: the pieces from `first` to before `end`, which lie side by side. All
@@ -303,11 +304,15 @@ def _distances(core: int) -> Iterator[int]:
     yield from (1 << bit for bit in range(core.bit_length() - 1))
 
 
-def _single(source: Round, target: Round, piece: Round, operation: int) -> Round:
+def _single(source: Integers, target: Integers, piece: Integers, operation: int) -> Round:
+    """A round in which each message is one piece; the arrays have an element for each message."""
     return _columns(source, target, piece, piece + 1, operation)
 
 
-def _columns(source: Round, target: Round, first: Round, end: Round, operation: int) -> Round:
+def _columns(
+    source: Integers, target: Integers, first: Integers, end: Integers, operation: int
+) -> Round:
+    """A round of messages with the pieces from `first` to before `end`."""
     return np.stack([source, target, first, end, np.full_like(source, operation)], axis=1)
 
 

@@ -124,8 +124,8 @@ class Net:
     """All ranks' ports, and the routes between them.
 
     `delay` tells how many seconds later a message from one rank to another arrives if it is sent at
-    a time; None: never. `before_arrival` is called before a message begins to cross these links.
-    `message` gives the costs of one of so many bytes, its header included.
+    a time; without it no message is delayed. `before_arrival` is called before a message begins to
+    cross these links. `message_cost` gives the costs of one of so many bytes, its header included.
 
     Attributes:
         nodes: the name of each rank's node.
