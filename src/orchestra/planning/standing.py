@@ -93,7 +93,7 @@ def best_value(points: Sequence[Point], target: Target) -> float | None:
 def cannot_win(
     samples: float, batch: float, update: float, speed: float, best: float
 ) -> float | None:
-    """The least seconds that a candidate needs, if they are 99.9 % of the `best` or more; else None.
+    """The least seconds that a candidate needs, if they are 99.9 % of the `best` or more, or None.
 
     At best one of its updates, of `update` samples, is worth as much as one of a step of `batch`
     samples, of which one process needs `samples` in all. At `speed` samples/s that takes
