@@ -203,7 +203,7 @@ def test_the_order_of_arrivals_gives_the_parameters_bit_for_bit(tmp_path: Path) 
 class Stopped(PairwiseAveraging):
     """The user stops the run before step `at`."""
 
-    at: int = 1000
+    at: int = 1_000_000
 
     def before_forward(self, worker: Worker, state: PairwiseState) -> None:
         super().before_forward(worker, state)
@@ -211,24 +211,28 @@ class Stopped(PairwiseAveraging):
             ask_to_stop(worker)
 
 
+STEPS = 1000
+"""So many that nobody is through with them before all have heard of the wish to stop."""
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_all_leave_after_one_step_and_resume(ranks: int, tmp_path: Path) -> None:
-    stopped = train_quadratic(Stopped(at=6), ranks, 200, tmp_path, work="equal")
+    stopped = train_quadratic(Stopped(at=6), ranks, STEPS, tmp_path, work="equal")
     assert all(report.stopped for report in stopped.reports)
     steps = {len(stopped.lines(rank)) for rank in range(ranks)}
     assert len(steps) == 1
-    assert 6 <= steps.pop() < 200
-    resumed = train_quadratic(Stopped(), ranks, 200, tmp_path, work="equal")
-    assert {len(resumed.lines(rank)) for rank in range(ranks)} == {200}
+    assert 6 <= steps.pop() < STEPS
+    resumed = train_quadratic(Stopped(), ranks, STEPS, tmp_path, work="equal")
+    assert {len(resumed.lines(rank)) for rank in range(ranks)} == {STEPS}
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_a_stopped_queue_is_resumed_where_it_was(ranks: int, tmp_path: Path) -> None:
-    stopped = train_quadratic(Stopped(at=6), ranks, 200, tmp_path)
+    stopped = train_quadratic(Stopped(at=6), ranks, STEPS, tmp_path)
     assert all(report.stopped for report in stopped.reports)
     taken = sum(len(stopped.lines(rank)) for rank in range(ranks))
-    assert 6 <= taken < 200 * ranks
-    assert each_batch_once(train_quadratic(Stopped(), ranks, 200, tmp_path), ranks, 200)
+    assert 6 <= taken < STEPS * ranks
+    assert each_batch_once(train_quadratic(Stopped(), ranks, STEPS, tmp_path), ranks, STEPS)
 
 
 def test_checkpoints_are_taken_in_the_run(tmp_path: Path) -> None:
