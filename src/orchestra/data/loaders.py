@@ -156,7 +156,7 @@ class _Whole(ShardedLoader):
         self.epoch += 1
         if first and _has_sampler(self._loader):
             later = _Later(self._loader.batch_sampler, first)
-            batches: Iterator[Any] = iter(_with_batches(self._loader, lambda: iter(later)))
+            batches: Iterator[Any] = iter(_with_batches(self._loader, later.__iter__))
             later.skip()
         else:
             batches = iter(self._loader)
