@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.test_planning import RECORD, experiment
 
 from orchestra.cli.main import main
+from orchestra.engines.simulation.trials import Tried
 from orchestra.errors import InputError
 from orchestra.planning.axes import Axis, Plane, loaded, longest_link, read_axis, slowest_link
-from orchestra.planning.map import Check, Map, Point, _coarse_first, spread
+from orchestra.planning.map import Check, Map, Point, Survey, _coarse_first, mapped, spread
 from orchestra.planning.map_figure import _contours, _grid, map_figure
+from orchestra.planning.search import Budget
+from orchestra.planning.standing import Length
+from orchestra.records.report import Point as Snapshot
 from orchestra.trainer.settings import Target
 
 LAN = "lan_1gbit(nodes=4)"
@@ -174,6 +180,42 @@ def test_checked_points_are_far_from_one_another() -> None:
     assert set(chosen[1:]) == corners
 
 
+class Played(Survey):
+    """A survey in which gossip needs 600 samples, and with seed 1 never learns."""
+
+    asked: list[tuple[str, int]]
+
+    def _try(self, jobs, deadline):  # type: ignore[no-untyped-def]
+        found = []
+        for entry, run, _, part in jobs:
+            self.asked.append((entry.name, run.seed))
+            never = "gossip" in entry.name and run.seed == 1
+            whole = 600 if "gossip" in entry.name else 300 + 200 * run.seed
+            curve = [
+                Snapshot(n, n / 10, {"accuracy": 0.0 if never else 0.9 * n / whole})
+                for n in range(100, int(part * 1000) + 1, 100)
+            ]
+            found.append((entry, Tried(replace(RECORD, samples=int(part * 1000)), curve)))
+        return found
+
+
+def test_who_misses_the_target_with_a_seed_is_out(tmp_path: Path) -> None:
+    every = mapped(experiment(), loaded("lan_1gbit(nodes=2)"), tmp_path)
+    names = ("one process", "gossip on 2 nodes", "ring on 2 nodes")
+    survey = Played(
+        [each for each in every if each.name in names], Target("accuracy", at_least=0.9),
+        Length(1000, 10), tmp_path, Budget(0.0, 1e12), lambda what, part: None, seeds=(0, 1, 2),
+    )  # fmt: skip
+    survey.asked = []
+    survey.learn(1e12)
+    single, gossip, ring = (survey.entries[name] for name in names)
+    assert survey.samples_of(single) == pytest.approx(500)  # of 300, 500 and 700
+    assert survey.samples_of(ring) == survey.samples_of(single)  # it learns the same
+    assert survey.samples_of(gossip, [0]) == pytest.approx(600)
+    assert survey.samples_of(gossip) is None
+    assert "ring on 2 nodes" not in {name for name, _ in survey.asked}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A map of two by two points."""
@@ -221,7 +263,7 @@ def test_a_target_out_of_reach_is_said(tmp_path: Path, capsys: pytest.CaptureFix
         "seeds=[0]",
     ])  # fmt: skip
     assert status == 1
-    assert "did not reach the target" in " ".join(capsys.readouterr().out.split())
+    assert "did not reach the target with every seed" in " ".join(capsys.readouterr().out.split())
 
 
 def test_both_sides_alike_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 
 from orchestra.cluster import Cluster
 from orchestra.engines.processes.system import now
@@ -22,7 +23,7 @@ from orchestra.planning.api import calibrated, length_of, measured_seconds
 from orchestra.planning.axes import NAMED, Plane, loaded
 from orchestra.planning.candidates import Candidate, Space
 from orchestra.planning.search import PARTS, Budget, Search
-from orchestra.planning.standing import Entry, Length, chosen, reached
+from orchestra.planning.standing import NO_TIME, Entry, Length, chosen, reached
 from orchestra.records.record import write_atomically
 from orchestra.report.numbers import count, some
 from orchestra.trainer.settings import MEASURED, Target
@@ -84,8 +85,8 @@ class Map:
     """What a map has found.
 
     Attributes:
-        samples: by strategy, those that it takes to the target; where that depends on the number of
-            nodes, with the most of them.
+        samples: by strategy, those that it takes to the target, the mean over the seeds; where that
+            depends on the number of nodes, with the most of them.
         strategies: the notation of each.
         points: those whose times are known.
         checks: points that were emulated.
@@ -117,34 +118,45 @@ class Survey(Search):
     """Finds the samples to the target, and the samples/s, of all candidates of a map."""
 
     def learn(self, until: float) -> None:
-        """Train each candidate, or who learns the same, until it reaches the target."""
+        """Train each candidate, or who learns the same, until it reaches the target: with the first
+        seed, and then those that did with the other seeds."""
         self._reference()
-        if self.target is None:
-            return
-        for part in PARTS:
-            wanted = {}
-            for entry in self.alive:
-                source = self.source(entry)
-                if source.done < part and self.samples_of(entry) is None:
-                    wanted[source.name] = (source, self.seeds[0], part)
-            self._what = f"{count('run', len(wanted))} with gradients, {part:.0%} of the samples"
+        for seed, part in product(self.seeds if self.target is not None else (), PARTS):
+            wanted = self._unlearned(seed)
+            self._what = f"{count('run', len(wanted))}, {part:.0%} of the samples, seed {seed}"
             if wanted and not self.stopped and now() < until:
-                self._learn(list(wanted.values()), until)
+                self._learn([(source, seed, part) for source in wanted.values()], until)
 
-    def samples_of(self, entry: Entry) -> float | None:
-        """Until `entry` reached the target; None if it did not."""
+    def _unlearned(self, seed: int) -> dict[str, Entry]:
+        """Whose runs with `seed` have not reached the target, by name, of those that may still."""
+        first = self.seeds[:1]
+        return {
+            source.name: source
+            for entry in self.alive
+            for source in (self.source(entry),)
+            if seed in first or self.samples_of(source, first) is not None
+            if self.samples_of(source, [seed]) is None
+        }
+
+    def samples_of(self, entry: Entry, seeds: Sequence[int] | None = None) -> float | None:
+        """Until `entry` reached the target, the mean over those of `seeds` (all by default) so far.
+        None if it missed the target with one of them."""
         assert self.target is not None
-        at = reached(self.source(entry).curves.get(self.seeds[0], ()), self.target)
-        return None if at is None else at.samples
+        curves = self.source(entry).curves
+        wanted = [seed for seed in (self.seeds if seeds is None else seeds) if seed in curves]
+        found = [reached(curves[seed], self.target) for seed in wanted]
+        known = [at.samples for at in found if at is not None]
+        return fmean(known) if known and len(known) == len(found) else None
 
-    def survey(self, wanted: Sequence[Candidate], until: float) -> dict[str, float]:
-        """The samples/s of `wanted` by name, as far as there is time."""
+    def survey(self, wanted: Sequence[Candidate], until: float) -> dict[str, float | None]:
+        """The samples/s of `wanted` by name, None for one that fails, as far as there is time."""
         entries = [Entry(each) for each in wanted]
         for first in range(0, len(entries), CHUNK):
             if self.stopped or now() > until:
                 break
             self._find_speeds(entries[first : first + CHUNK], until)
-        return {entry.name: entry.speed for entry in entries if entry.speed}
+        known = (entry for entry in entries if entry.speed or entry.dropped not in (None, NO_TIME))
+        return {entry.name: entry.speed for entry in known}
 
 
 def name_of(candidate: Candidate) -> str:
@@ -194,7 +206,7 @@ def draw_map(
     learners = _learners(experiment, plane, folder)
     survey = Survey(
         learners, experiment.training.target, length, folder / "runs", budget, tell,
-        seeds=experiment.seeds[:1],
+        seeds=experiment.seeds,
     )  # fmt: skip
     try:
         survey.learn(budget.part(LEARN_PART))
@@ -249,13 +261,15 @@ def _points(
                 wanted[job.name] = (place, name_of(each), samples)
                 jobs.append(job)
     survey._what = f"speeds at {count('point', len(order))}"
-    seconds: dict[tuple[float, float], dict[str, float]] = {}
-    for name, speed in survey.survey(jobs, budget.until).items():
+    speeds = survey.survey(jobs, budget.until)
+    seconds: dict[tuple[float, float], dict[str, float]] = {place: {} for place in order}
+    unknown = {wanted[name][0] for name in wanted if name not in speeds}
+    for name, speed in speeds.items():
         place, strategy, samples = wanted[name]
-        seconds.setdefault(place, {})[strategy] = samples / speed
-    whole = max(map(len, seconds.values()), default=0)
+        if speed is not None:
+            seconds[place][strategy] = samples / speed
     for (x, y), times in seconds.items():
-        if len(times) == whole:
+        if times and (x, y) not in unknown:
             yield Point(x, y, times)
 
 
@@ -285,7 +299,7 @@ def _map_of(
             samples.setdefault(name, found)
     left_out = list(survey.notes)
     if missed := sorted(set(missed) - set(samples)):
-        left_out.append(f"{some(missed)}: did not reach the target")
+        left_out.append(f"{some(missed)}: did not reach the target with every seed")
     wanted = len(plane.x.values) * len(plane.y.values)
     if len(points) < wanted:
         left_out.append(f"{wanted - len(points)} of {wanted} points: there was no time")

@@ -209,6 +209,8 @@ def _names(first: NDArray[np.int64], names: Sequence[str], centres: Sequence[Flo
     for number, name in enumerate(names):
         cells = np.argwhere(first == number)
         if len(cells) >= NAMED_FROM * first.size:
+            inside = cells[np.abs(cells[:, 1] / FINE - 0.5) < 0.38]  # so that words have room
+            cells = inside if len(inside) else cells
             row, column = cells[np.abs(cells - cells.mean(axis=0)).sum(axis=1).argmin()]
             found.append({"x": float(centres[0][column]), "y": float(centres[1][row]),
                           "text": name})  # fmt: skip
