@@ -213,6 +213,10 @@ def test_who_misses_the_target_with_a_seed_is_out(tmp_path: Path) -> None:
     assert survey.samples_of(ring) == survey.samples_of(single)  # it learns the same
     assert survey.samples_of(gossip, [0]) == pytest.approx(600)
     assert survey.samples_of(gossip) is None
+    assert survey.fell_short(gossip)
+    assert not survey.fell_short(single)
+    gossip.curves[1] = gossip.curves[1][:3]  # there was no time for more
+    assert survey.samples_of(gossip) == pytest.approx(600)
     assert "ring on 2 nodes" not in {name for name, _ in survey.asked}
 
 

@@ -201,7 +201,7 @@ def read_axis(text: str, cluster: Cluster, points: int, *, where: str) -> Axis:
     key = key.strip()
     if key not in NAMED and "." not in key:
         raise InputError(
-            f"{where}: {key!r} is no quantity; {nearest(key, NAMED)}, or write a place in the "
+            f"{where}: {key!r} is no quantity; {nearest(key, NAMED)} Or write a place in the "
             "cluster's file, such as nodes.worker.speed=0.1..1"
         )
     unit = UNITS.get(key.rpartition(".")[2])

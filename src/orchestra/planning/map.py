@@ -33,6 +33,8 @@ LEARN_PART = 0.5
 """Of the budget, when the samples to the target have to be known."""
 LAST_PART = 0.03
 """Of the budget, kept for the figure."""
+WHOLE = 0.95
+"""A run is over if its last snapshot is of so many of its samples."""
 CHUNK = 96
 """Simulations between two looks at the clock."""
 ALIKE = 0.05
@@ -142,11 +144,23 @@ class Survey(Search):
         """Until `entry` reached the target, the mean over those of `seeds` (all by default) so far.
         None if it missed the target with one of them."""
         assert self.target is not None
-        curves = self.source(entry).curves
-        wanted = [seed for seed in (self.seeds if seeds is None else seeds) if seed in curves]
-        found = [reached(curves[seed], self.target) for seed in wanted]
+        found = [
+            reached(points, self.target)
+            for seed, points in self.source(entry).curves.items()
+            if seeds is None or seed in seeds
+        ]
         known = [at.samples for at in found if at is not None]
-        return fmean(known) if known and len(known) == len(found) else None
+        return fmean(known) if known and not self.fell_short(entry, seeds) else None
+
+    def fell_short(self, entry: Entry, seeds: Sequence[int] | None = None) -> bool:
+        """Whether `entry` had all samples with one of `seeds`, and did not reach the target."""
+        assert self.target is not None
+        return any(
+            reached(points, self.target) is None
+            for seed, points in self.source(entry).curves.items()
+            if (seeds is None or seed in seeds) and points
+            if points[-1].samples >= WHOLE * self.length.samples
+        )
 
     def survey(self, wanted: Sequence[Candidate], until: float) -> dict[str, float | None]:
         """The samples/s of `wanted` by name, None for one that fails, as far as there is time."""
@@ -289,17 +303,19 @@ def _map_of(
     survey: Survey, experiment: Experiment, plane: Plane, points: Sequence[Point], folder: Path
 ) -> Map:
     samples: dict[str, float] = {}
-    missed: list[str] = []
-    for entry in survey.entries.values():
+    missed: set[str] = set()
+    untold: set[str] = set()
+    for entry in survey.entries.values() if survey.target is not None else ():
         name = name_of(entry.candidate)
-        found = None if survey.target is None else survey.samples_of(entry)
-        if found is None and name not in samples:
-            missed.append(name)
-        elif found is not None:
+        if (found := survey.samples_of(entry)) is not None:
             samples.setdefault(name, found)
+        else:
+            (missed if survey.fell_short(entry) else untold).add(name)
     left_out = list(survey.notes)
-    if missed := sorted(set(missed) - set(samples)):
-        left_out.append(f"{some(missed)}: did not reach the target with every seed")
+    if missed := missed - set(samples):
+        left_out.append(f"{some(sorted(missed))}: did not reach the target with every seed")
+    if untold := untold - set(samples) - missed:
+        left_out.append(f"{some(sorted(untold))}: there was no time to find what they learn")
     wanted = len(plane.x.values) * len(plane.y.values)
     if len(points) < wanted:
         left_out.append(f"{wanted - len(points)} of {wanted} points: there was no time")
