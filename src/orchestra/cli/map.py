@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from orchestra.cli.arguments import Parser
 from orchestra.cli.bench import progress_line
-from orchestra.cli.plan import read_target
-from orchestra.cli.train import check_task
+from orchestra.cli.plan import experiment_of, planning_parser
 from orchestra.errors import InputError
 from orchestra.planning.answer import target_text
-from orchestra.planning.api import planned
 from orchestra.planning.axes import Plane, loaded, read_axis
 from orchestra.planning.map import Check, Map, draw_map
 from orchestra.report.numbers import significant
-from orchestra.settings.reading import Entry
 
 MINUTES, POINTS = 15.0, 8
 
@@ -53,11 +49,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 def main(arguments: Sequence[str]) -> int:
     """Draw a map as the command line says; 0 if there is one."""
     options = _parser().read(arguments)
-    given = {key: Entry(value, f"--{key}") for key in ("task",) if (value := getattr(options, key))}
-    if options.target is not None:
-        given["target"] = Entry(read_target(options.target), "--target")
-    experiment = planned(options.experiment, options.set, given)
-    check_task(experiment.task)
+    experiment = experiment_of(options)
     if not 2 <= options.points <= 64:
         raise InputError(f"--points: {options.points} is not 2 to 64")
     cluster = loaded(options.cluster)
@@ -77,25 +69,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser("map", DESCRIPTION, EPILOG)
-    parser.add_argument(
-        "experiment", nargs="?", type=Path, metavar="EXPERIMENT", help="a YAML file"
-    )
-    parser.option("--task", "TASK", "in place of the file's: digits, or package.module:function")
-    parser.option("--cluster", "CLUSTER", "that varies: a preset, or a file", required=True)
+    parser = planning_parser("map", DESCRIPTION, EPILOG, "that varies", MINUTES)
     parser.option("--x", "KEY[=VALUES]", "what varies from left to right", required=True)
     parser.option("--y", "KEY[=VALUES]", "what varies upwards", required=True)
-    target = "what is to be reached, as 'accuracy>=0.9' (default: as for orchestra plan)"
-    parser.option("--target", "TARGET", target)
     points = f"values of a side that has a range (default: {POINTS})"
     parser.option("--points", "N", points, type=int, default=POINTS)
-    minutes = f"that it may take, a calibration included (default: {MINUTES:g})"
-    parser.option("--minutes", "M", minutes, type=float, default=MINUTES)
     verify = "then train the first two strategies of N points on emulated nodes (Linux, as root)"
     parser.option("--verify", "N", verify, type=int, default=0)
-    changes = "change any setting of the experiment: epochs=5, optimizer.lr=0.1; repeatable"
-    parser.option("--set", "KEY=VALUE", changes, action="append", default=[])
-    parser.option("--out", "DIR", "the map's folder (default: a new one in runs/)", type=Path)
     return parser
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from orchestra.cli.arguments import Parser, entries, numbers
 from orchestra.cli.bench import progress_line
 from orchestra.cli.train import check_task
 from orchestra.errors import InputError
+from orchestra.experiments.experiment import Experiment
 from orchestra.planning.answer import Plan, Row, target_text, time_text
 from orchestra.planning.api import MINUTES, carry_out, planned
 from orchestra.report.numbers import significant
@@ -50,11 +52,7 @@ SHOWN = 12
 
 def main(arguments: Sequence[str]) -> int:
     options = _parser().read(arguments)
-    given = entries(options, "task", "seeds")
-    if options.target is not None:
-        given["target"] = Entry(read_target(options.target), "--target")
-    experiment = planned(options.experiment, options.set, given)
-    check_task(experiment.task)
+    experiment = experiment_of(options)
     with progress_line() as tell:
         plan = carry_out(
             experiment, options.cluster, options.out, options.minutes, tell,
@@ -65,35 +63,55 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser("plan", DESCRIPTION, EPILOG)
-    parser.add_argument(
-        "experiment", nargs="?", type=Path, metavar="EXPERIMENT", help="a YAML file"
-    )
-    parser.option("--task", "TASK", "in place of the file's: digits, or package.module:function")
-    parser.option("--cluster", "CLUSTER", "the machines: a preset, or a file", required=True)
-    target = "what is to be reached, as 'accuracy>=0.9' or 'loss<=0.3' (default: the file's; else "
-    target += "the loss that one process reaches in 3/4 of the samples)"
-    parser.option("--target", "TARGET", target)
-    minutes = f"that the search may take, a calibration included (default: {MINUTES:g})"
-    parser.option("--minutes", "M", minutes, type=float, default=MINUTES)
-    parser.option(
-        "--seeds",
-        "N[,N...]",
-        "of the runs that decide (default: the file's, else 0,1,2)",
-        type=numbers,
-    )
+    parser = planning_parser("plan", DESCRIPTION, EPILOG, "the machines", MINUTES)
     parser.flag(
         "--verify",
         "train the first candidates for real afterwards, on nodes that Linux emulates here (a "
         "cluster of one node: on this machine): predicted beside measured",
     )
-    changes = "change any setting of the experiment: epochs=5, optimizer.lr=0.1; repeatable"
-    parser.option("--set", "KEY=VALUE", changes, action="append", default=[])
-    parser.option("--out", "DIR", "the plan's folder (default: a new one in runs/)", type=Path)
     parser.add_argument(
         "--no-report", dest="report", action="store_false", help="write no plan.html"
     )
     return parser
+
+
+def planning_parser(
+    command: str, description: str, epilog: str, cluster: str, minutes: float
+) -> Parser:
+    """A parser with what plan and map have in common; `cluster` says what --cluster is there."""
+    parser = Parser(command, description, epilog)
+    parser.add_argument(
+        "experiment", nargs="?", type=Path, metavar="EXPERIMENT", help="a YAML file"
+    )
+    parser.option("--task", "TASK", "in place of the file's: digits, or package.module:function")
+    parser.option("--cluster", "CLUSTER", f"{cluster}: a preset, or a file", required=True)
+    target = "what is to be reached, as 'accuracy>=0.9' or 'loss<=0.3' (default: the file's; else "
+    target += "the loss that one process reaches in 3/4 of the samples)"
+    parser.option("--target", "TARGET", target)
+    limit = f"that the search may take, a calibration included (default: {minutes:g})"
+    parser.option("--minutes", "M", limit, type=float, default=minutes)
+    seeds = "of the runs that decide (default: the file's, else 0,1,2)"
+    parser.option("--seeds", "N[,N...]", seeds, type=numbers)
+    changes = "change any setting of the experiment: epochs=5, optimizer.lr=0.1; repeatable"
+    parser.option("--set", "KEY=VALUE", changes, action="append", default=[])
+    parser.option(
+        "--out", "DIR", f"the {command}'s folder (default: a new one in runs/)", type=Path
+    )
+    return parser
+
+
+def experiment_of(options: argparse.Namespace) -> Experiment:
+    """The experiment that the options of `planning_parser` name.
+
+    Raises:
+        InputError: it, or its task, is refused.
+    """
+    given = entries(options, "task", "seeds")
+    if options.target is not None:
+        given["target"] = Entry(read_target(options.target), "--target")
+    experiment = planned(options.experiment, options.set, given)
+    check_task(experiment.task)
+    return experiment
 
 
 def read_target(text: str) -> dict[str, object]:
