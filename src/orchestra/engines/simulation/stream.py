@@ -166,13 +166,22 @@ class Stream:
 
         Its first byte is there after the latency.
         """
+        if self._delay is None and self.slow_start is None:
+            self._events.call_at(time + self.latency, self.arrive, load)
+        elif time > self._events.now():
+            self._events.call_at(time, self._depart, load)  # behind others that are sent before
+        else:
+            self._depart(load)
+
+    def _depart(self, load: Load) -> None:
+        """`load` is sent now, on a way that takes some longer than others."""
+        time = self._events.now()
         arrival = time + self.latency
-        if self._delay is not None or self.slow_start is not None:
-            if self._delay is not None:
-                arrival += self._delay(time)
-            if self.slow_start is not None:
-                arrival += self.slow_start.stall(self.on_wire(load.frame_bytes, None), time)
-            self._last = arrival = max(self._last, arrival)
+        if self._delay is not None:
+            arrival += self._delay(time)
+        if self.slow_start is not None:
+            arrival += self.slow_start.stall(self.on_wire(load.frame_bytes, None), time)
+        self._last = arrival = max(self._last, arrival)
         self._events.call_at(arrival, self.arrive, load)
 
     def arrive(self, load: Load) -> None:
