@@ -235,8 +235,13 @@ def trials(draw: st.DrawFn) -> Trial:
 @hypothesis_settings(max_examples=60, deadline=None)
 @example(  # a flow of rank 9 begins to send before one that is ahead of virtual time
     Trial(
-        "ring_gather", 10, 257, [[0.0] * 10], "two_sites(nodes=17)",
-        replace(COSTLY, buffer=1 << 17), noise=5,
+        "ring_gather",
+        10,
+        257,
+        [[0.0] * 10],
+        "two_sites(nodes=17)",
+        replace(COSTLY, buffer=1 << 17),
+        noise=5,
     )
 )
 @given(trials())
