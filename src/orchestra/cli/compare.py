@@ -144,6 +144,12 @@ FAIR = (
     "set-up and evaluation off the stopwatch"
 )
 
+SETTINGS = ("ranks", "batch", "steps")
+"""Columns that are left out where all rows agree."""
+
+LABEL_COLUMNS = 24
+"""Longer cells, and those with a spread, break where the terminal is narrow."""
+
 
 def print_comparison(comparison: Comparison, baseline: str | None = None) -> None:
     """The fairness rule, the rows best first, the answer, what failed, and where the rest lies."""
@@ -156,7 +162,10 @@ def print_comparison(comparison: Comparison, baseline: str | None = None) -> Non
         for condition in conditions(study):
             if condition.name != "machine":
                 console.print(f"{condition.name}: {condition.text}")
-        console.print(_table(study))
+        common, table = _table(study)
+        if common:
+            console.print(f"In every row: {common}.")
+        console.print(table)
         console.print(answer(study).headline, style="bold")
         for doubt in doubts(study):
             console.print(doubt, style="yellow")
@@ -176,19 +185,30 @@ def print_comparison(comparison: Comparison, baseline: str | None = None) -> Non
         console.print(f"report: {comparison.report}", soft_wrap=True)
 
 
-def _table(study: Study) -> Table:
+def _table(study: Study) -> tuple[str, Table]:
+    """Return what all rows have in common, and a table of what differs.
+
+    Columns of a single value would take the room of the others on a terminal of 80 columns.
+    """
+    filled = [(heading, [cell(row) for row in study.ranked]) for heading, cell in _columns(study)]
+    common = {
+        heading: cells[0]
+        for heading, cells in filled
+        if heading in SETTINGS and len(cells) > 1 and len(set(cells)) == 1
+    }
+    filled = [(heading, cells) for heading, cells in filled if heading not in common]
     table = Table(box=None, pad_edge=False, header_style="bold")
-    columns = dict(_columns(study))
-    for heading in columns:
+    for heading, cells in filled:
         table.add_column(
             heading,
             justify="left" if heading == "strategy" else "right",
-            min_width=max(map(len, heading.split())),  # headings break between words only
+            no_wrap=max(map(len, cells)) <= LABEL_COLUMNS
+            and not any("±" in cell for cell in cells),
             overflow="fold",  # a name that is cut off could be another's
         )
-    for row in study.ranked:
-        table.add_row(*(Text(cell(row)) for cell in columns.values()))
-    return table
+    for row in zip(*(cells for _, cells in filled), strict=True):
+        table.add_row(*map(Text, row))
+    return ", ".join(f"{heading} {value}" for heading, value in common.items()), table
 
 
 def _columns(study: Study) -> Iterator[tuple[str, Callable[[Row], str]]]:
@@ -201,8 +221,10 @@ def _columns(study: Study) -> Iterator[tuple[str, Callable[[Row], str]]]:
         return _figure(row, TIME_TO_TARGET) + share
 
     def switched(row: Row) -> str:
-        steps = dict.fromkeys(run.record.switched_at_step for run in row.completed)
-        return ", ".join("never" if step is None else str(step) for step in steps)
+        steps = {run.record.switched_at_step for run in row.completed}
+        known = sorted(step for step in steps if step is not None)
+        texts = [f"{known[0]} to {known[-1]}"] if len(known) > 1 else list(map(str, known))
+        return ", ".join([*texts, *(["never"] if None in steps else [])])
 
     yield "strategy", lambda row: row.label
     yield "ranks", lambda row: str(row.ranks)
