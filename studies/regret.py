@@ -1,0 +1,453 @@
+"""How far `orchestra plan` is from the best candidate, on pairs of a task and a cluster.
+
+    python -m studies.regret --list                   # the pairs, drawn by a seed
+    python -m studies.regret --out runs/regret        # all: calibration, plans, simulations, table
+    sudo python -m studies.regret --out runs/regret --emulate    # real runs on emulated nodes, too
+
+For each pair: `orchestra plan` for three minutes, and all of its candidates simulated to the
+target without dropping any. Regret is the time of the plan's choice over the least of all, less 1;
+beside it stands that of three rules that look at nothing: data-parallel training on all nodes (a
+ring), one process, DiLoCo. With --emulate the candidates that are first in the simulation, the
+plan's first ones and the three rules are trained for real on pairs of up to eight nodes, which
+together have the cores of a small machine.
+
+Whatever is done is kept in the folder, and the same command goes on. --seconds ends it early.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from orchestra.bench.calibrate import Workload, calibrate
+from orchestra.cluster import Cluster, Link, Node, Switch
+from orchestra.cluster.calibration import read_calibration
+from orchestra.cluster.file import cluster_text
+from orchestra.cluster.units import BANDWIDTH
+from orchestra.engines.processes.system import now
+from orchestra.errors import InputError, RunFailed
+from orchestra.experiments.experiment import ONE_PROCESS, Experiment
+from orchestra.planning.answer import RECORD
+from orchestra.planning.api import carry_out, length_of, measured_seconds, planned
+from orchestra.planning.candidates import Space, with_rates
+from orchestra.planning.search import Budget, Search
+from orchestra.planning.standing import Entry, Length
+from orchestra.records.record import write_atomically
+from orchestra.settings.reading import Entry as Given
+
+SEED = 2026
+"""Of the pairs; drawn once, before the first run."""
+SEEDS = (0, 1)
+"""Of each training."""
+EMULATED_CORES = 1.8
+MINUTES = 3.0
+FURTHER = 2.0
+"""A candidate is given up after so many times the least time known, and counts as slower."""
+CHUNK = 8
+EMULATED = 12
+"""Candidates of a pair that are trained for real, beside the rules and the plan's first ones."""
+LONGER = 1.6
+"""Times the samples that the simulation needed, for a real run."""
+
+TASKS: Mapping[str, Mapping[str, object]] = {
+    "digits": {
+        "task": "digits()", "optimizer": "SGD(lr=0.05, momentum=0.9)", "samples": 12_800,
+        "target": {"metric": "accuracy", "at_least": 0.95},
+    },
+    "LeNet-5": {
+        "task": "digits28(train_samples=8000)", "optimizer": "Adam(lr=0.002)", "samples": 11_520,
+        "target": {"metric": "accuracy", "at_least": 0.85},
+    },
+    "MLP": {
+        "task": "regression()", "optimizer": "Adam(lr=0.003)", "samples": 24_576,
+        "target": {"metric": "r2_mean", "at_least": 0.85},
+    },
+    "spam": {
+        "task": "examples.own_task:spam()", "optimizer": "Adam(lr=0.003)", "samples": 15_000,
+        "target": {"metric": "accuracy", "at_least": 0.87},
+    },
+    "transformer": {
+        "task": "characters(context=32, layers=1, heads=2, width=32)",
+        "optimizer": "Adam(lr=0.004)", "samples": 12_800,
+        "target": {"metric": "bits_per_character", "at_most": 4.0},
+    },
+}  # fmt: skip
+LINKS = {"LAN": Link(125e6, 25e-6), "slow": Link(12.5e6, 125e-6), "slowest": Link(1.25e6, 2.5e-3)}
+SMALL, LARGE = (2, 4, 6, 8), (16, 32, 64)
+KINDS = ("equal", "one slow", "half slow", "rising")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A task, and a cluster of so many nodes with links of a kind.
+
+    `kind` says how unlike the nodes are, `speed` what a core of the fastest has; each has one core.
+    """
+
+    number: int
+    task: str
+    nodes: int
+    link: str
+    kind: str
+    speed: float
+
+    @property
+    def small(self) -> bool:
+        """Whether the nodes can be emulated."""
+        return self.nodes <= SMALL[-1]
+
+    @property
+    def batch(self) -> int:
+        """Samples in a step of all workers."""
+        return 64 if self.small else 128
+
+    @property
+    def cluster(self) -> Cluster:
+        speeds = relative(self.kind, self.nodes)
+        link, loopback = LINKS[self.link], Link(3e9, 15e-6)
+        nodes = tuple(
+            Node(
+                f"node-{place}", 1, speed=round(self.speed * speed, 4), switch="switch", up=link,
+                down=link, loopback=loopback,
+            )
+            for place, speed in enumerate(speeds)
+        )  # fmt: skip
+        return Cluster(f"pair-{self.number}", nodes, (Switch("switch"),), placement="spread")
+
+    def experiment(self, calibration: str) -> Experiment:
+        settings = dict(TASKS[self.task])
+        samples = settings.pop("samples")
+        assert isinstance(samples, int)
+        given = {
+            **settings, "ranks": 1, "batch_size": self.batch, "steps": samples // self.batch,
+            "calibration": calibration, "seeds": list(SEEDS), "name": self.title,
+        }  # fmt: skip
+        return planned(None, (), {key: Given(value, key) for key, value in given.items()})
+
+    @property
+    def title(self) -> str:
+        return f"pair {self.number}"
+
+
+def relative(kind: str, nodes: int) -> list[float]:
+    """Speeds of the nodes, where that of the fastest is 1."""
+    if kind == "one slow":
+        return [1.0] * (nodes - 1) + [0.25]
+    if kind == "half slow":
+        return [1.0] * (nodes // 2) + [0.5] * (nodes - nodes // 2)
+    if kind == "rising":
+        return [1 - 0.7 * place / (nodes - 1) for place in range(nodes)]
+    return [1.0] * nodes
+
+
+def pairs() -> list[Pair]:
+    """Six with up to eight nodes, which together have `EMULATED_CORES`, and six with more.
+
+    Every size, link and kind is there as often as every other one, in an order drawn by `SEED`.
+    """
+    chance = random.Random(SEED)
+    found: list[Pair] = []
+    for sizes in (SMALL, LARGE):
+        columns = [balanced(chance, each) for each in (list(TASKS), sizes, list(LINKS), KINDS)]
+        for task, nodes, link, kind, speed in zip(
+            *columns, balanced(chance, (0.25, 1.0)), strict=True
+        ):
+            if sizes is SMALL:
+                speed = min(round(EMULATED_CORES / sum(relative(kind, nodes)), 3), 0.9)
+            found.append(Pair(len(found) + 1, task, nodes, link, kind, speed))
+    return found
+
+
+def balanced(chance: random.Random, values: Sequence[Any], number: int = 6) -> list[Any]:
+    """So many of `values`, each as often as every other one or once more, in an order by chance."""
+    order = chance.sample(values, len(values))
+    found = [order[place % len(order)] for place in range(number)]
+    return chance.sample(found, number)
+
+
+# All candidates
+
+
+class Exhaustive(Search):
+    """All candidates to the target, none dropped; what is known is kept in a file."""
+
+    def __init__(self, pair: Pair, experiment: Experiment, folder: Path, until: float) -> None:
+        space = Space(experiment, pair.cluster, folder / "clusters")
+        length: Length = length_of(experiment)
+        super().__init__(
+            space.candidates(), experiment.training.target, length, folder / "runs",
+            Budget(0.0, 1e12), lambda *_: None, seeds=experiment.seeds,
+        )  # fmt: skip
+        self._file, self._until = folder / "simulated.json", until
+        self.known: dict[str, Any] = (
+            json.loads(self._file.read_text()) if self._file.exists() else {}
+        )
+
+    def run(self) -> None:
+        """Simulate what is not known yet: whatever learns as one process does, then the rest."""
+        entries = list(self.entries.values())
+        steps = max(each.candidate.run.training.steps or 0 for each in entries)
+        self._find_speeds(entries, 1e12, min(steps, 200))
+        for entry in entries:
+            if entry.candidate.exact and entry.candidate.batch == 1 and entry.speed:
+                rates = [
+                    each for each in with_rates(entry.candidate) if each.name not in self.known
+                ]
+                self.entries |= {c.name: replace(entry, candidate=c, curves={}) for c in rates}
+        exact = [e for e in self.entries.values() if e.candidate.exact]
+        sources = {self.source(entry).name: self.source(entry) for entry in exact if entry.speed}
+        missing = [
+            e for e in sources.values() if any(x.name not in self.known for x in self.alike(e))
+        ]
+        self._all([(entry, 1.0) for entry in missing], exact)
+        for entry in self.entries.values():
+            if entry.speed is None and entry.name not in self.known:
+                self.known[entry.name] = {"failed": entry.dropped}
+        rest = [e for e in self.entries.values() if not e.candidate.exact and e.speed]
+        rest = [entry for entry in rest if entry.name not in self.known]
+        rest.sort(key=lambda entry: not entry.name.startswith("DiLoCo"))
+        while rest and now() < self._until:
+            chunk, rest = rest[:CHUNK], rest[CHUNK:]
+            self._all([(entry, self._part(entry)) for entry in chunk], chunk)
+
+    def _part(self, entry: Entry) -> float:
+        """Up to which part of its samples: a rule, to its end."""
+        if entry.name.startswith("DiLoCo"):
+            return 1.0
+        assert entry.speed is not None
+        best = min(self.seconds().values(), default=math.inf)
+        return min(1.0, FURTHER * best * entry.speed / self.length.samples)
+
+    def _all(self, wanted: Sequence[tuple[Entry, float]], entries: Sequence[Entry]) -> None:
+        """Train the `wanted` ones up to their parts, and note what became of `entries`."""
+        self._learn([(e, seed, part) for e, part in wanted for seed in self.seeds], 1e12)
+        for entry in entries:
+            if entry.name in self.known or not self.source(entry).curves:
+                continue
+            time, best = self.time(entry), max(self.elapsed(entry), 0.0)
+            self.known[entry.name] = {
+                "seconds": time if set(self.times(entry)) == set(self.seeds) else None,
+                "samples": statistics.fmean(x.samples for x in self.times(entry).values())
+                if self.times(entry) else None,
+                "after": best, "nodes": len(entry.candidate.nodes),
+                "strategy": repr(entry.candidate.run.strategy),
+            }  # fmt: skip
+        write_atomically(self._file, json.dumps(self.known, indent=1) + "\n")
+
+    def seconds(self) -> dict[str, float]:
+        """To the target, of those that reach it with every seed."""
+        return {name: own["seconds"] for name, own in self.known.items() if own.get("seconds")}
+
+
+# A pair
+
+
+def prepare(folder: Path) -> str:
+    """The path of a calibration that holds all tasks, which is made if there is none."""
+    path = folder / "calibration.json"
+    works = []
+    for settings in TASKS.values():
+        given = {key: Given(settings[key], key) for key in ("task", "optimizer")}
+        experiment = planned(None, (), given)
+        optimizer = experiment.training.optimizer
+        works.append(Workload(experiment.task, optimizer, batch_sizes=(8, 64, 128)))
+    known = {task.key for task in read_calibration(path).tasks} if path.exists() else set()
+    if missing := [work for work in works if work.key not in known]:
+        print(f"calibrating {len(missing)} tasks: leave the machine alone", file=sys.stderr)
+        found = calibrate(missing, 0.3, limit=90.0 * len(missing))
+        for task in read_calibration(path).tasks if path.exists() else ():
+            found = found.with_task(task)
+        write_atomically(path, found.to_json())
+    return str(path.absolute())
+
+
+def carry_out_pair(pair: Pair, folder: Path, calibration: str, until: float) -> None:
+    """Plan, and simulate all candidates, as far as neither is there, until a moment."""
+    folder.mkdir(parents=True, exist_ok=True)
+    experiment = pair.experiment(calibration)
+    file = folder / "cluster.yaml"
+    write_atomically(file, cluster_text(pair.cluster))
+    if not (folder / "plan" / RECORD).exists() and now() + 60 * MINUTES < until:
+        carry_out(
+            experiment, str(file), folder / "plan", MINUTES, lambda *_: None, report=False
+        )  # fmt: skip
+    if now() < until:
+        Exhaustive(pair, experiment, folder, until).run()
+
+
+def chosen_of(folder: Path) -> list[str]:
+    """The plan's choice, and then its first rows."""
+    record = json.loads((folder / "plan" / RECORD).read_text())
+    rows = [row["name"] for row in record["rows"] if row["seconds"] is not None]
+    best = record["recommended"]
+    return list(dict.fromkeys([*([best["name"]] if best else []), *rows[:3]]))
+
+
+def rules(pair: Pair) -> dict[str, str]:
+    """The candidates of the rules that look at nothing."""
+    on = f" on {pair.nodes} nodes"
+    return {"DDP": f"ring{on}", "one machine": ONE_PROCESS, "DiLoCo": f"DiLoCo, H=32{on}"}
+
+
+def emulate(pair: Pair, folder: Path, calibration: str, until: float) -> None:
+    """Train candidates for real on emulated nodes, with the first seed, until a moment."""
+    file = folder / "emulated.json"
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    experiment = pair.experiment(calibration)
+    target, length = experiment.training.target, length_of(experiment)
+    assert target is not None
+    every = Exhaustive(pair, experiment, folder, until)
+    candidates = {name: entry.candidate for name, entry in every.entries.items()}
+    candidates |= {
+        other.name: other for each in [*candidates.values()] for other in with_rates(each)
+    }
+    first = sorted(every.seconds(), key=lambda name: every.seconds()[name])[:EMULATED]
+    for name in dict.fromkeys([*chosen_of(folder), *rules(pair).values(), *first]):
+        if name in found or now() > until:
+            continue
+        run, known = candidates[name].run, every.known.get(name, {})
+        part = min(1.0, LONGER * (known.get("samples") or length.samples) / length.samples)
+        steps = math.ceil(part * (run.training.steps or 0))
+        run = replace(run, training=replace(run.training, steps=steps))
+        began, seconds, failure = now(), None, None
+        snapshots = max(4, round(part * length.snapshots))
+        runs = folder / "emulated" / str(len(found) + 1)
+        try:
+            seconds = measured_seconds(run, "emulation", snapshots, runs, target)
+        except (InputError, RunFailed) as error:
+            failure = str(error).splitlines()[0]
+        found[name] = {"seconds": seconds, "failure": failure, "took": round(now() - began, 1)}
+        print(f"{pair.title}, {name}: {seconds or failure or 'not reached'}", file=sys.stderr)
+        write_atomically(file, json.dumps(found, indent=1) + "\n")
+
+
+# Figures
+
+
+@dataclass(frozen=True)
+class Row:
+    """Regrets of a pair, each the time over the least, less 1; None where the target was missed.
+
+    Attributes:
+        measured: "emulation" or "simulation".
+        candidates: that were measured, and of these those that reached the target.
+        span: the longest time to the target over the least.
+    """
+
+    pair: Pair
+    measured: str
+    candidates: int
+    reached: int
+    span: float
+    best: str
+    choice: str
+    seconds: float
+    regret: float | None
+    of_rules: Mapping[str, float | None]
+    predicted: float | None
+
+
+def row_of(pair: Pair, folder: Path, measured: str) -> Row | None:
+    """The figures of a pair; None where they are not there yet."""
+    files = {"simulation": "simulated.json", "emulation": "emulated.json"}
+    file = folder / files[measured]
+    if not file.exists() or not (folder / "plan" / RECORD).exists():
+        return None
+    known = json.loads(file.read_text())
+    plan = json.loads((folder / "plan" / RECORD).read_text())
+    times = {name: own["seconds"] for name, own in known.items() if own.get("seconds")}
+    choice = plan["recommended"]["name"] if plan["recommended"] else ""
+    if not times:
+        return None
+    best = min(times, key=lambda name: times[name])
+
+    def regret(name: str) -> float | None:
+        return times[name] / times[best] - 1 if name in times else None
+
+    longest = max(max(own.get("after") or 0, own.get("seconds") or 0) for own in known.values())
+    return Row(
+        pair, measured, len(known), len(times), longest / times[best], best, choice, times[best],
+        regret(choice), {rule: regret(name) for rule, name in rules(pair).items()},
+        plan["recommended"]["seconds"] if plan["recommended"] else None,
+    )  # fmt: skip
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The table, and the median and worst regret of the plan and of each rule."""
+    lines = [
+        "| pair | task | cluster | measured by | candidates, reached | best | its s "
+        "| plan's choice | regret | DDP | one machine | DiLoCo |",
+        "| --- " * 12 + "|",
+    ]
+    for row in rows:
+        pair = row.pair
+        width = BANDWIDTH.write(LINKS[pair.link].bandwidth)
+        where = f"{pair.nodes} nodes, {pair.kind}, {width}"
+        choice = "the same" if row.choice == row.best else row.choice
+        cells = [str(pair.number), pair.task, where, row.measured]
+        cells += [f"{row.candidates}, {row.reached}", row.best, f"{row.seconds:.3g}", choice]
+        cells += [_percent(each) for each in (row.regret, *row.of_rules.values())]
+        lines.append("| " + " | ".join(cells) + " |")
+    columns = {"plan": [row.regret for row in rows]}
+    for rule in rows[0].of_rules if rows else ():
+        columns[f"always {rule}"] = [row.of_rules[rule] for row in rows]
+    lines += ["", "| | median | worst |", "| --- | --- | --- |"]
+    for name, values in columns.items():
+        known = [math.inf if value is None else value for value in values]
+        middle, worst = statistics.median(known), max(known)
+        lines.append(f"| {name} | {_percent(middle)} | {_percent(worst)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _percent(value: float | None) -> str:
+    return "target missed" if value is None or math.isinf(value) else f"{100 * value:.1f} %"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--out", type=Path, default=Path("runs/regret"))
+    parser.add_argument("--list", action="store_true", help="only the pairs")
+    parser.add_argument("--pairs", default="", help="such as 1,3 (default: all)")
+    parser.add_argument("--emulate", action="store_true", help="small pairs for real, too")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so long")
+    options = parser.parse_args()
+    wanted = pairs()
+    if options.list:
+        for pair in wanted:
+            print(pair)
+        return 0
+    numbers = {int(text) for text in options.pairs.split(",") if text}
+    chosen = [pair for pair in wanted if not numbers or pair.number in numbers]
+    until = min(now() + options.seconds, 1e12)
+    options.out.mkdir(parents=True, exist_ok=True)
+    calibration = prepare(options.out)
+    for pair in chosen:
+        folder = options.out / str(pair.number)
+        if now() < until and not options.emulate:
+            carry_out_pair(pair, folder, calibration, until)
+        elif now() < until and pair.small:
+            emulate(pair, folder, calibration, until)
+    found = [
+        row
+        for measured in ("simulation", "emulation")
+        for pair in wanted
+        if (row := row_of(pair, options.out / str(pair.number), measured)) is not None
+    ]
+    write_atomically(options.out / "regret.json", json.dumps([asdict(r) for r in found], indent=1))
+    for measured in ("simulation", "emulation"):
+        if own := [row for row in found if row.measured == measured]:
+            write_atomically(options.out / f"regret-{measured}.md", markdown(own))
+            print(markdown(own))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
