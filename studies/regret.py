@@ -262,7 +262,7 @@ def prepare(folder: Path) -> str:
     known = {task.key for task in read_calibration(path).tasks} if path.exists() else set()
     if missing := [work for work in works if work.key not in known]:
         print(f"calibrating {len(missing)} tasks: leave the machine alone", file=sys.stderr)
-        found = calibrate(missing, 0.3, limit=90.0 * len(missing))
+        found = calibrate(missing, 0.3, limit=45.0 * len(missing))
         for task in read_calibration(path).tasks if path.exists() else ():
             found = found.with_task(task)
         write_atomically(path, found.to_json())

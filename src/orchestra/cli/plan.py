@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import shlex
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
@@ -14,10 +17,13 @@ from rich.table import Table
 from orchestra.cli.arguments import Parser, entries, numbers
 from orchestra.cli.bench import progress_line
 from orchestra.cli.train import check_task
+from orchestra.cluster.file import cluster_text
+from orchestra.engines.processes.environment import Launched, detect
 from orchestra.errors import InputError
 from orchestra.experiments.experiment import Experiment
 from orchestra.planning.answer import Plan, Row, target_text, time_text
 from orchestra.planning.api import MINUTES, carry_out, planned
+from orchestra.records.record import write_atomically
 from orchestra.report.numbers import significant
 from orchestra.settings.reading import Entry
 
@@ -44,6 +50,10 @@ examples:
   cd examples && orchestra plan --task own_task:spam --cluster clusters/four.yaml \\
       --target 'accuracy>=0.9' --set epochs=5 --set batch_size=96
       a task of your own, in own_task.py beside you, on machines that a file of ten lines describes
+
+  torchrun --nnodes 4 ... -m orchestra plan experiment.yaml --cluster machines.yaml --measure
+  orchestra plan experiment.yaml --cluster machines.yaml
+      on each of four machines: measure them, and write the file; then on the first one: plan on it
 """
 
 SHOWN = 12
@@ -52,6 +62,15 @@ SHOWN = 12
 
 def main(arguments: Sequence[str]) -> int:
     options = _parser().read(arguments)
+    options.given = arguments
+    launched = detect(os.environ)
+    if options.measure:
+        return _measure(options, launched)
+    if launched is not None and launched.ranks > 1:
+        raise InputError(
+            f"orchestra plan starts its processes itself: call it without {launched.launcher}, or "
+            "add --measure to measure the machines"
+        )
     experiment = experiment_of(options)
     with progress_line() as tell:
         plan = carry_out(
@@ -65,6 +84,11 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> Parser:
     parser = planning_parser("plan", DESCRIPTION, EPILOG, "the machines", MINUTES)
     parser.flag(
+        "--measure",
+        "in all processes of a launcher, one or more a machine: write the file --cluster of the "
+        "machines that they are on, and end",
+    )
+    parser.flag(
         "--verify",
         "train the first candidates for real afterwards, on nodes that Linux emulates here (a "
         "cluster of one node: on this machine): predicted beside measured",
@@ -73,6 +97,41 @@ def _parser() -> Parser:
         "--no-report", dest="report", action="store_false", help="write no plan.html"
     )
     return parser
+
+
+def _measure(options: argparse.Namespace, launched: Launched | None) -> int:
+    """Write the file of the machines that a launcher has started this process and others on."""
+    path, experiment = Path(options.cluster), experiment_of(options)
+    if launched is None:
+        raise InputError(
+            "--measure: nobody has started a process on each machine; "
+            "torchrun --nnodes 4 ... -m orchestra plan ... --measure"
+        )
+    if path.suffix not in (".yaml", ".yml"):
+        raise InputError(f"--cluster {path}: is the file to write, and neither .yaml nor .yml")
+    if launched.rank == 0 and path.exists():
+        raise InputError(f"--cluster {path}: is there already; name a new file for --measure")
+    from orchestra.bench.calibrate.machines import as_cluster, measure_here
+
+    training = experiment.training
+    batch = training.ranks * training.batch_size
+    with progress_line() as tell:
+        found = measure_here(experiment.task, batch, launched, tell)
+    if found is None:
+        return 0
+    cluster, remarks = as_cluster(path.stem, *found)
+    date = datetime.now(UTC).isoformat(timespec="minutes")
+    head = [
+        f"Measured by orchestra plan --measure on {date}: {experiment.task}, gradients of {batch}",
+        f"samples, on {len(cluster.nodes)} nodes at the same time; the speed of the first is 1.",
+        *remarks,
+    ]
+    comment = "".join(f"# {line}\n" for line in head)
+    write_atomically(path, comment + cluster_text(cluster))
+    print(comment + cluster_text(cluster), end="")
+    given = [word for word in options.given if word != "--measure"]
+    print(f"plan on it, on {cluster.nodes[0].name}:\n{shlex.join(['orchestra', 'plan', *given])}")
+    return 0
 
 
 def planning_parser(

@@ -76,7 +76,7 @@ def measure_messages(runtime: Runtime, allowed: tuple[float, float]) -> tuple[Me
     done = itertools.count(1)
 
     def between(size: int) -> Sequence[list[float]]:
-        times = _back_and_forth(transport, (0, 1), size, seconds / PASSES, budget.share())
+        times = back_and_forth(transport, (0, 1), size, seconds / PASSES, budget.share())
         runtime.reporter.progress(step=next(done), samples=0)
         return times
 
@@ -122,17 +122,26 @@ def _best_of_passes(
     return [curve_of(dict(zip(amounts, times, strict=True))) for times in zip(*best, strict=True)]
 
 
-def _back_and_forth(
-    transport: Transport, pair: tuple[int, int], size: int, seconds: float, most: float
+def back_and_forth(
+    transport: Transport,
+    pair: tuple[int, int],
+    size: int,
+    seconds: float = 0.0,
+    most: float = math.inf,
+    answer: int | None = None,
 ) -> Sequence[list[float]]:
     """Send messages of one size back and forth; return seconds to send, to receive, and one way.
 
-    They go for `seconds`, and at least 20 times if that takes no more than `most`. The first times
-    warm up; they count where there are no others.
+    With an `answer` of another size, "one way" is half of the way there and back. They go for
+    `seconds`, and at least 20 times if that takes no more than `most`. The first times warm up;
+    they count where there are no others.
     """
     leads = transport.rank == pair[0]
     peer = pair[1] if leads else pair[0]
-    leaving, arriving = (torch.zeros(size, dtype=torch.uint8) for _ in range(2))
+    leaving, arriving = (
+        torch.zeros(count, dtype=torch.uint8)
+        for count in ((size, answer or size) if leads else (answer or size, size))
+    )
 
     def send() -> None:
         transport.send(leaving, peer, TAG).wait()
@@ -314,7 +323,7 @@ def measure_links(runtime: Runtime, size: int) -> Matrix | None:
     for done, (one, other) in enumerate(itertools.combinations(ranks, 2), start=1):
         total(transport)
         if runtime.rank in (one, other):
-            _, _, one_way = _back_and_forth(transport, (one, other), size, 0.0, math.inf)
+            _, _, one_way = back_and_forth(transport, (one, other), size)
             if runtime.rank == one:
                 matrix[one, other] = matrix[other, one] = statistics.median(one_way)
         runtime.reporter.progress(step=done, samples=0)

@@ -23,6 +23,7 @@ from orchestra.cluster import Cluster, Link, Node
 from orchestra.engines.emulation.network import NODE_END, token_bucket
 from orchestra.engines.emulation.nodes import EmulatedCluster, Schedule, require_plain, share_of
 from orchestra.engines.emulation.quota import quota_and_period
+from orchestra.engines.processes.environment import LATENCIES
 from orchestra.engines.processes.place import Place
 from orchestra.errors import InputError, RunFailed
 from orchestra.settings.reading import yaml_text
@@ -82,7 +83,8 @@ def variables(rank: int, places: Sequence[Place]) -> dict[str, str]:
     own = torchrun_variables(rank, len(places), places[0].address, place.interface)
     here = Counter(other.node for other in places)[place.node]
     local = {"LOCAL_RANK": str(place.local_rank), "LOCAL_WORLD_SIZE": str(here)}
-    return {**threads, **os.environ, **own, **local}
+    held = {LATENCIES: ",".join(map(repr, place.latencies))} if any(place.latencies) else {}
+    return {**threads, **os.environ, **own, **local, **held}
 
 
 def _start(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestra.engines.events import BEAT_SECONDS, Failure, Heartbeat
 from orchestra.engines.failure_detector import Limits
-from orchestra.engines.processes.place import Place
+from orchestra.engines.processes.place import Latencies, Place
 from orchestra.engines.processes.system import keep_freed_memory
 from orchestra.errors import RunAborted, RunEnded, RunFailed
 from orchestra.transports.handshake import TLS, WATCHER, connect
@@ -59,6 +59,7 @@ class RankSpec:
             the cores.
         shared_memory: carry out collectives with ranks of this host in shared memory.
         place: the node that this process moves to, where it is an emulated one.
+        latencies: seconds that a message to each rank waits, where a command was started there.
     """
 
     rank: int
@@ -74,6 +75,14 @@ class RankSpec:
     threads: int | None = None
     shared_memory: bool = True
     place: Place | None = None
+    latencies: tuple[float, ...] = ()
+
+    @property
+    def held(self) -> Latencies | None:
+        """How long messages wait before they leave; None where none does."""
+        if self.place is not None:
+            return self.place.held()
+        return Latencies(self.latencies) if any(self.latencies) else None
 
     @property
     def node(self) -> str:

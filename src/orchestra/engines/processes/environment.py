@@ -4,6 +4,7 @@ PyTorchJob), and the address it listens on. Imports without torch."""
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import re
 import socket
@@ -16,6 +17,8 @@ _FIRST_PORT = 15000  # below the ports that systems hand out by themselves
 _PORTS = 15000
 
 _SHARED_MEMORY = "ORCHESTRA_SHARED_MEMORY"
+LATENCIES = "ORCHESTRA_LATENCIES"
+"""Of an emulated node: seconds that a message to each rank waits before it leaves."""
 
 
 def memory_is_shared(environ: Mapping[str, str]) -> bool:
@@ -27,6 +30,23 @@ def memory_is_shared(environ: Mapping[str, str]) -> bool:
     if wanted not in ("0", "1"):
         raise InputError(f"{_SHARED_MEMORY} is {wanted!r}: set it to 1, or to 0 for sockets")
     return wanted == "1"
+
+
+def latencies_of(environ: Mapping[str, str], ranks: int) -> tuple[float, ...]:
+    """Seconds that a message to each of `ranks` ranks waits, as `orchestra emulation run` says.
+
+    Raises `InputError` where they are no such numbers.
+    """
+    text = environ.get(LATENCIES, "")
+    try:
+        found = tuple(float(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        found = (-1.0,)
+    if found and (len(found) != ranks or not all(0 <= each < math.inf for each in found)):
+        raise InputError(
+            f"{LATENCIES} is {text!r}, not seconds for each of {ranks} ranks: unset it"
+        )
+    return found
 
 
 @dataclass(frozen=True)

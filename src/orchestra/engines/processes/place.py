@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,14 +67,16 @@ class Place:
 
     def held(self) -> Latencies | None:
         """How long messages wait; None where none does."""
-        return Latencies(self) if any(self.latencies) or self.delays else None
+        return (
+            Latencies(self.latencies, self.delays) if any(self.latencies) or self.delays else None
+        )
 
 
 class Latencies:
     """How long a message waits before it leaves, by the rank that it is for."""
 
-    def __init__(self, place: Place) -> None:
-        self._usual, self._delays = place.latencies, place.delays
+    def __init__(self, usual: Sequence[float], delays: Sequence[Delay] = ()) -> None:
+        self._usual, self._delays = usual, delays
         self._began: float | None = None
 
     def begin(self, now: float) -> None:

@@ -29,7 +29,13 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from orchestra.engines.events import Event, Notice, describe
 from orchestra.engines.failure_detector import Limits
 from orchestra.engines.processes.control import Control, RankSpec, Signs
-from orchestra.engines.processes.environment import Launched, memory_is_shared, numeric, towards
+from orchestra.engines.processes.environment import (
+    Launched,
+    latencies_of,
+    memory_is_shared,
+    numeric,
+    towards,
+)
 from orchestra.engines.processes.system import TimedCompute, handling, kernel, machine, peak_memory
 from orchestra.engines.processes.watcher import Outcome, Watcher
 from orchestra.engines.random_streams import seed
@@ -162,7 +168,7 @@ def _run(
     )
     resources.callback(transport.close)
     transport.share_memory(roster.neighbours)
-    latencies = None if spec.place is None else spec.place.held()
+    latencies = spec.held
     if latencies is not None:
         transport.hold(latencies.seconds)
     watched = Watched(spec.rank, spec.ranks)
@@ -354,6 +360,7 @@ def _spec(
         launched.rank, launched.ranks, launched.local_rank, watcher, host, token, limits,
         local=False, supervised=launched.supervised, tls=tls, threads=threads,
         shared_memory=memory_is_shared(os.environ),
+        latencies=latencies_of(os.environ, launched.ranks),
     )  # fmt: skip
 
 

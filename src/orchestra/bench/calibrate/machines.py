@@ -1,0 +1,273 @@
+"""The machines that a launcher has started processes on, measured, as a cluster."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import os
+import re
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from orchestra.bench.calibrate.messages import back_and_forth
+from orchestra.bench.timing import total
+from orchestra.cluster import Cluster, Link, Node, Switch
+from orchestra.cluster.calibration import WIRE
+from orchestra.cluster.presets import LOOPBACK
+from orchestra.cluster.units import BANDWIDTH, SECONDS
+from orchestra.data.feed import open_samples
+from orchestra.engines.processes.environment import Launched
+from orchestra.tasks.task import load_task
+from orchestra.worker.runtime import Runtime
+from orchestra.worker.threads import usable_cores
+
+TRIED, LEAST, MOST = 1 << 16, 1 << 16, 16 << 20
+"""Bytes of the message that says how large others are to be, and of those at least and at most."""
+ON_THE_WAY = 0.05
+"""Seconds that a message takes from which a bandwidth is read."""
+SMALL = 4
+WINDOWS, WINDOW_SECONDS = 5, 0.6
+"""In which gradients are counted: longer than the period of a quota of the processor."""
+SPINNING_SECONDS = 0.5
+LATE, THIN = 1.25, 0.8
+"""A pair that has so many times the latency, or part of the bandwidth, of its links is named."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A node: its host, cores, bytes of memory, gradients/s with one thread, and its loopback."""
+
+    host: str
+    cores: int
+    memory: float | None
+    rate: float
+    loopback: Link | None
+
+
+Links = Mapping[tuple[int, int], Link]
+"""Between each two nodes, by their numbers, in this direction: end to end."""
+
+
+def measure_here(
+    task: str, batch_size: int, launched: Launched, on_progress: Callable[[str, float], None]
+) -> tuple[list[Machine], dict[tuple[int, int], Link]] | None:
+    """Measure the machines of all processes that `launched` is one of; None but on rank 0."""
+    from orchestra.engines.processes.rank import join
+
+    on_progress("measuring the nodes and their links", 0.0)
+    outcome = join(measure_machines, (task, batch_size), launched)
+    if launched.rank > 0:
+        return None
+    found: list[dict[str, Any]] = [each for each in outcome.results if each["host"] is not None]
+    machines = [
+        Machine(
+            each["host"], each["cores"], each["memory"], each["rate"],
+            Link(*each["loopback"]) if each["loopback"] else None,
+        )
+        for each in found
+    ]  # fmt: skip
+    links = {(one, other): Link(*link) for each in found for one, other, *link in each["links"]}
+    return machines, links
+
+
+def measure_machines(runtime: Runtime, order: tuple[str, int]) -> dict[str, Any]:
+    """On each rank; the first one of a node returns what is known of it, as plain data.
+
+    All nodes compute at the same time; links are measured pair after pair, in both directions.
+    """
+    torch.set_num_threads(1)
+    transport, rank = runtime.transport, runtime.rank
+    runtime.reporter.phase("training")
+    firsts = [r for r in range(runtime.ranks) if total(transport, _is_first(runtime, r))]
+    found: dict[str, Any] = {"host": None, "links": [], "loopback": None}
+    if rank in firsts:
+        found |= {"host": socket.gethostname(), "memory": _memory(), "cores": _cores()}
+    total(transport)
+    if rank in firsts:
+        found["rate"] = gradients_per_second(*order)
+    total(transport)
+    ends = [*firsts[1:], runtime.ranks]
+    for first, end in zip(firsts, ends, strict=True):
+        if end - first > 1 and rank in (first, first + 1):
+            found["loopback"] = _link(runtime, (first, first + 1))
+    done = itertools.count(1)
+    for one, other in itertools.permutations(range(len(firsts)), 2):
+        total(transport)
+        if rank in (firsts[one], firsts[other]):
+            link = _link(runtime, (firsts[one], firsts[other]))
+            if rank == firsts[one]:
+                found["links"].append([one, other, *link])
+        runtime.reporter.progress(step=next(done), samples=0)
+    return found
+
+
+def _is_first(runtime: Runtime, rank: int) -> float:
+    return float(runtime.rank == rank and runtime.local_rank == 0)
+
+
+def _memory() -> float | None:
+    try:
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (ValueError, OSError):
+        return None
+
+
+def _cores() -> int:
+    """Cores that this process gets when it wants all: a quota of a container counts."""
+    end = time.monotonic() + SPINNING_SECONDS
+
+    def spin() -> None:
+        while time.monotonic() < end:
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 1000)  # without the interpreter's lock
+
+    threads = [threading.Thread(target=spin) for _ in usable_cores()]
+    began, before = time.monotonic(), time.process_time()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    used = (time.process_time() - before) / (time.monotonic() - began)
+    return min(max(1, math.ceil(used - 0.2)), len(threads))
+
+
+def gradients_per_second(task_text: str, batch_size: int) -> float:
+    """Of a task on this node, with one thread: the median over some windows of time."""
+    task = load_task(task_text)
+    module, batch = task.model(), open_samples(task.train, 0, task.collate).read(0, batch_size)
+
+    def gradient() -> None:
+        module.zero_grad()
+        task.loss(module, batch).backward()
+
+    for _ in range(3):
+        gradient()
+    rates = []
+    for _ in range(WINDOWS):
+        began, count = time.monotonic(), 0
+        while time.monotonic() - began < WINDOW_SECONDS:
+            gradient()
+            count += 1
+        rates.append(count / (time.monotonic() - began))
+    return statistics.median(rates)
+
+
+def _link(runtime: Runtime, pair: tuple[int, int]) -> tuple[float, float]:
+    """On both ranks of `pair`: bandwidth and latency, from the first to the second.
+
+    Bandwidth is that of the wire. The latency is what a small message takes beside the processor
+    time at its ends, which a simulation adds by itself.
+    """
+    transport = runtime.transport
+    send, receive, one_way = map(statistics.median, back_and_forth(transport, pair, SMALL))
+    latency = max(one_way - send - receive, 1e-7)
+
+    def seconds(size: int) -> float:
+        *_, half = back_and_forth(transport, pair, size, answer=SMALL)
+        return max(2 * statistics.median(half) - one_way, 1e-9)
+
+    def agreed(size: float) -> int:
+        own = size if runtime.rank == pair[0] else 0.0
+        return round(total(transport, own, pair))
+
+    pace = TRIED / max(seconds(TRIED) - one_way, 1e-9)
+    size = agreed(min(max(pace * ON_THE_WAY, LEAST), MOST))
+    return size * WIRE / max(seconds(size) - one_way, 1e-9), latency
+
+
+# What a cluster's file can say
+
+
+def as_cluster(name: str, machines: Sequence[Machine], links: Links) -> tuple[Cluster, list[str]]:
+    """The nodes at one switch, and what that does not say of them, a line each.
+
+    Where a file knows one link a node, the best pair decides: its bandwidth up is the largest to
+    any other node, its bandwidth down the largest from any. The latency l of node i follows from
+    those of the pairs, which are sums of two: 2 l_i = d_ij + d_ik - d_jk, the least over j and k.
+    """
+    names, count = names_of(machines), len(machines)
+    mean = {
+        pair: (link.latency + links[pair[::-1]].latency) / 2 for pair, link in links.items()
+    }  # a ping tells no directions apart
+    nodes, remarks = [], []
+    for number, machine in enumerate(machines):
+        others = [other for other in range(count) if other != number]
+        up = down = None
+        if others:
+            late = _latency(number, others, mean)
+            up = _rounded(max(links[number, other].bandwidth for other in others), late)
+            down = _rounded(max(links[other, number].bandwidth for other in others), late)
+        loopback = machine.loopback
+        if loopback is None:
+            remarks.append(f"{names[number]}: its loopback is assumed: it had one rank")
+        nodes.append(
+            Node(
+                names[number], machine.cores,
+                speed=float(f"{machine.rate / machines[0].rate:.3g}"),
+                memory=machine.memory and float(f"{machine.memory:.3g}"),
+                switch="switch" if up else None, up=up, down=down,
+                loopback=_rounded(*loopback_of(loopback)),
+            )
+        )  # fmt: skip
+    remarks += _unexplained(nodes, links)
+    return Cluster(name, tuple(nodes), (Switch("switch"),), placement="spread"), remarks
+
+
+def loopback_of(measured: Link | None) -> tuple[float, float]:
+    """Bandwidth and latency: measured, or those that presets assume."""
+    link = measured or LOOPBACK
+    return link.bandwidth, link.latency
+
+
+def _latency(number: int, others: Sequence[int], mean: Mapping[tuple[int, int], float]) -> float:
+    if len(others) == 1:
+        return mean[number, others[0]] / 2
+    return max(
+        min(
+            (mean[number, one] + mean[number, other] - mean[one, other]) / 2
+            for one, other in itertools.combinations(others, 2)
+        ),
+        0.0,
+    )
+
+
+def _rounded(bandwidth: float, latency: float) -> Link:
+    return Link(float(f"{bandwidth:.3g}"), float(f"{latency:.2g}"))
+
+
+def _unexplained(nodes: Sequence[Node], links: Links) -> list[str]:
+    """Say which pairs are slower than their links."""
+    found = []
+    for (one, other), link in links.items():
+        source, target = nodes[one], nodes[other]
+        assert source.up is not None
+        assert target.down is not None
+        width = min(source.up.bandwidth, target.down.bandwidth)
+        latency = source.up.latency + target.down.latency
+        text = f"{source.name} to {target.name} is slower than their links:"
+        if link.bandwidth < THIN * width:
+            measured, described = (
+                BANDWIDTH.write(float(f"{x:.3g}")) for x in (link.bandwidth, width)
+            )
+            found.append(f"{text} {measured}, not {described}")
+        if link.latency > LATE * latency + 50e-6:
+            measured, described = (
+                SECONDS.write(float(f"{x:.2g}")) for x in (link.latency, latency)
+            )
+            found.append(f"{text} {measured}, not {described}")
+    return found
+
+
+def names_of(machines: Sequence[Machine]) -> list[str]:
+    """Names of nodes: those of the hosts where they differ and are names, else numbers."""
+    names = [re.sub(r"[^\w.-]", "-", machine.host) for machine in machines]
+    if len({*names}) == len(names) and all(re.match(r"[A-Za-z_]", name) for name in names):
+        return names
+    return [f"node-{number}" for number in range(len(names))]
