@@ -4,7 +4,7 @@
     python -m studies.regret --out runs/regret        # all: calibration, plans, simulations, table
     sudo python -m studies.regret --out runs/regret --emulate    # real runs on emulated nodes, too
 
-For each pair: `orchestra plan` for three minutes, and all of its candidates simulated to the
+For each pair: `orchestra plan` for two minutes, and all of its candidates simulated to the
 target without dropping any. Regret is the time of the plan's choice over the least of all, less 1;
 beside it stands that of three rules that look at nothing: data-parallel training on all nodes (a
 ring), one process, DiLoCo. With --emulate the candidates that are first in the simulation, the
@@ -48,7 +48,7 @@ SEED = 2026
 SEEDS = (0, 1)
 """Of each training."""
 EMULATED_CORES = 1.8
-MINUTES = 3.0
+MINUTES = 2.0
 FURTHER = 2.0
 """A candidate is given up after so many times the least time known, and counts as slower."""
 CHUNK = 8
@@ -191,8 +191,11 @@ class Exhaustive(Search):
             json.loads(self._file.read_text()) if self._file.exists() else {}
         )
 
-    def run(self) -> None:
-        """Simulate what is not known yet: whatever learns as one process does, then the rest."""
+    def simulate(self) -> bool:
+        """Simulate what is not known yet: whatever learns as one process does, then the rest.
+
+        Whether all is known.
+        """
         entries = list(self.entries.values())
         steps = max(each.candidate.run.training.steps or 0 for each in entries)
         self._find_speeds(entries, 1e12, min(steps, 200))
@@ -217,6 +220,7 @@ class Exhaustive(Search):
         while rest and now() < self._until:
             chunk, rest = rest[:CHUNK], rest[CHUNK:]
             self._all([(entry, self._part(entry)) for entry in chunk], chunk)
+        return not rest
 
     def _part(self, entry: Entry) -> float:
         """Up to which part of its samples: a rule, to its end."""
@@ -279,8 +283,8 @@ def carry_out_pair(pair: Pair, folder: Path, calibration: str, until: float) -> 
         carry_out(
             experiment, str(file), folder / "plan", MINUTES, lambda *_: None, report=False
         )  # fmt: skip
-    if now() < until:
-        Exhaustive(pair, experiment, folder, until).run()
+    if now() < until and Exhaustive(pair, experiment, folder, until).simulate():
+        print(f"done: {pair.title}", flush=True)
 
 
 def chosen_of(folder: Path) -> list[str]:
