@@ -200,6 +200,13 @@ def test_the_rank_behind_a_slow_link_is_named() -> None:
     assert find(with_links(together(5), ring)) == []
 
 
+def test_the_links_of_a_rank_that_has_not_been_heard_of_are_left_out() -> None:
+    ring = {(rank, (rank + 1) % 5): 1.0 for rank in range(5)}
+    known = with_links(together(5), {**ring, (2, 3): 10.0, (3, 4): 10.0})
+    del known[3]
+    assert all(3 not in each.ranks for each in find(known))
+
+
 def test_what_all_share_slows_nobody_more_than_the_others() -> None:
     server = {(0, w): 5.0 for w in range(1, 6)} | {(w, 0): 1.0 for w in range(1, 6)}
     assert find(with_links(together(6), server)) == []

@@ -115,6 +115,8 @@ class Windows:
             sums.append([np.interp(edges, times, column) for column in columns])
             moved = [{source: numbers for source, *numbers in point.arrived} for point in series]
             for source in moved[-1]:  # its sums begin with its first message
+                if source not in by_rank:  # one that stands still, of which nothing is known lately
+                    continue
                 both = zip(*(known.get(source, (0.0, 0.0)) for known in moved), strict=True)
                 size, seconds = (np.diff(np.interp(edges, times, column)) for column in both)
                 if size.any():
