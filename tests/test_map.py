@@ -16,8 +16,9 @@ from orchestra.cli.main import main
 from orchestra.engines.simulation.trials import Tried
 from orchestra.errors import InputError
 from orchestra.planning.axes import Axis, Plane, loaded, longest_link, read_axis, slowest_link
-from orchestra.planning.map import Check, Map, Point, Survey, _coarse_first, mapped, spread
+from orchestra.planning.map import Check, Map, _coarse_first, mapped, name_of, spread
 from orchestra.planning.map_figure import _contours, _grid, map_figure
+from orchestra.planning.map_survey import NEAR, Point, Survey, gap, learned_there
 from orchestra.planning.search import Budget
 from orchestra.planning.standing import Length
 from orchestra.records.report import Point as Snapshot
@@ -218,6 +219,72 @@ def test_who_misses_the_target_with_a_seed_is_out(tmp_path: Path) -> None:
     gossip.curves[1] = gossip.curves[1][:3]  # there was no time for more
     assert survey.samples_of(gossip) == pytest.approx(600)
     assert "ring on 2 nodes" not in {name for name, _ in survey.asked}
+
+
+class Speeds(Survey):
+    """An asynchronous server needs twice the samples where links are fast, and never learns where
+    they are faster still; other strategies are not trained."""
+
+    def _try(self, jobs, deadline):  # type: ignore[no-untyped-def]
+        found = []
+        for entry, run, _, part in jobs:
+            assert "asynchronous" in entry.name
+            bandwidth = float(entry.name.rpartition(" at ")[2].partition(",")[0])
+            whole = {1: 400, 2: 400, 3: 800, 4: math.inf}[round(bandwidth)] + 40 * run.seed
+            curve = [
+                Snapshot(n, n / 10, {"accuracy": 0.9 * n / whole})
+                for n in range(100, int(part * 1000) + 1, 100)
+            ]
+            found.append((entry, Tried(replace(RECORD, samples=int(part * 1000)), curve)))
+        return found
+
+
+def test_who_learns_by_speed_is_trained_where_it_is_first(tmp_path: Path) -> None:
+    beside = "asynchronous beside"
+    every = mapped(experiment(), loaded("lan_1gbit(nodes=2)"), tmp_path)
+    by_name = {name_of(each): each for each in every}
+    survey = Speeds(
+        every, Target("accuracy", at_least=0.9), Length(1000, 10), tmp_path, Budget(0.0, 1e12),
+        lambda what, part: None, seeds=(0, 1),
+    )  # fmt: skip
+    samples = {"one process": 500.0, beside: 420.0}
+    points = [
+        Point(x, 0.0, {"one process": 5.0, beside: 4.2 if x > 1 else 9.0}, samples)
+        for x in (1, 2, 3, 4)
+    ]
+    found, notes = learned_there(
+        survey, points, lambda point: ((point.x - 1) / 3, 0.0),
+        lambda point, name: replace(by_name[name], name=f"{name} at {point.x}, 0"), 1e12,
+    )  # fmt: skip
+    assert [point.winner for point in found] == [
+        "one process", beside, "one process", "one process",
+    ]  # fmt: skip
+    assert found[1].seconds[beside] == pytest.approx(4.2)
+    assert found[2].seconds[beside] == pytest.approx(8.2)  # 820 samples
+    assert beside not in found[3].seconds  # it missed the target there
+    assert found[0].samples[beside] == pytest.approx(420)  # of the nearest, not trained for itself
+    (note,) = notes
+    assert "trained at 3 points): 420 to 820 samples to the target, and missed it at 1" in note
+
+
+def test_what_there_was_no_time_to_learn_is_said(tmp_path: Path) -> None:
+    every = mapped(experiment(), loaded("lan_1gbit(nodes=2)"), tmp_path)
+    by_name = {name_of(each): each for each in every}
+    survey = Speeds(
+        every, Target("accuracy", at_least=0.9), Length(1000, 10), tmp_path, Budget(0.0, 1e12),
+        lambda what, part: None,
+    )  # fmt: skip
+    point = Point(1, 0.0, {"asynchronous beside": 1.0}, {"asynchronous beside": 100.0})
+    found, notes = learned_there(
+        survey, [point], lambda point: (0.0, 0.0), lambda point, name: by_name[name], until=0.0
+    )
+    assert found == [point]
+    assert "no time to find what it learns at 1 point" in notes[0]
+
+
+def test_who_was_never_trained_is_as_far_as_can_be() -> None:
+    assert gap((0, 0), ()) == math.inf
+    assert gap((0, 0), [(0, 1), (NEAR, 0)]) == NEAR
 
 
 @pytest.fixture(scope="module")

@@ -124,6 +124,11 @@ class Plane:
     x: Axis
     y: Axis
 
+    def place(self, x: float, y: float) -> tuple[float, float]:
+        """Where a point is if the values of each side are equally far apart, and a side is 1."""
+        xs, ys = self.x.values, self.y.values
+        return xs.index(x) / (len(xs) - 1), ys.index(y) / (len(ys) - 1)
+
     def cluster(self, x: float, y: float) -> Cluster:
         """The cluster in which the two quantities have these values.
 

@@ -1,8 +1,9 @@
 """Which strategy reaches the target first on a plane of clusters, in which two quantities vary.
 
-How many samples a strategy takes to the target is found once, from simulations with real gradients
-on the cluster as described. Its samples/s are found at every point of the plane, from shapes. Its
-time there is the one over the other.
+How many samples a strategy takes to the target is found from simulations with real gradients on the
+cluster as described; where that depends on speeds, also at the points at which it is first. Its
+samples/s are found at every point of the plane, from shapes. Its time there is the one over the
+other.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
-from statistics import fmean
 
 from orchestra.cluster import Cluster
 from orchestra.engines.processes.system import now
@@ -22,39 +23,22 @@ from orchestra.experiments.run import folder_for
 from orchestra.planning.api import calibrated, length_of, measured_seconds
 from orchestra.planning.axes import NAMED, Plane, loaded
 from orchestra.planning.candidates import Candidate, Space
-from orchestra.planning.search import PARTS, Budget, Search
-from orchestra.planning.standing import NO_TIME, Entry, Length, chosen, reached
+from orchestra.planning.map_survey import Point, Survey, learned_there
+from orchestra.planning.search import Budget
+from orchestra.planning.standing import Length
 from orchestra.records.record import write_atomically
 from orchestra.report.numbers import count, some
 from orchestra.trainer.settings import MEASURED, Target
 
 RECORD = "map.json"
-LEARN_PART = 0.5
-"""Of the budget, when the samples to the target have to be known."""
+LEARN_PART, SPEEDS_PART = 0.5, 0.8
+"""Of the budget, when the samples to the target have to be known, and the samples/s."""
 LAST_PART = 0.03
 """Of the budget, kept for the figure."""
-WHOLE = 0.95
-"""A run is over if its last snapshot is of so many of its samples."""
-CHUNK = 96
-"""Simulations between two looks at the clock."""
 ALIKE = 0.05
 """Measured times that differ by less are a tie, in which a prediction cannot be wrong."""
 
 Tell = Callable[[str, float], None]
-
-
-@dataclass(frozen=True)
-class Point:
-    """A cluster of the plane: by strategy, the predicted seconds to the target."""
-
-    x: float
-    y: float
-    seconds: Mapping[str, float]
-
-    @property
-    def winner(self) -> str:
-        """Who is first; of those within 2 %, one process rather than several."""
-        return chosen(self.seconds, {name: name != ONE_PROCESS for name in self.seconds})
 
 
 @dataclass(frozen=True)
@@ -116,63 +100,6 @@ class Map:
         return sorted(set(first), key=lambda name: (-first.count(name), name))
 
 
-class Survey(Search):
-    """Finds the samples to the target, and the samples/s, of all candidates of a map."""
-
-    def learn(self, until: float) -> None:
-        """Train each candidate, or who learns the same, until it reaches the target: with the first
-        seed, and then those that did with the other seeds."""
-        self._reference()
-        for seed, part in product(self.seeds if self.target is not None else (), PARTS):
-            wanted = self._unlearned(seed)
-            self._what = f"{count('run', len(wanted))}, {part:.0%} of the samples, seed {seed}"
-            if wanted and not self.stopped and now() < until:
-                self._learn([(source, seed, part) for source in wanted.values()], until)
-
-    def _unlearned(self, seed: int) -> dict[str, Entry]:
-        """Whose runs with `seed` have not reached the target, by name, of those that may still."""
-        first = self.seeds[:1]
-        return {
-            source.name: source
-            for entry in self.alive
-            for source in (self.source(entry),)
-            if seed in first or self.samples_of(source, first) is not None
-            if self.samples_of(source, [seed]) is None
-        }
-
-    def samples_of(self, entry: Entry, seeds: Sequence[int] | None = None) -> float | None:
-        """Until `entry` reached the target, the mean over those of `seeds` (all by default) so far.
-        None if it missed the target with one of them."""
-        assert self.target is not None
-        found = [
-            reached(points, self.target)
-            for seed, points in self.source(entry).curves.items()
-            if seeds is None or seed in seeds
-        ]
-        known = [at.samples for at in found if at is not None]
-        return fmean(known) if known and not self.fell_short(entry, seeds) else None
-
-    def fell_short(self, entry: Entry, seeds: Sequence[int] | None = None) -> bool:
-        """Whether `entry` had all samples with one of `seeds`, and did not reach the target."""
-        assert self.target is not None
-        return any(
-            reached(points, self.target) is None
-            for seed, points in self.source(entry).curves.items()
-            if (seeds is None or seed in seeds) and points
-            if points[-1].samples >= WHOLE * self.length.samples
-        )
-
-    def survey(self, wanted: Sequence[Candidate], until: float) -> dict[str, float | None]:
-        """The samples/s of `wanted` by name, None for one that fails, as far as there is time."""
-        entries = [Entry(each) for each in wanted]
-        for first in range(0, len(entries), CHUNK):
-            if self.stopped or now() > until:
-                break
-            self._find_speeds(entries[first : first + CHUNK], until)
-        known = (entry for entry in entries if entry.speed or entry.dropped not in (None, NO_TIME))
-        return {entry.name: entry.speed for entry in known}
-
-
 def name_of(candidate: Candidate) -> str:
     """Of a strategy, without its nodes."""
     by_speed = candidate.run.training.shares == MEASURED
@@ -224,11 +151,15 @@ def draw_map(
     )  # fmt: skip
     try:
         survey.learn(budget.part(LEARN_PART))
-        points = list(_points(survey, experiment, clusters, folder, budget))
+        points = list(_points(survey, experiment, clusters, folder, budget.part(SPEEDS_PART)))
+        points, learned = learned_there(
+            survey, points, lambda point: plane.place(point.x, point.y),
+            partial(_candidate, experiment, clusters, folder), budget.until,
+        )  # fmt: skip
     except KeyboardInterrupt:
-        survey.stopped, points = True, []
+        survey.stopped, points, learned = True, [], []
     drawn = _map_of(survey, experiment, plane, points, folder)
-    drawn = replace(drawn, costs=costs, left_out=[*notes, *drawn.left_out])
+    drawn = replace(drawn, costs=costs, left_out=[*notes, *learned, *drawn.left_out])
     if checks and not drawn.stopped:
         own = _checked(drawn, experiment, clusters, length, checks, tell)
         drawn = replace(drawn, checks=list(own))
@@ -258,7 +189,7 @@ def _points(
     experiment: Experiment,
     clusters: Mapping[tuple[float, float], Cluster],
     folder: Path,
-    budget: Budget,
+    until: float,
 ) -> Iterable[Point]:
     """Every point that there is time for, those first that are furthest from one another."""
     if survey.target is None:
@@ -275,16 +206,33 @@ def _points(
                 wanted[job.name] = (place, name_of(each), samples)
                 jobs.append(job)
     survey._what = f"speeds at {count('point', len(order))}"
-    speeds = survey.survey(jobs, budget.until)
+    speeds = survey.survey(jobs, until)
     seconds: dict[tuple[float, float], dict[str, float]] = {place: {} for place in order}
+    taken: dict[tuple[float, float], dict[str, float]] = {place: {} for place in order}
     unknown = {wanted[name][0] for name in wanted if name not in speeds}
     for name, speed in speeds.items():
         place, strategy, samples = wanted[name]
         if speed is not None:
             seconds[place][strategy] = samples / speed
+            taken[place][strategy] = samples
     for (x, y), times in seconds.items():
         if times and (x, y) not in unknown:
-            yield Point(x, y, times)
+            yield Point(x, y, times, taken[x, y])
+
+
+def _candidate(
+    experiment: Experiment,
+    clusters: Mapping[tuple[float, float], Cluster],
+    folder: Path,
+    point: Point,
+    name: str,
+) -> Candidate:
+    """The strategy `name` on the cluster of `point`."""
+    x, y = point.x, point.y
+    own = folder / f"clusters/{x:g}-{y:g}"
+    every = mapped(experiment, clusters[x, y], own)
+    found = next(each for each in every if name_of(each) == name)
+    return replace(found, name=f"{found.name} at {x:g}, {y:g}")
 
 
 def _coarse_first(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -363,10 +311,9 @@ def _checked(
 
 def spread(drawn: Map, number: int) -> list[Point]:
     """`number` points far from one another, each beside the others' regions as they are."""
-    xs, ys = drawn.plane.x.values, drawn.plane.y.values
 
     def at(point: Point) -> tuple[float, float]:
-        return xs.index(point.x) / (len(xs) - 1), ys.index(point.y) / (len(ys) - 1)
+        return drawn.plane.place(point.x, point.y)
 
     left = sorted(drawn.points, key=lambda p: sum((c - 0.5) ** 2 for c in at(p)))
     found = left[:1]

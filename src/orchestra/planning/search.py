@@ -278,7 +278,7 @@ class Search(Standing):
         for (entry, run, _, part), (_, tried) in zip(jobs.values(), found, strict=True):
             entry.wall += tried.seconds
             if tried.failure is not None:
-                for alike in self.alike(entry):
+                for alike in (entry, *self.alike(entry)):
                     alike.dropped = alike.dropped or f"failed: {tried.failure}"
             elif tried.record is not None:
                 whole = tried.record.status == "completed"
