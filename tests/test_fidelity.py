@@ -165,6 +165,10 @@ def test_a_disturbed_run_is_made_again_and_the_quietest_counts(
     assert (seen.others, seen.attempts) == (0.04, 3)
     assert seen.step_seconds == pytest.approx(0.04)
     assert seen.computed == {0: [0.1] * 12}
+    busy = iter([0.2, 0.09, 0.01])  # an emulation's network is the kernel's work
+    emulated = dataclasses.replace(run.training, engine="emulation", cluster="lan_1gbit(nodes=2)")
+    seen = observe(dataclasses.replace(run, training=emulated), tmp_path / "kept")
+    assert (seen.others, seen.attempts) == (0.09, 2)
 
 
 def test_computation_is_replayed_as_recorded(tmp_path: Path) -> None:

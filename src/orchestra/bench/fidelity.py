@@ -29,6 +29,8 @@ SKIPPED = 4
 QUIET, ATTEMPTS = 0.03, 3
 """A run of which other programs took a larger part of the machine is made again, at most so often
 in all; the least disturbed one counts."""
+EMULATED_QUIET = 0.1
+"""The same of an emulated run, in which the kernel's own work for the network counts as others'."""
 STEPS = "steps-rank-*.jsonl"
 LEAST_PACE = 1e-3
 """A step whose gradient is none of the rank's own takes no time, which no simulation allows."""
@@ -186,7 +188,8 @@ def observe(run: Run, keep: Path, pace: Pace | None = None) -> Observation:
         KeyboardInterrupt: the user stopped it.
     """
     found: list[Observation] = []
-    while len(found) < ATTEMPTS and (not found or (found[-1].others or 0.0) > QUIET):
+    quiet = EMULATED_QUIET if run.training.engine == "emulation" else QUIET
+    while len(found) < ATTEMPTS and (not found or (found[-1].others or 0.0) > quiet):
         with tempfile.TemporaryDirectory(prefix="orchestra-fidelity-") as name:
             folder = Path(name)
             if pace is None:

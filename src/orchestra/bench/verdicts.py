@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestra.bench.cases import CONTROLS
-from orchestra.bench.fidelity import QUIET, FidelityRow
+from orchestra.bench.fidelity import EMULATED_QUIET, QUIET, FidelityRow
 from orchestra.cluster.calibration import Calibration
 
 RESAMPLES = 1000
@@ -214,11 +214,12 @@ def markdown(rows: Sequence[FidelityRow], calibration: Calibration) -> str:
     reasons = (calibration.quality_of(task).doubts for task in calibration.tasks)
     doubts = "; ".join(dict.fromkeys(itertools.chain(*reasons)))
     runs = sum(len(row.runs) for row in rows)
+    quiet = EMULATED_QUIET if rows[0].cluster else QUIET
     lines = [
         f"Measured on {calibration.measured_at[:10]}: {machine.get('processor')}, "
         f"{calibration.cores} cores, torch {machine.get('packages', {}).get('torch')}; "
         f"{len(rows[0].runs)} runs of each row, {sum(row.attempts for row in rows) - runs} made "
-        f"again since other programs took more than {QUIET:.0%}. While calibrating these took at "
+        f"again since other programs took more than {quiet:.0%}. While calibrating these took at "
         f"most {calibration.busy_with_others:.0%} of the processor time that was wanted.",
         "",
     ]
