@@ -52,6 +52,8 @@ MINUTES = 2.0
 FURTHER = 2.0
 """A candidate is given up after so many times the least time known, and counts as slower."""
 CHUNK = 8
+DONE = "simulated.ok"
+"""The file that says that all candidates of a pair are simulated."""
 EMULATED = 12
 """Candidates of a pair that are trained for real, beside the rules and the plan's first ones."""
 LONGER = 1.6
@@ -284,6 +286,7 @@ def carry_out_pair(pair: Pair, folder: Path, calibration: str, until: float) -> 
             experiment, str(file), folder / "plan", MINUTES, lambda *_: None, report=False
         )  # fmt: skip
     if now() < until and Exhaustive(pair, experiment, folder, until).simulate():
+        (folder / DONE).touch()
         print(f"done: {pair.title}", flush=True)
 
 
@@ -435,6 +438,8 @@ def main() -> int:
     calibration = prepare(options.out)
     for pair in chosen:
         folder = options.out / str(pair.number)
+        if (folder / DONE).exists() and not options.emulate:
+            continue
         if now() < until and not options.emulate:
             carry_out_pair(pair, folder, calibration, until)
         elif now() < until and pair.small:
