@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 MINUTES = 10.0
 CALIBRATION_PART, LEAST_CALIBRATION = 0.2, 30.0
 """Of the budget, for a calibration where there is none; and seconds below which it is not tried."""
-LAST_PART = 0.08
-"""Of the budget, kept for what follows the search."""
+LAST_PART, LAST_SECONDS = 0.15, 40.0
+"""Of the budget, kept for what follows the search (runs that were cut off are judged, the scaling
+curve, the page); and seconds beyond which it needs no more."""
 FEWEST_SNAPSHOTS, MOST_SNAPSHOTS = 10, 40
 VERIFIED = 3
 """Candidates that are carried out for real, where that is asked for."""
@@ -129,7 +130,8 @@ def carry_out(
     tell("loading the task", 0.0)
     length = length_of(experiment)
     folder = folder_for(out, f"plan-{experiment.name}", empty=True)
-    budget = Budget(began, began + 60 * minutes * (1 - LAST_PART))
+    kept = min(60 * minutes * LAST_PART, LAST_SECONDS)
+    budget = Budget(began, began + 60 * minutes - kept)
     experiment, costs, notes = calibrated(experiment, folder, budget, tell)
     space = Space(experiment, cluster, folder / "clusters")
     search = Search(
@@ -140,7 +142,7 @@ def carry_out(
     search.run()
     if (scaled := to_scale(rows_of(search))) is not None:
         others = space.on_other_counts(search.entries[scaled.name].candidate)
-        search.add_speeds(others, budget.until + 60 * minutes * LAST_PART / 2)
+        search.add_speeds(others, budget.until + kept / 3)
     found = answered(search, costs, folder)
     if verified and not found.stopped:
         found = verify(found, search, cluster, tell)
