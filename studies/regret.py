@@ -293,9 +293,15 @@ def carry_out_pair(pair: Pair, folder: Path, calibration: str, until: float) -> 
 def chosen_of(folder: Path) -> list[str]:
     """The plan's choice, and then its first rows."""
     record = json.loads((folder / "plan" / RECORD).read_text())
-    rows = [row["name"] for row in record["rows"] if row["seconds"] is not None]
     best = record["recommended"]
-    return list(dict.fromkeys([*([best["name"]] if best else []), *rows[:3]]))
+    first = [best["name"]] if best else []
+    return list(dict.fromkeys([*first, *[*predicted(folder)][:3]]))
+
+
+def predicted(folder: Path) -> dict[str, float]:
+    """The plan's times to target."""
+    record = json.loads((folder / "plan" / RECORD).read_text())
+    return {row["name"]: row["seconds"] for row in record["rows"] if row["seconds"] is not None}
 
 
 def rules(pair: Pair) -> dict[str, str]:
@@ -316,7 +322,8 @@ def emulate(pair: Pair, folder: Path, calibration: str, until: float) -> None:
     candidates |= {
         other.name: other for each in [*candidates.values()] for other in with_rates(each)
     }
-    first = sorted(every.seconds(), key=lambda name: every.seconds()[name])[:EMULATED]
+    times = every.seconds() if (folder / DONE).exists() else predicted(folder)
+    first = sorted(times, key=lambda name: times[name])[:EMULATED]
     for name in dict.fromkeys([*chosen_of(folder), *rules(pair).values(), *first]):
         if name in found or now() > until:
             continue
