@@ -38,7 +38,7 @@ from orchestra.experiments.experiment import ONE_PROCESS, Experiment
 from orchestra.planning.answer import RECORD
 from orchestra.planning.api import carry_out, length_of, measured_seconds, planned
 from orchestra.planning.candidates import Space, with_rates
-from orchestra.planning.search import Budget, Search
+from orchestra.planning.search import CONFIRMED_STEPS, Budget, Search
 from orchestra.planning.standing import Entry, Length
 from orchestra.records.record import write_atomically
 from orchestra.settings.reading import Entry as Given
@@ -200,7 +200,7 @@ class Exhaustive(Search):
         """
         entries = list(self.entries.values())
         steps = max(each.candidate.run.training.steps or 0 for each in entries)
-        self._find_speeds(entries, 1e12, min(steps, 200))
+        self._find_speeds(entries, 1e12, min(steps, CONFIRMED_STEPS))
         for entry in entries:
             if entry.candidate.exact and entry.candidate.batch == 1 and entry.speed:
                 rates = [
