@@ -92,6 +92,14 @@ def test_the_bound_counts_updates_of_fewer_samples() -> None:
     assert cannot_win(1000, 64, 128, speed=10, best=99) == pytest.approx(100)
 
 
+def test_another_learning_rate_is_not_bounded_by_the_reference(tmp_path: Path) -> None:
+    search = played(tmp_path, {"one process": 1.0, "one process, rate x 2": 1.6})
+    found = search.best()
+    assert found is not None
+    assert found[0].name == "one process, rate x 2"
+    assert search.entries["one process, rate x 0.5"].rungs  # it was raced, too
+
+
 def test_of_equally_fast_ones_that_with_fewer_nodes_is_chosen() -> None:
     assert chosen({"four": 1.0, "one": 1.019}, {"four": 4, "one": 1}) == "one"
     assert chosen({"four": 1.0, "one": 1.03}, {"four": 4, "one": 1}) == "four"

@@ -103,6 +103,14 @@ def cannot_win(
     return least if least >= 0.999 * best else None
 
 
+def most_worth(rate: float) -> float:
+    """How many updates one with so many times the learning rate may be worth.
+
+    A larger rate goes further with each; a smaller one may spare the steps that overshoot.
+    """
+    return max(rate, 1 / rate)
+
+
 def halved(scores: Mapping[str, tuple[float, float]], least: int) -> tuple[list[str], list[str]]:
     """Who goes on to the next rung, and who does not: the better half, and at least `least`.
 
@@ -312,7 +320,7 @@ class Standing:
         for entry in self.alive:
             if entry is best or not entry.speed or self.times(entry):
                 continue
-            update = entry.candidate.update_samples
+            update = entry.candidate.update_samples / most_worth(entry.candidate.rate)
             least = cannot_win(needed, batch, update, entry.speed, time)
             if least is not None:
                 entry.dropped = (
