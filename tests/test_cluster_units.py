@@ -113,6 +113,21 @@ def test_writes_what_people_would(unit: Unit, value: float, text: str) -> None:
     assert unit.write(value) == text
 
 
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (999_600, "1 MB"),
+        (1_234_567, "1.23 MB"),
+        (5 * 10**12, "5 TB"),
+    ],
+)
+def test_rounds_for_people(count: int, text: str) -> None:
+    assert BYTES.rounded(count) == text
+
+
 @given(value=st.floats(min_value=0, max_value=1e15, allow_nan=False), at=st.sampled_from(UNITS))
 def test_reading_what_was_written_changes_nothing(value: float, at: Unit) -> None:
     assert at.read(at.write(value), where="x") == value

@@ -65,12 +65,20 @@ class Unit:
 
     def write(self, value: float) -> str:
         """A text that `read` turns back into exactly `value`, which is finite."""
-        number = Decimal(repr(value))
-        fitting = [name for name in self.written if abs(number) >= self._decimal(name)]
-        name = (fitting or self.written[:1])[-1]
-        if number == 0:  # in the name that is nearest to one of `base`
-            name = min(self.written, key=lambda name: abs(self._decimal(name).log10()))
+        number, name = Decimal(repr(value)), self.name_for(value)
         return f"{(number / self._decimal(name)).normalize():f} {name}"
+
+    def rounded(self, value: float, digits: int = 3) -> str:
+        """`value` in a text for people, with `digits` significant digits: "1.23 MB"."""
+        return self.write(float(f"{value:.{digits}g}"))
+
+    def name_for(self, value: float) -> str:
+        """The name in which `value` is a short number: "MB" for 1.2e6 bytes."""
+        number = Decimal(repr(value))
+        if number == 0:  # the name that is nearest to one of `base`
+            return min(self.written, key=lambda name: abs(self._decimal(name).log10()))
+        fitting = [name for name in self.written if abs(number) >= self._decimal(name)]
+        return (fitting or self.written[:1])[-1]
 
     def _decimal(self, name: str) -> Decimal:
         factor = self.factors[name]

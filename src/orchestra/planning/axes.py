@@ -46,8 +46,7 @@ class Axis:
 
     def text(self, value: float) -> str:
         """A value as it is written: "10 Mbit/s"."""
-        value = float(f"{value:.3g}")
-        return f"{value:g}" if self.unit is None else self.unit.write(value)
+        return f"{value:.3g}" if self.unit is None else self.unit.rounded(value)
 
     @property
     def title(self) -> str:

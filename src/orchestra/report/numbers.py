@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from orchestra.cluster.units import BYTES
 from orchestra.records.record import RunRecord
 from orchestra.records.report import is_rising
 
@@ -78,6 +79,12 @@ def pairs_of(number: int) -> str:
 def figure_text(value: float, unit: str, digits: int = 3) -> str:
     """A figure with its unit: "3.10 s"."""
     return with_unit(significant(value, digits), unit)
+
+
+def bytes_text(value: float) -> str:
+    """Bytes, in the unit that makes them a short number: "3.10 MB"."""
+    unit = BYTES.name_for(value)
+    return figure_text(value / float(BYTES.factors[unit]), unit)
 
 
 def with_unit(text: str, unit: str) -> str:

@@ -12,8 +12,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from orchestra.cluster.units import BYTES
 from orchestra.report.numbers import ranges, significant
-from orchestra.report.watching import Row, RunView, bytes_text
+from orchestra.report.watching import Row, RunView
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDE = 100
@@ -181,7 +182,7 @@ def _staleness(row: Row) -> str:
 
 
 def _sent(row: Row) -> str:
-    return "-" if row.bytes_per_second is None else f"{bytes_text(row.bytes_per_second)}/s"
+    return "-" if row.bytes_per_second is None else f"{BYTES.rounded(row.bytes_per_second)}/s"
 
 
 def _ranks_table(view: RunView, console: Console, room: int | None) -> RenderableType:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from orchestra.cluster.units import BYTES
 from orchestra.errors import InputError
 from orchestra.records.live import Line, Live, RankNow, Tail, mean_rates, read_live, under_way
 from orchestra.records.record import SUMMARY, RunRecord, read_links, read_summary
@@ -295,7 +296,9 @@ class RunWatch:
             self._earlier.append(live)
         before = self._earlier[0].ranks if len(self._earlier) > 1 else ()
         rates = sorted(mean_rates(before, live.ranks).items(), key=lambda item: -item[1])
-        return [f"{source} to {target}: {bytes_text(rate)}/s" for (source, target), rate in rates]
+        return [
+            f"{source} to {target}: {BYTES.rounded(rate)}/s" for (source, target), rate in rates
+        ]
 
 
 def experiment_of(folder: Path) -> Mapping[str, Any]:
@@ -333,15 +336,6 @@ def switch_text(strategy: str, step: int, known: int = 1) -> str:
     if call.name != "Switch" or nested or known > 1:
         return text
     return f"{text} to {phases.get('then')}, by {phases.get('when', 'LossStable()')}"
-
-
-def bytes_text(count: float) -> str:
-    """Bytes for people, such as 1.2 MB."""
-    units = ["B", "kB", "MB", "GB"]
-    while count >= 999.5 and len(units) > 1:
-        count /= 1000
-        del units[0]
-    return f"{count:.0f} {units[0]}" if count >= 99.5 else f"{count:.3g} {units[0]}"
 
 
 def _summary(folder: Path) -> list[RunRecord]:
@@ -385,7 +379,7 @@ def _links_carried(folder: Path) -> list[str]:
     if links is None:
         return []
     return [
-        f"{link.name}: {bytes_text(link.bytes / links.seconds)}/s ({min(link.share, 1.0):.0%})"
+        f"{link.name}: {BYTES.rounded(link.bytes / links.seconds)}/s ({min(link.share, 1.0):.0%})"
         for link in links.busiest
         if links.seconds > 0
     ]

@@ -7,12 +7,14 @@ has closed nothing is looked at any more.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from orchestra.cluster.units import BYTES
 from orchestra.records.report import Instant, Message, Slice, Timeline
 from orchestra.transports.tags import tag_name
 from orchestra.worker.interception import Flow, Interceptor, Operation
@@ -22,6 +24,8 @@ T = TypeVar("T")
 
 SHOWN = 16
 """Of a collective of more ranks, no messages are shown where the engine can do without them."""
+
+_size_text = functools.lru_cache(maxsize=1024)(BYTES.rounded)
 
 STEPS = 0
 """The index of the row of steps in a timeline; that of the main flow follows."""
@@ -168,7 +172,7 @@ class Trace(Interceptor):
             return
         about: dict[str, Any] = {"tag": tag_name(operation.tag)}
         self._add(flow, "wait", "wait for the others", start, moving, dict(about))
-        name = f"all-reduce ({operation.label}), {size_text(operation.size)}"
+        name = f"all-reduce ({operation.label}), {_size_text(operation.size)}"
         about |= {"payload_bytes": operation.size, "bytes_sent": sent}
         self._add(flow, "native", name, moving, self._now(), about)
 
@@ -182,7 +186,7 @@ class Trace(Interceptor):
         traffic = flow.transport.traffic
         bytes_before, start = traffic.bytes_sent, self._now()
         handle = proceed()
-        name = f"send {size_text(operation.size)} to {_name(flow, to)}"
+        name = f"send {_size_text(operation.size)} to {_name(flow, to)}"
         about = {
             "payload_bytes": operation.size,
             "bytes_sent": traffic.bytes_sent - bytes_before,
@@ -200,7 +204,7 @@ class Trace(Interceptor):
         result = proceed()
         end = self._now()
         if operation.kind == "native":
-            name = f"all-reduce (native), {size_text(operation.size)}"
+            name = f"all-reduce (native), {_size_text(operation.size)}"
             self._add(flow, "native", name, start, end, {"payload_bytes": operation.size})
         elif operation.kind == "flow":
             assert operation.flow is not None
@@ -227,7 +231,7 @@ class Trace(Interceptor):
             self._add(flow, "wait", name, start, moving, {"tag": tag, "peer": peer})
         if operation.kind == "receive":
             source, size = operation.source, result.nbytes  # type: ignore[attr-defined]
-            name = f"receive {size_text(size)} from {_name(flow, source)}"
+            name = f"receive {_size_text(size)} from {_name(flow, source)}"
             about = {"payload_bytes": size, "tag": tag, "peer": source}
             number = self._number(operation)
             message = Message(source, flow.transport.rank, operation.tag, number)
@@ -263,14 +267,3 @@ def _name(flow: Flow, rank: int | None) -> str:
     if rank is None:
         return "any rank"
     return "another flow" if rank == flow.transport.rank else f"rank {rank}"
-
-
-def size_text(count: int) -> str:
-    """A number of bytes for people, such as 1.2 MB."""
-    if count < 1000:
-        return f"{count} B"
-    size, units = count / 1000, ["kB", "MB", "GB"]
-    while size >= 1000 and len(units) > 1:
-        size /= 1000
-        del units[0]
-    return f"{size:.1f} {units[0]}"

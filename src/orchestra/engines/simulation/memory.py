@@ -106,14 +106,15 @@ class Memory:
         who = f"rank {ranks[0]}" if len(ranks) == 1 else f"its {len(ranks)} ranks"
         samples = f" of {sum(map(self._samples, ranks)):g} samples"
         parts = " + ".join(
-            f"{name}{samples * (name == ACTIVATIONS)} {_text(size)}"
+            f"{name}{samples * (name == ACTIVATIONS)} {BYTES.rounded(size)}"
             for name, size in needed.items()
             if size
         )
         remedy = "; lower batch_size or raise accumulation" if needed[ACTIVATIONS] else ""
         return (
-            f"memory: {place} has {_text(there)}, but {who} would need {_text(needed.total())}: "
-            f"{parts}{remedy}; choose another strategy, or nodes with more memory"
+            f"memory: {place} has {BYTES.rounded(there)}, but {who} would need "
+            f"{BYTES.rounded(needed.total())}: {parts}{remedy}; "
+            "choose another strategy, or nodes with more memory"
         )
 
     def _of(self, rank: int) -> Counter[str]:
@@ -198,8 +199,3 @@ def saved_bytes(module: nn.Module, loss: Callable[[nn.Module], Tensor]) -> int:
     for own in (*module.parameters(), *module.buffers()):
         storages.pop(own.untyped_storage()._cdata, None)
     return sum(storage.nbytes() for storage in storages.values())
-
-
-def _text(size: float) -> str:
-    """To three digits."""
-    return BYTES.write(float(f"{size:.3g}"))

@@ -10,10 +10,11 @@ from typing import Any
 
 import altair as alt
 
+from orchestra.cluster.units import BYTES
 from orchestra.records.record import Links
 from orchestra.report.figures import frame
 from orchestra.report.figures.frame import BAR, Figure, Look, Values, figure, haloed, layer, tips
-from orchestra.report.numbers import TRAIN, count, figure_text
+from orchestra.report.numbers import TRAIN, bytes_text, count, figure_text
 from orchestra.report.rows import Row, grouped
 from orchestra.report.study import Study
 
@@ -180,25 +181,14 @@ def _batch_values(row: Row) -> tuple[Values, Values]:
 
 # Bytes
 
-_UNITS = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "bytes": 1.0}
-
-
-def _unit(value: float) -> str:
-    return next((unit for unit, size in _UNITS.items() if value >= size), "bytes")
-
-
-def bytes_text(value: float) -> str:
-    """So many bytes, in the unit in which they are a short number."""
-    unit = _unit(value)
-    return figure_text(value / _UNITS[unit], unit)
-
 
 def traffic(study: Study) -> Iterator[Figure]:
     """Mean bytes of a run, and for each sample, by strategy."""
     sent = {row.name: row.mean(lambda r: float(r.bytes_sent)) or 0.0 for row in study.completed}
     if not any(sent.values()):
         return
-    unit = _unit(max(sent.values()))
+    unit = BYTES.name_for(max(sent.values()))
+    size = float(BYTES.factors[unit])
     values: Values = []
     texts = {}
     for row in study.completed:
@@ -206,7 +196,11 @@ def traffic(study: Study) -> Iterator[Figure]:
         estimated = any(run.record.bytes_estimated for run in row.completed)
         each = total / samples if samples else None
         known = "by a formula" if estimated else "counted"
-        value = {"strategy": row.name, "sent": total / _UNITS[unit], "per_sample": each}
+        value = {
+            "strategy": row.name,
+            "sent": total / size,
+            "per_sample": each,
+        }
         values.append({**value, "known": known})
         text = f"{'≈ ' * estimated}{bytes_text(total)}"
         text += "" if each is None else f" · {bytes_text(each)} a sample"
