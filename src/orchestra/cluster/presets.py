@@ -26,6 +26,7 @@ from orchestra.cluster.nodes import (
 from orchestra.cluster.units import BANDWIDTH, BYTES, FLOPS, SECONDS, Unit, read_price
 from orchestra.errors import InputError
 from orchestra.settings import MAX_RANKS, Registry, Settings, setting, write
+from orchestra.settings.base import redefault
 
 CLUSTERS = Registry(
     "cluster",
@@ -65,9 +66,6 @@ GPU_OVERHEAD = Overhead(
 """Of messages between GPUs by NCCL: what a hop takes is in the latencies of the links, a collective
 has 8.4 us beside its hops (as above), and no processor touches a byte. A GPU adds at the pace of
 its memory: three passes at 1.5 TB/s."""
-
-BANDWIDTH_MEANS = "of each node's link, in each direction"
-LATENCY_MEANS = "of one link, one way; between two nodes a message crosses two"
 
 
 @dataclass(frozen=True, repr=False)
@@ -122,8 +120,8 @@ class Lan(Preset):
     speed: float = setting(
         1.0, "of a core; the machine that was calibrated has 1", above=0, high=1e9
     )
-    bandwidth: str = setting("1 Gbit/s", BANDWIDTH_MEANS)
-    latency: str = setting("50 us", LATENCY_MEANS)
+    bandwidth: str = setting("1 Gbit/s", "of each node's link, in each direction")
+    latency: str = setting("50 us", "of one link, one way; between two nodes a message crosses two")
     jitter: JitterSetting = setting(DEFAULT, JITTER_MEANS)
 
     def cluster(self) -> Cluster:
@@ -168,8 +166,8 @@ class Lan10Gbit(Lan):
     """
 
     _: KW_ONLY
-    bandwidth: str = setting("10 Gbit/s", BANDWIDTH_MEANS)
-    latency: str = setting("10 us", LATENCY_MEANS)
+    bandwidth: str = redefault(Lan, "bandwidth", "10 Gbit/s")
+    latency: str = redefault(Lan, "latency", "10 us")
 
 
 @dataclass(frozen=True, repr=False)
@@ -183,8 +181,8 @@ class Infiniband(Lan):
     """
 
     _: KW_ONLY
-    bandwidth: str = setting("200 Gbit/s", BANDWIDTH_MEANS)
-    latency: str = setting("600 ns", LATENCY_MEANS)
+    bandwidth: str = redefault(Lan, "bandwidth", "200 Gbit/s")
+    latency: str = redefault(Lan, "latency", "600 ns")
 
     def cluster(self) -> Cluster:
         return replace(self._star(), tcp=False)
@@ -201,7 +199,7 @@ class Wifi(Lan):
 
     _: KW_ONLY
     bandwidth: str = setting("360 Mbit/s", "of the radio channel, which every byte crosses twice")
-    latency: str = setting("1 ms", LATENCY_MEANS)
+    latency: str = redefault(Lan, "latency", "1 ms")
 
     def cluster(self) -> Cluster:
         return self._star(shared=self._read(BANDWIDTH, "bandwidth") / 2)
@@ -222,7 +220,7 @@ class Containers10Mbit(Lan):
     cores: int = setting(1, "processors of each container", low=1, high=MAX_CORES)
     bandwidth: str = setting("10 Mbit/s", "of what a container sends")
     down: str = setting("3.1 Gbit/s", "of what a container receives")
-    latency: str = setting("15 us", LATENCY_MEANS)
+    latency: str = redefault(Lan, "latency", "15 us")
 
     def cluster(self) -> Cluster:
         return self._star(down=self._link("down", "latency"))
@@ -241,7 +239,7 @@ class Stragglers(Lan1Gbit):
         None, "nodes that are slow; none: a quarter, at least one", low=0, high=MAX_RANKS
     )
     factor: float = setting(3.0, "how many times as long these take", above=1, high=1e9)
-    jitter: JitterSetting = setting(LogNormal(0.2), JITTER_MEANS)
+    jitter: JitterSetting = redefault(Lan, "jitter", LogNormal(0.2))
 
     def check(self) -> None:
         if self.slow is not None and self.slow > self.nodes:
@@ -352,11 +350,11 @@ class DgxH100(GpuMachines):
     """
 
     _: KW_ONLY
-    cores: int = setting(112, "processor cores of each machine", low=1, high=4096)
-    flops: str = setting("400 TFLOP/s", "what a GPU sustains in training")
-    memory: str = setting("80 GB", "of a GPU")
-    gpu_link: str = setting("450 GB/s", "of a GPU to the others of its machine, each direction")
-    bandwidth: str = setting("3.2 Tbit/s", "of a machine's network, in each direction")
+    cores: int = redefault(GpuMachines, "cores", 112)
+    flops: str = redefault(GpuMachines, "flops", "400 TFLOP/s")
+    memory: str = redefault(GpuMachines, "memory", "80 GB")
+    gpu_link: str = redefault(GpuMachines, "gpu_link", "450 GB/s")
+    bandwidth: str = redefault(GpuMachines, "bandwidth", "3.2 Tbit/s")
 
 
 @dataclass(frozen=True, repr=False)
@@ -368,11 +366,11 @@ class PcieGpus(GpuMachines):
     """
 
     _: KW_ONLY
-    gpus: int = setting(4, "of each machine", low=1, high=64)
-    cores: int = setting(32, "processor cores of each machine", low=1, high=4096)
-    flops: str = setting("60 TFLOP/s", "what a GPU sustains in training")
-    memory: str = setting("24 GB", "of a GPU")
-    gpu_link: str = setting("31.5 GB/s", "of a GPU to the others of its machine, each direction")
-    gpu_latency: str = setting("2.85 us", "of that link; a message crosses two")
-    bandwidth: str = setting("100 Gbit/s", "of a machine's network, in each direction")
-    latency: str = setting("2 us", "of that link; between two machines a message crosses two")
+    gpus: int = redefault(GpuMachines, "gpus", 4)
+    cores: int = redefault(GpuMachines, "cores", 32)
+    flops: str = redefault(GpuMachines, "flops", "60 TFLOP/s")
+    memory: str = redefault(GpuMachines, "memory", "24 GB")
+    gpu_link: str = redefault(GpuMachines, "gpu_link", "31.5 GB/s")
+    gpu_latency: str = redefault(GpuMachines, "gpu_latency", "2.85 us")
+    bandwidth: str = redefault(GpuMachines, "bandwidth", "100 Gbit/s")
+    latency: str = redefault(GpuMachines, "latency", "2 us")

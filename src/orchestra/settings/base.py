@@ -279,6 +279,12 @@ def setting(
     return field
 
 
+def redefault(base: type[Settings], name: str, default: T) -> T:
+    """The setting `name` of `base` again, in a subclass, with another default."""
+    field: T = dataclasses.field(default=default, metadata=base.__dataclass_fields__[name].metadata)
+    return field
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Settings:
     """Base of every frozen dataclass of settings; subclass with `frozen=True, repr=False`.
