@@ -108,10 +108,10 @@ class ElasticAveraging(ServerStrategy[ElasticAveragingState]):
         roles = self.roles(worker.budget_ranks)
         state = ElasticAveragingState(exchange.slices_of(worker, roles.servers, updates=False))
         if worker.rank in roles.servers:
-            consistency = parameter_server.Asynchronous()
-            state.server = exchange.make_server(
-                worker, state.slices, roles.workers, consistency, updates=False, elastic=True
+            rules = exchange.ServerRules(
+                parameter_server.Asynchronous(), updates=False, elastic=True
             )
+            state.server = exchange.make_server(worker, state.slices, roles.workers, rules)
         if worker.rank in roles.workers:
             state.client = parameter_server.Client(worker.transport, state.slices)
             state.optimizer = worker.local_optimizer()

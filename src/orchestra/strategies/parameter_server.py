@@ -14,6 +14,7 @@ from orchestra.errors import InputError
 from orchestra.parameter_server.placement import parts_by_links
 from orchestra.settings import MAX_RANKS, MAX_STEPS, setting
 from orchestra.strategies.base import Footprint, Roles, roles_of
+from orchestra.strategies.parameter_server_checks import contradictions
 from orchestra.strategies.server_strategy import (
     NOTHING,
     ServerStrategy,
@@ -23,9 +24,9 @@ from orchestra.strategies.server_strategy import (
 
 if TYPE_CHECKING:
     from orchestra.exchange import SliceCodec
-    from orchestra.exchange.servers import Compensate
-    from orchestra.parameter_server import Client, Consistency, Server
-    from orchestra.parameter_server.placement import Part, Slice
+    from orchestra.exchange.servers import Compensate, ServerRules
+    from orchestra.parameter_server import Client, Consistency
+    from orchestra.parameter_server.placement import Part
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
 
@@ -169,84 +170,8 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
 
     def check(self) -> None:
         """Refuse settings that contradict each other."""
-        on_arrival = "consistency='asynchronous', or 'bounded' with a staleness above 0"
-        averages, bounded = self.averages, self.consistency == "bounded"
-        gradients = self.returns == "gradients"
-        same = "a synchronous server averages gradients of the same parameters"
-        refused = [
-            (
-                self.staleness is not None and not bounded,
-                f"staleness={self.staleness} needs consistency='bounded', not {self.consistency!r}",
-            ),
-            (
-                self.staleness is None and bounded,
-                "consistency='bounded' needs its bound: give both, as in ParameterServer("
-                "consistency='bounded', staleness=1), or set consistency='asynchronous'",
-            ),
-            (
-                averages and self.learning_rate != "kept",
-                f"learning_rate={self.learning_rate!r} needs {on_arrival}: {same}",
-            ),
-            (
-                averages and self.delay_compensation != "none",
-                f"delay_compensation={self.delay_compensation!r} needs {on_arrival}: {same}",
-            ),
-            (
-                gradients and not averages,
-                f"returns='gradients' needs consistency='synchronous': a server that is "
-                f"{self.consistency} has no average to return",
-            ),
-            (
-                self.backup > 0 and not averages,
-                f"backup needs consistency='synchronous': where it is {self.consistency!r}, no "
-                "gradient comes too late",
-            ),
-            (
-                isinstance(self.slices, tuple) and len(self.slices) != self.servers,
-                f"slices={self.slices} is not one weight for each of {self.servers} servers",
-            ),
-            (
-                self.replicas > 0 and self.servers < 2,
-                "replicas=1 needs servers=2 or more: the replica of a server's slice lies on the "
-                "next server",
-            ),
-            (
-                self.replicas > 0 and gradients,
-                "replicas=1 needs returns='parameters': servers that only average keep nothing "
-                "that could be lost",
-            ),
-            (
-                self.replicas > 0 and averages and self.placement == "beside",
-                f"replicas=1 beside workers needs {on_arrival}: with a server its worker dies, "
-                "and a synchronous step needs all workers; or set placement='dedicated'",
-            ),
-            (
-                self.lambda0 is not None and self.delay_compensation == "none",
-                "lambda0 needs delay_compensation='constant' or 'adaptive'",
-            ),
-            (
-                self.mean_square is not None and self.delay_compensation != "adaptive",
-                "mean_square needs delay_compensation='adaptive'",
-            ),
-            (
-                self.backup > 0 and (self.servers > 1 or gradients),
-                "backup needs servers=1 and returns='parameters': several servers would not drop "
-                "the same gradients, and a late worker would miss updates",
-            ),
-            (
-                self.compression is not None and not self.compression.decodable_alone,
-                f"a server cannot read a payload of {self.compression!r} without those of all "
-                "workers: take AllReduce, or another compressor (SignSGD with vote=False)",
-            ),
-            (
-                self.backup > 0 and self.compression is not None,
-                "backup does not go with compression: what waits for a later step would count on "
-                "gradients that are dropped",
-            ),
-        ]
-        for contradicts, message in refused:
-            if contradicts:
-                raise InputError(f"ParameterServer: {message}")
+        for message in contradictions(self):
+            raise InputError(f"ParameterServer: {message}")
 
     @property
     def averages(self) -> bool:
@@ -328,7 +253,8 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
         early = self.synchronous and (worker.optimizer.elementwise or not updates) and bool(parts)
         state = ParameterServerState(slices)
         if is_server:
-            state.server = self._make_server(worker, roles, slices, codec, parts, early=early)
+            rules = self._rules(roles, codec, parts, early=early)
+            state.server = exchange.make_server(worker, slices, roles.workers, rules)
         if worker.rank in roles.workers:
             state.client = self._make_client(worker, roles, state, codec)
             if parts:
@@ -370,23 +296,13 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
             encode = functools.partial(codec.encode_push, state.slices, state.compression)
         return parameter_server.Client(worker.transport, state.slices, queue, parameters, encode)
 
-    def _make_server(
-        self,
-        worker: Worker,
-        roles: Roles,
-        slices: list[Slice],
-        codec: SliceCodec | None,
-        parts: list[Part],
-        *,
-        early: bool,
-    ) -> Server:
+    def _rules(
+        self, roles: Roles, codec: SliceCodec | None, parts: list[Part], *, early: bool
+    ) -> ServerRules:
         updates, workers = self.returns == "parameters", len(roles.workers)
         by_staleness = self.learning_rate == "by_staleness"
         divisor = workers if self.learning_rate == "divided" else 1
-        return exchange.make_server(
-            worker,
-            slices,
-            roles.workers,
+        return exchange.ServerRules(
             self._consistency(workers),
             updates=updates,
             clips=updates and self.averages,
