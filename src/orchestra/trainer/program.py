@@ -35,7 +35,7 @@ from orchestra.worker.gathering import ShardedWorker
 from orchestra.worker.interception import intercepted
 from orchestra.worker.layout import FlatModel
 from orchestra.worker.runtime import Runtime
-from orchestra.worker.snapshots import Part, buffers_vector
+from orchestra.worker.snapshots import Contribution, buffers_vector
 from orchestra.worker.worker import Worker
 
 
@@ -82,14 +82,10 @@ class Session(Loop):
         self.trace = Trace(runtime.transport.now, training.trace_steps, windows)
         self.order = Order()
         self.engine = runtime  # as it was given: what is measured with it is not traced
+        self.run, self.training = run, training
         if repeats is not None:
             self.shares = tuple(repeats.shares)
-            runtime = intercepted(runtime, Repeating(runtime.rank, repeats))
-        elif training.record_order:
-            runtime = intercepted(runtime, Recording(self.order))
-        if training.trace_steps:
-            runtime = intercepted(runtime, self.trace)
-        self.runtime, self.run, self.training = runtime, run, training
+        self.runtime = runtime = self._intercepted(repeats)
         self.strategy, self.folder = strategy, folder
         self.began = runtime.transport.now()
         self.setup: dict[str, float] = {}
@@ -114,6 +110,17 @@ class Session(Loop):
         path = None if self.shared else folder / f"steps-rank-{runtime.rank}.jsonl"
         self.recorder = Recorder(self.worker, path, self.totals, self.position.steps, self.scalars)
         self.worker.observe = self.recorder.observe
+
+    def _intercepted(self, repeats: Order | None) -> Runtime:
+        """The engine's runtime with whoever records, repeats or traces this run."""
+        runtime = self.engine
+        if repeats is not None:
+            runtime = intercepted(runtime, Repeating(runtime.rank, repeats))
+        elif self.training.record_order:
+            runtime = intercepted(runtime, Recording(self.order))
+        if self.training.trace_steps:
+            runtime = intercepted(runtime, self.trace)
+        return runtime
 
     def train(self) -> None:
         """From the warm-up to the agreement on the final parameters."""
@@ -362,7 +369,7 @@ class Session(Loop):
         restore(self.totals, saved["totals"])
         restore(worker.measures, saved["measures"])
         self.order.first_step = position.steps
-        worker.snapshots.parts = [Part(**part) for part in saved["snapshots"]]
+        worker.snapshots.parts = [Contribution(**part) for part in saved["snapshots"]]
         worker.snapshots.skip(position.consumed)
         self.shares = tuple(saved.get("shares", ()))
         if self.balancer is not None:

@@ -247,8 +247,13 @@ def connect_mesh(
             connection.close()
         if not isinstance(error, TimeoutError):
             raise
-        first, *rest = sorted(missing)
-        others = f" (nor did {', '.join(map(str, rest))})" if rest else ""
-        why = "".join(f"; a connection was refused: {reason}" for reason in refused[-1:])
-        raise PeerLost(first, f"it did not connect in time{others}{why}") from None
+        raise _not_connected(missing, refused) from None
     return SocketTransport(ProgressEngine(rank, connections), on_flow_start)
+
+
+def _not_connected(missing: Collection[int], refused: Sequence[str]) -> PeerLost:
+    """What a rank fails with to which those `missing` did not connect in time."""
+    first, *rest = sorted(missing)
+    others = f" (nor did {', '.join(map(str, rest))})" if rest else ""
+    why = "".join(f"; a connection was refused: {reason}" for reason in refused[-1:])
+    return PeerLost(first, f"it did not connect in time{others}{why}")

@@ -151,19 +151,20 @@ def launch(
                     rank, ranks, rank, watcher.address, LOOPBACK, token, limits,
                     tls=tls, threads=threads, shared_memory=memory_is_shared(os.environ),
                 )  # fmt: skip
-                if places:
-                    place = places[rank]
-                    spec = replace(
-                        spec, place=place, host=place.address, local_rank=place.local_rank,
-                        threads=place.threads,
-                        shared_memory=spec.shared_memory and place.shared_memory,
-                    )  # fmt: skip
-                _start(watcher, spec, job)
+                _start(watcher, _placed(spec, places[rank]) if places else spec, job)
             watcher.join()
         except BaseException:
             watcher.abandon()
             raise
     return watcher.outcome(pickle.loads)  # of its own children
+
+
+def _placed(spec: RankSpec, place: Place) -> RankSpec:
+    """`spec` with the address, the threads and the memory of its emulated node."""
+    return replace(
+        spec, place=place, host=place.address, local_rank=place.local_rank, threads=place.threads,
+        shared_memory=spec.shared_memory and place.shared_memory,
+    )  # fmt: skip
 
 
 def _pickled(program: Callable[..., Any], argument: Any) -> bytes:

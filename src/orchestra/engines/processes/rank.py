@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from orchestra.engines.events import Event, Notice, describe
 from orchestra.engines.failure_detector import Limits
-from orchestra.engines.processes.control import Control, RankSpec, Signs
+from orchestra.engines.processes.control import Control, RankSpec, Roster, Signs
 from orchestra.engines.processes.environment import (
     Launched,
     latencies_of,
@@ -155,24 +155,13 @@ def _run(
     program, argument = load()
     roster = control.roster()
     torch.set_num_threads(spec.threads or chosen_threads(os.environ) or roster.threads)
-    transport = connect_mesh(
-        spec.rank,
-        roster.addresses,
-        listener,
-        spec.token.encode(),
-        tls=spec.tls,
-        timeout=spec.limits.joining,
-        # Thread counts are each thread's own; background flows leave the cores to the main flow.
-        on_flow_start=lambda: torch.set_num_threads(1),
-        on_wait=control.connecting,
-    )
+    transport = _connected(spec, control, roster, listener)
     resources.callback(transport.close)
-    transport.share_memory(roster.neighbours)
+    if roster.neighbours:
+        transport.share_memory(roster.neighbours)
     latencies = spec.held
     if latencies is not None:
         transport.hold(latencies.seconds)
-    watched = Watched(spec.rank, spec.ranks)
-    compute = TimedCompute()
     native = Native(
         make_store,
         spec.rank,
@@ -183,13 +172,8 @@ def _run(
     )
     resources.callback(native.close)
     transport.native = native.all_reduce
-
-    def probe() -> Signs:
-        completed, waits_for, what = watched.signs()
-        moved = transport.acknowledged_bytes() if sys.platform == "linux" else 0
-        return (completed, compute.calls, moved), waits_for, what
-
-    control.attach(transport, probe)
+    watched, compute = Watched(spec.rank, spec.ranks), TimedCompute()
+    control.attach(transport, functools.partial(_signs, watched, compute, transport))
     runtime = Runtime(
         spec.rank,
         spec.ranks,
@@ -207,6 +191,30 @@ def _run(
     control.phase("leaving")
     transport.close(timeout=spec.limits.patience)
     return result
+
+
+def _connected(
+    spec: RankSpec, control: Control, roster: Roster, listener: socket.socket
+) -> SocketTransport:
+    """Connect with all other ranks."""
+    return connect_mesh(
+        spec.rank,
+        roster.addresses,
+        listener,
+        spec.token.encode(),
+        tls=spec.tls,
+        timeout=spec.limits.joining,
+        # Thread counts are each thread's own; background flows leave the cores to the main flow.
+        on_flow_start=lambda: torch.set_num_threads(1),
+        on_wait=control.connecting,
+    )
+
+
+def _signs(watched: Watched, compute: TimedCompute, transport: SocketTransport) -> Signs:
+    """What a beat says of the rank: see `Control.attach`."""
+    completed, waits_for, what = watched.signs()
+    moved = transport.acknowledged_bytes() if sys.platform == "linux" else 0
+    return (completed, compute.calls, moved), waits_for, what
 
 
 def _encoded(result: Any, *, local: bool) -> bytes:
