@@ -29,7 +29,7 @@ from orchestra.schedules.work_queue import WorkItem, WorkQueue
 from orchestra.worker.batches import batch_samples, digest
 
 
-class Part(NamedTuple):
+class WorkerBatch(NamedTuple):
     """One worker's part of a global batch."""
 
     batch: Any
@@ -53,14 +53,14 @@ class ShardedLoader(ABC):
     epoch = 0
 
     @abstractmethod
-    def begin(self, first: int) -> Iterator[Part]:
+    def begin(self, first: int) -> Iterator[WorkerBatch]:
         """The next epoch, from its batch number `first` on.
 
         The ones before are not loaded where a sampler chooses them; else they are drawn and
         dropped. What the samplers draw from the global generators is drawn in here.
         """
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[WorkerBatch]:
         return self.begin(0)
 
     @abstractmethod
@@ -152,7 +152,7 @@ class _Whole(ShardedLoader):
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
 
-    def begin(self, first: int) -> Iterator[Part]:
+    def begin(self, first: int) -> Iterator[WorkerBatch]:
         self.epoch += 1
         if first and _has_sampler(self._loader):
             later = _Later(self._loader.batch_sampler, first)
@@ -164,9 +164,9 @@ class _Whole(ShardedLoader):
                 next(batches)
         return map(self._part, batches)
 
-    def _part(self, batch: Any) -> Part:
+    def _part(self, batch: Any) -> WorkerBatch:
         samples = batch_samples(batch)
-        return Part(batch, samples, samples)
+        return WorkerBatch(batch, samples, samples)
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -208,7 +208,7 @@ class _Dealt(ShardedLoader):
         self._index = index
         self._loader = _with_batches(loader, self._indices)
 
-    def begin(self, first: int) -> Iterator[Part]:
+    def begin(self, first: int) -> Iterator[WorkerBatch]:
         self._begun = self.epoch, first
         self.epoch += 1
         return map(self._part, itertools.count(first), iter(self._loader))
@@ -222,9 +222,9 @@ class _Dealt(ShardedLoader):
             before = epoch * self._order.samples
             yield self._order.indices(before + start, before + stop).tolist()
 
-    def _part(self, step: int, batch: Any) -> Part:
+    def _part(self, step: int, batch: Any) -> WorkerBatch:
         counts = self._plan.counts(step)
-        return Part(batch, counts[self._index], sum(counts))
+        return WorkerBatch(batch, counts[self._index], sum(counts))
 
     def __len__(self) -> int:
         return self._plan.steps
@@ -247,7 +247,7 @@ class _EveryNth(ShardedLoader):
             self._items = loader.batch_sampler
             self._loader = _with_batches(loader, self._own_items)
 
-    def begin(self, first: int) -> Iterator[Part]:
+    def begin(self, first: int) -> Iterator[WorkerBatch]:
         self._begun = self.epoch, first
         self.epoch += 1
         return map(self._part, self._own_items() if self._loader is None else iter(self._loader))
@@ -277,8 +277,8 @@ class _EveryNth(ShardedLoader):
                 found = enumerate(islice(items, self._workers))
                 turn = [item for n, item in found if n in wanted]
 
-    def _part(self, batch: Any) -> Part:
-        return Part(batch, 0 if self._repeated.popleft() else batch_samples(batch), None)
+    def _part(self, batch: Any) -> WorkerBatch:
+        return WorkerBatch(batch, 0 if self._repeated.popleft() else batch_samples(batch), None)
 
     def __len__(self) -> int:
         return -(-len(self._items) // self._workers)
@@ -313,10 +313,10 @@ class QueuedLoader:
         sizes = tuple((rank, self._batch_size) for rank, share in enumerate(shares) if share)
         return WorkQueue(start, None, sizes, self._samples) if len(sizes) > 1 else None
 
-    def load(self, item: WorkItem) -> Part:
+    def load(self, item: WorkItem) -> WorkerBatch:
         """The batch of `item`."""
         self._items.append(item)
-        return Part(next(self._batches), item.samples, item.samples)
+        return WorkerBatch(next(self._batches), item.samples, item.samples)
 
     def _indices(self) -> Iterator[list[int]]:
         while self._items:

@@ -30,8 +30,8 @@ def share_of(ring: Sequence[int], rank: int) -> Share:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A tensor of which this worker updates the elements from `first` on: it, or a cut of it.
+class OwnedTensor:
+    """A tensor, or a part of one that begins at its element `first`, which this worker updates.
 
     `values` and `gradient` share memory with the flat vectors.
     """
@@ -113,7 +113,7 @@ class Shards:
         total, squares = moments.tolist()
         return bool(len(group) * squares == total**2)
 
-    def _part(self, unit: Unit, tensor: int, first: int, end: int) -> Part:
+    def _part(self, unit: Unit, tensor: int, first: int, end: int) -> OwnedTensor:
         """Elements [first, end) of `unit`; a tensor that is there whole has its shape."""
         worker, index = self._worker, unit.first_slot + tensor
         slot, start = worker.layout.slots[index], unit.first + first
@@ -122,7 +122,7 @@ class Shards:
         at = unit.at if self._sharded else unit.own
         values = worker.parameters[at : at + unit.size][own].view(shape)
         gradient = worker.gradients.own(unit)[own].view(shape)
-        return Part(index, start - slot.offset, values, gradient)
+        return OwnedTensor(index, start - slot.offset, values, gradient)
 
     def average(self) -> GradientAverage:
         """What sums the gradients, of each the slice that this worker owns."""

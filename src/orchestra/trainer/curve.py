@@ -29,7 +29,7 @@ from orchestra.records.report import Point
 from orchestra.tasks.task import Task, evaluate
 from orchestra.transports.tags import Tag
 from orchestra.worker.layout import FlatModel, Layout, buffer_places
-from orchestra.worker.snapshots import Mean, Part, buffers_vector, set_buffers
+from orchestra.worker.snapshots import Contribution, Mean, buffers_vector, set_buffers
 from orchestra.worker.threads import chosen_threads, usable_cores
 from orchestra.worker.worker import Worker
 
@@ -68,7 +68,7 @@ class Held(NamedTuple):
 
     rank: int
     number: int
-    head: Part
+    head: Contribution
 
 
 class Gathered:
@@ -87,7 +87,7 @@ class Gathered:
             if rank != worker.rank:
                 heads = self._asked(rank, partial(receive_object, worker.transport, rank)) or ()
                 for number, head in enumerate(heads):
-                    part = Part(**{**head, "values": torch.empty(0)})
+                    part = Contribution(**{**head, "values": torch.empty(0)})
                     self._held.append(Held(rank, number, part))
 
     @property
@@ -95,7 +95,7 @@ class Gathered:
         """The snapshots that there is a part of."""
         return sorted({held.head.index for held in self._held})
 
-    def parts(self, index: int) -> Iterator[Part]:
+    def parts(self, index: int) -> Iterator[Contribution]:
         """Those of snapshot `index`, with their values; of what was lost, the mirrors."""
         there = set()
         for held in sorted(self._of(index), key=lambda held: held.head.mirror):
@@ -169,7 +169,7 @@ class Gathered:
         return None
 
 
-def _kind_of_own(parts: Iterable[Part]) -> str:
+def _kind_of_own(parts: Iterable[Contribution]) -> str:
     """Return the kind of the parts that tell what a rank's own parameters were."""
     return "replica" if any(part.kind == "replica" for part in parts) else "parameters"
 
@@ -179,7 +179,7 @@ def evaluation_data(task: Task) -> Dataset[Any] | None:
     return task.validation if task.validation is not None else task.test
 
 
-def own_metrics(model: FlatModel, task: Task, parts: Sequence[Part]) -> SnapshotMetrics:
+def own_metrics(model: FlatModel, task: Task, parts: Sequence[Contribution]) -> SnapshotMetrics:
     """What a rank's own replica was worth at each of its snapshots, with its own buffers."""
     dataset = evaluation_data(task)
     found: SnapshotMetrics = {}
@@ -260,7 +260,7 @@ def _assemble(model: FlatModel, gathered: Gathered, index: int) -> Point | None:
     return Point(samples, seconds, {}, distance, distance / norm if norm else None)
 
 
-def moments(held: Sequence[Part], size: int) -> list[Point]:
+def moments(held: Sequence[Contribution], size: int) -> list[Point]:
     """When each snapshot was taken, of parameters that have no values, `size` in all; no figures.
 
     A snapshot that does not cover all of them is left out; what mirrors other parts counts where
@@ -303,11 +303,13 @@ def agree_on_buffers(worker: Worker, samples: int, leader: int) -> None:
             own = rank == leader
             message = weighted if own else worker.transport.receive(rank, Tag.PARTS).wait()
             if not message.is_meta and message[-1] > 0:
-                parts.append(Part(0, 0, 0.0, 0, message[:-1], float(message[-1]), "buffers"))
+                parts.append(
+                    Contribution(0, 0, 0.0, 0, message[:-1], float(message[-1]), "buffers")
+                )
     set_buffers(worker.buffers, parts)
 
 
-def put_together(module: nn.Module, part: Part) -> None:
+def put_together(module: nn.Module, part: Contribution) -> None:
     """Give `module` the values of some rank's `part`."""
     if part.kind == "buffers":
         buffers = [(name, getattr(owner, leaf)) for name, owner, leaf in buffer_places(module)]

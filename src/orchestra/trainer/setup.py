@@ -28,7 +28,7 @@ from orchestra.worker.gathering import ShardedWorker
 from orchestra.worker.layout import Layout, buffer_places
 from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.shapes import ShapeWorker, SharedShapes
-from orchestra.worker.snapshots import Part, Place, Places, Snapshots
+from orchestra.worker.snapshots import Contribution, Place, Places, Snapshots
 from orchestra.worker.worker import Worker
 
 Extents = dict[str, tuple[int, int]]
@@ -127,7 +127,7 @@ class ShapesRun:
         module = meta_model(self.task)
         ranks = len(roles_of(run.strategy, training.ranks).shares)
         self.shapes = SharedShapes(module, _optimizer(run, module), ranks)
-        self.parts: list[Part] = []
+        self.parts: list[Contribution] = []
 
     @functools.cached_property
     def sizes(self) -> Sizes:

@@ -14,7 +14,7 @@ Buffers = Sequence[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class Part:
+class Contribution:
     """A rank's contribution to snapshot `index`.
 
     Parameters: the slice that begins at `offset` of the flat vector; parts of other ranks that
@@ -60,7 +60,7 @@ class Snapshots:
 
     def __init__(self, due: Sequence[int], now: Callable[[], float]) -> None:
         self.due = tuple(due)
-        self.parts: list[Part] = []
+        self.parts: list[Contribution] = []
         self._now = now
         self.places: Places | None = None
         self.started = 0.0
@@ -90,14 +90,14 @@ class Snapshots:
             return
         self._next[kind, offset] = passed
         seconds = self._now() - self.started
-        part = Part(passed - 1, samples, seconds, offset, values, weight, kind, mirror)
+        part = Contribution(passed - 1, samples, seconds, offset, values, weight, kind, mirror)
         self.parts += [replace(p, values=p.values.detach().clone()) for p in self._placed(part)]
 
-    def conclude(self, kind: str, values: Tensor) -> list[Part]:
+    def conclude(self, kind: str, values: Tensor) -> list[Contribution]:
         """What this rank has to give to the final model; not a copy."""
-        return self._placed(Part(len(self.due), 0, 0.0, 0, values.detach(), 1.0, kind))
+        return self._placed(Contribution(len(self.due), 0, 0.0, 0, values.detach(), 1.0, kind))
 
-    def _placed(self, part: Part) -> list[Part]:
+    def _placed(self, part: Contribution) -> list[Contribution]:
         if self.places is None:
             return [part]
         return [
@@ -130,7 +130,7 @@ class Mean:
         self.weight = torch.zeros(size, dtype=torch.float64)
         self.square = torch.zeros(size, dtype=torch.float64)
 
-    def add(self, part: Part) -> None:
+    def add(self, part: Contribution) -> None:
         """One more vector."""
         total, weight = self.total[part.covered], self.weight[part.covered]
         values = part.values.double().cpu()
@@ -161,7 +161,7 @@ def buffers_vector(named: Buffers) -> Tensor | None:
     return torch.cat(buffers) if buffers else None
 
 
-def set_buffers(buffers: Buffers, parts: Sequence[Part]) -> None:
+def set_buffers(buffers: Buffers, parts: Sequence[Contribution]) -> None:
     """Set floating buffers to the weighted mean of `parts`, others to those of the first part."""
     own = buffers_vector(buffers)
     if not parts or own is None:

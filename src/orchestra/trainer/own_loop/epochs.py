@@ -185,7 +185,7 @@ class Epochs(OwnRank):
             self._count(part)
             yield part.batch
 
-    def _count(self, *parts: loaders.Part) -> None:
+    def _count(self, *parts: loaders.WorkerBatch) -> None:
         """Note which samples are behind the next gradient, here and on all workers."""
         samples = sum(part.samples for part in parts)
         totals = [part.total for part in parts if part.total is not None]
