@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from tests.threads import FreeCompute, Notes
+from tests.without_time import WithoutTime
 from torch import Tensor, nn
 
 from orchestra.optimizers.settings import Optimizer
@@ -23,8 +24,7 @@ from orchestra.parameter_server.messages import (
 )
 from orchestra.parameter_server.server import Server
 from orchestra.strategies.parameter_server import ParameterServer, ParameterServerState
-from orchestra.transports.collective import execute
-from orchestra.transports.protocol import CollectiveCall, Transport
+from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.worker import Worker
@@ -50,7 +50,7 @@ class Here:
         return True
 
 
-class Arrivals(Transport):
+class Arrivals(WithoutTime):
     """The transport of a server: `order` names who pushes next; at the end all send `last`.
 
     `given` holds for each worker the values that it was last sent, `clocks` how far it is, and
@@ -102,20 +102,6 @@ class Arrivals(Transport):
     def lost(self) -> frozenset[int]:
         """Everybody else: nobody takes part in anything collective."""
         return frozenset(range(self.size)) - {self.rank}
-
-    def now(self) -> float:
-        return 0.0
-
-    bytes_sent = 0
-
-    def add(self, own: Tensor, *arrived: Tensor) -> None:
-        raise NotImplementedError
-
-    def arrived(self) -> dict[int, tuple[float, float]]:
-        raise NotImplementedError
-
-    def execute(self, call: CollectiveCall, over: Transport | None = None) -> int:
-        return execute(over or self, call)
 
     def spawn(self, function: Callable[[Transport], Any]) -> Any:
         raise NotImplementedError

@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.without_time import WithoutTime
 from torch import Tensor
 
 from orchestra.errors import PeerLost
-from orchestra.transports.collective import execute
 from orchestra.transports.framing import Header, byte_view
 from orchestra.transports.matching import Flow, Incoming, Mailbox, Operation, Receive, Send
-from orchestra.transports.protocol import CollectiveCall, Traffic, Transport
+from orchestra.transports.protocol import Traffic
 
 DEADLINE_SECONDS = 60.0
 
@@ -198,7 +198,7 @@ class Network:
             assert fiber.ended
 
 
-class Port(Transport):
+class Port(WithoutTime):
     """The transport of one flow."""
 
     def __init__(self, network: Network, rank: int) -> None:
@@ -207,8 +207,6 @@ class Port(Transport):
         self.size = network.size
         self.flow = Flow(rank, self)
         self.traffic = Traffic()
-
-    bytes_sent = 0
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Send:
         assert tensor.is_contiguous()
@@ -244,18 +242,6 @@ class Port(Transport):
 
     def lost(self) -> frozenset[int]:
         return frozenset(self.network.mailboxes[self.rank].lost)
-
-    def now(self) -> float:
-        return 0.0
-
-    def add(self, own: Tensor, *arrived: Tensor) -> None:
-        raise NotImplementedError
-
-    def arrived(self) -> dict[int, tuple[float, float]]:
-        raise NotImplementedError
-
-    def execute(self, call: CollectiveCall, over: Transport | None = None) -> int:
-        return execute(over or self, call)
 
 
 @dataclass
