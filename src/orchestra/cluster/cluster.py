@@ -83,7 +83,7 @@ class Cluster(Settings):
         return [link for link in ends if link is not None]
 
     def scaled(self, *, bandwidth: float = 1.0, latency: float = 1.0) -> Cluster:
-        """The same with so many times the bandwidth and the latency between its nodes."""
+        """The same cluster with the bandwidth and latency between its nodes multiplied by these."""
 
         def link(old: Link | None) -> Link | None:
             return old and Link(old.bandwidth * bandwidth, old.latency * latency)

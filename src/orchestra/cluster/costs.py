@@ -110,7 +110,7 @@ class Overhead(Settings):
     tcp: Tcp = setting(Tcp(), "what TCP takes of the links")
 
     def message(self, frame_bytes: int) -> MessageCost:
-        """Of a message of so many bytes, its header included."""
+        """What a message of `frame_bytes` bytes costs, its header included."""
         first = self.send.at(0)
         # Measured costs may fall with the size, by chance.
         rest = max(self.send.at(frame_bytes) - first, 0.0)

@@ -223,7 +223,7 @@ class Node(Settings):
         return None if self.price is None else read_price(self.price, where="price")[1]
 
     def speed_beside(self, flops: float) -> float:
-        """Of a core (or a device), where one that does so many FLOP/s has 1."""
+        """The speed of a core (or a device), relative to one of `flops` FLOP/s."""
         if self.speed is not None:
             return self.speed
         assert self.flops is not None

@@ -120,7 +120,7 @@ class Encoder(Compressor):
 
     @abstractmethod
     def size(self, elements: int, itemsize: int, step: int) -> int:
-        """The bytes of the payload of so many elements, each of `itemsize` bytes."""
+        """The bytes of the payload of `elements` elements, each of `itemsize` bytes."""
 
     @abstractmethod
     def encode(self, values: Tensor, context: Context) -> Tensor:

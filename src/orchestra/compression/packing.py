@@ -25,7 +25,7 @@ def from_bytes(payload: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """Of `count` numbers of so many bits each."""
+    """The bytes of `count` packed numbers of `bits` bits each."""
     return -(-count * bits // 8)
 
 
@@ -64,7 +64,7 @@ def positions_of_large(values: Tensor, least: float) -> Tensor:
 
 
 def index_bits(elements: int) -> int:
-    """Bits of an index into so many elements."""
+    """The bits of an index into `elements` elements."""
     return max(1, (elements - 1).bit_length())
 
 

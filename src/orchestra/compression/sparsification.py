@@ -45,7 +45,7 @@ def largest(values: Tensor, count: int) -> Tensor:
 
 
 def sparse_bytes(count: int, elements: int, itemsize: int) -> int:
-    """Of `pack_sparse`, for `count` of so many elements."""
+    """The bytes of `pack_sparse` for `count` of `elements` elements."""
     return count * itemsize + packing.positions_bytes(count, elements)
 
 

@@ -231,7 +231,7 @@ class _Dealt(ShardedLoader):
 
 
 class _EveryNth(ShardedLoader):
-    """Item `index` of each `workers`; the first of them where there are not so many left.
+    """Item `index` of each `workers` items; the first of them where too few are left.
 
     The turns before the first batch that is wanted are drawn and dropped.
     """

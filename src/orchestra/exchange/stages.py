@@ -66,7 +66,7 @@ def stage_of(
     resumed, cut alike.
 
     Raises:
-        InputError: the model cannot be traced or has not so many places to be cut at.
+        InputError: the model cannot be traced or has too few places to be cut at.
     """
     with ONE_AT_A_TIME:
         args, kwargs = inputs_of(loss_of)

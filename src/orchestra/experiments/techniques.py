@@ -41,7 +41,7 @@ class Technique:
 
 @dataclass(frozen=True)
 class Judged:
-    """A technique on so many ranks; `break_even` is None where it was not searched, and `text` says
+    """A technique on `ranks` ranks; `break_even` is None where it was not searched, and `text` says
     it in words."""
 
     technique: Technique

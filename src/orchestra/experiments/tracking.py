@@ -286,7 +286,7 @@ class Tracking:
         return found
 
     def _step_at(self, samples: int) -> int:
-        """The step of the first worker at which the cluster had consumed so many samples."""
+        """The step of the first worker at which the cluster had consumed `samples`."""
         place = bisect_left(self._consumed, (samples, 0))
         return self._consumed[min(place, len(self._consumed) - 1)][1] if self._consumed else 0
 

@@ -55,7 +55,7 @@ def map_figure(drawn: Map) -> Figure:
     sides = [_values(axis, place) for axis, place in zip((x, y), edges, strict=True)]
     centres = [_values(axis, place) for axis, place in zip((x, y), middles, strict=True)]
     shown = [name for name in drawn.winners if name in names]
-    look = Look(_styles(shown))
+    look = Look(_fills(shown))
     across, up = _channel(alt.X, x, "x"), _channel(alt.Y, y, "y")
     regions = _regions(first, names, sides)
     best = fine.min(axis=0)
@@ -127,7 +127,8 @@ def _channel(kind: Any, axis: Axis, field: str) -> Any:
     )  # fmt: skip
 
 
-def _styles(names: Sequence[str]) -> dict[str, Style]:
+def _fills(names: Sequence[str]) -> dict[str, Style]:
+    """A pale area for each strategy; that of one process is grey."""
     others = [name for name in names if name != ONE_PROCESS]
     colours = {name: PALE[COLOURS[place % len(COLOURS)]] for place, name in enumerate(others)}
     return {name: Style(colours.get(name, GREY), DASHES[0], "square") for name in names}

@@ -24,9 +24,9 @@ def count(noun: str, number: int) -> str:
 
 
 def fixed(value: float, decimals: int, *, sign: bool = False) -> str:
-    """With so many decimals; a figure (not a difference) that would read as zero has more.
+    """`value` with `decimals` decimals; a figure that would read as zero gets more of them.
 
-    `sign` makes it a difference: with a plus, too, and zero without a sign.
+    `sign` is for differences: they have a plus as well, may read as zero, and zero has no sign.
     """
     if abs(value) < 0.5 * 10.0**-decimals:
         if value and not sign:
@@ -37,7 +37,7 @@ def fixed(value: float, decimals: int, *, sign: bool = False) -> str:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """With so many significant digits, whole digits aside: those are never rounded away."""
+    """`value` with `digits` significant digits; digits before the point are never rounded away."""
     if not math.isfinite(value):
         return str(value)
     if value and abs(value) < 1e-4:
@@ -46,7 +46,7 @@ def significant(value: float, digits: int = 3) -> str:
 
 
 def decimals_for(values: Sequence[float], digits: int) -> int:
-    """The decimals with which the largest of `values` has so many significant digits."""
+    """The decimals with which the largest of `values` has `digits` significant digits."""
     largest = max((abs(value) for value in values), default=0.0)
     if not largest:
         return 0
@@ -54,9 +54,9 @@ def decimals_for(values: Sequence[float], digits: int) -> int:
 
 
 def places_of(uncertainty: float) -> int:
-    """The decimals that a figure is known to: one digit of its uncertainty, two after a 1.
+    """The decimals to which a figure is known: one digit of its uncertainty, two after a 1.
 
-    Below 0: so many digits before the point are not known either.
+    A negative number counts digits before the point that are not known either.
     """
     if not uncertainty > 0 or not math.isfinite(uncertainty):
         return 6
@@ -93,7 +93,7 @@ def with_unit(text: str, unit: str) -> str:
 
 
 def times(ratio: float) -> str:
-    """How often, with two significant digits: "1.7 times"."""
+    """A ratio with two significant digits: "1.7 times"."""
     return f"{significant(ratio, 2)} times"
 
 
@@ -114,7 +114,7 @@ def some(names: Sequence[str]) -> str:
 
 
 def ranges(ranks: Iterable[int]) -> list[str]:
-    """Ranks in few words: "0-3", "8"."""
+    """Runs of consecutive ranks: "0-3", "8"."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and spans[-1][1] == rank - 1:

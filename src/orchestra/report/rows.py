@@ -1,4 +1,4 @@
-"""What runs have left, and the rows of a report: each a strategy on so many ranks, over its seeds.
+"""What runs have left, and the rows of a report: each a strategy on a number of ranks, over seeds.
 
 Everything that a report shows comes from the files that are read here.
 """

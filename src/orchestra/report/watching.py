@@ -25,7 +25,7 @@ PARTS = ("compute", "communicate", "wait", "input")
 NEEDED = {"step", "seconds", "consumed", "samples", "loss", *PARTS[:3]}
 WINDOW_SECONDS = 10.0
 WINDOW_STEPS = 10
-"""What is shown as of now is the mean of this long on the stopwatch, and of so many steps."""
+"""Figures are means over this time on the stopwatch, and over this many steps."""
 MAX_WINDOW = 5000
 HISTORY = 512
 SILENT_SECONDS = 5.0

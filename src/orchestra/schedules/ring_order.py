@@ -14,7 +14,7 @@ Costs = NDArray[np.float64]
 Order = tuple[int, ...]
 
 EXACT = 12
-"""Up to so many ranks the best order is found for certain: the work doubles with each rank."""
+"""Ranks up to which the best order is found for certain: the work doubles with each rank."""
 STARTS = 4
 """Beyond, how many first guesses are improved on; each may end at another order."""
 

@@ -96,7 +96,7 @@ class Entry:
     round: int = 1
 
     def notation_for(self, workers: int) -> str:
-        """The strategy on so many workers."""
+        """The strategy on `workers` workers."""
         return self.notation.replace("{servers}", str(min(4, workers)))
 
 

@@ -28,7 +28,7 @@ HOSTS = ("127.0.0.1", "localhost", "[::1]")
 """What a browser calls this machine. Any other name is that of a stranger's page, which has the
 browser believe that the name is this machine (DNS rebinding)."""
 COUNTS = (2, 4, 8, 16, 32, 64)
-"""Workers of the points of a scaling curve, as far as there are so many."""
+"""Workers of the points of a scaling curve, up to the number chosen."""
 MOST_WATCHED = 16
 """Workers whose messages are shown: of more, nobody could follow them."""
 POLICY = (

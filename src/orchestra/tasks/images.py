@@ -206,8 +206,8 @@ def mnist_images(folder: Path, split: str) -> tuple[Tensor, Tensor]:
 
 
 def read_idx(folder: Path, name: str, dimensions: int) -> tuple[Path, Tensor]:
-    """The IDX file `name`, compressed or not, of so many dimensions: where it is, and its bytes as
-    a tensor of that shape, dtype uint8.
+    """The IDX file `name`, compressed or not, of `dimensions` dimensions: where it is, and
+    its bytes as a tensor of that shape, dtype uint8.
 
     Raises:
         InputError: the file is missing, no such thing, or not whole.

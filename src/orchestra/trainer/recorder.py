@@ -177,7 +177,7 @@ class Recorder:
             self.flush()
 
     def _figures(self, seconds: float) -> dict[str, float]:
-        """The figures of the step that was finished after so many `seconds`."""
+        """The figures of the step that was finished `seconds` after the start."""
         step = self._worker.step
         passed, self._seconds_last = seconds - self._seconds_last, seconds
         figures = {"loss": step.loss}

@@ -35,7 +35,7 @@ class Trace(Interceptor):
     """Keeps the timeline of one rank, for all of its flows.
 
     A window lasts for `limit` steps, or on a rank that serves for as many messages from any
-    source as its workers send in so many steps. Without a limit above 0 none ever opens.
+    source as its workers send in `limit` steps. Without a limit above 0 none ever opens.
 
     Args:
         now: the clock.
@@ -72,7 +72,7 @@ class Trace(Interceptor):
         self._open(self.limit, serving=False)
 
     def open_for_requests(self, workers: int) -> None:
-        """Write down what this rank does for so many workers."""
+        """Open a window on a rank that serves `workers` workers."""
         self._open(self.limit * workers + 1, serving=True)  # to the end of the last answer
 
     def close(self) -> None:

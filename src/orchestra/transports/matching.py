@@ -235,7 +235,7 @@ class Mailbox:
             self._deliver(message, message.receive)
 
     def count(self, source: int, size: int, seconds: float) -> None:
-        """Messages of `size` bytes from `source` have been on their way for so many seconds."""
+        """Messages of `size` bytes from `source` took `seconds` to arrive."""
         before, passed = self.arrived.get(source, (0.0, 0.0))
         self.arrived[source] = before + size, passed + seconds
 

@@ -224,13 +224,7 @@ def connect_mesh(
         with listener, selectors.DefaultSelector() as selector:
             for peer in range(rank):
                 on_wait((peer,))
-                try:
-                    connections[peer] = connect(
-                        addresses[peer], rank, peer, token, tls=tls, deadline=deadline
-                    )
-                except ConnectionError as error:
-                    where = "{}:{}".format(*addresses[peer])
-                    raise PeerLost(peer, f"it could not be reached at {where}: {error}") from error
+                connections[peer] = _reach(addresses[peer], rank, peer, token, tls, deadline)
             reception = Reception(
                 selector, listener, rank, token, tls, missing=missing, spare=STRANGERS,
                 welcome=welcome, refused=lambda _, why: refused.append(why),
@@ -249,6 +243,17 @@ def connect_mesh(
             raise
         raise _not_connected(missing, refused) from None
     return SocketTransport(ProgressEngine(rank, connections), on_flow_start)
+
+
+def _reach(
+    address: tuple[str, int], rank: int, peer: int, token: bytes, tls: TLS | None, deadline: float
+) -> socket.socket:
+    """Connect `rank` with `peer`, which listens at `address`; `PeerLost` where that fails."""
+    try:
+        return connect(address, rank, peer, token, tls=tls, deadline=deadline)
+    except ConnectionError as error:
+        where = "{}:{}".format(*address)
+        raise PeerLost(peer, f"it could not be reached at {where}: {error}") from error
 
 
 def _not_connected(missing: Collection[int], refused: Sequence[str]) -> PeerLost:

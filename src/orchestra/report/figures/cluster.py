@@ -55,10 +55,10 @@ def clusters(study: Study) -> Iterator[Figure]:
 
 
 def cluster_figure(cluster: Cluster, ranks: int | None = None) -> Figure:
-    """The figure of `cluster`, with the places of its ranks where there are so many `ranks`.
+    """The figure of `cluster`, with the places of `ranks` ranks if they are given.
 
     Raises:
-        InputError: so many ranks cannot be placed.
+        InputError: the ranks cannot be placed.
     """
     sketch = _Sketch(cluster, ranks)
     title = f"Cluster {cluster.name}" + (f", {ranks} ranks" if ranks else "")

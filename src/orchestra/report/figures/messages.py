@@ -24,7 +24,7 @@ from orchestra.report.rows import Row, grouped
 from orchestra.report.study import Study
 
 MOST = 32
-"""Ranks that can be drawn; of a strategy, its row on the most ranks up to so many is."""
+"""Most ranks that are drawn: of each strategy, the row on the most ranks up to this number."""
 WIDTH = 680.0
 _LETTER = 5.3
 _TOP = 16.0
