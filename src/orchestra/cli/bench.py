@@ -131,7 +131,7 @@ def _fidelity(arguments: Sequence[str]) -> int:
 
 
 def listed(option: str, text: str | None, known: Mapping[str, T]) -> dict[str, T]:
-    """Those of `known` that the value of `option`, such as ring,server, names; all without any.
+    """The entries of `known` that `text`, the value of `option`, names (ring,server); None: all.
 
     Raises:
         InputError: an unknown name.

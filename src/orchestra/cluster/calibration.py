@@ -65,7 +65,7 @@ class Curve:
         return max(seconds, last) if amount > most else seconds
 
     def spread_at(self, amount: float) -> float:
-        """Of the repeats at a point; 0 where none were made, or none were noted."""
+        """The spread of the repeats at a point; 0 if none were made or noted."""
         known = zip(self.points, self.spread, strict=False)
         return next((spread for point, spread in known if point[0] == amount), 0.0)
 
@@ -150,7 +150,7 @@ class TaskCosts:
     def seconds(
         self, part: Literal["gradient", "update", "step"], amount: float, threads: int
     ) -> float:
-        """Of that part of a step, with so many threads; see `at_threads`."""
+        """The seconds of `part` of a step with `threads` threads; see `at_threads`."""
         measured = [(t.threads, getattr(t, part).at(amount)) for t in self.timings]
         return at_threads(measured, threads)
 

@@ -179,7 +179,7 @@ class Quality:
 
 
 def together(qualities: Sequence[Quality]) -> Quality:
-    """That of figures which are used together: the worst of each, and the oldest date."""
+    """The quality of figures that are used together: the worst of each, and the oldest date."""
     return Quality(
         measured_at=min(quality.measured_at for quality in qualities),
         waited=max(quality.waited for quality in qualities),

@@ -109,7 +109,7 @@ class Delay(Lasting):
 
     @property
     def ends(self) -> str:
-        """Of the messages, for `words`."""
+        """The ends of the messages that it concerns, as text for `words`."""
         return f"from {self.source} " * bool(self.source) + f"to {self.target} " * bool(self.target)
 
 

@@ -230,8 +230,8 @@ class Node(Settings):
         return self.flops / flops
 
     def threads(self, ranks: int, chosen: int | None = None) -> int:
-        """Of each of `ranks` ranks here: its share of the cores, at least one; or as many as are
-        `chosen`, and cores there. One on a device."""
+        """The threads of each of `ranks` ranks on this node: its share of the cores, at least
+        one, or `chosen`, up to the number of cores. A rank with a device has one."""
         if self.devices:
             return 1
         return min(chosen or max(1, self.cores // ranks), self.cores)

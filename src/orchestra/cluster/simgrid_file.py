@@ -174,7 +174,7 @@ def _joined(
 
 
 def gateways_in(element: Element) -> dict[str, str]:
-    """Where each zone inside is entered."""
+    """The gateway of each zone inside `element`, by the name of the zone."""
     found: dict[str, str] = {}
     for route in element.of("zoneRoute", "ASroute"):
         for end in ("src", "dst"):
@@ -190,7 +190,7 @@ def require_router(zone: Element, gateway: str) -> None:
 
 
 def routers_of(zone: Element) -> list[str]:
-    """Where a zone can be entered, itself or one inside."""
+    """The points at which a zone, or one inside it, can be entered."""
     if zone.tag == "cluster":
         return [router_of(zone)]
     inner = [name for each in zone.of(*ZONES) for name in routers_of(each)]

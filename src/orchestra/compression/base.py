@@ -97,7 +97,8 @@ class Compressor(Settings, ABC):
         residuals: Sequence[Tensor],
         contexts: Sequence[Context],
     ) -> Iterator[Tensor]:
-        """Where payloads add: gives flat vectors; each is their sum when the next is asked for.
+        """For payloads that add: yields flat vectors, each of which has become the sum over the
+        workers when the next one is asked for.
 
         In the end `tensors`, each flat and in its place, are the sums over the workers.
         `residuals` (none without error feedback) become what this worker has left out.

@@ -49,12 +49,12 @@ def pack_signs(values: Tensor) -> Tensor:
 
 
 def positions_of(bits: Tensor) -> Tensor:
-    """Where `bits` (bool) are true: int64, rising. NumPy takes a third of the time of torch."""
+    """The positions at which `bits` (bool) are true, int64, rising. NumPy is 3 times as fast."""
     return torch.from_numpy(np.flatnonzero(bits.cpu().numpy())).to(bits.device)
 
 
 def positions_of_large(values: Tensor, least: float) -> Tensor:
-    """Where magnitudes are not below `least`, which is above 0: int64, rising; NaN, too."""
+    """The positions of magnitudes of at least `least` (above 0), and of NaN: int64, rising."""
     if values.is_cuda or values.dtype is torch.bfloat16:
         return positions_of(~(values.abs() < least))
     found = []

@@ -302,7 +302,7 @@ class QueuedLoader:
 
     @staticmethod
     def of(loader: Loader, seed: int) -> QueuedLoader | None:
-        """That of `loader`; None if samples have no place in an epoch, or are loaded early."""
+        """The queue of `loader`; None if its samples have no place in an epoch, or load early."""
         if not isinstance(loader, DataLoader) or not _is_standard(loader):
             return None
         return None if loader.num_workers or not len(loader) else QueuedLoader(loader, seed)

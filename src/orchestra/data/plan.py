@@ -24,7 +24,7 @@ class Deal(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """Of all ranks together."""
+        """The samples of all ranks together."""
         return self.stop - self.start
 
     def part(self, rank: int) -> tuple[int, int]:
@@ -65,11 +65,11 @@ class Plan:
         return -(-(self.stop - self.start) // self.global_batch)
 
     def position(self, step: int) -> int:
-        """Where in the stream `step` begins, and all that is before it has been consumed."""
+        """The position in the stream at which `step` begins: all before it has been consumed."""
         return min(self.start + step * self.global_batch, self.stop)
 
     def deal(self, step: int) -> Deal:
-        """Who reads what in `step`."""
+        """What each rank reads in `step`."""
         deal = self._deals.get(step)
         if deal is None:
             start, stop = self.position(step), self.position(step + 1)

@@ -85,7 +85,7 @@ class Stratified(Sharding):
 
 @dataclass(frozen=True, repr=False)
 class Dirichlet(Sharding):
-    """By label, unevenly: not IID (Hsu, Qi and Brown, 2019).
+    """Distributes labels unevenly over the workers: not IID (Hsu, Qi and Brown, 2019).
 
     For each class the parts of the workers are drawn from a Dirichlet distribution: with a large
     alpha all are alike, with a small one each class belongs almost wholly to one worker. Shards

@@ -295,7 +295,7 @@ class FailureDetector:
             self._notice(f"{member.name} is stopped; going on without it")
 
     def _consequences_due(self) -> None:
-        """Of a failure whose cause did not come in time."""
+        """Report a failure whose cause did not arrive in time."""
         for deadline, member, failure in self._consequences[:1]:
             if deadline > self._now:
                 return

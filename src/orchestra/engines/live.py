@@ -22,7 +22,7 @@ WRITE_SECONDS = 1.0
 LEAST_PAUSE = 50
 """Between two writes, in times of what the last one took since `due`: 2 % of one core at most."""
 BEATS = 20
-"""Of a rank: of so many the waits are counted, 10 s of them on processes."""
+"""Heartbeats of a rank over which its waits are counted; on processes they span 10 s."""
 MAX_NOTICES = 5
 
 LOOK_SECONDS = 2.0  # between two comparisons

@@ -19,7 +19,7 @@ def seed(number: int) -> None:
 
 
 class Streams(NamedTuple):
-    """Where the generators of a rank stand; `legacy` where NumPy keeps a second normal number."""
+    """The states of a rank's generators; `legacy`: the second normal number that NumPy keeps."""
 
     torch: Tensor
     python: Any

@@ -103,7 +103,7 @@ def record_of(
 
 
 def stragglers_of(run: Run, reports: Sequence[RankReport]) -> list[Straggler]:
-    """Who held up whom; stages of a model have unlike work, and are not compared."""
+    """The stragglers of a run; stages of a model have unlike work and are not compared."""
     if run.strategy.divides_model:
         return []
     nodes = {report.rank: report.node for report in reports if report.node}

@@ -19,7 +19,7 @@ from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
 
 PART_BYTES = 1 << 20
-"""Of a part, at least, if buckets are not smaller: what is left to be exchanged after backward.
+"""Least bytes of a part, unless buckets are smaller: what is left to exchange after backward.
 
 P3 has 200 KB, BytePS (Jiang et al., OSDI 2020) up to 4 MB.
 """

@@ -164,7 +164,7 @@ class Shards:
             self._worker.lay_out_gradients(None)
 
     def _clip(self) -> None:
-        """By the norm of the whole gradient: each worker knows the square of its part."""
+        """Clip by the norm of the whole gradient: each worker knows the square of its part."""
         worker, group = self._worker, self._reduce_scatter.group
         if worker.clip_norm is None or len(group) == 1:
             worker.clip()

@@ -97,7 +97,7 @@ class SharedWork:
         """The next item was asked for already."""
 
     def _report(self) -> tuple[float, ...]:
-        """Of the batch that is done, if anybody wants to know."""
+        """The report on the finished batch, empty if no rule asked for one."""
         step = self._worker.step
         if not self._begun or not step.report:
             return ()

@@ -179,7 +179,7 @@ class _Line(fx.Interpreter):
         return tuple(places)
 
     def _place_of(self, name: str) -> int:
-        """Where the layer `name` begins."""
+        """The place at which the layer `name` begins."""
         for place, node in enumerate(self.nodes):
             if node.op == "call_module" and f"{node.target}.".startswith(f"{name}."):
                 if place == 0 or self.crossing(place) is None:

@@ -34,7 +34,7 @@ class Trial:
         return self.run.name, self.run.training.ranks
 
     def folder(self, comparison: Path) -> Path:
-        """Its place in the folder of the comparison."""
+        """The folder of the trial in that of the comparison."""
         return trial_folder(comparison, *self.row, self.number)
 
     def __str__(self) -> str:
@@ -95,7 +95,7 @@ class Choice:
         return f"every trial of its tuning failed; the first: {cause}"
 
     def plain(self) -> dict[str, Any]:
-        """Its entry in `tuning.json`."""
+        """The entry of the choice in `tuning.json`."""
         name, ranks = self.outcomes[0][0].row
         best = self.best
         entry = {
@@ -120,7 +120,7 @@ class Choice:
 
 
 def trials(experiment: Experiment) -> list[Trial]:
-    """Those of every strategy and number of ranks, in the order in which they are made."""
+    """The trials of every strategy and number of ranks, in the order in which they are run."""
     tune = experiment.tune
     if tune is None:
         return []
@@ -136,7 +136,7 @@ def trials(experiment: Experiment) -> list[Trial]:
 def choose(
     tune: Tune, training: Training, outcomes: Sequence[tuple[Trial, RunRecord]]
 ) -> dict[tuple[str, int], Choice]:
-    """For each strategy and number of ranks, what its trials say."""
+    """The choice of each strategy and number of ranks, by its trials."""
     criterion = Criterion.of(tune, training.target)
     by_row: dict[tuple[str, int], list[tuple[Trial, RunRecord]]] = {}
     for trial, record in outcomes:

@@ -194,7 +194,7 @@ class OrchestraStrategy(ParallelStrategy):
             )
 
     def teardown(self) -> None:
-        """As in one process from here on: metrics, too."""
+        """Return to a single process: also the metrics."""
         for metric in self._metrics():
             metric.distributed_available_fn = jit_distributed_available
             metric.dist_sync_fn = None
@@ -314,7 +314,7 @@ class OrchestraStrategy(ParallelStrategy):
     # Checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Of the agreed model; in mid-epoch the workers agree here."""
+        """The state of the agreed model; in mid-epoch the workers agree here."""
         self._settle()
         return super().lightning_module_state_dict()
 

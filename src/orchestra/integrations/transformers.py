@@ -213,7 +213,7 @@ class _Loader:
 
 
 def _skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
-    """For the Trainer, which makes a new loader when it goes on in the midst of an epoch."""
+    """What the Trainer calls to resume in the middle of an epoch: it makes a new loader."""
     if isinstance(loader, _Loader):
         return loader.skip(num_batches)
     return skip_first_batches(loader, num_batches)
@@ -348,7 +348,7 @@ class _Distributed(Trainer):
         super()._save_optimizer_and_scheduler(output_dir)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """By the first worker; in a checkpoint the others wait for it."""
+        """Save on the first worker; during a checkpoint the others wait for it."""
         super().save_model(output_dir, _internal_call)
         if _internal_call:
             self._wait_for_all()

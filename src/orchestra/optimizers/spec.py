@@ -170,7 +170,7 @@ def get_rates(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
 
 
 def get_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Of each parameter group all but its parameters: rates, momentum, weight decay and so on."""
+    """The options of each parameter group without its parameters: rates, momentum and so on."""
     return [
         {name: value for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
@@ -204,7 +204,7 @@ class OptimizerPart:
     tensors: Mapping[str, tuple[Tensor, int]]
 
     def moments(self) -> list[dict[str, Any]]:
-        """Of each tensor that was updated its name, first element and state."""
+        """The name, first element and state of each tensor that was updated."""
         return [
             {"name": name, "first": first, "state": dict(self.optimizer.state[tensor])}
             for name, (tensor, first) in self.tensors.items()

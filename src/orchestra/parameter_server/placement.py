@@ -45,7 +45,7 @@ class Slice:
 
     @functools.cached_property
     def tensors(self) -> tuple[int, ...]:
-        """Of each piece, its tensor."""
+        """The tensor of each piece."""
         return tuple(piece.tensor for piece in self.pieces)
 
 

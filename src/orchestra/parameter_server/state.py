@@ -228,7 +228,7 @@ class ServerState:
         return Decision(tuple(updates), tuple(answers), work, quiet)
 
     def _answers(self, at_work: frozenset[int]) -> list[Answer]:
-        """For those who may go on."""
+        """The answers to workers that may go on."""
         released = sorted(self.waiting)
         if released and self.consistency.bounds:
             slowest = self._slowest(at_work)
@@ -260,7 +260,7 @@ class ServerState:
         return self._given.get(worker)
 
     def _steps(self, worker: int) -> int:
-        """That `worker` has behind it; rounds, where batches come from a queue."""
+        """The steps that `worker` has taken; with a queue of batches, the rounds."""
         if self.applied is None:
             return self.clocks[worker]
         return self.positions[worker] // self.round + 1

@@ -139,7 +139,7 @@ def mean_rates(before: Sequence[RankNow], after: Sequence[RankNow]) -> dict[tupl
 
 
 def host_name() -> str:
-    """Of this machine, as `Live.host` has it."""
+    """The name of this machine, as in `Live.host`."""
     return platform.node() or os.uname().nodename
 
 

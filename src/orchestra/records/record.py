@@ -344,7 +344,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def partial_of(path: Path) -> Path:
-    """Where `write_atomically` begins; a process that is killed then leaves this file."""
+    """The file that `write_atomically` writes first, and that a process killed meanwhile leaves."""
     return path.with_name(f".{path.name}.partial")
 
 

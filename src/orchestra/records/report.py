@@ -273,7 +273,7 @@ Cause = Literal["compute", "link", "input"]
 
 @dataclass(frozen=True)
 class Straggler:
-    """Who was slower than its peers, and what that cost; docs/records.md has the fields."""
+    """A rank slower than its peers, and what that cost; docs/records.md has the fields."""
 
     ranks: tuple[int, ...]
     nodes: tuple[str, ...]

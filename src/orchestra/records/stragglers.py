@@ -137,7 +137,7 @@ class Found(NamedTuple):
 
 
 def others(values: Array) -> Array:
-    """For each of two or more values the median of the others."""
+    """The median of the others, for each of two or more values."""
     order = np.argsort(values)
     place = np.argsort(order)
     rest = len(values) - 1
@@ -185,7 +185,7 @@ def stretches(logs: Array, least: float, noise: float, begin: int = 0) -> Iterat
 
 
 def slow_ranks(ranks: Sequence[int], windows: Windows, width: float) -> Iterator[Found]:
-    """Those of `ranks` that took longer than their peers for a sample, and for a step as well.
+    """The `ranks` that took longer than their peers for a sample, and for a step as well.
 
     A slow rank with a share so small that it is ready with the others holds up nobody.
     """

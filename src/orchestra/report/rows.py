@@ -66,7 +66,7 @@ class RunData:
 
     @cached_property
     def steps(self) -> dict[int, list[dict[str, Any]]]:
-        """For each rank that computed steps, what it wrote down of each.
+        """The recorded steps of each rank that computed any.
 
         Raises:
             InputError: a line is damaged, or the steps do not follow one another.
@@ -88,7 +88,7 @@ class RunData:
 
     @property
     def trace(self) -> Path | None:
-        """Its timeline, where it left one."""
+        """The timeline of the run, if it left one."""
         path = self.record.folder / TRACE
         return path if path.exists() else None
 
@@ -210,7 +210,7 @@ class Row:
 
     @cached_property
     def record(self) -> RunRecord:
-        """That of a completed run, where there is one, for what is equal in all of them."""
+        """The record of a completed run, if any: for what is equal in all runs of the row."""
         return (self.completed or self.runs)[0].record
 
     @property
@@ -234,7 +234,7 @@ class Row:
         return self.record.distributed is False
 
     def values(self, read: Read) -> dict[int, float]:
-        """By seed, a figure of the completed runs that have it."""
+        """A figure of the completed runs that have it, by seed."""
         found = {run.record.seed: read(run.record) for run in self.completed}
         return {seed: value for seed, value in found.items() if value is not None}
 

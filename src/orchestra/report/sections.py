@@ -142,7 +142,7 @@ def _stragglers_of(record: RunRecord) -> list[Straggler]:
 
 
 def stragglers_sentence(row: Row) -> str:
-    """Who held up whom in the first run of `row`; empty where nobody did."""
+    """A sentence on the stragglers of the first run of `row`; empty if there are none."""
     found = _stragglers_of(row.record)
     if not found:
         return ""

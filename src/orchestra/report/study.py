@@ -111,7 +111,7 @@ class Study:
 
     @cached_property
     def completed(self) -> list[Row]:
-        """Those rows that have completed runs, best first."""
+        """The rows that have completed runs, best first."""
         return [row for row in self.ranked if row.completed]
 
     @property
@@ -273,7 +273,7 @@ class Study:
 
     @cached_property
     def widest(self) -> list[Row]:
-        """Of each strategy, its row on the most ranks: what figures in detail are about."""
+        """The row of each strategy on the most ranks, which the detailed figures show."""
         most = [max(rows, key=lambda row: row.ranks) for rows in self.by_line.values()]
         return [row for row in self.completed if row in most]
 

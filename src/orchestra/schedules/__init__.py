@@ -69,7 +69,7 @@ class Schedule:
     result: Callable[[int], int] | None = None
 
     def edges(self, length: int) -> tuple[int, ...]:
-        """Where each piece of a vector (or buffer of slots) of `length` begins, and the end."""
+        """The start of each piece of a vector (or buffer of slots) of `length`, and the end."""
         if self.slots:
             return tuple(piece * length for piece in range(self.pieces + 1))
         return tuple(length * piece // self.pieces for piece in range(self.pieces + 1))

@@ -156,7 +156,7 @@ class WorkQueue:
         self.idle.add(worker)
 
     def woken(self) -> Iterator[tuple[int, WorkItem]]:
-        """For those who wait, as soon as there is something for them."""
+        """Pairs of a waiting worker and an item, for the workers that now have one."""
         for worker in sorted(self.idle):
             item = self.take(worker)
             if item.kind is not Kind.WAIT:

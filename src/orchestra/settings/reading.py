@@ -168,7 +168,7 @@ class Entry:
     inside: Mapping[Any, Entry] = field(default_factory=dict)
 
     def at(self, key: str) -> str:
-        """Where this entry stands, with its dotted key, unless an option's name says that."""
+        """The place of this entry in messages, with its dotted key unless it is an option."""
         return self.where if self.where.startswith("--") else f"{self.where} {key}".rstrip()
 
 

@@ -41,7 +41,7 @@ Of nested phases the one with the number `level` ends at CHANGED - level.
 
 @dataclass(frozen=True)
 class Roles:
-    """Who does what, for a number of ranks.
+    """Which ranks are workers and which are servers, for a number of ranks.
 
     `shares` has one entry for each process: its part of the data in per-worker batches a step
     (0: a rank without data). `servers` are the ranks that own slices of the parameters. `reads`
@@ -105,7 +105,7 @@ class Footprint:
     windows: float = 0.0
 
     def joined(self, other: Footprint, how: Callable[[float, float], float]) -> Footprint:
-        """Of two, `how` (a sum, a maximum) of each part."""
+        """Combine two footprints part by part with `how` (a sum, a maximum)."""
         return Footprint(*map(how, astuple(self), astuple(other)))
 
 
@@ -243,7 +243,7 @@ class Strategy(Settings, ABC, Generic[S]):
 
     @property
     def reads_loss(self) -> bool:
-        """Its decisions depend on the training loss."""
+        """Whether the decisions of the strategy depend on the training loss."""
         return False
 
     @property
@@ -311,7 +311,7 @@ class Strategy(Settings, ABC, Generic[S]):
         return self.start(worker)
 
     def optimizer_of(self, state: S) -> Optimizer | None:
-        """That whose moments a following phase may inherit: `state.optimizer`, if there is one."""
+        """The optimizer whose moments a following phase may inherit: `state.optimizer`, if any."""
         optimizer: Optimizer | None = getattr(state, "optimizer", None)
         return optimizer
 
@@ -334,7 +334,7 @@ def roles_of(strategy: Strategy[Any], ranks: int) -> Roles:
 
 @dataclass
 class ReplicaState:
-    """Of a worker that trains a replica: its own optimizer, and its end of the queue of batches."""
+    """State of a worker that trains a replica: its optimizer, and its end of the batch queue."""
 
     optimizer: Optimizer
     work: SharedWork | None = field(default=None, kw_only=True, metadata=optimizers.TRANSIENT)
@@ -354,7 +354,7 @@ class Replicas(Strategy[R]):
         return state.work
 
     def currently_lockstep(self, state: R) -> bool:
-        """Where work is dealt out, all count the steps alike."""
+        """Where work is dealt out, and not taken from a queue, all workers count the same steps."""
         return state.work is None
 
     def start(self, worker: Worker) -> R:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ElasticAveragingState(ServerStrategyState):
-    """Of a worker: its clock t, the `samples` since its last exchange, and v under EAMSGD.
+    """The state of a worker: its clock t, the `samples` since its last exchange, and v (EAMSGD).
 
     `force` is alpha (x - c) of the step under way, where it has an exchange; `own` is x while the
     model shows the centre, between two epochs of a loop of the user's own.

@@ -48,7 +48,7 @@ class Fragment:
 
     @property
     def weight(self) -> float:
-        """Of this replica in an exact mean: the samples behind it since the last average."""
+        """The weight of this replica in an exact mean: its samples since the last average."""
         return self.samples or NEGLIGIBLE_WEIGHT
 
     def replica(self, worker: Worker) -> Tensor:

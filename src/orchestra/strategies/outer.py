@@ -94,7 +94,7 @@ class SlowMo(Outer):
     )
 
     def step(self, state: OuterState, own: Tensor, average: Tensor, round: OuterRound) -> None:
-        """As above; a local rate of 0 moves nothing, so it adds nothing to the momentum."""
+        """See above; a local rate of 0 moves nothing, so it adds nothing to the momentum."""
         assert state.start is not None
         assert state.velocity is not None
         delta = state.start - average
@@ -147,7 +147,7 @@ class Elastic(Outer):
     )
 
     def step(self, state: OuterState, own: Tensor, average: Tensor, round: OuterRound) -> None:
-        """As above, without the gradient."""
+        """See above, without the gradient."""
         centre = state.start
         assert centre is not None
         own.lerp_(centre, self.beta / round.workers)

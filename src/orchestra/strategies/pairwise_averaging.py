@@ -119,7 +119,7 @@ class PairwiseAveraging(Replicas[PairwiseState]):
 
 
 def _partners(graph: Graph, rank: int) -> tuple[int, ...]:
-    """Those at the other ends of the links of `rank`, either way, of even and odd ranks."""
+    """The ranks linked with `rank` in either direction, of the other parity (even, odd)."""
     near = set(graph[rank])
     return tuple(
         other

@@ -184,7 +184,7 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
 
     @property
     def self_paced(self) -> bool:
-        """Where each push is applied on arrival."""
+        """Whether each push is applied on arrival."""
         return not self.averages
 
     def work(self, state: ParameterServerState) -> Client | None:

@@ -105,7 +105,7 @@ class Pipeline(Strategy[PipelineState]):
         return Roles(tuple(shares), reads=tuple(firsts))
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
-        """Of its stage, with a part of the activations of each micro-batch that is under way."""
+        """The memory of a stage, with a part of the activations of each micro-batch under way."""
         slot = self._slot(rank, ranks)  # S batches come in, and 1 / S of their activations are here
         kept = self.microbatches
         if self.schedule == "1f1b":
@@ -213,12 +213,12 @@ class PipelineSlot:
 
     @property
     def is_first(self) -> bool:
-        """Its stage takes the batch."""
+        """Whether the stage takes the batch."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Its stage knows the loss."""
+        """Whether the stage knows the loss."""
         return self.stage == self.stages - 1
 
     @property
@@ -371,7 +371,7 @@ def agree_on_loss(worker: Worker, slot: PipelineSlot) -> None:
 
 
 def clip_stages(worker: Worker, slot: PipelineSlot) -> None:
-    """By the norm of the gradient of all stages; a tied parameter counts once."""
+    """Clip by the norm of the gradient of all stages; a tied parameter counts once."""
     stage = worker.module
     if worker.clip_norm is None or not isinstance(stage, exchange.Stage):
         worker.clip()

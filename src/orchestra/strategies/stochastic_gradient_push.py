@@ -156,7 +156,7 @@ class StochasticGradientPush(Replicas[PushState]):
         return random_shares(targets, rank, number, seed=self.seed)
 
     def before_forward(self, worker: Worker, state: PushState) -> None:
-        """As in the authors' code: what has come is added and an exchange begins, then z."""
+        """Follow the authors' code: add what has arrived, begin an exchange, then show z."""
         if self.exchanges == "one_at_a_time":
             state.push.mix()
             worker.parameters.copy_(state.push.z())

@@ -98,7 +98,7 @@ def answer(kind: str, situation: Situation, entry: Entry) -> dict[str, Any]:
 
 
 def run_of(situation: Situation, notation: str, steps: int) -> Run:
-    """So many steps under the strategy: of shapes, with assumed costs.
+    """A run of `steps` steps under the strategy: of shapes, with assumed costs.
 
     Raises:
         InputError: the strategy cannot have that many workers.

@@ -51,7 +51,7 @@ def text() -> str:
 
 
 def text_sha256() -> str:
-    """Of `text()` in UTF-8: equal where two machines train on the same text."""
+    """The SHA-256 of `text()` in UTF-8: equal on machines that train on the same text."""
     return hashlib.sha256(text().encode()).hexdigest()
 
 

@@ -209,7 +209,7 @@ class Regression(TaskSettings):
 
 @dataclass(frozen=True, repr=False)
 class Synthetic(TaskSettings):
-    """So many parameters in so many tensors of equal size, and so many operations a sample.
+    """A model of `parameters` in `tensors` of equal size, and `sample_flops` operations a sample.
 
     For simulations of time alone (`tensors: shapes`): what it learns, the mean of its parameters
     times a number, is of no interest. For a real model's figures give its number of parameters, how

@@ -26,7 +26,7 @@ Weights = tuple[Mapping[int, float], ...]
 
 @dataclass(frozen=True, repr=False)
 class Topology(Settings, ABC):
-    """Who sends to whom, for any number of ranks from 1."""
+    """Which ranks send to which, for any number of ranks from 1."""
 
     def period(self, ranks: int) -> int:
         """Steps after which the graphs repeat."""
@@ -48,7 +48,7 @@ def _links(topology: Topology, ranks: int, step: int) -> Graph:
 
 @lru_cache(maxsize=1024)
 def sources_of(graph: Graph) -> Graph:
-    """For each rank the ranks that send to it, rising."""
+    """The ranks that send to each rank, rising."""
     sources: list[list[int]] = [[] for _ in graph]
     for source, targets in enumerate(graph):
         for target in targets:

@@ -135,7 +135,7 @@ class Loop(ABC):
                 self._step()
 
     def _follow_phase(self) -> None:
-        """Where the strategy has begun another phase, share out what is left of the data.
+        """If the strategy has begun another phase, share out what is left of the data.
 
         All ranks come here, whatever they were, with nothing in flight: a checkpoint, if there are
         any, and the point from which on all count the steps of the phase.

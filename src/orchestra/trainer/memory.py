@@ -26,7 +26,7 @@ Sizes = Counter[str]
 
 
 def sizes_of(module: nn.Module, spec: OptimizerSpec) -> Sizes:
-    """Those of a whole model, or of a part that a rank trains; its tensors need have no values."""
+    """The sizes of a whole model, or of the part that a rank trains; tensors need no values."""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     sizes = Counter(
         parameters=_bytes([*module.parameters(), *module.buffers()]),

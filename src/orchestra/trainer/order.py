@@ -67,7 +67,7 @@ class Order:
     shares: list[float] = field(default_factory=list)
 
     def answers(self, flow: str, what: str) -> list[Any]:
-        """Those to the question `what` of a flow, which begins here if it is new."""
+        """The answers to the question `what` of a flow; a new flow begins with none."""
         holder = self if what in RANKS else self.flows.setdefault(flow, FlowOrder())
         found: list[Any] = getattr(holder, what)
         return found

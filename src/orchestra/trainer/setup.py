@@ -50,7 +50,7 @@ def budget_of(task: Task, training: Training) -> tuple[int, int]:
 
 
 def device_of(training: Training, runtime: Runtime) -> torch.device:
-    """Where the model of this rank lives.
+    """The device of this rank's model.
 
     Raises:
         InputError: there is no such device.
@@ -131,11 +131,11 @@ class ShapesRun:
 
     @functools.cached_property
     def sizes(self) -> Sizes:
-        """Of the model."""
+        """The sizes of the model."""
         return sizes_of(self.shapes.module, self.shapes.spec)
 
     def worker(self, runtime: Runtime, budget: int) -> Worker:
-        """That of one rank."""
+        """The worker of one rank."""
         options = _worker_options(runtime, self.run.training, self.task, budget, self.shapes.layout)
         return ShapeWorker(runtime, self.shapes, **options)
 

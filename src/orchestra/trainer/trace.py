@@ -198,7 +198,7 @@ class Trace(Interceptor):
         return handle
 
     def _wait_for_other(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
-        """For a flow of this rank, or what it executes, or torch.distributed."""
+        """Wait for a flow of this rank, for what it executes, or for torch.distributed."""
         traffic = flow.transport.traffic
         before, start = traffic.seconds_waiting, self._now()
         result = proceed()

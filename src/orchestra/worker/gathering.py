@@ -160,7 +160,7 @@ class Gathering(TorchDispatchMode):
     # Where a pass waits
 
     def in_forward(self, unit: Unit, until: Callable[[], object]) -> None:
-        """Its last slot is that of the first layer."""
+        """Charge what precedes `unit` in forward: its last slot is that of the first layer."""
         self._compute.needs(unit.end_slot - 1, until)
 
     def in_backward(self, unit: Unit, until: Callable[[], object]) -> None:

@@ -46,7 +46,7 @@ class Layout:
 
     @property
     def bytes(self) -> int:
-        """Of a flat vector."""
+        """The bytes of a flat vector."""
         return self.size * self.dtype.itemsize
 
     @staticmethod
@@ -168,7 +168,7 @@ class Share:
 
 
 def bucket_edges(layout: Layout, limit: int | None) -> list[tuple[int, int]]:
-    """Where runs of whole slots of about `limit` bytes begin, as (slot, element), and the end.
+    """The starts (slot, element) of runs of whole slots of about `limit` bytes, and the end.
 
     None: one run.
     """

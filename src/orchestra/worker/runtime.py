@@ -36,7 +36,7 @@ class Compute(Protocol):
 
     @property
     def main_seconds(self) -> float:
-        """Those of its main flow."""
+        """The seconds charged to its main flow."""
         ...
 
     def run(self, work: Work, function: Callable[[], T]) -> T:

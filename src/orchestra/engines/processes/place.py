@@ -27,7 +27,7 @@ class Delay:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank is.
+    """The emulated node of one rank, and its place on it.
 
     Attributes:
         node: its name.
@@ -85,7 +85,7 @@ class Latencies:
             self._began = now
 
     def seconds(self, target: int, now: float) -> float:
-        """For a message to `target` that is sent `now`."""
+        """The latency of a message to `target` that is sent `now`."""
         usual = self._usual[target]
         if self._began is None or not self._delays:
             return usual

@@ -92,7 +92,7 @@ class Epochs(OwnRank):
 
     @property
     def length(self) -> int | None:
-        """Of an epoch, in batches; None where the loader does not know."""
+        """The batches of an epoch; None if the loader does not know."""
         try:
             return len(self)
         except TypeError:

@@ -147,7 +147,7 @@ class OwnRank:
         return self.strategy.under_way(self.state).synchronous
 
     def source(self) -> WorkSource | None:
-        """Where workers now take batches from, and so unlike numbers of them; None: dealt out."""
+        """The queue from which workers now take batches, so unlike numbers; None if dealt out."""
         return self.strategy.work(self.state)
 
     def sum_over_workers(self, numbers: Tensor) -> Tensor:
