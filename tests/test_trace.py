@@ -163,7 +163,7 @@ def test_a_ring(tmp_path: Path) -> None:
         sent = trace.slices("send", rank=rank)
         assert {event["args"]["peer"] for event in sent} == {(rank + 1) % 3}
         names = {event["name"] for event in trace.received(rank)}
-        assert names == {f"receive 2.88 kB from rank {(rank - 1) % 3}"}
+        assert names == {f"receive 2.85 kB from rank {(rank - 1) % 3}"}
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_native_collectives(tmp_path: Path) -> None:
     trace = traced('AllReduce("native")', 2, tmp_path)
     assert_well_formed(trace)
     native = trace.slices("native", rank=0)
-    assert [event["name"] for event in native] == ["all-reduce (native), 8.64 kB"] * 5
+    assert [event["name"] for event in native] == ["all-reduce (native), 8.55 kB"] * 5
     assert not list(trace.arrows())
 
 
