@@ -55,12 +55,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Made:
-    """What is read of a run: the time to the target, or that of the whole where it `missed` it."""
+    """What is read of a run: the time to the target, or that of the whole where it `missed` it.
+
+    `dropped` are the gradients of each rank that came too late.
+    """
 
     seconds: float
     missed: bool
     train_seconds: float = math.inf
     accuracy: float = math.nan
+    dropped: tuple[int, ...] = ()
 
 
 def make(job: Job) -> Made:
@@ -82,7 +86,8 @@ def make(job: Job) -> Made:
         raise KeyboardInterrupt
     reached, whole = run.time_to_target_seconds, run.train_seconds or math.inf
     seconds = whole if reached is None else reached
-    return Made(seconds, reached is None, whole, run.metrics["accuracy"])
+    dropped = tuple(rank["dropped"] for rank in run.by_rank)
+    return Made(seconds, reached is None, whole, run.metrics["accuracy"], dropped)
 
 
 Runs = Mapping[tuple[str, str], Sequence[Made]]
@@ -125,17 +130,23 @@ def better_part(runs: Runs, cluster: str) -> str:
 
 def table(runs: Runs, rates: Mapping[str, float]) -> Iterator[str]:
     """The lines of what was measured: every row, then the differences by seed."""
-    yield f"| cluster | row | rate | seconds to {TARGET:g} | missed | step | accuracy | both / it |"
-    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    yield (
+        f"| cluster | row | rate | seconds to {TARGET:g} | missed | both / it | seconds a step | "
+        "accuracy at the end | dropped | most of one rank |"
+    )
+    yield "| --- |" + " --- |" * 9
     for (cluster, row), made in runs.items():
         times = [each.seconds for each in made]
         step = fmean(each.train_seconds for each in made) / STEPS
         mean, low, high = interval(ratios(runs, cluster, row))
         ratio = "" if row == BOTH else f"{mean:.2f} ({low:.2f} to {high:.2f})"
+        dropped = [sum(ranks) for ranks in zip(*(each.dropped for each in made), strict=True)]
+        most = f"{max(dropped) / sum(dropped):.0%}" if sum(dropped) else ""
         yield (
             f"| {cluster} | {row} | {rates[row]:g} | {fmean(times):.2f} "
             f"({min(times):.2f} to {max(times):.2f}) | {sum(each.missed for each in made)} | "
-            f"{step:.3f} | {fmean(each.accuracy for each in made):.3f} | {ratio} |"
+            f"{ratio} | {step:.3f} | {fmean(each.accuracy for each in made):.3f} | "
+            f"{sum(dropped)} | {most} |"
         )
     yield ""
     yield "| cluster | better part | " + " | ".join(f"seed {seed}" for seed in SEEDS) + " |"
