@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import statistics
 import sys
@@ -10,9 +12,12 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.distributed import rpc
 
 from orchestra.bench.timing import Progress, join_gloo, median_ratio, run_ranks, take_turns
@@ -31,7 +36,7 @@ from orchestra.worker.runtime import Runtime
 from orchestra.worker.worker import Step, Worker
 
 OURS = ParameterServer(consistency="asynchronous")
-GLOO, RPC = "gloo", "rpc"
+GLOO, RPC, RAY = "gloo", "rpc", "Ray"
 SHAPES = {"0.25 MB": (250, 250), "4 MB": (1_000, 1_000), "40 MB": (2_500, 4_000)}
 """Of the one matrix of each model, in float32."""
 BLOCK_BYTES = 100_000_000
@@ -41,9 +46,9 @@ WAYS = {"memory": "1", "sockets": "0"}
 RATE = 0.01
 DESCRIPTION = """\
 Count the pushes with their pulls a second of an asynchronous ParameterServer with 2 and 4 workers
-and models of 0.25, 4 and 40 MB; of the same messages by gloo's send and receive; and of a server
-behind torch.distributed.rpc, in turn, in the same processes. Then once more with messages over
-sockets, beside gloo alone.
+and models of 0.25, 4 and 40 MB; of the same messages by gloo's send and receive; of a server
+behind torch.distributed.rpc; and of an actor of Ray where that is installed, in turn. Then once
+more with messages over sockets, beside gloo alone.
 """
 
 
@@ -65,8 +70,8 @@ class ServerRow:
     Attributes:
         over: memory or sockets.
         gigabytes_per_second: that ours moves, both ways together.
-        to_gloo, to_rpc: medians of the ratios within a round, and the least and the most of them;
-            above 1 ours is faster. There is no rpc beside sockets.
+        to_gloo, to_rpc, to_ray: medians of the ratios within a round, and the least and the most of
+            them; above 1 ours is faster. There is no rpc and no Ray beside sockets.
     """
 
     workers: int
@@ -78,6 +83,8 @@ class ServerRow:
     to_gloo: tuple[float, float, float]
     rpc_per_second: float | None = None
     to_rpc: tuple[float, float, float] | None = None
+    ray_per_second: float | None = None
+    to_ray: tuple[float, float, float] | None = None
 
 
 def bench_server(
@@ -98,7 +105,7 @@ def bench_server(
         for count in workers:
             for way in ways:
                 os.environ["ORCHESTRA_SHARED_MEMORY"] = WAYS[way]
-                peers = (GLOO, RPC) if way == "memory" else (GLOO,)
+                peers = (GLOO, RPC, *_ray_if_there()) if way == "memory" else (GLOO,)
                 with tempfile.TemporaryDirectory(prefix="orchestra-bench-") as folder:
                     assignment = Assignment(rounds, folder, tuple(sizes), peers, block_bytes)
                     results = run_ranks(
@@ -133,6 +140,8 @@ def _row(
         _ratios(blocks[GLOO], ours),
         rates.get(RPC),
         _ratios(blocks[RPC], ours) if RPC in blocks else None,
+        rates.get(RAY),
+        _ratios(blocks[RAY], ours) if RAY in blocks else None,
     )
 
 
@@ -158,7 +167,7 @@ def measure(runtime: Runtime, assignment: Assignment) -> dict[str, dict[str, lis
     join_gloo(runtime, str(Path(assignment.store) / "gloo"))
     if RPC in assignment.peers:
         _join_rpc(runtime, str(Path(assignment.store) / "rpc"))
-    make = {GLOO: _gloo, RPC: _rpc}
+    make = {GLOO: _gloo, RPC: _rpc, RAY: _ray}
     found = {}
     for size in assignment.sizes:
         pushes = pushes_of(size, assignment.block_bytes)
@@ -267,6 +276,48 @@ def _rpc(runtime: Runtime, size: str, pushes: int) -> Callable[[], None]:
     return block
 
 
+def _ray_if_there() -> tuple[str, ...]:
+    return (RAY,) if importlib.util.find_spec("ray") is not None else ()
+
+
+class RayServer:
+    """An actor; NumPy arrays are what Ray passes on without a copy where it can."""
+
+    def __init__(self, size: str) -> None:
+        self._values = np.zeros(bytes_of(size) // 4, np.float32)
+
+    def push_and_pull(self, gradient: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The values after this push."""
+        self._values -= np.float32(RATE) * gradient
+        return self._values
+
+
+class RayWorker:
+    def __init__(self, size: str) -> None:
+        self._gradient = np.zeros(bytes_of(size) // 4, np.float32)
+
+    def push(self, server: Any, pushes: int) -> None:
+        for _ in range(pushes):
+            importlib.import_module("ray").get(server.push_and_pull.remote(self._gradient))
+
+
+def _ray(runtime: Runtime, size: str, pushes: int) -> Callable[[], None]:
+    """Ray has processes of its own: the last rank lets them work, the others wait meanwhile."""
+    workers = runtime.ranks - 1
+    if runtime.rank != workers:
+        return lambda: None
+    ray = importlib.import_module("ray")
+    if not ray.is_initialized():
+        ray.init(num_cpus=workers + 1, include_dashboard=False, log_to_driver=False)
+    server = ray.remote(RayServer).remote(size)
+    clients = [ray.remote(RayWorker).remote(size) for _ in range(workers)]
+
+    def block() -> None:
+        ray.get([client.push.remote(server, pushes) for client in clients])
+
+    return block
+
+
 def print_rates(rows: Iterable[ServerRow]) -> None:
     """One line for each number of workers, size and way."""
     lines = [
@@ -280,15 +331,22 @@ def print_rates(rows: Iterable[ServerRow]) -> None:
             _shown(row.to_gloo),
             "" if row.rpc_per_second is None else f"{row.rpc_per_second:.0f}",
             _shown(row.to_rpc),
+            "" if row.ray_per_second is None else f"{row.ray_per_second:.0f}",
+            _shown(row.to_ray),
         )
         for row in rows
     ]
-    headings = ("workers", "size", "over", "a second", "GB/s", "gloo", "ratio", "rpc", "ratio")
+    headings = (
+        "workers", "size", "over", "a second", "GB/s",
+        "gloo", "ratio", "rpc", "ratio", "Ray", "ratio",
+    )  # fmt: skip
     print_table("pushes with pulls a second, asynchronous server", headings, lines)
     print_remarks(
-        "Ratios above 1: faster than gloo's send and receive, or than torch.distributed.rpc; in "
+        "Ratios above 1: faster than gloo's send and receive, torch.distributed.rpc, or Ray; in "
         "brackets the least and the most of a round."
     )
+    if not _ray_if_there():
+        print_remarks("No figures of a Ray actor: install ray.")
 
 
 def _shown(ratios: tuple[float, float, float] | None) -> str:

@@ -129,11 +129,13 @@ def run(arguments: Sequence[str], cwd: Path, **variables: str) -> Ended:
         return command.end()
 
 
-def torchrun(script: Path, ranks: int, arguments: Sequence[str], cwd: Path) -> Started:
+def torchrun(
+    script: Path, ranks: int, arguments: Sequence[str], cwd: Path, **variables: str
+) -> Started:
     """`script` under torchrun, on loopback. (It never removes its log folder.)"""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--log-dir={cwd}", f"--nproc-per-node={ranks}", str(script), *arguments]
-    return Started(command, cwd)
+    return Started(command, cwd, variables)
 
 
 def rank_pids(launcher: int | None = None) -> list[int]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tests.waiting import wait_until
 from torch import Tensor
@@ -18,11 +19,15 @@ from torch import Tensor
 from orchestra.collectives import Group
 from orchestra.engines.processes import Outcome, launch
 from orchestra.engines.processes.display import print_notice
+from orchestra.transports import compiled
 from orchestra.transports.protocol import CollectiveCall, Task
 from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.threads import chosen_threads
 
 TAG = 7
+WHERE_COMPILED = pytest.mark.skipif(not compiled.is_there(), reason="nothing was compiled")
+COMPILED = pytest.mark.parametrize("compiled", ["0", pytest.param("1", marks=WHERE_COMPILED)])
+"""ORCHESTRA_COMPILED of the ranks."""
 
 
 def say_rank(runtime: Runtime, argument: Any) -> Any:

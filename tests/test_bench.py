@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from benchmarks import server, shapes, simulation, suspend
+from benchmarks import collectives, mpi, server, shapes, simulation, suspend
 from benchmarks.server import ServerRow, bench_server
 from benchmarks.suspend import RankSteps, Window, row_of
 
@@ -68,6 +68,18 @@ def test_the_sizes_of_the_models() -> None:
     sizes = [sum(p.numel() for p in subject.build().parameters()) for subject in SUBJECTS.values()]
     assert sizes[0] == 61_706
     assert sizes[1] == pytest.approx(25e6, rel=0.01)
+
+
+def test_all_reduces_are_measured_alone_and_between_computing() -> None:
+    setups = [("4 KB", False), ("4 KB", True)]
+    alone, computing = collectives.bench_collectives((2,), 1, setups=setups)
+    assert (alone.size, alone.computing, computing.computing) == ("4 KB", False, True)
+    assert alone.gloo_ms > 0 < alone.shm_ms
+    assert alone.ratio == alone.least == alone.most
+    assert alone.ratio == pytest.approx(alone.gloo_ms / alone.shm_ms)
+    assert alone.copy_share is not None
+    assert computing.copy_share is None
+    assert (alone.mpi_ratio is not None) == mpi.is_there()
 
 
 def test_pushes_to_a_server_are_counted_for_all() -> None:

@@ -13,8 +13,10 @@ from random import Random
 
 import pytest
 import torch
+from tests.rank_programs import COMPILED
 from tests.test_trace import assert_well_formed, traced
 from tests.training import step_lines
+from tests.waiting import wait_until
 
 from orchestra.engines.processes import launch
 from orchestra.errors import PeerLost, RunFailed
@@ -58,8 +60,9 @@ def reduced(
     return vector, [after - each for after, each in zip(counted, before, strict=True)]
 
 
-def compared(runtime: Runtime, nodes: Sequence[int]) -> tuple[list[str], int]:
+def compared(runtime: Runtime, how: tuple[Sequence[int], str]) -> tuple[list[str], int]:
     """Every schedule in memory that is shared inside the nodes, and over sockets: what differs."""
+    nodes, os.environ["ORCHESTRA_COMPILED"] = how
     sockets = sockets_of(runtime.transport)
     starts = [sum(nodes[:place]) for place in range(len(nodes) + 1)]
     neighbours = next(range(*ends) for ends in pairwise(starts) if runtime.rank < ends[1])
@@ -87,8 +90,12 @@ def compared(runtime: Runtime, nodes: Sequence[int]) -> tuple[list[str], int]:
         *(pytest.param(n, marks=pytest.mark.matrix) for n in ((3,), (5,), (3, 2))),
     ],
 )
-def test_the_bits_and_the_traffic_are_those_of_messages(nodes: tuple[int, ...]) -> None:
-    for rank, (differ, in_memory) in enumerate(launch(compared, nodes, sum(nodes)).results):
+@COMPILED
+def test_the_bits_and_the_traffic_are_those_of_messages(
+    nodes: tuple[int, ...], compiled: str
+) -> None:
+    results = launch(compared, (nodes, compiled), sum(nodes)).results
+    for rank, (differ, in_memory) in enumerate(results):
         assert differ == []
         assert (in_memory > 0) == (not (nodes == (1, 3) and rank == 0))
 
@@ -119,9 +126,9 @@ def reduce(runtime: Runtime, length: int, *, background: bool = False) -> None:
     runtime.transport.collective(call).wait()
 
 
-def killed(runtime: Runtime, assignment: tuple[int, Path]) -> None:
+def killed(runtime: Runtime, assignment: tuple[int, Path, str]) -> None:
     """One rank is killed at a random moment of collectives without end."""
-    seed, folder = assignment
+    seed, folder, os.environ["ORCHESTRA_COMPILED"] = assignment
     random = Random(seed)
     victim, delay = random.randrange(runtime.ranks), random.uniform(0, 0.05)
     if runtime.rank == victim:
@@ -136,17 +143,21 @@ def killed(runtime: Runtime, assignment: tuple[int, Path]) -> None:
 
 @pytest.mark.parametrize("runs", [4, pytest.param(500, marks=pytest.mark.matrix)])
 @pytest.mark.timeout(1800)
-def test_a_rank_that_is_killed_at_any_moment_is_named(runs: int, tmp_path: Path) -> None:
+@COMPILED
+def test_a_rank_that_is_killed_at_any_moment_is_named(
+    runs: int, compiled: str, tmp_path: Path
+) -> None:
     """By the run, and by each rank that notices before it is told to leave."""
     for seed in range(runs):
         victim = Random(seed).randrange(3)
         with pytest.raises(RunFailed, match=rf"^rank {victim} on \S+ was killed by SIGKILL$"):
-            launch(killed, (seed, tmp_path), 3)
+            launch(killed, (seed, tmp_path, compiled), 3)
         assert {found.read_text() for found in tmp_path.glob(f"{seed} *")} <= {str(victim)}
 
 
-def stuck(runtime: Runtime, background: bool) -> None:
+def stuck(runtime: Runtime, how: tuple[bool, str]) -> None:
     """Rank 0 waits for a message of rank 1, which waits for rank 0 in a collective."""
+    background, os.environ["ORCHESTRA_COMPILED"] = how
     reduce(runtime, 9)
     if runtime.rank == 0:
         runtime.transport.receive(1, tag=60).wait()
@@ -154,10 +165,28 @@ def stuck(runtime: Runtime, background: bool) -> None:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_ranks_that_wait_for_each_other_are_found(background: bool) -> None:
+@COMPILED
+def test_ranks_that_wait_for_each_other_are_found(background: bool, compiled: str) -> None:
     waits = r"rank 0 waits for rank 1 \(to receive, tag 60\), rank 1 waits for rank 0 \(in a coll"
     with pytest.raises(RunFailed, match=waits):
-        launch(stuck, background, 2, patience=2.0)
+        launch(stuck, (background, compiled), 2, patience=2.0)
+
+
+def interrupted(runtime: Runtime, how: tuple[Path, str]) -> None:
+    """Rank 1 joins a collective once a signal was handled in rank 0, which waits for it there."""
+    folder, os.environ["ORCHESTRA_COMPILED"] = how
+    reduce(runtime, 9)
+    if runtime.rank == 0:
+        signal.signal(signal.SIGALRM, lambda *_: (folder / "handled").touch())
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+    else:
+        wait_until((folder / "handled").exists, "the signal is handled")
+    reduce(runtime, 100_000)
+
+
+@COMPILED
+def test_signals_are_handled_while_a_rank_waits(compiled: str, tmp_path: Path) -> None:
+    launch(interrupted, (tmp_path, compiled), 2)
 
 
 def test_a_timeline_shows_what_was_exchanged_in_memory(tmp_path: Path) -> None:

@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 from tests.commands import Started, torchrun
+from tests.rank_programs import COMPILED
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.matrix)])
-def test_every_collective_gives_what_gloo_gives(ranks: int, tmp_path: Path) -> None:
-    with torchrun(SCRIPTS / "shm_collectives.py", ranks, [], tmp_path) as process:
+@COMPILED
+def test_every_collective_gives_what_gloo_gives(ranks: int, compiled: str, tmp_path: Path) -> None:
+    how = {"ORCHESTRA_COMPILED": compiled}
+    with torchrun(SCRIPTS / "shm_collectives.py", ranks, [], tmp_path, **how) as process:
         ended = process.end()
     assert ended.status == 0, ended.err
     found = re.findall(r"compared (\d+) differ (.*)", ended.out)
@@ -30,9 +33,10 @@ def test_distributed_data_parallel_trains_as_over_gloo_bit_for_bit(tmp_path: Pat
     assert re.findall(r"trained 6 differ (\S+)", ended.out) == ["[]"] * 2
 
 
-def test_a_rank_that_is_killed_at_any_moment_is_named(tmp_path: Path) -> None:
+@COMPILED
+def test_a_rank_that_is_killed_at_any_moment_is_named(compiled: str, tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "shm_killed.py"), str(tmp_path), "3", "12", "0"]
-    with Started(command, tmp_path) as process:
+    with Started(command, tmp_path, {"ORCHESTRA_COMPILED": compiled}) as process:
         ended = process.end()
     assert ended.status == 0, ended.err
     lines = ended.out.splitlines()

@@ -261,6 +261,15 @@ class Stage:
     whole: Mapping[int, Sums]
     shown: Mapping[int, Pieces]
 
+    @functools.cached_property
+    def chained_pieces(self) -> int:
+        """The number of pieces, if every rank ends with all sums and each is a chain; else 0."""
+        covered = {piece for run in self.shared.chained for piece in range(*run[:2])}
+        everything = [(0, len(covered))]
+        if self.shared.others or any(self.alone.values()):
+            return 0
+        return len(covered) * all(taken == everything for taken in self.taken.values())
+
 
 @functools.lru_cache(maxsize=1)
 def rounds_of(schedule: Schedule) -> Sequence[Round]:

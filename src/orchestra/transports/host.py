@@ -13,6 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from orchestra.errors import InputError
 from orchestra.schedules.sums import Pieces, Stage
 from orchestra.transports.collective import execute_in_stages, stage_traffic
+from orchestra.transports.compiled import SO_FAR, Steps
 from orchestra.transports.framing import byte_view, pack_header
 from orchestra.transports.matching import Flow, Receive, Send
 from orchestra.transports.progress import ProgressEngine
@@ -112,7 +114,14 @@ class Host:
             length = memory_bytes(len(ranks))
             found = _Finding(self._engine, ranks, call.tag).find(length, wanted)
             if found is not None:
-                memory = SharedMemory(ranks.index(self._engine.rank), *found, names=ranks)
+                peers, descriptor, compiled = found
+                memory = SharedMemory(
+                    ranks.index(self._engine.rank),
+                    peers,
+                    descriptor,
+                    names=ranks,
+                    compiled=compiled,
+                )
                 self._memories[key] = memory
                 self._engine.memories.append(memory)
         return self._memories[key]
@@ -130,7 +139,7 @@ class Host:
         found = _Finding(self._engine, ranks, tag).find(like.nbytes, True, like)
         if found is None:
             raise InputError("ulimit -f does not allow shared memory as large as is needed")
-        peers, memory = found
+        peers, memory, _ = found
         for connection in peers.values():
             connection.close()
         return SharedTensor(mapped(memory, like.nbytes, like.dtype))
@@ -145,9 +154,10 @@ class _Finding:
 
     def find(
         self, length: int, wanted: bool, content: Tensor | None = None
-    ) -> tuple[dict[int, socket.socket], int] | None:
-        """A socket to each rank, and memory of `length` bytes, which the first one makes, with
-        `content`; None where not all want to share it, or the first cannot make it."""
+    ) -> tuple[dict[int, socket.socket], int, bool] | None:
+        """A socket to each rank, memory of `length` bytes, which the first one makes, with
+        `content`, and whether all have what is compiled; None where not all want to share it, or
+        the first cannot make it."""
         place, memory = self._ranks.index(self._engine.rank), None
         if wanted and place == 0:
             try:
@@ -161,7 +171,7 @@ class _Finding:
                 if memory is not None:
                     os.close(memory)
                 return None
-            peers = connect_host(
+            peers, compiled = connect_host(
                 place,
                 len(self._ranks),
                 self._tell,
@@ -171,7 +181,7 @@ class _Finding:
             )
             if memory is not None and content is not None:
                 mapped(os.dup(memory), length, content.dtype).copy_(content)
-            return peers, pass_on(peers, memory)
+            return peers, pass_on(peers, memory), compiled
 
     @contextlib.contextmanager
     def _naming_the_lost(self) -> Iterator[None]:
@@ -228,6 +238,10 @@ def _form(stage: Stage, index: int, memory: SharedMemory, call: CollectiveCall) 
         vectors = dict(zip(ranks, parts, strict=True))
         stage.whole[index].form(vectors, vector, cuts, 0, length)
         return vector.nbytes
+    if stage.chained_pieces == len(cuts) - 1 and memory.add_up(
+        vector, partial(_steps, stage, cuts)
+    ):
+        return 4 * min(vector.nbytes, CHUNK_BYTES)
 
     def show(spans: list[Span], part: Tensor) -> None:
         for span in spans:
@@ -254,6 +268,15 @@ def _form(stage: Stage, index: int, memory: SharedMemory, call: CollectiveCall) 
     room = CHUNK_BYTES // vector.element_size()
     memory.pipeline(vector.dtype, _spans(stage, cuts, room), show, form, take)
     return 4 * min(vector.nbytes, CHUNK_BYTES)
+
+
+def _steps(stage: Stage, cuts: Sequence[int]) -> Steps:
+    """The chains of an all-reduce, in elements, with the ranks as their memory counts them."""
+    place = {rank: number for number, rank in enumerate(stage.ranks)}
+    return Steps(
+        (cuts[first], cuts[end], place[rank], SO_FAR if other is None else place[other])
+        for first, end, rank, other in stage.shared.chained
+    )
 
 
 def _spans(stage: Stage, cuts: Sequence[int], room: int) -> Iterator[list[Span]]:

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 
 from orchestra.errors import PeerLost
+from orchestra.transports import compiled as compiled_code
+from orchestra.transports.compiled import FLAG_BYTES, LOST, TIMED_OUT, CompiledEnd, Steps
 
 CHUNK_BYTES = 2 << 20
 """Of a rank's part of the memory: few enough for the caches, enough to hide the barriers."""
@@ -52,10 +54,7 @@ class SharedMemory:
         memory: file descriptor of `memory_bytes(size)` bytes, which all ranks map; it is closed.
         timeout: seconds for another rank to join a collective; None: no limit.
         names: what `PeerLost` calls each rank; None: by its number here.
-
-    Attributes:
-        awaited: the name of the rank that a barrier waits for.
-        seconds_waiting: that barriers took.
+        compiled: whether all ranks use what is compiled.
     """
 
     def __init__(
@@ -66,10 +65,11 @@ class SharedMemory:
         *,
         timeout: float | None = None,
         names: Sequence[int] | None = None,
+        compiled: bool = False,
     ) -> None:
         self.rank, self.size = rank, len(peers) + 1
-        self.awaited: int | None = None
-        self.seconds_waiting = 0.0
+        self._awaited: int | None = None
+        self._seconds_waiting = 0.0
         self._names = tuple(names or range(self.size))
         self._shut = False
         self._peers = dict(peers)
@@ -82,18 +82,56 @@ class SharedMemory:
         everything = mapped(memory, memory_bytes(self.size), torch.uint8)
         large = 2 * (self.size + 1) * CHUNK_BYTES
         self._large = everything[:large].view(2, self.size + 1, CHUNK_BYTES)
-        self._small = everything[large:].view(2, self.size, SMALL_BYTES)
+        flags = large + 2 * self.size * SMALL_BYTES
+        self._small = everything[large:flags].view(2, self.size, SMALL_BYTES)
         self._turn = 0
+        self._compiled: CompiledEnd | None = None
+        if compiled:
+            self._compiled = CompiledEnd(rank, dict(self._doors), everything[flags:], timeout)
+
+    @property
+    def awaited(self) -> int | None:
+        """The name of the rank that a barrier waits for."""
+        if self._compiled is None:
+            return self._awaited
+        peer = self._compiled.awaited
+        return None if peer is None else self._names[peer]
+
+    @property
+    def seconds_waiting(self) -> float:
+        """Seconds that barriers took."""
+        return self._seconds_waiting if self._compiled is None else self._compiled.seconds_waiting
+
+    def add_up(self, vector: Tensor, steps: Callable[[], Steps]) -> bool:
+        """Replace each rank's vector by the sums, if that is compiled; the others have to want it.
+
+        False, and nothing done, where `pipeline` has to do it.
+        """
+        if self._compiled is None or vector.dtype != torch.float32 or not vector.is_contiguous():
+            return False
+        places = self._large.view(torch.float32)
+        ended, self._turn = self._compiled.add_up(vector, steps(), places, 1 - self._turn)
+        self._check(self._compiled, ended)
+        return True
+
+    def _check(self, compiled: CompiledEnd, ended: int) -> None:
+        if ended == TIMED_OUT:
+            raise TimeoutError(f"rank {compiled.lost} has not joined a collective in time")
+        if ended == LOST:
+            self._lose(compiled.lost)
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
+        if self._compiled is not None:
+            self._check(self._compiled, self._compiled.barrier())
+            return
         peer = self.rank
         started = time.perf_counter()
         try:
             for peer, door in self._doors:  # noqa: B007  (the handlers below name it)
                 os.write(door, _ARRIVED)
             for peer, door in self._doors:
-                self.awaited = self._names[peer]
+                self._awaited = self._names[peer]
                 news = os.read(door, 1)
                 if news != _ARRIVED:
                     self._lose(news[0] - 1 if news else peer)
@@ -102,8 +140,8 @@ class SharedMemory:
         except (BrokenPipeError, ConnectionResetError):
             self._lose(peer)
         finally:
-            self.awaited = None
-            self.seconds_waiting += time.perf_counter() - started
+            self._awaited = None
+            self._seconds_waiting += time.perf_counter() - started
 
     def _lose(self, lost: int) -> NoReturn:
         """Tell the others which rank is gone, who would blame this one when it leaves."""
@@ -189,7 +227,7 @@ def connect_host(
     lookup: Callable[[int], bytes],
     timeout: float,
     check: Callable[[], object] = lambda: None,
-) -> dict[int, socket.socket]:
+) -> tuple[dict[int, socket.socket], bool]:
     """Connect the ranks of one host by a Unix socket for each pair; every rank calls it.
 
     Args:
@@ -197,6 +235,9 @@ def connect_host(
         lookup: what another rank has shown, waiting for it.
         timeout: seconds for a connection.
         check: called while it waits; may raise.
+
+    Returns:
+        The sockets, and whether all ranks have what is compiled.
 
     Raises:
         ValueError: a rank is on another host.
@@ -206,9 +247,10 @@ def connect_host(
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("")  # an abstract address that the kernel chooses: no file to remove
         listener.listen(size)
-        publish(json.dumps([host, token.hex(), listener.getsockname().hex()]).encode())
+        own = [host, compiled_code.is_there(), token.hex(), listener.getsockname().hex()]
+        publish(json.dumps(own).encode())
         shown = {peer: json.loads(lookup(peer)) for peer in range(size) if peer != rank}
-        for peer, (other, _, _) in shown.items():
+        for peer, (other, *_) in shown.items():
             if other != host:
                 raise ValueError(
                     f"rank {peer} is on another host than rank {rank}, and shared memory "
@@ -216,7 +258,7 @@ def connect_host(
                 )
         peers = {}
         for peer in range(rank):
-            _, peer_token, address = shown[peer]
+            *_, peer_token, address = shown[peer]
             connection = peers[peer] = socket.socket(socket.AF_UNIX)
             connection.settimeout(timeout)
             connection.connect(bytes.fromhex(address))
@@ -229,7 +271,7 @@ def connect_host(
             peer, proof = _HELLO.unpack(hello)
             if hmac.compare_digest(proof, token):
                 peers[peer] = connection
-    return peers
+    return peers, all(compiled for _, compiled, *_ in (own, *shown.values()))
 
 
 def _accepted(
@@ -264,8 +306,8 @@ def make_memory(length: int) -> int:
 
 
 def memory_bytes(size: int) -> int:
-    """How much memory `size` ranks share: twice a part for each and one for results."""
-    return 2 * ((size + 1) * CHUNK_BYTES + size * SMALL_BYTES)
+    """How much memory `size` ranks share: twice a part for each and one for results, and flags."""
+    return 2 * ((size + 1) * CHUNK_BYTES + size * SMALL_BYTES) + size * FLAG_BYTES
 
 
 def pass_on(peers: Mapping[int, socket.socket], memory: int | None) -> int:

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
 from torch.futures import Future
 
 from orchestra.errors import PeerLost
+from orchestra.transports.compiled import SO_FAR, Steps
 from orchestra.transports.progress import ProgressEngine
 from orchestra.transports.protocol import Handle, Task, Transport
 from orchestra.transports.shared_memory import (
@@ -76,7 +77,7 @@ class ProcessGroupSHM(_ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, size)
         seconds = timeout.total_seconds()
 
-        def connect(purpose: str) -> dict[int, socket.socket]:
+        def connect(purpose: str) -> tuple[dict[int, socket.socket], bool]:
             return connect_host(
                 rank,
                 size,
@@ -85,13 +86,13 @@ class ProcessGroupSHM(_ProcessGroup):  # type: ignore[misc]
                 seconds,
             )
 
-        engine = ProgressEngine(rank, connect("messages"))
+        engine = ProgressEngine(rank, connect("messages")[0])
         self._messages = SocketTransport(engine)
         self._mover: Task[None] | None = None
         self._seconds = seconds
-        peers = connect("memory")
+        peers, compiled = connect("memory")
         memory = pass_on(peers, make_memory(memory_bytes(size)) if rank == 0 else None)
-        self._memory = SharedMemory(rank, peers, memory, timeout=seconds)
+        self._memory = SharedMemory(rank, peers, memory, timeout=seconds, compiled=compiled)
         engine.memories.append(self._memory)  # which it closes
 
     def getBackendName(self) -> str:
@@ -231,6 +232,12 @@ class ProcessGroupSHM(_ProcessGroup):  # type: ignore[misc]
             if root in (None, memory.rank):
                 _combine(combine, here, flat)
             return
+        if (
+            combine is torch.add
+            and root is None
+            and memory.add_up(flat, partial(_in_order, len(flat), memory.size))
+        ):
+            return
 
         def form(chunk: Tensor, parts: Tensor, result: Tensor) -> None:
             rank, size = memory.rank, memory.size
@@ -306,6 +313,11 @@ def _combine(combine: Operation, vectors: Tensor, out: Tensor) -> None:
     combine(vectors[0], vectors[1], out=out)
     for vector in vectors[2:]:
         combine(out, vector, out=out)
+
+
+def _in_order(length: int, ranks: int) -> Steps:
+    """Sums in the order of the ranks."""
+    return Steps((0, length, rank, SO_FAR if rank > 1 else 0) for rank in range(1, ranks))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
