@@ -250,6 +250,20 @@ def test_any_trial_agrees(trial: Trial) -> None:
         check(trial)
 
 
+@pytest.mark.parametrize(
+    ("second", "noise"), [([0.0, 0.0, 0.0, 0.5], 0), ([0.15] * 4, 3)], ids=["late", "disturbed"]
+)
+def test_a_connection_that_idles_starts_slowly_again(second: list[float], noise: int) -> None:
+    """While others wait for a late rank, or before an all-reduce that is disturbed."""
+    delays = [[0.0] * 4, second, [0.0] * 4]
+    trial = Trial("ring", 4, 300_000, delays, "two_sites(nodes=4)", noise=noise, noise_after=0.7)
+    with counted() as counts:
+        trial.run(at_once=True)
+    assert counts["evaluated"]
+    assert counts["disturbed"]
+    check(trial)
+
+
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 4, 5, 7])
 @pytest.mark.parametrize("name", NAMES)
 def test_vectors_shorter_than_the_ranks_agree(name: str, length: int) -> None:

@@ -24,8 +24,9 @@ from orchestra.engines.simulation.network import Net, Port
 from orchestra.engines.simulation.participant import Messages, Participant, Scene
 from orchestra.engines.simulation.plan import Plan
 from orchestra.engines.simulation.round_state import Usage
-from orchestra.engines.simulation.rounds import PlacedPlan, Ranks
+from orchestra.engines.simulation.rounds import Ends, PlacedPlan, Ranks
 from orchestra.engines.simulation.shared_memory import Barriers, node_stages
+from orchestra.engines.simulation.stream import SlowStart
 from orchestra.schedules.sums import add_up
 from orchestra.transports.protocol import CollectiveCall, Traffic
 
@@ -145,6 +146,7 @@ class Collective:
         self._vectors: dict[int, Tensor] = {}
         self._timers: list[Timer] = []
         self._ended: list[Participant] = []  # at the present instant
+        self._used: list[tuple[SlowStart, float]] = []  # and until when it had been before
         self._messages = None if ahead else Messages(placed, Scene(kernel))
 
     @property
@@ -212,6 +214,9 @@ class Collective:
         collectives = [self]
         if self._before is not None and self._before._ahead:
             collectives.insert(0, self._before)  # even if it is over: others queued up behind it
+        for each in reversed(collectives):
+            for slow_start, used_at in each._used:
+                slow_start.used_at = used_at
         now = self._kernel.now()
         arrivals = [m.arrived for each in collectives for m in each._members.values()]
         scene = Scene(Events(min([now, *arrivals])), replays=True)
@@ -248,12 +253,10 @@ class Collective:
         before = self._before
         usage = before.usage if before is not None and before._ahead else None
         ends = self.placed.ends(arrivals, rates, usage)
-        if ends is None:
+        if ends is None or not self._use_connections(ends):
             self.enter_world()
             return
         self.usage = ends.usage
-        for (source, _), slow_start in self.placed.slow_starts.items():
-            slow_start.use(float(ends.usage.up[source]))
         columns = (ends.clock, ends.waiting, ends.communicating)
         together: dict[float, list[tuple[Member, float, float]]] = {}
         for member, clock, *seconds in zip(members, *(c.tolist() for c in columns), strict=True):
@@ -263,6 +266,17 @@ class Collective:
         for clock, group in together.items():
             timer = kernel.at(max(clock, now), functools.partial(_finish, group))
             self._timers.append(timer)
+
+    def _use_connections(self, ends: Ends) -> bool:
+        """Whether they all have started when they are used first."""
+        first, last = ends.carried.tolist()
+        slow_starts = self.placed.slow_starts.items()
+        if not all(slow_start.is_over(first[number]) for number, slow_start in slow_starts):
+            return False
+        for number, slow_start in slow_starts:
+            self._used.append((slow_start, slow_start.used_at))
+            slow_start.use(last[number])
+        return True
 
     def _through(self, participant: Participant) -> None:
         """Those who are through at the same instant go on in the order of their places."""

@@ -49,6 +49,7 @@ class Segment:
         shift: where each rank sends one, as it did before, to the rank so many places on, and all
             or none are held, and none is freed; else 0.
         rolled: whether its seconds are those of the one before, moved on by `shift` places.
+        way: the number of the pair of `source` and `target`.
         leaving: of the sender, shape [2, messages]: from its start until the first byte is there,
             if the way is free, and until it has left.
         receiving, adding: of the receiver, from its first byte on; and then to add it.
@@ -61,6 +62,7 @@ class Segment:
     arriving: Integers
     shift: int
     rolled: bool
+    way: Integers
     leaving: Floats
     crossing: Floats
     receiving: Floats
@@ -93,18 +95,40 @@ class Rolls:
         return view, rolled
 
 
+@dataclass(frozen=True)
+class Connections:
+    """What TCP connections do not take by themselves: each has started already, and starts slowly
+    again after `pauses` seconds without a message (infinite: it does not). By connection, as are
+    the seconds of `latency`.
+    """
+
+    pauses: Floats
+    latency: Floats
+
+
 Maximum = Callable[..., object]
 
 
 class Ring:
     """All ranks in the midst of rounds; `clock` and `waiting`, of each, are changed in place.
 
+    `longest` are the seconds from then until the next first byte from which on a connection starts
+    slowly: `Met` is raised. None: never.
+
     Attributes:
         gone: when what each rank has sent last is all there.
     """
 
-    def __init__(self, clock: Floats, waiting: Floats, gone: Floats, shift: int) -> None:
+    def __init__(
+        self,
+        clock: Floats,
+        waiting: Floats,
+        gone: Floats,
+        shift: int,
+        longest: Floats | None = None,
+    ) -> None:
         self.shift = shift
+        self._longest = longest
         self._clock = clock
         self._waiting = waiting
         # The messages by sender are the columns from `shift` on. Before them the last ones are
@@ -145,6 +169,8 @@ class Ring:
         arriving, _, ended = messages[:, :ranks]
         for segment in segments:
             add(clock, segment.leaving, out=leaving)
+            if self._longest is not None and (began - gone > self._longest).any():
+                raise Met(None)
             maximum(began, gone, out=began)
             add(began, segment.crossing, out=gone)
             maximum(gone, left, out=gone)
@@ -186,6 +212,9 @@ class Ring:
             return 0  # decided otherwise a round before
         closing = moving & (margins * changes < 0)
         rounds = int(min(most, (margins[closing] / -changes[closing]).min(initial=most)))
+        latest = margins[0] + rounds * np.maximum(changes[0], 0.0)
+        if self._longest is not None and latest.max() > self._longest.min():
+            return 0
         self._waiting += self._waits(margins, changes, rounds)
         clock, gone = noted[-1][:2] + rounds * now[:2]
         self._clock[:] = np.roll(clock, rounds * self.shift)
@@ -241,7 +270,8 @@ class Usage:
 class Met(Exception):
     """Messages of the round `number`, or later ones, are met unlike what was assumed.
 
-    None: too many meet at a time, or it is too late to take that into account.
+    None: too many meet at a time, or it is too late to take that into account, or a connection
+    starts slowly.
     """
 
     def __init__(self, number: int | None) -> None:
@@ -266,10 +296,22 @@ class State:
 
     What is known of the last message on each link has the shape [2, ranks], by sender and by
     receiver.
+
+    Attributes:
+        carried: from when until when each of the `connections` is used, shape [2, connections];
+            infinite for none.
     """
 
-    def __init__(self, arrivals: Floats, before: Usage, meetings: Meetings) -> None:
+    def __init__(
+        self,
+        arrivals: Floats,
+        before: Usage,
+        meetings: Meetings,
+        connections: Connections | None = None,
+    ) -> None:
         ranks = len(arrivals)
+        self.connections = connections
+        self.carried = np.full((2, 0 if connections is None else len(connections.pauses)), inf)
         self.clock = arrivals.copy()
         self.waiting = np.zeros(ranks)
         self.usage = before.copy()
@@ -280,7 +322,7 @@ class State:
         """The same, in arrays of its own."""
         other = object.__new__(type(self))
         vars(other).update(
-            (name, value if name == "_meetings" else value.copy())
+            (name, value if name in ("_meetings", "connections") else value.copy())
             for name, value in vars(self).items()
         )
         return other
@@ -297,8 +339,13 @@ class State:
         """`pass_round` for rounds of a ring, of a segment each; none of their messages is met."""
         if not segments:
             return
-        ring = Ring(self.clock, self.waiting, self.usage.up, segments[0].shift)
+        way, longest = segments[0].way, None
+        if self.connections is not None:
+            longest = self.connections.pauses[way] + self.connections.latency[way]
+        ring = Ring(self.clock, self.waiting, self.usage.up, segments[0].shift, longest)
         ring.pass_rounds(segments)
+        if self.connections is not None:
+            self.carried[1, way] = ring.gone
         self.usage.up[:], self.usage.down[:] = ring.gone, np.roll(ring.gone, ring.shift)
         self._forget(self.usage.up, self.usage.down)
 
@@ -313,6 +360,8 @@ class State:
             began, crossed = self._cross((number, place), segment, there)
             ended = np.maximum(crossed, clock[segment.source])
             usage.up[segment.source] = usage.down[segment.target] = ended
+            if self.connections is not None:
+                self._carry(self.connections, segment.way, there, ended)
             own = np.full_like(clock, -inf)
             own[segment.source[segment.held]] = ended[segment.held]
             np.maximum(gone, own, out=gone)
@@ -325,6 +374,14 @@ class State:
             self._wait_until(receiver[segment.freed], own)
             clock[receiver] += segment.adding
         self._wait_until(np.arange(len(clock)), gone)
+
+    def _carry(self, of: Connections, way: Integers, there: Floats, ended: Floats) -> None:
+        """Messages whose first byte could be `there` use the connections `way`. Raises `Met`."""
+        sent = there - of.latency[way]
+        if (sent - self.carried[1, way] > of.pauses[way]).any():
+            raise Met(None)
+        self.carried[0, way] = np.minimum(self.carried[0, way], sent)
+        self.carried[1, way] = ended
 
     def _wait_until(self, places: Integers, times: Floats) -> None:
         free = np.maximum(self.clock[places], times[places])

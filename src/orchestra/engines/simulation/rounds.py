@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, groupby
+from math import inf
 from typing import Literal
 
 import numpy as np
@@ -21,6 +22,7 @@ from orchestra.engines.simulation.plan import HEADER, Plan
 from orchestra.engines.simulation.round_state import (
     NOBODY,
     SAME,
+    Connections,
     Floats,
     Integers,
     Meetings,
@@ -59,17 +61,21 @@ MAX_RETURNS = 200
 
 @dataclass(frozen=True)
 class Ends:
-    """When each rank is through, where its time went, and the links after it."""
+    """When each rank is through, where its time went, and the links after it.
+
+    `carried`: as in `State`, of the pairs in their order.
+    """
 
     clock: Floats
     waiting: Floats
     communicating: Floats
     usage: Usage
+    carried: Floats
 
     def later(self, seconds: float) -> Ends:
         """The same, so much later."""
         clock, usage = self.clock + seconds, self.usage.later(seconds)
-        return Ends(clock, self.waiting, self.communicating, usage)
+        return Ends(clock, self.waiting, self.communicating, usage, self.carried + seconds)
 
 
 class PlacedPlan:
@@ -87,7 +93,7 @@ class PlacedPlan:
         contention_free: whether no link is shared by several pairs at a time, as far as the
             schedule tells: then the times can be evaluated over arrays.
         beginning: processor seconds of each rank before all of it.
-        slow_starts: of its connections, by the pair of places.
+        slow_starts: of its connections, by the number of the pair.
     """
 
     def __init__(self, net: Net, ranks: Ranks, plan: Plan, group: int) -> None:
@@ -100,9 +106,13 @@ class PlacedPlan:
             (source, target): net.stream(ranks[source], ranks[target])
             for source, target in plan.streamed
         }
-        self.slow_starts = {
-            pair: stream.slow_start for pair, stream in self.streams.items() if stream.slow_start
-        }
+        in_order = [self.streams[pair] for pair in sorted(self.streams)]
+        self.slow_starts = {n: s.slow_start for n, s in enumerate(in_order) if s.slow_start}
+        self._connections: Connections | None = None
+        if self.slow_starts:
+            pauses = [s.slow_start.pause if s.slow_start else inf for s in in_order]
+            latency = [stream.latency for stream in in_order]
+            self._connections = Connections(np.array(pauses), np.array(latency))
         self.sent: list[dict[int, int]] = [{} for _ in ranks]
         for (source, target), size in plan.pairs.items():
             self.sent[source][ranks[target]] = size
@@ -224,27 +234,27 @@ class PlacedPlan:
         return None if ends is None else ends.later(begin)
 
     def _evaluate(self, arrivals: Floats, usage: Usage) -> Ends | None:
-        state = State(arrivals, usage, Meetings(self._halves))
+        state = State(arrivals, usage, Meetings(self._halves), self._connections)
         kept: dict[int, State] = {}
         number = returns = 0
         while number < len(self._turns):
             is_ring, segments = self._turns[number]
-            if is_ring:
-                state.pass_ring(segments)
-            else:
-                kept[number] = state.copy()
-                try:
+            try:
+                if is_ring:
+                    state.pass_ring(segments)
+                else:
+                    kept[number] = state.copy()
                     state.pass_round(number, segments)
-                except Met as met:
-                    returns += 1
-                    if met.number is None or returns > MAX_RETURNS:
-                        return None
-                    number, state = met.number, kept[met.number].copy()
-                    continue
-            number += 1
+                number += 1
+            except Met as met:
+                returns += 1
+                if met.number is None or returns > MAX_RETURNS:
+                    return None
+                number, state = met.number, kept[met.number].copy()
         last = self.net.overhead.add * self.plan.added_slots_bytes / np.array(self._rates)
         clock = state.clock + last
-        return Ends(clock, state.waiting, clock - arrivals - state.waiting, state.usage)
+        communicating = clock - arrivals - state.waiting
+        return Ends(clock, state.waiting, communicating, state.usage, state.carried)
 
     # The messages as arrays
 
@@ -272,7 +282,7 @@ class PlacedPlan:
                 follows = bool(((to[source] == target) & (by[target] == source)).all())
                 to[source], by[target] = target, source
                 way = np.searchsorted(codes[order], source * ranks + target)
-                segment = partial(self._segment, rows, number, rates, own, follows, rolls)
+                segment = partial(self._segment, rows, number, rates, own, follows, rolls, way)
                 crossing = on_wire[rows[:, 6], way] / bandwidth[way]
                 segments.append(segment(latency[way], crossing))
             yield segments
@@ -285,6 +295,7 @@ class PlacedPlan:
         own: Integers,
         follows: bool,
         rolls: Rolls,
+        way: Integers,
         latency: Floats,
         crossing: Floats,
     ) -> Segment:
@@ -318,7 +329,7 @@ class PlacedPlan:
             shift,
         )
         return Segment(
-            source, target, arriving, shift, rolled,
+            source, target, arriving, shift, rolled, way,
             seconds[:2], seconds[2], seconds[3], seconds[4],
             np.flatnonzero(held), np.flatnonzero(freed[arriving]),
         )  # fmt: skip

@@ -34,6 +34,10 @@ class SlowStart:
     Args:
         bandwidth: bytes/s of its way.
         round_trip: seconds until a byte is acknowledged.
+
+    Attributes:
+        pause: seconds without a message after which it starts again.
+        used_at: until when it has carried something.
     """
 
     def __init__(self, tcp: Tcp, bandwidth: float, round_trip: float) -> None:
@@ -41,17 +45,19 @@ class SlowStart:
         self._bandwidth = bandwidth
         self._round_trip = round_trip
         self._window = tcp.first_window
-        self._used_at = -inf
+        self.pause = round_trip + IDLE
+        self.used_at = -inf
 
     def is_over(self, time: float) -> bool:
         """Whether a message that is sent then has the whole bandwidth."""
-        self._forget(time)
-        return self._window >= self._bandwidth * self._round_trip
+        has_started = self._window >= self._bandwidth * self._round_trip
+        return has_started and time - self.used_at <= self.pause
 
     def stall(self, size: float, time: float) -> float:
         """Seconds for which a message of `size` bytes on the wire, sent then, has to wait for
         acknowledgements in all."""
-        self._forget(time)
+        if time - self.used_at > self.pause:
+            self._window = self._first
         self.use(time)
         window, seconds, rest = self._window, 0.0, size
         while window < self._bandwidth * self._round_trip and rest > window:
@@ -63,11 +69,7 @@ class SlowStart:
 
     def use(self, time: float) -> None:
         """It carries something until then."""
-        self._used_at = max(self._used_at, time)
-
-    def _forget(self, time: float) -> None:
-        if time - self._used_at > self._round_trip + IDLE:
-            self._window = self._first
+        self.used_at = max(self.used_at, time)
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,7 @@ class Stream:
         if self._delay is not None:
             arrival += self._delay(time)
         if self.slow_start is not None:
+            self._net.before_arrival(self.resources)  # it matters already now what they carry
             arrival += self.slow_start.stall(self.on_wire(load.frame_bytes, None), time)
         self._last = arrival = max(self._last, arrival)
         self._events.call_at(arrival, self.arrive, load)
