@@ -75,6 +75,7 @@ class RunRecord:
     dropped: int = 0
     switched_at_step: int | None = None
     switched_at_sample: int | None = None
+    decisions: Sequence[Mapping[str, Any]] = ()
     parameters_sha256: str | None = None
     peak_buffer_bytes: int = 0
     global_batch: int = 0
@@ -167,6 +168,7 @@ def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
         dropped=sum(report.dropped for report in reports),
         switched_at_step=switches[0].switched_at_step if switches else None,
         switched_at_sample=switches[0].switched_at_sample if switches else None,
+        decisions=workers[0].decisions,
         parameters_sha256=leader.parameters_sha256,
         peak_buffer_bytes=max(report.peak_buffer_bytes for report in reports),
         threads=max(report.threads for report in reports),

@@ -244,6 +244,7 @@ class RankReport:
     timeline: Timeline | None = None
     dropped: int = 0
     switched_at_sample: int | None = None
+    decisions: list[dict[str, Any]] = field(default_factory=list)
     shares: tuple[float, ...] = ()
     batches: list[list[int]] = field(default_factory=list)
     speeds: tuple[float, ...] = ()

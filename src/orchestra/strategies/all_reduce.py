@@ -12,6 +12,7 @@ from orchestra.settings import MAX_RANKS, setting
 from orchestra.strategies.base import Footprint, Roles, Strategy
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.optim import Optimizer
 
     from orchestra.exchange import (
@@ -210,6 +211,23 @@ class AllReduce(Strategy[AllReduceState]):
     def hands_over_moments(self) -> bool:
         """Not where each worker has only those of its slice."""
         return self.shard == "nothing"
+
+    @property
+    def exchanges_as(self) -> AllReduce | None:
+        return None if self.shard != "nothing" or self.backup else self
+
+    def rehearse(self, worker: Worker, values: Tensor) -> None:
+        if self.compression is not None:
+            kept = exchange.CompressionState.of(worker, self.compression)
+            exchange.average_compressed(
+                worker, worker.transport, values, 0, self.compression, kept, self.algorithm, 0
+            )
+        elif self.native:
+            exchange.native_sum(worker)(values, False).wait()
+        else:
+            order, nodes = self.order, self.ranks_per_node
+            collective = exchange.make_collective(worker, self.algorithm, order, nodes)
+            collective.begin(worker.transport, values).wait()
 
     def start(self, worker: Worker) -> AllReduceState:
         """Everyone begins with the parameters of rank 0."""

@@ -198,6 +198,24 @@ class Strategy(Settings, ABC, Generic[S]):
         raise AssertionError(f"{self!r} has no phases")
 
     @property
+    def exchanges_as(self) -> Strategy[Any] | None:
+        """A strategy whose exchange takes as long as one of its own, and which can `rehearse` it.
+
+        Its workers wait for one another, and exchange after every `exchange_every` of their steps.
+        None: that is not known, and it can be no candidate of `Auto`.
+        """
+        return None
+
+    exchange_every: ClassVar[int] = 1
+
+    def rehearse(self, worker: Worker, values: Tensor) -> None:
+        """Collective over the workers: one exchange with `values`, flat, in place of gradients.
+
+        They belong to nobody, and have any values afterwards. Only where `exchanges_as` is itself.
+        """
+        raise AssertionError(f"{self!r} has no exchange that could be rehearsed")
+
+    @property
     def hands_over_moments(self) -> bool:
         """A following phase can inherit the optimizer's moments from the workers."""
         return True

@@ -10,6 +10,7 @@ from orchestra import exchange, optimizers
 from orchestra.compression.base import Compressor
 from orchestra.errors import InputError
 from orchestra.settings import MAX_STEPS, setting
+from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.base import Footprint, Replicas, ReplicaState
 from orchestra.strategies.outer import Average, Outer, OuterRound, OuterState, SlowMo
 
@@ -210,6 +211,17 @@ class LocalSGD(Replicas[LocalSGDState]):
                 f"LocalSGD: SlowMo(buffers={outer.buffers!r}) needs averages of all parameters at "
                 "once: leave out fragments and overlap"
             )
+
+    @property
+    def exchanges_as(self) -> AllReduce | None:
+        plain = self.fragments == 1 and not self.overlap and not self.outer.beside_gradient
+        if self.every is None or self.every_epochs is not None or not plain:
+            return None
+        return AllReduce(self.algorithm, compression=self.compression)
+
+    @property
+    def exchange_every(self) -> int:  # type: ignore[override]
+        return self.every or 1
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
         """And the outer state, and the fragments on their way."""

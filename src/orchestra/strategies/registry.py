@@ -26,6 +26,7 @@ STRATEGIES = Registry(
     _places(
         {
             "strategies.all_reduce": ("AllReduce",),
+            "strategies.auto": ("Auto",),
             "strategies.elastic_averaging": ("ElasticAveraging",),
             "strategies.gossip": ("Gossip",),
             "strategies.hogwild": ("Hogwild",),

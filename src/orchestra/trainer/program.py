@@ -252,6 +252,7 @@ class Session(Loop):
             peak_buffer_bytes=measures.peak_buffer_bytes,
             switched_at_step=measures.switched_at_step,
             switched_at_sample=measures.switched_at_sample,
+            decisions=measures.decisions,
             stopped=self.stopped,
             threads=self.runtime.threads or torch.get_num_threads(),
             timeline=self.trace.timeline(self.runtime.clock),

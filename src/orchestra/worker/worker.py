@@ -78,7 +78,8 @@ class Step:
 class Measures:
     """What strategies report about themselves, beside the transport's counters.
 
-    `dropped`: gradients of this worker that came too late to be applied.
+    `dropped`: gradients of this worker that came too late to be applied; `decisions`: which
+    strategy was to go on, and why, as records have them.
     """
 
     staleness: list[int] = field(default_factory=list)
@@ -88,6 +89,7 @@ class Measures:
     native_seconds: float = 0.0
     switched_at_step: int | None = None
     switched_at_sample: int | None = None
+    decisions: list[dict[str, Any]] = field(default_factory=list)
 
 
 QueueOf = Callable[[int, tuple[float, ...]], WorkQueue | None]

@@ -1,0 +1,83 @@
+"""What a worker's steps consist of, and numbers of all workers: what `Auto` compares by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from orchestra.collectives import all_reduce
+from orchestra.transports.tags import Tag
+from orchestra.worker.runtime import Compute, Work
+from orchestra.worker.worker import Worker
+
+T = TypeVar("T")
+
+TRAINING = ("gradient", "update", "step")
+"""The kinds of work that do not belong to an exchange."""
+
+
+class Stopwatch:
+    """Parts the time of the main flow of `worker` into its own steps, and all that exchanges take:
+    communication, waiting, and the work of encoding and decoding."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._coding = CodingTime(worker.compute, worker.transport.now)
+        worker.compute = self._coding
+        self._began: float | None = None
+        self._exchanged = 0.0
+
+    def begin(self) -> None:
+        """A step begins: the first one here, where the watch does not run yet."""
+        if self._began is None:
+            self.lap()
+
+    def lap(self) -> tuple[float, float]:
+        """Seconds since the last call, and those of them that no exchange took."""
+        worker = self._worker
+        now, traffic = worker.transport.now(), worker.transport.traffic
+        exchanged = traffic.seconds_waiting + traffic.seconds_communicating + self._coding.passed
+        exchanged += worker.measures.native_seconds
+        wall = 0.0 if self._began is None else now - self._began
+        own = max(wall - (exchanged - self._exchanged), 0.0)
+        self._began, self._exchanged = now, exchanged
+        return wall, own
+
+
+class CodingTime:
+    """A `Compute` that counts the seconds of what is no part of a training without exchanges."""
+
+    def __init__(self, inner: Compute, now: Callable[[], float]) -> None:
+        self._inner, self._now = inner, now
+        self.passed = 0.0
+        self.reached, self.needs = inner.reached, inner.needs
+
+    @property
+    def seconds(self) -> float:
+        return self._inner.seconds
+
+    @property
+    def main_seconds(self) -> float:
+        return self._inner.main_seconds
+
+    def run(self, work: Work, function: Callable[[], T]) -> T:
+        if work.kind in TRAINING:
+            return self._inner.run(work, function)
+        began = self._now()
+        try:
+            return self._inner.run(work, function)
+        finally:
+            self.passed += self._now() - began
+
+
+def gather_numbers(worker: Worker, numbers: Sequence[float]) -> list[list[float]]:
+    """Collective over the workers, as many numbers of each: those of all, by worker."""
+    ranks = len(worker.workers)
+    table = torch.zeros(ranks, len(numbers), dtype=torch.float64)
+    table[worker.workers.index(worker.rank)] = torch.tensor(numbers, dtype=torch.float64)
+    if ranks > 1:
+        all_reduce(worker.transport, table.view(-1), "butterfly", worker.workers, Tag.AGREE)
+    rows: list[list[float]] = table.tolist()
+    return rows

@@ -1,0 +1,301 @@
+"""The strategy that is predicted to reach the target first, chosen while the run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from orchestra import exchange, optimizers
+from orchestra.errors import InputError
+from orchestra.settings import MAX_STEPS, setting
+from orchestra.settings.base import REQUIRED
+from orchestra.strategies.auto_choice import Pace, choose, decision
+from orchestra.strategies.base import CHANGED, Footprint, Roles, Strategy
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from orchestra.exchange import Stopwatch
+    from orchestra.optimizers.spec import OptimizerPart
+    from orchestra.worker.batches import Batch
+    from orchestra.worker.worker import Worker
+
+REHEARSALS = 0.02
+"""The part of the time that rehearsals may take while nothing changes."""
+AFTER_CHANGE = 0.2
+"""The same where the seconds of a step have changed by more than the margin."""
+
+
+@dataclass
+class AutoState:
+    """The phase under way, and what is known of the candidates.
+
+    Attributes:
+        current: the candidate under way.
+        inner: its state.
+        steps: of the run so far.
+        walls: seconds of this worker's steps since the last decision.
+        own: of these, what was neither communication nor waiting.
+        exchanges: seconds of one exchange of each candidate, when last rehearsed.
+        ratios: of each, the seconds of a step last measured, over those predicted; 1 if unknown.
+        usual: seconds of a step when the phase began, or at the last rehearsal; 0 if unknown.
+        since, cost: seconds since the last rehearsal, and those that it took.
+    """
+
+    current: int = 0
+    inner: Any = None
+    steps: int = 0
+    walls: list[float] = field(default_factory=list)
+    own: list[float] = field(default_factory=list)
+    exchanges: list[float] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+    usual: float = 0.0
+    since: float = 0.0
+    cost: float = 0.0
+    watch: Stopwatch | None = field(default=None, metadata=optimizers.TRANSIENT)
+
+
+@dataclass(frozen=True, repr=False)
+class Auto(Strategy[AutoState]):
+    """Train under the candidate that is predicted to reach the target first, as things are now.
+
+    It begins with the first of `candidates`. At least `every` steps later, at the end of a round
+    where the strategy under way has rounds, all workers compare the candidates, and go on with
+    another one if that is predicted to reach the target `margin` times sooner. What is compared is
+
+        samples to the target x seconds a step,
+
+    `samples` being what `orchestra plan` has found; without them every candidate is taken to need
+    as many, which favours those that exchange least. Seconds a step are predicted from what each
+    worker computes, measured in each step of this run, and from the exchange of each candidate,
+    which is rehearsed on a copy of the parameters: when the run begins, when the seconds of a step
+    change by more than the margin, and now and then, for at most 2 % of the time. A
+    candidate that has been under way is corrected by what was measured over what was predicted.
+
+    Candidates train on all ranks: AllReduce without `shard` and `backup`, LocalSGD with plain rounds
+    of steps, synchronous ParameterServer beside. The optimizer's moments go over where
+    the workers have them, as their mean where they differ.
+    """
+
+    switches = True
+
+    use = "where links or nodes change during a run, or are not known before it"
+    variants = (
+        (
+            'Auto([AllReduce("ring"), LocalSGD(16)], samples=[1.0, 1.2])',
+            "for links that others use, too",
+        ),
+    )
+
+    candidates: tuple[Strategy[Any], ...] = setting(
+        REQUIRED, "the strategies to choose from; the run begins with the first"
+    )
+    _: KW_ONLY
+    samples: tuple[float, ...] = setting(
+        (), "of each candidate to the target, in any unit; empty: as many of each", low=1e-12,
+        high=1e18, above=0,
+    )  # fmt: skip
+    margin: float = setting(
+        0.15, "by which another candidate has to be sooner: 0.15 is 1.15 times", low=0.0, high=1e3
+    )
+    every: int = setting(
+        20, "steps from one decision to the next, at least", low=1, high=MAX_STEPS
+    )
+
+    def check(self) -> None:
+        if len({repr(each) for each in self.candidates}) < max(2, len(self.candidates)):
+            raise InputError("Auto: candidates are two or more strategies, each of them once")
+        if self.samples and len(self.samples) != len(self.candidates):
+            raise InputError(
+                f"Auto: samples={list(self.samples)!r} is not one number for each of "
+                f"{len(self.candidates)} candidates"
+            )
+        for each in self.candidates:
+            if each.exchanges_as is None:
+                raise InputError(
+                    f"Auto: {each!r} cannot be a candidate: only AllReduce without shard and "
+                    "backup, LocalSGD(every) without fragments and overlap, and a synchronous "
+                    "ParameterServer beside the workers tell what their exchange takes"
+                )
+
+    @property
+    def native(self) -> bool:
+        return any(each.native for each in self.candidates)
+
+    @property
+    def synchronous(self) -> bool:
+        return all(each.synchronous for each in self.candidates)
+
+    @property
+    def depends_on_speed(self) -> bool:
+        return True
+
+    @property
+    def steps_together(self) -> bool:
+        return True
+
+    @property
+    def reads_values(self) -> bool:
+        """What workers measure travels as values."""
+        return True
+
+    @property
+    def hands_over_moments(self) -> bool:
+        return all(each.hands_over_moments for each in self.candidates)
+
+    def roles(self, ranks: int) -> Roles:
+        """Those of the first candidate; the others have to be possible, with the same workers."""
+        roles = [each.roles(ranks) for each in self.candidates]
+        for each, own in zip(self.candidates, roles, strict=True):
+            if own.shares != (1.0,) * ranks:
+                raise InputError(f"Auto: {each!r} does not train on all ranks alike")
+        return roles[0]
+
+    def footprint(self, rank: int, ranks: int) -> Footprint:
+        """The largest of each part, and the copy that is exchanged in rehearsals."""
+        first, *others = (each.footprint(rank, ranks) for each in self.candidates)
+        for other in others:
+            first = first.joined(other, max)
+        return replace(first, copies=first.copies + 1)
+
+    def under_way(self, state: AutoState) -> Strategy[Any]:
+        return self.candidates[state.current]
+
+    def currently_lockstep(self, state: AutoState) -> bool:
+        return self.under_way(state).currently_lockstep(state.inner)
+
+    def start(self, worker: Worker) -> AutoState:
+        state = self._begin(worker)
+        state.inner = self.under_way(state).start(worker)
+        return state
+
+    def resume(self, worker: Worker, saved: Mapping[str, Any]) -> AutoState:
+        """Resume in the phase that the checkpoint was taken in."""
+        state = self._begin(worker)
+        plain = {name: value for name, value in saved.items() if name != "inner"}
+        optimizers.restore(state, plain)
+        state.inner = self.under_way(state).resume(worker, saved["inner"])
+        return state
+
+    def _begin(self, worker: Worker) -> AutoState:
+        if worker.own_loop:
+            raise InputError("Auto needs orchestra's own loop (orchestra train)")
+        return AutoState(ratios=[1.0] * len(self.candidates), watch=exchange.Stopwatch(worker))
+
+    def before_forward(self, worker: Worker, state: AutoState) -> None:
+        self.under_way(state).before_forward(worker, state.inner)
+
+    def gradient(self, worker: Worker, state: AutoState, batch: Batch | None) -> None:
+        assert state.watch is not None
+        state.watch.begin()
+        self.under_way(state).gradient(worker, state.inner, batch)
+
+    def reduce(self, worker: Worker, state: AutoState) -> None:
+        self.under_way(state).reduce(worker, state.inner)
+
+    def update(self, worker: Worker, state: AutoState) -> None:
+        """As the candidate under way does; then, where it is time, see which one is to go on."""
+        assert state.watch is not None
+        phase = self.under_way(state)
+        phase.update(worker, state.inner)
+        wall, own = state.watch.lap()
+        state.walls.append(wall)
+        state.own.append(own)
+        state.steps += 1
+        steps = len(state.walls)
+        if steps >= self.every and steps % phase.exchange_every == 0:
+            self._decide(worker, state)
+            state.watch.lap()  # what that took is nobody's step
+
+    def _decide(self, worker: Worker, state: AutoState) -> None:
+        """Collective over the workers, after a step of all: compare, and perhaps change."""
+        table = exchange.gather_numbers(worker, [sum(state.walls), *state.own])
+        steps = len(state.walls)
+        state.walls, state.own = [], []
+        seconds = max(row[0] for row in table) / steps
+        state.since += seconds * steps
+        if self._is_due(state, seconds):
+            self._rehearse(worker, state)
+            state.usual = 0.0
+        state.usual = state.usual or seconds
+        paces = self._paces(state, [row[1:] for row in table], seconds)
+        state.ratios[state.current] = paces[state.current].ratio
+        new, reason = choose(paces, state.current, self.margin)
+        worker.measures.decisions.append(
+            decision(state.steps, worker.step.consumed, paces, state.current, new, reason)
+        )
+        if new != state.current:
+            self._change(worker, state, new)
+
+    def _is_due(self, state: AutoState, seconds: float) -> bool:
+        """Whether the exchanges are to be rehearsed, after steps of so many seconds."""
+        if not state.exchanges:
+            return True
+        change = max(seconds, state.usual) / min(seconds, state.usual) if state.usual else 1.0
+        part = AFTER_CHANGE if change > 1 + self.margin else REHEARSALS
+        return state.cost <= part * state.since
+
+    def _rehearse(self, worker: Worker, state: AutoState) -> None:
+        """Collective: what the exchange of each candidate takes, the longest of all workers."""
+        kinds = [each.exchanges_as for each in self.candidates]
+        own: dict[str, float] = {}
+        now, values = worker.transport.now, worker.parameters.clone()
+        for kind in kinds:
+            assert kind is not None
+            if repr(kind) not in own:
+                exchange.wait_for_workers(worker)
+                began = now()
+                kind.rehearse(worker, values)
+                own[repr(kind)] = now() - began
+        table = exchange.gather_numbers(worker, [*own.values()])
+        longest = dict(zip(own, map(max, zip(*table, strict=True)), strict=True))
+        state.exchanges = [longest[repr(kind)] for kind in kinds]
+        state.cost, state.since = sum(longest.values()), 0.0
+
+    def _paces(
+        self, state: AutoState, own: Sequence[Sequence[float]], seconds: float
+    ) -> list[Pace]:
+        """What is predicted of each candidate; `seconds` were measured of the one under way."""
+        paces = []
+        for number, each in enumerate(self.candidates):
+            samples = self.samples[number] if self.samples else 1.0
+            pace = Pace.of(repr(each), samples, own, state.exchanges[number], each.exchange_every)
+            measured = seconds / pace.predicted if number == state.current else None
+            paces.append(replace(pace, ratio=measured or state.ratios[number]))
+        return paces
+
+    def _change(self, worker: Worker, state: AutoState, new: int) -> None:
+        """Nothing in flight, parameters agreed, moments handed over, then the next phase."""
+        old, then = self.under_way(state), self.candidates[new]
+        old.quiesce(worker, state.inner, CHANGED)
+        old.stop(worker, state.inner)
+        if not old.synchronous:
+            exchange.exact_mean_of_buffers(worker)
+        averaged = then.synchronous and not old.synchronous
+        exchange.hand_over_moments(worker, old.optimizer_of(state.inner), averaged=averaged)
+        worker.measures.switched_at_step = state.steps
+        worker.measures.switched_at_sample = worker.step.consumed
+        worker.begin_phase(worker.workers.ranks)
+        worker.snapshots.skip(worker.step.consumed)
+        state.current, state.usual = new, 0.0
+        state.inner = then.start(worker)
+
+    def quiesce(self, worker: Worker, state: AutoState, step: int) -> bool:
+        return self.under_way(state).quiesce(worker, state.inner, step)
+
+    def agree(self, worker: Worker, state: AutoState) -> None:
+        self.under_way(state).agree(worker, state.inner)
+
+    def stop(self, worker: Worker, state: AutoState) -> None:
+        self.under_way(state).stop(worker, state.inner)
+
+    def restart(self, worker: Worker, state: AutoState, renew: Callable[[], None]) -> AutoState:
+        state.inner = self.under_way(state).restart(worker, state.inner, renew)
+        return state
+
+    def optimizer_of(self, state: AutoState) -> Optimizer | None:
+        return self.under_way(state).optimizer_of(state.inner)
+
+    def optimizer_parts(self, worker: Worker, state: AutoState) -> list[OptimizerPart]:
+        return self.under_way(state).optimizer_parts(worker, state.inner)
