@@ -20,6 +20,7 @@ from orchestra.experiments.experiment import Experiment, only_run
 from orchestra.experiments.file import load
 from orchestra.experiments.run import folder_for, idle_nodes, make_run, write_failure
 from orchestra.records.record import RunRecord
+from orchestra.records.report import changes_in
 from orchestra.report.fairness import costs_text
 from orchestra.report.numbers import fixed, places_of
 from orchestra.settings import read
@@ -196,7 +197,11 @@ def _conditions(record: RunRecord, run: Run) -> Iterator[tuple[str, str]]:
     if record.staleness is not None:
         mean, most = record.staleness["mean"], record.staleness["max"]
         yield "staleness", f"{mean:.2f} updates in the mean, at most {most:.0f}"
-    if run.strategy.switches:
+    if record.decisions:
+        count, changes = len(record.decisions), changes_in(record.decisions)
+        yield "decisions", f"{count}, of which {len(changes)} went on with another strategy"
+        yield from (("switched", text) for text in changes)
+    elif run.strategy.switches:
         step = record.switched_at_step
         yield "switched", "never: its rule did not fire" if step is None else f"at step {step}"
     for rank, reason in record.left_out.items():

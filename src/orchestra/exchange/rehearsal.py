@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from orchestra.collectives import all_reduce
+from orchestra.exchange.agreement import T
+from orchestra.parameter_server.placement import Slice
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Compute, Work
 from orchestra.worker.worker import Worker
-
-T = TypeVar("T")
 
 TRAINING = ("gradient", "update", "step")
 """The kinds of work that do not belong to an exchange."""
@@ -70,6 +70,25 @@ class CodingTime:
             return self._inner.run(work, function)
         finally:
             self.passed += self._now() - began
+
+
+def push_and_pull_once(worker: Worker, slices: Sequence[Slice], values: Tensor) -> None:
+    """Collective over the workers, beside which the servers of `slices` are: these add up flat
+    `values` of all of them, each its slice, and send the sum back."""
+    transport, own = worker.transport, worker.rank
+    others = [rank for rank in worker.workers.ranks if rank != own]
+    parts = [(part.rank, values[part.first : part.end]) for part in slices]
+    leaving = [transport.send(part, rank, Tag.REPLICAS) for rank, part in parts if rank != own]
+    for rank, part in parts:
+        if rank == own:
+            arriving = [transport.receive(other, Tag.REPLICAS) for other in others]
+            transport.add(part, *(each.wait() for each in arriving))
+            leaving += [transport.send(part, other, Tag.REPLICAS) for other in others]
+    for rank, part in parts:
+        if rank != own:
+            part.copy_(transport.receive(rank, Tag.REPLICAS).wait())
+    for handle in leaving:
+        handle.wait()
 
 
 def gather_numbers(worker: Worker, numbers: Sequence[float]) -> list[list[float]]:

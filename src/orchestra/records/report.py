@@ -269,6 +269,15 @@ class LeaderReport:
     curve: list[Point] = field(default_factory=list)
 
 
+def changes_in(decisions: Sequence[Mapping[str, Any]]) -> list[str]:
+    """In words those of the `decisions` of a run by which another strategy went on."""
+    return [
+        f"after step {each['step']} to {each['then']}: {each['reason']}"
+        for each in decisions
+        if each["then"] != each["under"]
+    ]
+
+
 Cause = Literal["compute", "link", "input"]
 
 

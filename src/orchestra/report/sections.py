@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestra.records.record import RunRecord
-from orchestra.records.report import Straggler
+from orchestra.records.report import Straggler, changes_in
 from orchestra.report.numbers import (
     TIME_TO_TARGET,
     TRAIN,
@@ -184,7 +184,12 @@ def switched(study: Study) -> Iterator[Event]:
     """Yield what each completed run of a strategy that may switch did."""
     for row in study.rows:
         for record in (run.record for run in row.completed if row.record.switches is True):
+            if changes := changes_in(record.decisions):
+                yield from (Event(row.name, record.seed, f"switched {text}") for text in changes)
+                continue
             what, consumed = "never switched", record.switched_at_sample
+            if record.decisions:
+                what += f" in {len(record.decisions)} decisions"
             if record.switched_at_step is not None:
                 what = f"switched after step {record.switched_at_step}"
                 if consumed and record.samples:

@@ -13,7 +13,7 @@ from orchestra.cluster.units import BYTES
 from orchestra.errors import InputError
 from orchestra.records.live import Line, Live, RankNow, Tail, mean_rates, read_live, under_way
 from orchestra.records.record import SUMMARY, RunRecord, read_links, read_summary
-from orchestra.records.report import Straggler
+from orchestra.records.report import Straggler, changes_in
 from orchestra.records.trace import longest_waits
 from orchestra.report.numbers import ranges
 from orchestra.settings.base import from_plain
@@ -97,6 +97,7 @@ class RankTrack:
         self.window: deque[Line] = deque(maxlen=MAX_WINDOW)
         self.history: list[tuple[float, float]] = []
         self.switched: list[int] = []
+        self.decisions: list[Mapping[str, Any]] = []
         self._tail = Tail(path)
         self._every, self._count = 1, 0
 
@@ -107,11 +108,14 @@ class RankTrack:
             self.window.clear()
             self.history.clear()
             self.switched.clear()
+            self.decisions.clear()
         for line in lines:
             self.window.append(line)
             switched = line.get("switched_at_step")
             if switched is not None and switched not in self.switched:
                 self.switched.append(switched)
+            if "decision" in line:
+                self.decisions.append(line["decision"])
             self._remember(line)
         while len(self.window) > WINDOW_STEPS + 1 and self._old(self.window[1]):
             self.window.popleft()
@@ -284,7 +288,10 @@ class RunWatch:
         history = next((track.history for track in tracks if track.history), ())
         steps = next((track.switched for track in tracks if track.switched), None)
         steps = steps or ([] if switched_at_step is None else [switched_at_step])
-        switches = [switch_text(self._began.strategy, step, len(steps)) for step in steps]
+        decided = next((track.decisions for track in tracks if track.decisions), ())
+        switches = changes_in(decided) or [
+            switch_text(self._began.strategy, step, len(steps)) for step in steps
+        ]
         return replace(
             self._began, status=status, rows=rows, history=history, switches=switches, **about
         )

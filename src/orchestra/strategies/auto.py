@@ -73,9 +73,9 @@ class Auto(Strategy[AutoState]):
     change by more than the margin, and now and then, for at most 2 % of the time. A
     candidate that has been under way is corrected by what was measured over what was predicted.
 
-    Candidates train on all ranks: AllReduce without `shard` and `backup`, LocalSGD with plain rounds
-    of steps, synchronous ParameterServer beside. The optimizer's moments go over where
-    the workers have them, as their mean where they differ.
+    Candidates train on all ranks: AllReduce without `shard` and `backup`, LocalSGD with plain
+    rounds of steps, ParameterServer if synchronous and beside the workers. The optimizer's moments
+    go over where the workers have them, as their mean where they differ.
     """
 
     switches = True
@@ -99,9 +99,7 @@ class Auto(Strategy[AutoState]):
     margin: float = setting(
         0.15, "by which another candidate has to be sooner: 0.15 is 1.15 times", low=0.0, high=1e3
     )
-    every: int = setting(
-        20, "steps from one decision to the next, at least", low=1, high=MAX_STEPS
-    )
+    every: int = setting(10, "steps from one decision to the next, at least", low=1, high=MAX_STEPS)
 
     def check(self) -> None:
         if len({repr(each) for each in self.candidates}) < max(2, len(self.candidates)):

@@ -23,6 +23,8 @@ from orchestra.strategies.server_strategy import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from orchestra.exchange import SliceCodec
     from orchestra.exchange.servers import Compensate, ServerRules
     from orchestra.parameter_server import Client, Consistency
@@ -229,6 +231,18 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
         pushes = len(roles.workers) * (1 + given)
         served = Footprint(part, part, part if updates else 0.0, part * pushes, 0.0)
         return whole.joined(served, operator.add)
+
+    @property
+    def exchanges_as(self) -> ParameterServer | None:
+        beside = self.placement == "beside" and not self.replicas
+        return self if self.synchronous and beside and self.compression is None else None
+
+    def rehearse(self, worker: Worker, values: Tensor) -> None:
+        servers = self.roles(worker.budget_ranks).servers
+        weights = self._weights(worker, self.roles(worker.budget_ranks))
+        updates = self.returns == "parameters"
+        slices = exchange.slices_of(worker, servers, updates=updates, weights=weights)
+        exchange.push_and_pull_once(worker, slices, values)
 
     def start(self, worker: Worker) -> ParameterServerState:
         """Everyone begins with the parameters of the first rank; each server takes its slice."""

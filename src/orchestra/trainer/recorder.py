@@ -84,6 +84,7 @@ class Recorder:
         self.series = CounterSeries()
         self._steps = steps
         self._reading = self._read_last = 0.0  # seconds
+        self._decided = 0  # decisions that are written down
         if path is not None:
             _keep_first(path, steps)
 
@@ -91,6 +92,7 @@ class Recorder:
         """Start the stopwatch, or let it go on."""
         self._started_at = self._flushed_at = self._worker.transport.now()
         self._spent_before = self._spent_last = Spent.by(self._worker)
+        self._decided = len(self._worker.measures.decisions)
         self._worker.runtime.stopwatch(True)
         self._keep_counters(self.totals.elapsed, self._spent_before)
 
@@ -168,6 +170,9 @@ class Recorder:
             line["staleness"] = step.staleness
         if (switched := self._worker.measures.switched_at_step) is not None:
             line["switched_at_step"] = switched
+        decisions = self._worker.measures.decisions
+        if len(decisions) > self._decided:
+            line["decision"], self._decided = decisions[-1], len(decisions)
         if step.position is not None:
             line["position"] = step.position
         self._lines.append(json.dumps(line) + "\n")
