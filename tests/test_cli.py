@@ -90,7 +90,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ([*TRAIN, "--strategy", "DDP"], "unknown strategy 'DDP'; write AllReduce(\"native\")"),
         (
             [*TRAIN, "--strategy", "Quux"],
-            "known: AllReduce, ElasticAveraging, Gossip, Hogwild, Hop, LocalSGD, ",
+            "known: AllReduce, Auto, ElasticAveraging, Gossip, Hogwild, Hop, LocalSGD, ",
         ),
         ([*TRAIN, "--strategy", "AftrSteps(3)"], "did you mean 'AfterSteps'?"),
         ([*TRAIN, "--strategy", "LossStable"], "--strategy: expected Strategy, got LossStable"),

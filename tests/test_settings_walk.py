@@ -17,7 +17,9 @@ from orchestra.optimizers.settings import SCHEDULES, Optimizer, Schedule
 from orchestra.settings import Registry, Settings, write
 from orchestra.settings.base import Limits, settings_of, type_hints
 from orchestra.settings.reading import Entry
+from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.base import Strategy
+from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.strategies.outer import Outer
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.switch_rules import Rule
@@ -28,6 +30,7 @@ from orchestra.trainer.settings import Target, Training
 
 #: Examples of classes that cannot be made without arguments.
 SAMPLES: dict[str, str] = {
+    "Auto": "Auto([AllReduce('ring'), LocalSGD(8)])",
     "Switch": "Switch(AllReduce('ring'), ParameterServer, when=LossStable)",
     "Both": "LossStable & AfterSteps(3)",
     "cifar10": "cifar10('folder')",
@@ -62,6 +65,7 @@ BESIDE: dict[str, str] = {
 #: Values for settings that do not take any of their type.
 VALUES: dict[str, object] = {
     "AllReduce.order": (1, 0, 3, 2),
+    "Auto.candidates": (LocalSGD(4), AllReduce("tree")),
     "ParameterServer.slices": (2.0,),
     "PowerSGD.min_rate": 8.0,
     "Pipeline.cuts": ("4",),

@@ -216,6 +216,9 @@ def print_plan(plan: Plan) -> None:
     if plan.command is not None:
         console.print("train it:")
         console.print(plan.command, soft_wrap=True)
+    if plan.adaptive is not None:
+        console.print("where links or nodes may change meanwhile, the same with:")
+        console.print(f"--strategy {shlex.quote(plan.adaptive)}", soft_wrap=True)
 
 
 def _table(plan: Plan, rows: Sequence[Row]) -> Table:

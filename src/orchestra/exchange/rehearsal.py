@@ -14,8 +14,8 @@ from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Compute, Work
 from orchestra.worker.worker import Worker
 
-TRAINING = ("gradient", "update", "step")
-"""The kinds of work that do not belong to an exchange."""
+CODING = ("encode", "decode")
+"""The kinds of work that belong to an exchange."""
 
 
 class Stopwatch:
@@ -37,9 +37,10 @@ class Stopwatch:
     def lap(self) -> tuple[float, float]:
         """Seconds since the last call, and those of them that no exchange took."""
         worker = self._worker
-        now, traffic = worker.transport.now(), worker.transport.traffic
-        exchanged = traffic.seconds_waiting + traffic.seconds_communicating + self._coding.passed
-        exchanged += worker.measures.native_seconds
+        now = worker.transport.now()
+        exchanged = (
+            worker.transport.blocked() + self._coding.passed + worker.measures.native_seconds
+        )
         wall = 0.0 if self._began is None else now - self._began
         own = max(wall - (exchanged - self._exchanged), 0.0)
         self._began, self._exchanged = now, exchanged
@@ -47,7 +48,7 @@ class Stopwatch:
 
 
 class CodingTime:
-    """A `Compute` that counts the seconds of what is no part of a training without exchanges."""
+    """A `Compute` that counts the seconds of encoding and decoding."""
 
     def __init__(self, inner: Compute, now: Callable[[], float]) -> None:
         self._inner, self._now = inner, now
@@ -63,7 +64,7 @@ class CodingTime:
         return self._inner.main_seconds
 
     def run(self, work: Work, function: Callable[[], T]) -> T:
-        if work.kind in TRAINING:
+        if work.kind not in CODING:
             return self._inner.run(work, function)
         began = self._now()
         try:

@@ -12,6 +12,7 @@ from typing import Any
 
 from orchestra.experiments.experiment import Experiment, alone
 from orchestra.experiments.file import to_yaml
+from orchestra.planning.adaptive import adaptive
 from orchestra.planning.search import Search
 from orchestra.planning.standing import (
     NO_TIME,
@@ -115,6 +116,8 @@ class Plan:
         folder, report: where everything lies, and the page.
         stopped: the user ended the search.
         verified: the first candidates as they were carried out for real, where that was asked for.
+        adaptive: an `Auto` that begins with what is recommended; None where no other candidate on
+            the same nodes is known well enough.
     """
 
     target: Target | None
@@ -132,6 +135,7 @@ class Plan:
     report: Path | None = None
     stopped: bool = False
     verified: Sequence[Verified] = ()
+    adaptive: str | None = None
 
     @property
     def places(self) -> str:
@@ -158,6 +162,7 @@ def answered(search: Search, costs: str, folder: Path) -> Plan:
         costs=costs,
         folder=folder,
         stopped=search.stopped,
+        adaptive=adaptive(search, None if best is None else search.entries[best.name]),
     )
 
 

@@ -94,7 +94,9 @@ def wants_notation(hint: Any) -> bool:
 def _is_plain(hint: Any) -> bool:
     origin = get_origin(hint)
     if isinstance(origin, type):
-        return issubclass(origin, tuple | Mapping)
+        if issubclass(origin, tuple):
+            return all(part is Ellipsis or _is_plain(part) for part in get_args(hint))
+        return issubclass(origin, Mapping)
     return hint in _NAMES or origin is Literal
 
 

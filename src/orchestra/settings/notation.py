@@ -103,6 +103,14 @@ def parse(text: str, registry: Registry, *, where: str) -> Any:
 
 def read(text: str, *, where: str) -> Call:
     """The call that `text` spells, with nothing looked up; a bare name is a call."""
+    value = _read_any(text, where=where)
+    if not isinstance(value, Call):
+        raise InputError(f"{where}: {text!r} is not a constructor call such as Name(argument=1)")
+    return value
+
+
+def _read_any(text: str, *, where: str) -> object:
+    """Return what `text` spells: a call, or a literal with calls in it; None of what is no text."""
     references: dict[str, str] = {}
 
     def stand_in(match: re.Match[str]) -> str:
@@ -122,8 +130,6 @@ def read(text: str, *, where: str) -> Call:
             value = _value(tree, references)
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
-    if not isinstance(value, Call):
-        raise InputError(f"{where}: {text!r} is not a constructor call such as Name(argument=1)")
     return value
 
 
@@ -309,7 +315,8 @@ def replace_setting(value: Any, path: str, text: str, registry: Registry, *, whe
         else:
             new = literal(text)
             if _holds_object(value, name) and isinstance(new, str):
-                new = parse(text, registry, where=where)
+                reads = _read_any if text.strip()[:1] in ("[", "(") else read
+                new = build(reads(text, where=where), registry, where=where)
         return {**value, name: new} if isinstance(value, dict) else value.with_setting(name, new)
     except InputError as error:
         message = str(error)

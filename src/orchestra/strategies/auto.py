@@ -201,8 +201,8 @@ class Auto(Strategy[AutoState]):
         state.walls.append(wall)
         state.own.append(own)
         state.steps += 1
-        steps = len(state.walls)
-        if steps >= self.every and steps % phase.exchange_every == 0:
+        steps, several = len(state.walls), len(worker.workers) > 1
+        if several and steps >= self.every and steps % phase.exchange_every == 0:
             self._decide(worker, state)
             state.watch.lap()  # what that took is nobody's step
 

@@ -177,6 +177,11 @@ class Transport(ABC):
     def now(self) -> float:
         """Seconds: monotonic on real engines, virtual under simulation."""
 
+    def blocked(self) -> float:
+        """Seconds that this flow has waited and communicated so far: what a program may ask, and a
+        replay answers as it was answered then."""
+        return self.traffic.seconds_waiting + self.traffic.seconds_communicating
+
     @abstractmethod
     def spawn(self, function: Callable[[Transport], T]) -> Task[T]:
         """Run `function(transport of the new flow)` in the background."""

@@ -259,6 +259,9 @@ class InterceptedTransport(Transport):
     def now(self) -> float:
         return self.chain.call("ask", self.flow, "now", proceed=self.inner.now)
 
+    def blocked(self) -> float:
+        return self.chain.call("ask", self.flow, "now", proceed=self.inner.blocked)
+
     def arrived(self) -> dict[int, tuple[float, float]]:
         return self.inner.arrived()
 

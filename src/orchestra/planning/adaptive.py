@@ -1,0 +1,47 @@
+"""What a plan knows of several candidates, for `Auto` to choose from while the training goes on."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+from orchestra.planning.standing import Entry, Standing
+from orchestra.settings import write
+from orchestra.strategies.auto import Auto
+from orchestra.strategies.registry import STRATEGIES
+
+MOST = 4
+"""Candidates that are rehearsed: more cost more time."""
+ALIKE = 2
+"""Of those that learn the same, which differ in what they exchange alone."""
+
+
+def adaptive(search: Standing, best: Entry | None) -> str | None:
+    """The notation of an `Auto` that begins with `best` and knows the samples of the others.
+
+    They have the nodes, batch and learning rate of `best`. None where there are no such others.
+    """
+    if best is None:
+        return None
+    chosen: list[Entry] = []
+    for entry in (best, *search.ranking()):
+        alike = [each for each in chosen if each.candidate.learns_as == entry.candidate.learns_as]
+        if entry in chosen or len(alike) == ALIKE or not _suits(entry, best):
+            continue
+        if search.time(entry) is not None:
+            chosen.append(entry)
+    if len(chosen) < 2 or chosen[0] is not best:
+        return None
+    del chosen[MOST:]
+    samples = [
+        round(fmean(each.samples for each in search.times(entry).values())) for entry in chosen
+    ]
+    strategies = tuple(entry.candidate.run.strategy for entry in chosen)
+    return write(Auto(strategies, samples=tuple(map(float, samples))), STRATEGIES)
+
+
+def _suits(entry: Entry, best: Entry) -> bool:
+    """Whether it can be a candidate beside `best`: it differs in the strategy alone."""
+    own, other = entry.candidate, best.candidate
+    alike = (own.nodes, own.batch, own.rate) == (other.nodes, other.batch, other.rate)
+    given = own.run.training.shares == other.run.training.shares
+    return own.run.strategy.exchanges_as is not None and alike and given

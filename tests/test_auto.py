@@ -1,0 +1,205 @@
+"""Which candidate goes on: by what was measured, for all workers alike, and said in the record."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.simulated import simulated
+from tests.training import settings, step_lines, train_processes
+
+from orchestra.errors import InputError
+from orchestra.records.record import RunRecord, read_summary, write_summary
+from orchestra.records.report import changes_in
+from orchestra.report.watching import RankTrack
+from orchestra.settings import parse
+from orchestra.strategies.auto_choice import Pace, choose
+from orchestra.strategies.registry import STRATEGIES
+
+RING, ROUNDS = "AllReduce('ring')", "LocalSGD(8)"
+TASK = "images(samples=4096, sample_flops=1e8)"
+STEPS = 96
+# A step computes for 80 ms; a ring among the four exchanges 14 KB in 8 ms.
+FOUR = """
+all_nodes:
+  cores: 1
+  jitter: null
+  flops: 10 GFLOP/s
+  loopback: {bandwidth: 30 GB/s, latency: 1 us}
+  link: {bandwidth: 3 MB/s, latency: 10 us}
+nodes:
+  node: {count: 4}
+ranks: spread
+"""
+DROP = "faults:\n" + "".join(
+    f"  - LinkSlow: {{of: node-{number}, factor: 20, at: 4 s}}\n" for number in range(4)
+)
+
+
+def auto(*candidates: str, **options: Any) -> str:
+    given = "".join(f", {name}={value!r}" for name, value in options.items())
+    return f"Auto([{', '.join(candidates)}]{given})"
+
+
+def trained(text: str, folder: Path, faults: str = "", **options: Any) -> RunRecord:
+    folder.mkdir(exist_ok=True)
+    file = folder / "nodes.yaml"
+    file.write_text(FOUR + faults)
+    strategy = parse(text, STRATEGIES, where="test")
+    run = settings(strategy, 4, TASK, **{"steps": STEPS, **options})
+    return simulated(run, folder / "run", str(file))
+
+
+def steps_of(folder: Path) -> list[float]:
+    """Seconds on the stopwatch at the end of each step."""
+    return [line["seconds"] for line in step_lines(folder / "run", 0)]
+
+
+def test_a_step_is_as_long_as_the_slowest_worker_and_the_exchange() -> None:
+    own = [[1.0, 3.0, 1.0, 3.0], [2.0, 2.0, 2.0, 2.0]]
+    assert Pace.of("each", 1.0, own, 0.5, 1).seconds == 2.5 + 0.5
+    assert Pace.of("round", 1.0, own, 0.5, 2).seconds == 2.0 + 0.25
+
+
+@pytest.mark.parametrize(
+    ("samples", "ratio", "margin", "chosen"),
+    [
+        (1.0, 1.0, 0.15, 1),
+        (1.7, 1.0, 0.15, 1),  # 2 / 1.7 = 1.18 times as soon
+        (1.8, 1.0, 0.15, 0),  # 1.11 times
+        (1.8, 1.0, 0.05, 1),
+        (2.5, 1.0, 0.0, 0),
+        (1.0, 2.5, 0.0, 0),  # it took longer than predicted when it was under way
+    ],
+)
+def test_another_candidate_has_to_be_sooner_by_the_margin(
+    samples: float, ratio: float, margin: float, chosen: int
+) -> None:
+    paces = [Pace("a", 1.0, 1.0, 2.0), Pace("b", samples, 0.0, 1.0, ratio)]
+    assert choose(paces, 0, margin)[0] == chosen
+
+
+def test_when_links_slow_down_it_changes_and_beats_both_candidates(tmp_path: Path) -> None:
+    text = auto(RING, ROUNDS, samples=[1.0, 1.3])
+    record = trained(text, tmp_path / "auto", DROP)
+    seconds = steps_of(tmp_path / "auto")
+    (at,) = [d["step"] for d in record.decisions if d["then"] != d["under"]]
+    assert 4.0 < seconds[at - 1] < seconds[at - 1 - 20] + 20 * 0.25
+    assert seconds[at - 1 - 20] < 4.0  # decided within two times `every`
+    assert record.switched_at_step == at
+    assert changes_in(record.decisions)[0].startswith(f"after step {at} to {ROUNDS}: {ROUNDS} is")
+    before = trained(RING, tmp_path / "ring", DROP)
+    assert steps_of(tmp_path / "ring")[at - 1] == pytest.approx(seconds[at - 1], rel=0.05)
+    assert record.train_seconds is not None
+    assert before.train_seconds is not None
+    assert record.train_seconds < before.train_seconds
+    # Of a run that takes local steps from the start, 1.3 times the samples would have to be taken.
+    local = trained(ROUNDS, tmp_path / "local", DROP)
+    assert local.train_seconds is not None
+    left = 1 - at / STEPS
+    assert record.train_seconds < 1.3 * local.train_seconds
+    assert record.train_seconds - seconds[at - 1] < 1.4 * left * local.train_seconds
+
+
+@pytest.mark.parametrize("first", [RING, ROUNDS])
+def test_where_nothing_changes_it_changes_once_at_most(first: str, tmp_path: Path) -> None:
+    """To the better candidate, and what was predicted of that is what is then measured."""
+    other = ROUNDS if first == RING else RING
+    samples = {RING: 1.0, ROUNDS: 1.3}
+    text = auto(first, other, samples=[samples[first], samples[other]])
+    record = trained(text, tmp_path)
+    changes = [d for d in record.decisions if d["then"] != d["under"]]
+    assert [d["then"] for d in changes] == [RING] * (first != RING)
+    assert len(record.decisions) >= 5
+    for last in record.decisions[-1:]:
+        (own,) = [c for c in last["candidates"] if c["strategy"] == RING]
+        assert own["step_seconds"] == pytest.approx(last["measured_step_seconds"])
+        assert own["step_seconds"] == pytest.approx(0.088, rel=0.1)
+        (local,) = [c for c in last["candidates"] if c["strategy"] == ROUNDS]
+        assert local["step_seconds"] == pytest.approx(0.081, rel=0.1)
+
+
+def test_every_decision_is_in_the_files_of_the_run(tmp_path: Path) -> None:
+    record = trained(auto(RING, ROUNDS, samples=[1.0, 1.3]), tmp_path, DROP)
+    lines = [line["decision"] for line in step_lines(tmp_path / "run", 0) if "decision" in line]
+    assert lines == json.loads(json.dumps(record.decisions))
+    assert all(step_lines(tmp_path / "run", r)[9]["decision"] == lines[0] for r in range(4))
+    write_summary(tmp_path, "test", [record])
+    assert list(read_summary(tmp_path / "summary.json")[0].decisions) == lines
+    track = RankTrack(tmp_path / "run" / "steps-rank-0.jsonl")
+    track.look()
+    assert changes_in(track.decisions) == changes_in(record.decisions)
+
+
+def test_two_simulations_decide_alike(tmp_path: Path) -> None:
+    text = auto(RING, ROUNDS, samples=[1.0, 1.3])
+    once, again = (trained(text, tmp_path / name, DROP) for name in ("once", "again"))
+    assert once.decisions == again.decisions
+    assert once.parameters_sha256 == again.parameters_sha256
+
+
+CANDIDATES = [
+    RING,
+    "LocalSGD(4)",
+    "AllReduce('ring', compression=BF16())",
+    "AllReduce('ring', compression=TopK(0.1))",
+    "AllReduce('hierarchical', ranks_per_node=2)",
+    "ParameterServer(placement='beside')",
+    "ParameterServer(servers=2, placement='beside', returns='gradients')",
+    "LocalSGD(4, outer=Nesterov())",
+]
+
+
+@pytest.mark.parametrize("first", range(len(CANDIDATES)))
+def test_any_candidate_follows_any_other(first: int, tmp_path: Path) -> None:
+    """By samples that leave no doubt, each once: the parameters are those of no single one."""
+    then = (first + 3) % len(CANDIDATES)
+    text = auto(CANDIDATES[first], CANDIDATES[then], samples=[100.0, 1.0], every=4)
+    options = {"optimizer": "SGD(lr=0.05, momentum=0.9)", "snapshots": 3}
+    record = trained(text, tmp_path, steps=12, **options)
+    assert record.switched_at_step == 4
+    assert record.samples == 12 * 32
+
+
+@pytest.mark.parametrize("at", [3, 5])
+def test_it_resumes_in_the_phase_that_was_under_way(at: int, tmp_path: Path) -> None:
+    text = auto(RING, "LocalSGD(4)", samples=[100.0, 1.0], every=4)
+    options = {"optimizer": "SGD(lr=0.05, momentum=0.9)", "checkpoint_every": at, "steps": 16}
+    whole = trained(text, tmp_path / "whole", **options)
+    there = sorted((tmp_path / "whole" / "run" / "checkpoints").iterdir())
+    shutil.copytree(there[0], tmp_path / "again" / "run" / "checkpoints" / there[0].name)
+    again = trained(text, tmp_path / "again", **options)
+    assert again.notices
+    assert again.switched_at_step == whole.switched_at_step == 4
+    assert again.parameters_sha256 == whole.parameters_sha256
+
+
+def test_on_real_processes(tmp_path: Path) -> None:
+    """All ranks decide alike: else the run would hang, or end with different parameters."""
+    text = auto(RING, "LocalSGD(4)", samples=[100.0, 1.0], every=5)
+    task = "digits_in_one_thread()"
+    run = settings(parse(text, STRATEGIES, where="test"), 3, task, steps=20)
+    record = train_processes(run, tmp_path)
+    assert record.switched_at_step == 5
+    assert [d["then"] for d in record.decisions] == ["LocalSGD(4)"] * len(record.decisions)
+    assert all(c["step_seconds"] > 0 for d in record.decisions for c in d["candidates"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (auto(RING), "two or more strategies"),
+        (auto(RING, "AllReduce"), "each of them once"),
+        (auto(RING, "Gossip"), "cannot be a candidate"),
+        (auto(RING, "LocalSGD(8, overlap=2)"), "cannot be a candidate"),
+        (auto(RING, "ParameterServer(consistency='asynchronous', placement='beside')"), "cannot"),
+        (auto(RING, "LocalSGD(8)", samples=[1.0]), "is not one number for each of 2 candidates"),
+        (auto(RING, "Single"), "cannot be a candidate"),
+    ],
+)
+def test_what_cannot_be_is_refused(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        parse(text, STRATEGIES, where="test")
