@@ -83,25 +83,22 @@ def test_another_candidate_has_to_be_sooner_by_the_margin(
 
 
 def test_when_links_slow_down_it_changes_and_beats_both_candidates(tmp_path: Path) -> None:
-    text = auto(RING, ROUNDS, samples=[1.0, 1.3])
-    record = trained(text, tmp_path / "auto", DROP)
+    """At the first decision after that, though most of the steps before it were fast."""
+    samples = 1.3  # that local steps take, where the ring takes 1
+    record = trained(auto(RING, ROUNDS, samples=[1.0, samples]), tmp_path / "auto", DROP)
     seconds = steps_of(tmp_path / "auto")
-    (at,) = [d["step"] for d in record.decisions if d["then"] != d["under"]]
-    assert 4.0 < seconds[at - 1] < seconds[at - 1 - 20] + 20 * 0.25
-    assert seconds[at - 1 - 20] < 4.0  # decided within two times `every`
+    (change,) = [d for d in record.decisions if d["then"] != d["under"]]
+    at, before = change["step"], record.decisions[record.decisions.index(change) - 1]["step"]
+    assert seconds[before - 1] < 4.0 < seconds[at - 1]
     assert record.switched_at_step == at
     assert changes_in(record.decisions)[0].startswith(f"after step {at} to {ROUNDS}: {ROUNDS} is")
-    before = trained(RING, tmp_path / "ring", DROP)
-    assert steps_of(tmp_path / "ring")[at - 1] == pytest.approx(seconds[at - 1], rel=0.05)
     assert record.train_seconds is not None
-    assert before.train_seconds is not None
-    assert record.train_seconds < before.train_seconds
-    # Of a run that takes local steps from the start, 1.3 times the samples would have to be taken.
-    local = trained(ROUNDS, tmp_path / "local", DROP)
-    assert local.train_seconds is not None
-    left = 1 - at / STEPS
-    assert record.train_seconds < 1.3 * local.train_seconds
-    assert record.train_seconds - seconds[at - 1] < 1.4 * left * local.train_seconds
+    left = samples * (record.train_seconds - seconds[at - 1])
+    ring = trained(RING, tmp_path / "ring", DROP).train_seconds
+    local = trained(ROUNDS, tmp_path / "local", DROP, steps=int(STEPS * samples)).train_seconds
+    assert ring is not None
+    assert local is not None
+    assert seconds[at - 1] + left < 0.95 * min(ring, local)
 
 
 @pytest.mark.parametrize("first", [RING, ROUNDS])
@@ -114,12 +111,11 @@ def test_where_nothing_changes_it_changes_once_at_most(first: str, tmp_path: Pat
     changes = [d for d in record.decisions if d["then"] != d["under"]]
     assert [d["then"] for d in changes] == [RING] * (first != RING)
     assert len(record.decisions) >= 5
-    for last in record.decisions[-1:]:
-        (own,) = [c for c in last["candidates"] if c["strategy"] == RING]
-        assert own["step_seconds"] == pytest.approx(last["measured_step_seconds"])
-        assert own["step_seconds"] == pytest.approx(0.088, rel=0.1)
-        (local,) = [c for c in last["candidates"] if c["strategy"] == ROUNDS]
-        assert local["step_seconds"] == pytest.approx(0.081, rel=0.1)
+    last = record.decisions[-1]
+    predicted = {c["strategy"]: c["step_seconds"] for c in last["candidates"]}
+    assert predicted[RING] == pytest.approx(last["measured_step_seconds"])
+    assert predicted[RING] == pytest.approx(0.084, rel=0.02)
+    assert predicted[ROUNDS] == pytest.approx(0.0807, rel=0.02)
 
 
 def test_every_decision_is_in_the_files_of_the_run(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
 
-REHEARSALS = 0.02
+OFTEN = 0.02
 """The part of the time that rehearsals may take while nothing changes."""
 AFTER_CHANGE = 0.2
 """The same where the seconds of a step have changed by more than the margin."""
@@ -39,7 +39,7 @@ class AutoState:
         own: of these, what was neither communication nor waiting.
         exchanges: seconds of one exchange of each candidate, when last rehearsed.
         ratios: of each, the seconds of a step last measured, over those predicted; 1 if unknown.
-        usual: seconds of a step when the phase began, or at the last rehearsal; 0 if unknown.
+        usual: seconds of a step at the last decision; 0 if there was none in this phase.
         since, cost: seconds since the last rehearsal, and those that it took.
     """
 
@@ -213,26 +213,25 @@ class Auto(Strategy[AutoState]):
         state.walls, state.own = [], []
         seconds = max(row[0] for row in table) / steps
         state.since += seconds * steps
-        if self._is_due(state, seconds):
+        changed = self._changed(state.usual, seconds)
+        if not state.exchanges or state.cost <= (AFTER_CHANGE if changed else OFTEN) * state.since:
             self._rehearse(worker, state)
-            state.usual = 0.0
-        state.usual = state.usual or seconds
-        paces = self._paces(state, [row[1:] for row in table], seconds)
-        state.ratios[state.current] = paces[state.current].ratio
+        state.usual = seconds
+        paces = self._paces(state, [row[1:] for row in table])
+        if not changed:  # else some of these steps may be from before the change
+            own = paces[state.current]
+            state.ratios[state.current] = seconds / own.predicted
+            paces[state.current] = replace(own, ratio=seconds / own.predicted)
         new, reason = choose(paces, state.current, self.margin)
         worker.measures.decisions.append(
-            decision(state.steps, worker.step.consumed, paces, state.current, new, reason)
+            decision(state.steps, worker.step.consumed, seconds, paces, state.current, new, reason)
         )
         if new != state.current:
             self._change(worker, state, new)
 
-    def _is_due(self, state: AutoState, seconds: float) -> bool:
-        """Whether the exchanges are to be rehearsed, after steps of so many seconds."""
-        if not state.exchanges:
-            return True
-        change = max(seconds, state.usual) / min(seconds, state.usual) if state.usual else 1.0
-        part = AFTER_CHANGE if change > 1 + self.margin else REHEARSALS
-        return state.cost <= part * state.since
+    def _changed(self, before: float, now: float) -> bool:
+        """Whether the seconds of a step are others than before, by more than the margin."""
+        return before > 0 and max(before, now) > (1 + self.margin) * min(before, now)
 
     def _rehearse(self, worker: Worker, state: AutoState) -> None:
         """Collective: what the exchange of each candidate takes, the longest of all workers."""
@@ -251,16 +250,13 @@ class Auto(Strategy[AutoState]):
         state.exchanges = [longest[repr(kind)] for kind in kinds]
         state.cost, state.since = sum(longest.values()), 0.0
 
-    def _paces(
-        self, state: AutoState, own: Sequence[Sequence[float]], seconds: float
-    ) -> list[Pace]:
-        """What is predicted of each candidate; `seconds` were measured of the one under way."""
+    def _paces(self, state: AutoState, own: Sequence[Sequence[float]]) -> list[Pace]:
+        """What is predicted of each candidate, by the workers' `own` seconds of some steps."""
         paces = []
         for number, each in enumerate(self.candidates):
             samples = self.samples[number] if self.samples else 1.0
             pace = Pace.of(repr(each), samples, own, state.exchanges[number], each.exchange_every)
-            measured = seconds / pace.predicted if number == state.current else None
-            paces.append(replace(pace, ratio=measured or state.ratios[number]))
+            paces.append(replace(pace, ratio=state.ratios[number]))
         return paces
 
     def _change(self, worker: Worker, state: AutoState, new: int) -> None:

@@ -62,16 +62,25 @@ def choose(paces: Sequence[Pace], current: int, margin: float) -> tuple[int, str
 
 
 def decision(
-    step: int, sample: int, paces: Sequence[Pace], current: int, new: int, reason: str
+    step: int,
+    sample: int,
+    seconds: float,
+    paces: Sequence[Pace],
+    current: int,
+    new: int,
+    reason: str,
 ) -> dict[str, Any]:
-    """A decision after `step` steps and `sample` samples of the cluster, for the record."""
+    """A decision after `step` steps and `sample` samples of the cluster, for the record.
+
+    `seconds` were measured of a step since the decision before.
+    """
     return {
         "step": step,
         "sample": sample,
         "under": paces[current].name,
         "then": paces[new].name,
         "reason": reason,
-        "measured_step_seconds": paces[current].seconds,
+        "measured_step_seconds": seconds,
         "candidates": [
             {
                 "strategy": pace.name,
