@@ -35,7 +35,6 @@ from orchestra.tasks.task import load_task
 CANDIDATES = {
     "ring": 'AllReduce("ring")',
     "ring, BF16": 'AllReduce("ring", compression=BF16())',
-    "server beside": 'ParameterServer(placement="beside")',
     "local SGD, H=4": "LocalSGD(4)",
     "local SGD, H=16": "LocalSGD(16)",
 }
@@ -43,7 +42,7 @@ PLANNED, RING_FIRST = "Auto, from the plan's choice", "Auto, from the ring"
 SEEDS, PLAN_SEEDS = (0, 1, 2), (100, 101, 102)
 ACCURACY = 0.95
 TRAINING: dict[str, Any] = {
-    "batch_size": 8, "steps": 900, "optimizer": "SGD(lr=0.03)", "snapshots": 180, "threads": 1,
+    "batch_size": 8, "steps": 640, "optimizer": "SGD(lr=0.03)", "snapshots": 64, "threads": 1,
     "engine": "simulation", "calibration": "none", "quiet": True,
 }  # fmt: skip
 
@@ -61,9 +60,9 @@ ranks: spread
 FOUR = "".join(f"  node-{number}: {{}}\n" for number in range(4))
 UNLIKE = FOUR.replace("node-3: {}", "node-3: {flops: 4 GFLOP/s}")
 CLUSTERS = {
-    "fast LAN": CLUSTER.format(bandwidth="500 Mbit/s", latency="50 us", nodes=FOUR),
-    "slow links": CLUSTER.format(bandwidth="25 Mbit/s", latency="2 ms", nodes=FOUR),
-    "unlike nodes": CLUSTER.format(bandwidth="200 Mbit/s", latency="50 us", nodes=UNLIKE),
+    "fast LAN": CLUSTER.format(bandwidth="250 Mbit/s", latency="50 us", nodes=FOUR),
+    "slow links": CLUSTER.format(bandwidth="12.5 Mbit/s", latency="2 ms", nodes=FOUR),
+    "unlike nodes": CLUSTER.format(bandwidth="250 Mbit/s", latency="50 us", nodes=UNLIKE),
 }
 LEARN = "fast LAN"
 DROP, FACTOR = "bandwidth drops", 20

@@ -11,6 +11,7 @@ import pytest
 from tests.simulated import simulated
 from tests.training import settings, step_lines, train_processes
 
+import orchestra
 from orchestra.errors import InputError
 from orchestra.records.record import RunRecord, read_summary, write_summary
 from orchestra.records.report import changes_in
@@ -120,7 +121,7 @@ def test_where_nothing_changes_it_changes_once_at_most(first: str, tmp_path: Pat
 
 def test_every_decision_is_in_the_files_of_the_run(tmp_path: Path) -> None:
     record = trained(auto(RING, ROUNDS, samples=[1.0, 1.3]), tmp_path, DROP)
-    lines = [line["decision"] for line in step_lines(tmp_path / "run", 0) if "decision" in line]
+    lines = decided(tmp_path / "run")
     assert lines == json.loads(json.dumps(record.decisions))
     assert all(step_lines(tmp_path / "run", r)[9]["decision"] == lines[0] for r in range(4))
     write_summary(tmp_path, "test", [record])
@@ -182,6 +183,20 @@ def test_on_real_processes(tmp_path: Path) -> None:
     assert record.switched_at_step == 5
     assert [d["then"] for d in record.decisions] == ["LocalSGD(4)"] * len(record.decisions)
     assert all(c["step_seconds"] > 0 for d in record.decisions for c in d["candidates"])
+
+
+def decided(folder: Path) -> list[dict[str, Any]]:
+    return [line["decision"] for line in step_lines(folder, 0) if "decision" in line]
+
+
+def test_what_was_decided_by_the_clock_is_repeated_in_virtual_time(tmp_path: Path) -> None:
+    text = auto("LocalSGD(2)", "LocalSGD(2, outer=Nesterov())", every=2)
+    orchestra.train(
+        "tests.tasks_for_tests:digits_in_one_thread()", text, 3, out=tmp_path / "run",
+        quiet=True, record_order=True, steps=12, batch_size=8, optimizer="SGD(lr=0.05)",
+    )  # fmt: skip
+    assert orchestra.replay(tmp_path / "run", out=tmp_path / "replay", quiet=True).equal
+    assert decided(tmp_path / "replay") == decided(tmp_path / "run")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from orchestra.engines.simulation.trials import Tried
 from orchestra.errors import InputError
 from orchestra.experiments.experiment import Experiment
 from orchestra.experiments.file import load
+from orchestra.planning.adaptive import adaptive
 from orchestra.planning.answer import real_run
 from orchestra.planning.api import planned
 from orchestra.planning.candidates import Candidate, Space, scaled_rate
@@ -25,6 +26,7 @@ from orchestra.planning.search import Budget, Search, short
 from orchestra.planning.standing import (
     CUT_OFF,
     Length,
+    Standing,
     bottleneck,
     cannot_win,
     chosen,
@@ -173,6 +175,26 @@ def test_one_machine_has_ranks_in_place_of_nodes(tmp_path: Path) -> None:
     found = found_on("one_host(cores=4)", tmp_path)
     assert found["ring on 4 ranks"].run.training.ranks == 4
     assert found["ring on 4 ranks"].nodes == ("host",)
+
+
+def test_an_auto_begins_with_the_first_and_knows_the_samples_of_the_others(tmp_path: Path) -> None:
+    names = ("one process", "ring", "halving-doubling", "all to all", "local SGD, H=16", "gossip")
+    found = found_on("lan_1gbit(nodes=4)", tmp_path)
+    tried = [found[name if name == "one process" else f"{name} on 4 nodes"] for name in names]
+    standing = Standing([*tried, found["ring on 3 nodes"]], ACCURACY, Length(1000, 10), [0])
+    for rank, entry in enumerate(standing.entries.values()):
+        entry.record = replace(RECORD, samples_per_second=100.0 + rank)
+        entry.curves = {0: points(0.5, 0.8, 1.0)}
+    local = standing.entries["local SGD, H=16 on 4 nodes"]
+    local.curves = {0: points(0.5, 0.8, 0.85, 0.95)}
+    best = standing.entries["halving-doubling on 4 nodes"]
+    # at most two that learn the same, none on other nodes, nor one that cannot be a candidate
+    assert adaptive(standing, best) == (
+        "Auto((AllReduce('halving_doubling'), AllReduce('parallel'), LocalSGD(16)), "
+        "samples=(250.0, 250.0, 350.0))"
+    )
+    assert adaptive(standing, standing.entries["one process"]) is None
+    assert adaptive(standing, None) is None
 
 
 # The search, without a simulation
