@@ -40,9 +40,9 @@ CANDIDATES = {
 }
 PLANNED, RING_FIRST = "Auto, from the plan's choice", "Auto, from the ring"
 SEEDS, PLAN_SEEDS = (0, 1, 2), (100, 101, 102)
-ACCURACY = 0.95
+ACCURACY = 0.94
 TRAINING: dict[str, Any] = {
-    "batch_size": 8, "steps": 640, "optimizer": "SGD(lr=0.03)", "snapshots": 64, "threads": 1,
+    "batch_size": 8, "steps": 512, "optimizer": "SGD(lr=0.03)", "snapshots": 64, "threads": 1,
     "engine": "simulation", "calibration": "none", "quiet": True,
 }  # fmt: skip
 
@@ -137,10 +137,14 @@ def auto(samples: Mapping[str, float], first: str) -> str:
 
 def carried_out(jobs: Sequence[Job], folder: Path) -> dict[tuple[str, str], list[Result]]:
     """What each strategy did on each cluster, by seed."""
+    alike = {(job.cluster, job.strategy, job.seed): job for job in jobs}
     with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(lambda job: job.run(folder), jobs))
+        results = dict(
+            zip(alike, pool.map(lambda job: job.run(folder), alike.values()), strict=True)
+        )
     found: dict[tuple[str, str], list[Result]] = {}
-    for job, result in zip(jobs, results, strict=True):
+    for job in jobs:
+        result = results[job.cluster, job.strategy, job.seed]
         found.setdefault((job.cluster, job.name), []).append(result)
     return found
 

@@ -62,7 +62,7 @@ class Auto(Strategy[AutoState]):
 
     It begins with the first of `candidates`. At least `every` steps later, at the end of a round
     where the strategy under way has rounds, all workers compare the candidates, and go on with
-    another one if that is predicted to reach the target `margin` times sooner. What is compared is
+    another one if that is predicted to reach the target sooner by the `margin`. What is compared is
 
         samples to the target x seconds a step,
 
