@@ -2,9 +2,10 @@
 
     python -m studies.auto FOLDER        runs, table and picture: FOLDER/auto.md, FOLDER/auto.png
 
-Four nodes train the task digits, with a gradient charged as 0.1 GFLOP a sample, in virtual time and
-with real gradients, until an accuracy is reached. FOLDER keeps every run; repeated, the command
-goes on from there.
+Four nodes train the task digits, each on a shard of its own with few of the labels, and a gradient
+charged as 0.1 GFLOP a sample: in virtual time with real gradients, until an accuracy is reached.
+What a candidate alone learns depends on its seed only, so it is computed once, and re-timed on the
+other clusters. FOLDER keeps every run; repeated, the command goes on from there.
 
 A plan comes first, with seeds of its own: the samples that each candidate takes to the target, and
 its speed on each cluster as that is at the start. `Auto` is given the former. It begins once with
@@ -17,8 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -26,11 +26,17 @@ from typing import Any
 
 import altair as alt
 import vl_convert
+from studies.pool import Job, Pool
 
-import orchestra
 from orchestra import Task
+from orchestra.data.sharding import Dirichlet
+from orchestra.experiments.experiment import Experiment
+from orchestra.optimizers.settings import Optimizer
 from orchestra.records.record import RunRecord
+from orchestra.records.report import changes_in
+from orchestra.strategies.registry import strategy_of
 from orchestra.tasks.task import load_task
+from orchestra.trainer.settings import Run, Training
 
 CANDIDATES = {
     "ring": 'AllReduce("ring")',
@@ -39,12 +45,16 @@ CANDIDATES = {
     "local SGD, H=16": "LocalSGD(16)",
 }
 PLANNED, RING_FIRST = "Auto, from the plan's choice", "Auto, from the ring"
-SEEDS, PLAN_SEEDS = (0, 1, 2), (100, 101, 102)
+SEEDS, PLAN_SEEDS = (0, 1, 2), (100, 101)
 ACCURACY = 0.94
-TRAINING: dict[str, Any] = {
-    "batch_size": 8, "steps": 512, "optimizer": "SGD(lr=0.03)", "snapshots": 64, "threads": 1,
-    "engine": "simulation", "calibration": "none", "quiet": True,
-}  # fmt: skip
+NEVER = 1e9
+"""Samples to the target of a candidate that the plan has not seen there."""
+TASK = "studies.auto:digits"
+TRAINING = Training(
+    ranks=4, batch_size=8, equal="worker_batch", steps=480, snapshots=80, threads=1, trace_steps=0,
+    optimizer=Optimizer.parse("SGD(lr=0.05)", where="optimizer"), sharding=Dirichlet(0.1),
+    engine="simulation", calibration="none",
+)  # fmt: skip
 
 CLUSTER = """
 all_nodes:
@@ -64,8 +74,8 @@ CLUSTERS = {
     "slow links": CLUSTER.format(bandwidth="12.5 Mbit/s", latency="2 ms", nodes=FOUR),
     "unlike nodes": CLUSTER.format(bandwidth="250 Mbit/s", latency="50 us", nodes=UNLIKE),
 }
-LEARN = "fast LAN"
-DROP, FACTOR = "bandwidth drops", 20
+LEARN, DROP, FACTOR = "fast LAN", "bandwidth drops", 20
+EVERYWHERE = (*CLUSTERS, DROP)
 
 
 def digits() -> Task:
@@ -75,156 +85,121 @@ def digits() -> Task:
 
 @dataclass(frozen=True)
 class Result:
-    """What one run took: seconds and samples to the target, the target's metric over time."""
+    """When a run reached the target: seconds and samples, infinite where it did not."""
 
-    seconds: float | None
-    samples: float | None
+    record: RunRecord
     curve: Sequence[tuple[float, float]]
-    changes: Sequence[Mapping[str, Any]]
-    decisions: int
+    seconds: float = float("inf")
+    samples: float = float("inf")
 
 
-@dataclass(frozen=True)
-class Job:
-    """A run: a strategy on a cluster with a seed."""
-
-    cluster: str
-    name: str
-    strategy: str
-    seed: int
-    steps: int | None = None
-
-    def run(self, folder: Path) -> Result:
-        """Train, or read what `folder` has of it."""
-        place = folder / plain(self.cluster) / plain(self.name) / f"seed-{self.seed}"
-        options = TRAINING if self.steps is None else {**TRAINING, "steps": self.steps}
-        record = orchestra.train(
-            "studies.auto:digits", self.strategy, ranks=4, seed=self.seed, out=place,
-            cluster=str(folder / f"{plain(self.cluster)}.yaml"), **options,
-        )  # fmt: skip
-        return result_of(record, place)
-
-
-def plain(name: str) -> str:
-    """`name` as that of a file."""
-    return "".join(letter if letter.isalnum() else "-" for letter in name)
-
-
-def result_of(record: RunRecord, folder: Path) -> Result:
-    """The target is reached between two snapshots, at a time in proportion."""
-    lines = [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
+def result_of(record: RunRecord) -> Result:
+    """The target is reached between two snapshots, in proportion; by the mean of the replicas."""
+    lines = [json.loads(line) for line in (record.folder / "curve.jsonl").read_text().splitlines()]
     points = [(p["seconds"], p["samples"], p["metrics"]["accuracy"]) for p in lines]
+    found = Result(record, [(seconds, accuracy) for seconds, _, accuracy in points])
     before = (0.0, 0.0, 0.0)
-    at = None
     for point in points:
         if point[2] >= ACCURACY:
             part = (ACCURACY - before[2]) / (point[2] - before[2])
-            at = [old + part * (new - old) for old, new in zip(before, point, strict=True)]
-            break
+            seconds, samples = (before[n] + part * (point[n] - before[n]) for n in (0, 1))
+            return replace(found, seconds=seconds, samples=samples)
         before = point
-    changes = [each for each in record.decisions if each["then"] != each["under"]]
-    curve = [(seconds, accuracy) for seconds, _, accuracy in points]
-    seconds, samples = (None, None) if at is None else (at[0], at[1])
-    return Result(seconds, samples, curve, changes, len(record.decisions))
+    return found
+
+
+class Study:
+    """Runs in `folder`, two at a time."""
+
+    def __init__(self, folder: Path, pool: Pool) -> None:
+        self._folder, self._pool = folder, pool
+        for name, text in CLUSTERS.items():
+            self.describe(name, text)
+
+    def describe(self, cluster: str, text: str) -> None:
+        """Write down what a cluster is."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._file(cluster).write_text(text)
+
+    def alone(self, clusters: Sequence[str], seeds: Sequence[int]) -> dict[tuple[str, str], Any]:
+        """Every candidate by itself, on each of the clusters: its results, by seed."""
+        first = [self._job(LEARN, n, s, seed) for n, s in CANDIDATES.items() for seed in seeds]
+        self._pool.make(first)
+        jobs = [
+            self._job(c, n, s, seed, retimed=c != LEARN)
+            for c in clusters
+            for n, s in CANDIDATES.items()
+            for seed in seeds
+        ]
+        return self._results(jobs)
+
+    def chosen(self, strategies: Mapping[tuple[str, str], str]) -> dict[tuple[str, str], Any]:
+        """`Auto` by cluster and name, with the seeds of the study: its results."""
+        return self._results(
+            [self._job(c, n, s, seed) for (c, n), s in strategies.items() for seed in SEEDS]
+        )
+
+    def _file(self, cluster: str) -> Path:
+        return (self._folder / f"{_plain(cluster)}.yaml").absolute()
+
+    def _job(self, cluster: str, name: str, text: str, seed: int, retimed: bool = False) -> Job:
+        training = replace(TRAINING, cluster=str(self._file(cluster)))
+        run = Run(name, TASK, strategy_of(text), seed, training)
+        experiment = Experiment(
+            name="auto", task=TASK, strategies={name: run.strategy}, seeds=(seed,),
+            training=training,
+        )  # fmt: skip
+        folders = [self._folder / _plain(c) / _plain(name) / str(seed) for c in (cluster, LEARN)]
+        source = folders[1] if retimed else None
+        return Job(run, experiment, folders[0], f"{cluster}, {name}, seed {seed}", source=source)
+
+    def _results(self, jobs: Sequence[Job]) -> dict[tuple[str, str], Any]:
+        found: dict[tuple[str, str], list[Result]] = {}
+        for job, record in zip(jobs, self._pool.make(jobs), strict=True):
+            cluster = job.what.split(",")[0]
+            result = result_of(replace(record, folder=job.folder))
+            found.setdefault((cluster, job.run.name), []).append(result)
+        return found
+
+
+def _plain(name: str) -> str:
+    return "".join(letter if letter.isalnum() else "-" for letter in name)
+
+
+def mean(results: Sequence[Result], what: str = "seconds") -> float:
+    """Over the seeds; infinite where one of them missed the target."""
+    return fmean(getattr(result, what) for result in results)
 
 
 def auto(samples: Mapping[str, float], first: str) -> str:
     """Of all candidates, from `first` on."""
     names = [first, *(name for name in CANDIDATES if name != first)]
     notations = ", ".join(CANDIDATES[name] for name in names)
-    return f"Auto([{notations}], samples={[round(samples[name]) for name in names]})"
-
-
-def carried_out(jobs: Sequence[Job], folder: Path) -> dict[tuple[str, str], list[Result]]:
-    """What each strategy did on each cluster, by seed."""
-    alike = {(job.cluster, job.strategy, job.seed): job for job in jobs}
-    with ThreadPoolExecutor(2) as pool:
-        results = dict(
-            zip(alike, pool.map(lambda job: job.run(folder), alike.values()), strict=True)
-        )
-    found: dict[tuple[str, str], list[Result]] = {}
-    for job in jobs:
-        result = results[job.cluster, job.strategy, job.seed]
-        found.setdefault((job.cluster, job.name), []).append(result)
-    return found
-
-
-def mean(results: Sequence[Result], of: Callable[[Result], float | None]) -> float | None:
-    """Over the seeds; None where one of them missed the target."""
-    values = [of(result) for result in results]
-    known = [value for value in values if value is not None]
-    return fmean(known) if len(known) == len(values) else None
-
-
-Times = Mapping[tuple[str, str], float]
-
-
-def planned(folder: Path) -> tuple[dict[str, float], dict[str, str], Times]:
-    """The samples that each candidate takes to the target, the first one on each cluster, and the
-    seconds of each candidate on each.
-
-    Candidates learn the same on every cluster, as their workers step together: they are trained on
-    one, and their speeds are measured on all.
-    """
-    seeds = [Job(LEARN, n, s, seed) for n, s in CANDIDATES.items() for seed in PLAN_SEEDS]
-    learnt = carried_out(seeds, folder / "plan")
-    samples = {name: mean(learnt[LEARN, name], lambda r: r.samples) or 1e9 for name in CANDIDATES}
-    short = [Job(c, n, s, PLAN_SEEDS[0], steps=64) for c in CLUSTERS for n, s in CANDIDATES.items()]
-    speeds = carried_out(short, folder / "speeds")
-    part = {name: samples[name] / (64 * 32) for name in CANDIDATES}
-    times = {key: part[key[1]] * results[0].curve[-1][0] for key, results in speeds.items()}
-    first = {c: min(CANDIDATES, key=lambda name: times[c, name]) for c in CLUSTERS}
-    print("planned samples:", {name: round(value) for name, value in samples.items()})
-    for cluster in CLUSTERS:
-        own = {name: round(times[cluster, name], 1) for name in CANDIDATES}
-        print(f"planned seconds, {cluster}: {own}", flush=True)
-    return samples, first, times
-
-
-def on_clusters(
-    samples: Mapping[str, float], first: Mapping[str, str], folder: Path
-) -> dict[tuple[str, str], list[Result]]:
-    """Every candidate alone, and both `Auto`s, on every cluster."""
-    jobs = []
-    for cluster in (*CLUSTERS, DROP):
-        begin = first[LEARN if cluster == DROP else cluster]
-        strategies = {
-            **CANDIDATES,
-            PLANNED: auto(samples, begin),
-            RING_FIRST: auto(samples, "ring"),
-        }
-        jobs += [Job(cluster, n, s, seed) for n, s in strategies.items() for seed in SEEDS]
-    return carried_out(jobs, folder)
+    counts = [round(min(samples[name], NEVER)) for name in names]
+    return f"Auto([{notations}], samples={counts})"
 
 
 def table(found: Mapping[tuple[str, str], Sequence[Result]]) -> list[str]:
     """Seconds to the target, the mean over the seeds; of `Auto` over the best candidate, too."""
-    clusters = (*CLUSTERS, DROP)
-    lines = [f"| strategy | {' | '.join(clusters)} |", "| --- |" + " --- |" * len(clusters)]
-    best = {
-        cluster: min(_seconds(found[cluster, name]) for name in CANDIDATES) for cluster in clusters
-    }
+    lines = [f"| strategy | {' | '.join(EVERYWHERE)} |", "| --- |" + " --- |" * len(EVERYWHERE)]
+    best = {c: min(mean(found[c, name]) for name in CANDIDATES) for c in EVERYWHERE}
     for name in (*CANDIDATES, PLANNED, RING_FIRST):
         cells = []
-        for cluster in clusters:
+        for cluster in EVERYWHERE:
             results = found[cluster, name]
-            seconds = _seconds(results)
+            seconds = mean(results)
             text = f"{seconds:.1f}" if seconds < float("inf") else "not reached"
+            text = f"**{text}**" if seconds == best[cluster] else text
             if name not in CANDIDATES:
-                changes = ", ".join(str(len(result.changes)) for result in results)
-                text += f" ({seconds / best[cluster] - 1:+.1%}; changes: {changes})"
-            cells.append(f"**{text}**" if seconds == best[cluster] else text)
+                changes = " ".join(str(len(changes_in(r.record.decisions))) for r in results)
+                text += f" ({seconds / best[cluster] - 1:+.1%}; changes {changes})"
+            cells.append(text)
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
 
-def _seconds(results: Sequence[Result]) -> float:
-    seconds = mean(results, lambda result: result.seconds)
-    return float("inf") if seconds is None else seconds
-
-
 def picture(found: Mapping[tuple[str, str], Sequence[Result]], at: float, path: Path) -> None:
-    """The error of the first seed over time where the bandwidth drops, and when `Auto` changed."""
+    """The error of the first seed over time where the bandwidth drops."""
     names = (*CANDIDATES, PLANNED)
     values = [
         {"strategy": name, "seconds": seconds, "error": 1 - accuracy}
@@ -232,15 +207,18 @@ def picture(found: Mapping[tuple[str, str], Sequence[Result]], at: float, path: 
         for seconds, accuracy in found[DROP, name][0].curve
     ]
     reached = [
-        {"strategy": name, "seconds": found[DROP, name][0].seconds, "error": 1 - ACCURACY}
+        {"strategy": name, "seconds": result.seconds, "error": 1 - ACCURACY}
         for name in names
+        if (result := found[DROP, name][0]).seconds < float("inf")
     ]
-    longest = max(each["seconds"] or 0.0 for each in reached) * 1.05  # type: ignore[type-var]
-    colour = alt.Color("strategy:N", sort=list(names), scale=alt.Scale(scheme="tableau10"))
+    longest = 1.05 * max(each["seconds"] for each in reached)
+    colour = alt.Color(
+        "strategy:N", sort=list(names), scale=alt.Scale(scheme="tableau10"), title=None
+    )
     x = alt.X("seconds:Q", scale=alt.Scale(domain=[0, longest]), title="virtual seconds")
-    y = alt.Y("error:Q", scale=alt.Scale(type="log", domain=[0.02, 1]), title="test error")
+    y = alt.Y("error:Q", scale=alt.Scale(type="log", domain=[0.03, 1]), title="test error")
     lines = alt.Chart(alt.Data(values=values)).mark_line(clip=True).encode(x, y, colour)
-    dots = alt.Chart(alt.Data(values=reached)).mark_point(filled=True, size=70)
+    dots = alt.Chart(alt.Data(values=reached)).mark_point(filled=True, size=80)
     drop = alt.Chart(alt.Data(values=[{"seconds": at}])).mark_rule(strokeDash=[4, 4]).encode(x)
     title = "Digits on four nodes; dashed: all links become 20 times slower. Dots: the target"
     chart = (lines + dots.encode(x, y, colour) + drop).properties(
@@ -254,26 +232,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
-    for part in ("plan", "speeds", "runs"):
-        (folder / part).mkdir(parents=True, exist_ok=True)
-        for name, text in CLUSTERS.items():
-            (folder / part / f"{plain(name)}.yaml").write_text(text)
-    samples, first, times = planned(folder)
-    at = round(times[LEARN, first[LEARN]] / 2, 1)
-    faults = "".join(
-        f"  - LinkSlow: {{of: node-{number}, factor: {FACTOR}, at: {at} s}}\n"
-        for number in range(4)
-    )
-    dropping = f"{CLUSTERS[LEARN]}faults:\n{faults}"
-    (folder / "runs" / f"{plain(DROP)}.yaml").write_text(dropping)
-    found = on_clusters(samples, first, folder / "runs")
+    with Pool(2, 0) as pool:
+        study = Study(folder, pool)
+        plan = study.alone(tuple(CLUSTERS), PLAN_SEEDS)
+        samples = {name: mean(plan[LEARN, name], "samples") for name in CANDIDATES}
+        print("planned samples:", samples)
+        first = {c: min(CANDIDATES, key=lambda name: mean(plan[c, name])) for c in CLUSTERS}
+        for cluster in CLUSTERS:
+            seconds = {name: round(mean(plan[cluster, name]), 1) for name in CANDIDATES}
+            print(f"planned seconds, {cluster}: {seconds}", flush=True)
+        at = round(mean(plan[LEARN, first[LEARN]]) / 2, 1)
+        faults = "".join(
+            f"  - LinkSlow: {{of: node-{number}, factor: {FACTOR}, at: {at} s}}\n"
+            for number in range(4)
+        )
+        study.describe(DROP, f"{CLUSTERS[LEARN]}faults:\n{faults}")
+        found = study.alone(EVERYWHERE, SEEDS)
+        begins = {c: first[LEARN if c == DROP else c] for c in EVERYWHERE}
+        planned = {(c, PLANNED): auto(samples, name) for c, name in begins.items()}
+        found |= study.chosen(planned)
+        found |= study.chosen({(c, RING_FIRST): auto(samples, "ring") for c in EVERYWHERE})
     lines = table(found)
     (folder / "auto.md").write_text("\n".join(lines) + "\n")
     print(f"the bandwidth drops at {at} s", *lines, sep="\n")
-    for name in (PLANNED, RING_FIRST):
-        for cluster in (*CLUSTERS, DROP):
-            for each in found[cluster, name][0].changes:
-                print(f"{cluster}, {name}: after step {each['step']} to {each['then']}")
+    for (cluster, name), results in found.items():
+        for text in changes_in(results[0].record.decisions):
+            print(f"{cluster}, {name}, seed {SEEDS[0]}: {text}")
     picture(found, at, folder / "auto.png")
 
 
