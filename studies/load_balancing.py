@@ -3,6 +3,7 @@
     python -m studies.load_balancing                in virtual time
     python -m studies.load_balancing processes      real ones, on this machine
     python -m studies.load_balancing emulation      emulated nodes (Linux, root)
+    python -m studies.load_balancing emulation 480  the same with links of 480 Mbit/s
 
 Three machines of examples/simulation/one_of_four.yaml are equally fast, and the fourth has a
 quarter of their speed. In the column "slow for a while" all are equal, but after a quarter of the
@@ -14,8 +15,10 @@ Of the real processes three sleep 5 ms for each sample of a gradient, and the fo
 need no core for that, so that four unlike machines fit on one.
 
 The emulated nodes are those of examples/clusters/mixed.yaml, with LeNet-5 and 512 samples a worker
-and step, so that computing is most of a step. The ideal is what the four take for the same samples,
-in proportion to their speeds, when nobody exchanges anything before the end.
+and step. On their links of 100 Mbit/s an all-reduce takes a quarter of what the gradients take at
+best; on half of 1 Gbit/s, which suits nodes of half a core, a twentieth. The ideal is what the four
+take for the same samples, in proportion to their speeds, when nobody exchanges anything before the
+end.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ import statistics
 import sys
 import tempfile
 import time  # noqa: TID251 - sleeps stand for computation
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +91,11 @@ def napping_digits(folder: str) -> Task:
 
 def main() -> None:
     """A line for each remedy."""
-    tables = {"processes": on_processes, "emulation": emulated}
+    megabits = float(sys.argv[2]) if sys.argv[2:] else None
+    tables: dict[str, Callable[[Path], Iterator[str]]] = {
+        "processes": on_processes,
+        "emulation": partial(emulated, megabits=megabits),
+    }
     table = tables[sys.argv[1]] if sys.argv[1:] else lines
     with tempfile.TemporaryDirectory() as folder:
         for line in table(Path(folder)):
@@ -111,9 +119,13 @@ def on_processes(folder: Path) -> Iterator[str]:
         yield f"{name:25}  {(run.train_seconds or 0.0) / ideal:8.2f}"
 
 
-def emulated(folder: Path) -> Iterator[str]:
+def emulated(folder: Path, megabits: float | None) -> Iterator[str]:
     """A table of seconds over the ideal and of accuracies; `folder` is for its runs."""
     steps, batch = 48, 512
+    cluster = folder / "cluster.yaml"
+    text = EMULATED.read_text()
+    assert "100 Mbit/s" in text
+    cluster.write_text(text if megabits is None else text.replace("100 M", f"{megabits:g} M"))
 
     def run(name: str, strategy: str, shares: Any, seed: int) -> RunRecord:
         settings: dict[str, Any] = {"steps": steps, "batch_size": batch}
@@ -121,7 +133,7 @@ def emulated(folder: Path) -> Iterator[str]:
             settings["shares"] = shares
         return orchestra.train(
             "digits28", strategy, ranks=4, seeds=[seed], threads=1, optimizer="Adam(lr=0.004)",
-            engine="emulation", cluster=str(EMULATED), snapshots=1, trace_steps=0,
+            engine="emulation", cluster=str(cluster), snapshots=1, trace_steps=0,
             out=folder / f"{name} {seed}", quiet=True, **settings,
         )  # fmt: skip
 
