@@ -23,7 +23,9 @@ def test_the_pairs_are_always_the_same_and_balanced() -> None:
 def test_regret_is_what_the_choice_takes_more_than_the_best(tmp_path: Path) -> None:
     (pair, *_) = pairs()
     times = {"gossip": 2.0, f"ring on {pair.nodes} nodes": 3.0, "one process": 2.5}
-    known = {name: {"seconds": seconds, "after": 9.0} for name, seconds in times.items()}
+    known: dict[str, dict[str, float | None]] = {
+        name: {"seconds": seconds, "after": 9.0} for name, seconds in times.items()
+    }
     known["push-sum"] = {"seconds": None, "after": 4.0}
     (tmp_path / "plan").mkdir()
     plan = {"recommended": {"name": "one process", "seconds": 2.4}}

@@ -9,18 +9,18 @@ both ways, after 100 us of latency. It prints:
 
     from us    to us  rank 0
       104.3    428.3  gradient (32 samples)
-      428.3    428.3  send 10.0 kB to rank 1
+      428.3    428.3  send 10 kB to rank 1
       428.3    528.3  wait for rank 2
-      528.3    610.9  receive 10.0 kB from rank 2
-      610.9    610.9  send 10.0 kB to rank 1
+      528.3    610.9  receive 10 kB from rank 2
+      610.9    610.9  send 10 kB to rank 1
       610.9    710.9  wait for rank 2
-      710.9    793.6  receive 10.0 kB from rank 2
-      793.6    793.6  send 10.0 kB to rank 1
+      710.9    793.6  receive 10 kB from rank 2
+      793.6    793.6  send 10 kB to rank 1
       793.6    893.6  wait for rank 2
-      893.6    976.2  receive 10.0 kB from rank 2
-      976.3    976.3  send 10.0 kB to rank 1
+      893.6    976.2  receive 10 kB from rank 2
+      976.3    976.3  send 10 kB to rank 1
       976.3   1076.3  wait for rank 2
-     1076.3   1159.0  receive 10.0 kB from rank 2
+     1076.3   1159.0  receive 10 kB from rank 2
      1159.0   1166.6  update
 """
 
