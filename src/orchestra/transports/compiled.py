@@ -17,8 +17,8 @@ from torch import Tensor
 
 NAME = "orchestra.transports._compiled"
 AWAKE_SECONDS = 200e-6
-"""For which a rank looks for the others before it sleeps. Waking it takes about as long, and if it
-sleeps the others will, too, in the next barrier."""
+"""For which a rank looks for the others before it sleeps: if it is late after waking, the others
+sleep in the next barrier, and so on."""
 ALONE_SECONDS = 20e-6
 """Of these, in which it keeps its core to itself, unless there are more ranks than cores."""
 FLAG_BYTES = 64
