@@ -232,7 +232,7 @@ def _groups(nodes: Sequence[Node]) -> Iterator[tuple[str, dict[str, Any]]]:
     for group in alike(nodes):
         base = group[0].name.removesuffix("-0")
         counted = [node.name for node in group] == [f"{base}-{i}" for i in range(len(group))]
-        if counted and base not in names:
+        if counted and len(group) > 1 and base not in names:
             yield base, {"count": len(group), **_plain(group[0])}
         else:
             for node in group:
