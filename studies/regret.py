@@ -285,7 +285,9 @@ def carry_out_pair(pair: Pair, folder: Path, calibration: str, until: float) -> 
         carry_out(
             experiment, str(file), folder / "plan", MINUTES, lambda *_: None, report=False
         )  # fmt: skip
-    if now() < until and Exhaustive(pair, experiment, folder, until).simulate():
+    if (folder / DONE).exists() or now() > until:
+        return
+    if Exhaustive(pair, experiment, folder, until).simulate():
         (folder / DONE).touch()
         print(f"done: {pair.title}", flush=True)
 
@@ -445,8 +447,6 @@ def main() -> int:
     calibration = prepare(options.out)
     for pair in chosen:
         folder = options.out / str(pair.number)
-        if (folder / DONE).exists() and not options.emulate:
-            continue
         if now() < until and not options.emulate:
             carry_out_pair(pair, folder, calibration, until)
         elif now() < until and pair.small:
