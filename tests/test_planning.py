@@ -102,6 +102,11 @@ def test_another_learning_rate_is_not_bounded_by_the_reference(tmp_path: Path) -
     assert search.entries["one process, rate x 0.5"].rungs  # it was raced, too
 
 
+def test_a_rung_ends_at_a_snapshot() -> None:
+    length = Length(1000, 10)
+    assert [length.part(samples) for samples in (100, 101, 999, 5000)] == [0.1, 0.2, 1.0, 1.0]
+
+
 def test_of_equally_fast_ones_that_with_fewer_nodes_is_chosen() -> None:
     assert chosen({"four": 1.0, "one": 1.019}, {"four": 4, "one": 1}) == "one"
     assert chosen({"four": 1.0, "one": 1.03}, {"four": 4, "one": 1}) == "four"

@@ -218,7 +218,7 @@ class Search(Standing):
                 break
             self._what = f"rung {number} of {len(RUNGS)}: {count('candidate', len(racing))}"
             shares = {
-                entry.name: min(1.0, part * horizon * (entry.speed or 0.0) / self.length.samples)
+                entry.name: self.length.part(part * horizon * (entry.speed or 0.0))
                 for entry in racing
                 if not self.times(entry)
             }

@@ -190,6 +190,11 @@ class Length:
     samples: int
     snapshots: int
 
+    def part(self, samples: float) -> float:
+        """That of a run which ends at the first snapshot after so many samples, at most 1: a target
+        that is reached between two snapshots is only seen at the second."""
+        return min(1.0, math.ceil(self.snapshots * samples / self.samples) / self.snapshots)
+
 
 class Standing:
     """How the candidates stand.
