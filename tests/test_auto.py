@@ -155,7 +155,7 @@ def test_any_candidate_follows_any_other(first: int, tmp_path: Path) -> None:
     """By samples that leave no doubt, each once: the parameters are those of no single one."""
     then = (first + 3) % len(CANDIDATES)
     text = auto(CANDIDATES[first], CANDIDATES[then], samples=[100.0, 1.0], every=4)
-    options = {"optimizer": "SGD(lr=0.05, momentum=0.9)", "snapshots": 3}
+    options: dict[str, Any] = {"optimizer": "SGD(lr=0.05, momentum=0.9)", "snapshots": 3}
     record = trained(text, tmp_path, steps=12, **options)
     assert record.switched_at_step == 4
     assert record.samples == 12 * 32
@@ -164,7 +164,11 @@ def test_any_candidate_follows_any_other(first: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("at", [3, 5])
 def test_it_resumes_in_the_phase_that_was_under_way(at: int, tmp_path: Path) -> None:
     text = auto(RING, "LocalSGD(4)", samples=[100.0, 1.0], every=4)
-    options = {"optimizer": "SGD(lr=0.05, momentum=0.9)", "checkpoint_every": at, "steps": 16}
+    options: dict[str, Any] = {
+        "optimizer": "SGD(lr=0.05, momentum=0.9)",
+        "checkpoint_every": at,
+        "steps": 16,
+    }
     whole = trained(text, tmp_path / "whole", **options)
     there = sorted((tmp_path / "whole" / "run" / "checkpoints").iterdir())
     shutil.copytree(there[0], tmp_path / "again" / "run" / "checkpoints" / there[0].name)
