@@ -525,6 +525,7 @@ def test_only_completed_runs_are_finished(tmp_path: Path) -> None:
     assert [record.status for record in finished(tmp_path)] == ["completed"]
     empty = (
         "notices", "by_rank", "worker_batches", "shares", "batches", "costs_doubts", "stragglers",
+        "decisions",
     )  # fmt: skip
     lists: dict[str, Any] = {name: [] for name in empty}
     expected = replace(_record("completed"), folder=tmp_path, **lists)

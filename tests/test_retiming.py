@@ -28,7 +28,7 @@ BY_SPEED = {
     "delay compensation", "adaptive compensation", "rate divided", "rate by staleness",
     "backup workers", "switch to bounded", "overlapped push", "pairwise", "strategy-switch",
     "switch beside", "asynchronous first", "gossip, judged", "elastic server", "elastic, momentum",
-    "elastic first", "hop", "hop, skipping", "groups",
+    "elastic first", "hop", "hop, skipping", "groups", "auto",
 }  # fmt: skip
 
 
