@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +12,10 @@ from orchestra.settings import MAX_STEPS, setting
 from orchestra.settings.base import REQUIRED
 from orchestra.strategies.auto_choice import Pace, choose, decision
 from orchestra.strategies.base import CHANGED, Footprint, Roles, Strategy
+from orchestra.strategies.phased import Phased
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
     from orchestra.exchange import Stopwatch
-    from orchestra.optimizers.spec import OptimizerPart
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
 
@@ -57,7 +55,7 @@ class AutoState:
 
 
 @dataclass(frozen=True, repr=False)
-class Auto(Strategy[AutoState]):
+class Auto(Phased[AutoState]):
     """Train under the candidate that is predicted to reach the target first, as things are now.
 
     It begins with the first of `candidates`. At least `every` steps later, at the end of a round
@@ -157,15 +155,15 @@ class Auto(Strategy[AutoState]):
             first = first.joined(other, max)
         return replace(first, copies=first.copies + 1)
 
-    def under_way(self, state: AutoState) -> Strategy[Any]:
+    def phase(self, state: AutoState) -> Strategy[Any]:
         return self.candidates[state.current]
 
     def currently_lockstep(self, state: AutoState) -> bool:
-        return self.under_way(state).currently_lockstep(state.inner)
+        return self.phase(state).currently_lockstep(state.inner)
 
     def start(self, worker: Worker) -> AutoState:
         state = self._begin(worker)
-        state.inner = self.under_way(state).start(worker)
+        state.inner = self.phase(state).start(worker)
         return state
 
     def resume(self, worker: Worker, saved: Mapping[str, Any]) -> AutoState:
@@ -173,7 +171,7 @@ class Auto(Strategy[AutoState]):
         state = self._begin(worker)
         plain = {name: value for name, value in saved.items() if name != "inner"}
         optimizers.restore(state, plain)
-        state.inner = self.under_way(state).resume(worker, saved["inner"])
+        state.inner = self.phase(state).resume(worker, saved["inner"])
         return state
 
     def _begin(self, worker: Worker) -> AutoState:
@@ -181,21 +179,15 @@ class Auto(Strategy[AutoState]):
             raise InputError("Auto needs orchestra's own loop (orchestra train)")
         return AutoState(ratios=[1.0] * len(self.candidates), watch=exchange.Stopwatch(worker))
 
-    def before_forward(self, worker: Worker, state: AutoState) -> None:
-        self.under_way(state).before_forward(worker, state.inner)
-
     def gradient(self, worker: Worker, state: AutoState, batch: Batch | None) -> None:
         assert state.watch is not None
         state.watch.begin()
-        self.under_way(state).gradient(worker, state.inner, batch)
-
-    def reduce(self, worker: Worker, state: AutoState) -> None:
-        self.under_way(state).reduce(worker, state.inner)
+        super().gradient(worker, state, batch)
 
     def update(self, worker: Worker, state: AutoState) -> None:
         """As the candidate under way does; then, where it is time, see which one is to go on."""
         assert state.watch is not None
-        phase = self.under_way(state)
+        phase = self.phase(state)
         phase.update(worker, state.inner)
         wall, own = state.watch.lap()
         state.walls.append(wall)
@@ -261,7 +253,7 @@ class Auto(Strategy[AutoState]):
 
     def _change(self, worker: Worker, state: AutoState, new: int) -> None:
         """Nothing in flight, parameters agreed, moments handed over, then the next phase."""
-        old, then = self.under_way(state), self.candidates[new]
+        old, then = self.phase(state), self.candidates[new]
         old.quiesce(worker, state.inner, CHANGED)
         old.stop(worker, state.inner)
         if not old.synchronous:
@@ -274,22 +266,3 @@ class Auto(Strategy[AutoState]):
         worker.snapshots.skip(worker.step.consumed)
         state.current, state.usual = new, 0.0
         state.inner = then.start(worker)
-
-    def quiesce(self, worker: Worker, state: AutoState, step: int) -> bool:
-        return self.under_way(state).quiesce(worker, state.inner, step)
-
-    def agree(self, worker: Worker, state: AutoState) -> None:
-        self.under_way(state).agree(worker, state.inner)
-
-    def stop(self, worker: Worker, state: AutoState) -> None:
-        self.under_way(state).stop(worker, state.inner)
-
-    def restart(self, worker: Worker, state: AutoState, renew: Callable[[], None]) -> AutoState:
-        state.inner = self.under_way(state).restart(worker, state.inner, renew)
-        return state
-
-    def optimizer_of(self, state: AutoState) -> Optimizer | None:
-        return self.under_way(state).optimizer_of(state.inner)
-
-    def optimizer_parts(self, worker: Worker, state: AutoState) -> list[OptimizerPart]:
-        return self.under_way(state).optimizer_parts(worker, state.inner)

@@ -13,19 +13,16 @@ from orchestra.settings import setting
 from orchestra.settings.base import REQUIRED
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.base import CHANGED, Footprint, Roles, Strategy, WorkSource
+from orchestra.strategies.phased import Phased
 from orchestra.strategies.switch_rules import LossStable, Rule, SwitchState
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from orchestra.optimizers.spec import OptimizerPart
     from orchestra.parameter_server.messages import Pause
-    from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
 
 
 @dataclass(frozen=True, repr=False)
-class Switch(Strategy[SwitchState]):
+class Switch(Phased[SwitchState]):
     """Train with `first` until `when` says so, with `then` from there on.
 
     Strategy-Switch (Provatas et al., IEEE Access 2025) is
@@ -144,7 +141,7 @@ class Switch(Strategy[SwitchState]):
         return self.then.self_paced
 
     def work(self, state: SwitchState) -> WorkSource | None:
-        return self._phase(state).work(state.inner)
+        return self.phase(state).work(state.inner)
 
     def start(self, worker: Worker) -> SwitchState:
         state = SwitchState(
@@ -194,17 +191,13 @@ class Switch(Strategy[SwitchState]):
         """Workers take batches from a queue in the phase under way."""
         return worker.queue_of is not None and self.under_way(state).self_paced
 
-    def under_way(self, state: SwitchState) -> Strategy[Any]:
-        """The phase under way, of however many switches inside one another."""
-        return self._phase(state).under_way(state.inner)
-
     def end_phase(self, worker: Worker, state: SwitchState, level: int) -> None:
         """The switch, or one inside the phase under way."""
         if not state.switched and level == self.nesting:
             self._switch(worker, state)
         else:
             before = self.under_way(state)
-            self._phase(state).end_phase(worker, state.inner, level)
+            self.phase(state).end_phase(worker, state.inner, level)
             self._follow(worker, state, before)
 
     def _share_count(self, worker: Worker, state: SwitchState) -> None:
@@ -273,15 +266,6 @@ class Switch(Strategy[SwitchState]):
         rule = self.when.reads_loss or self.when.reads_gradients
         return rule or self.first.reads_values or self.then.reads_values
 
-    def before_forward(self, worker: Worker, state: SwitchState) -> None:
-        self._phase(state).before_forward(worker, state.inner)
-
-    def gradient(self, worker: Worker, state: SwitchState, batch: Batch | None) -> None:
-        self._phase(state).gradient(worker, state.inner, batch)
-
-    def reduce(self, worker: Worker, state: SwitchState) -> None:
-        self._phase(state).reduce(worker, state.inner)
-
     def update(self, worker: Worker, state: SwitchState) -> None:
         """As the phase under way does; then, in the first, see whether it is over."""
         if state.switched:
@@ -349,7 +333,7 @@ class Switch(Strategy[SwitchState]):
     def serve(self, worker: Worker, state: SwitchState) -> Pause | None:
         """As the phase under way does; where its workers switch, this rank switches with them."""
         before, switched = self.under_way(state), state.switched
-        paused = self._phase(state).serve(worker, state.inner)
+        paused = self.phase(state).serve(worker, state.inner)
         if switched or paused is None:
             return paused
         if paused.step == CHANGED - self.nesting:
@@ -360,29 +344,16 @@ class Switch(Strategy[SwitchState]):
 
     def quiesce(self, worker: Worker, state: SwitchState, step: int) -> bool:
         """As the phase under way does; what was reported is in the rule's state."""
-        complete = self._phase(state).quiesce(worker, state.inner, step)
+        complete = super().quiesce(worker, state, step)
         if complete and state.leaving is not None:
             state.leaving.settle()
         return complete
 
-    def agree(self, worker: Worker, state: SwitchState) -> None:
-        self._phase(state).agree(worker, state.inner)
-
     def stop(self, worker: Worker, state: SwitchState) -> None:
-        self._phase(state).stop(worker, state.inner)
+        super().stop(worker, state)
         state.end_watch()
 
-    def restart(self, worker: Worker, state: SwitchState, renew: Callable[[], None]) -> SwitchState:
-        state.inner = self._phase(state).restart(worker, state.inner, renew)
-        return state
-
-    def optimizer_of(self, state: SwitchState) -> Optimizer | None:
-        return self._phase(state).optimizer_of(state.inner)
-
-    def optimizer_parts(self, worker: Worker, state: SwitchState) -> list[OptimizerPart]:
-        return self._phase(state).optimizer_parts(worker, state.inner)
-
-    def _phase(self, state: SwitchState) -> Strategy[Any]:
+    def phase(self, state: SwitchState) -> Strategy[Any]:
         return self.then if state.switched else self.first
 
 
