@@ -8,22 +8,25 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
+from math import inf, log, sqrt
+from statistics import fmean
 
 import pytest
 import torch
-from tests.simulated import FREE, run_ranks
+from tests.simulated import FREE, Second, run_ranks
 from tests.virtual_clock import VirtualClock
 
-from orchestra.cluster import Cluster, Link, Node, Switch
+from orchestra.cluster import Cluster, Jitter, Link, Node, Switch
 from orchestra.cluster.costs import Tcp
+from orchestra.cluster.nodes import LogNormal
 from orchestra.collectives import Group, all_reduce
 from orchestra.engines.simulation.fluid import Fluid, Resource
 from orchestra.engines.simulation.rounds import PlacedPlan
+from orchestra.engines.simulation.simulate import simulate
 from orchestra.engines.simulation.stream import SlowStart
 from orchestra.transports.framing import header_bytes
 from orchestra.transports.protocol import Transport
-from orchestra.worker.runtime import Runtime
+from orchestra.worker.runtime import Runtime, SilentReporter
 
 SHARE = 0.029
 TAG = 7
@@ -69,6 +72,78 @@ def seconds(ranks: int, messages: Sequence[tuple[int, int]], on: Cluster) -> lis
 def test_acknowledgements_take_nothing_where_nothing_else_goes_their_way() -> None:
     assert seconds(2, [(0, 1)], nodes(2))[1] == pytest.approx(SECONDS + 2 * LATENCY)
     assert seconds(3, [(0, 2), (1, 2)], nodes(3))[2] == pytest.approx(2 * SECONDS + 2 * LATENCY)
+
+
+# What the kernel takes in, and shares that depend on chance
+
+
+@pytest.mark.parametrize("buffer", [0, 300_000, 2_000_000])
+def test_a_sender_is_free_once_the_rest_is_in_the_kernels_buffer(buffer: int) -> None:
+    size = 4 * LENGTH + header_bytes(1)
+
+    def program(runtime: Runtime) -> float:
+        transport: Transport = runtime.transport
+        if runtime.rank:
+            transport.receive(0, TAG).wait()
+        else:
+            transport.send(torch.zeros(LENGTH), 1, TAG).wait()
+        return transport.now()
+
+    outcome = run_ranks(2, program, nodes(2), replace(ONLY_ACKNOWLEDGEMENTS, buffer=buffer))
+    free, there = outcome.results
+    assert there == pytest.approx(SECONDS + 2 * LATENCY)
+    taken = max(size - buffer, 0) / size
+    assert free == pytest.approx(taken * SECONDS + 2 * LATENCY if taken else 0.0, abs=1e-9)
+
+
+JITTER = LogNormal(0.1)
+
+
+def shared_by_chance(
+    seed: int, unfairness: float, jitter: Jitter | None = JITTER, *, measured: bool = True
+) -> list[float]:
+    """When each of two messages that share a link, sent by ranks 0 and 1, is there."""
+    on = nodes(3)
+    on = replace(on, nodes=tuple(replace(node, jitter=jitter) for node in on.nodes))
+
+    def program(runtime: Runtime) -> list[float]:
+        transport: Transport = runtime.transport
+        runtime.stopwatch(measured)
+        if runtime.rank < 2:
+            transport.send(torch.zeros(LENGTH), 2, TAG).wait()
+            return []
+        tasks = [
+            transport.spawn(
+                lambda flow, source=source: (flow.receive(source, TAG).wait(), flow.now())
+            )
+            for source in range(2)
+        ]
+        return [task.wait()[1] for task in tasks]
+
+    tcp = replace(ONLY_ACKNOWLEDGEMENTS.tcp, unfairness=unfairness)
+    outcome = simulate(
+        program, on, 3, Second(), replace(ONLY_ACKNOWLEDGEMENTS, tcp=tcp), SilentReporter(),
+        seed_number=seed,
+    )  # fmt: skip
+    assert outcome.failure is None, outcome.failure
+    return list(outcome.results[2])
+
+
+def test_two_messages_on_a_link_have_unlike_shares() -> None:
+    """The last is there when the link has carried both, whoever was first."""
+    both = 2 * SECONDS + 2 * LATENCY
+    assert shared_by_chance(1, 0.0) == pytest.approx([both, both])
+    assert shared_by_chance(1, 0.4, jitter=None) == pytest.approx([both, both])
+    assert shared_by_chance(1, 0.4, measured=False) == pytest.approx([both, both])
+    firsts = []
+    for seed in range(40):
+        found = shared_by_chance(seed, 0.4)
+        assert found == shared_by_chance(seed, 0.4)
+        assert max(found) == pytest.approx(both)
+        firsts.append((min(found) - 2 * LATENCY) / SECONDS)
+    # Of two with weights a > b the first has a / (a + b) of the link, so it takes 1 + b / a.
+    ratios = [log(1 / (first - 1)) for first in firsts]
+    assert 0.4 * sqrt(2) * 0.7 < sqrt(fmean(r * r for r in ratios)) < 0.4 * sqrt(2) * 1.3
 
 
 def test_messages_that_go_both_ways_share_links_with_acknowledgements() -> None:

@@ -72,7 +72,8 @@ class Tcp(Settings):
     Acknowledgements: one for every second full segment (RFC 5681, section 4.2): with timestamps, in
     Ethernet's frames, 90 bytes for 2 times 1,538. The first window: 10 segments (RFC 6928). The
     largest: Linux's `net.ipv4.tcp_wmem`. Shares by latency, and the queue: P. Velho et al., On the
-    Validity of Flow-level TCP Network Models, ACM TOMACS 23(4), 2013, as in SimGrid.
+    Validity of Flow-level TCP Network Models, ACM TOMACS 23(4), 2013, as in SimGrid. How unlike
+    shares are beside that was measured (docs/clusters.md); they are even where no node has jitter.
     """
 
     acknowledgements: float = setting(
@@ -84,6 +85,9 @@ class Tcp(Settings):
     window: float = quantity(BYTES, 4 * 1024**2, "in flight on one connection at most", above=0)
     queue: float = quantity(
         BYTES, 20537, "at each link: shares go by 1 / (latency + queue / bandwidth)", low=0
+    )
+    unfairness: float = setting(
+        0.4, "standard deviation of the logarithm of a message's share of a link", low=0, high=5
     )
 
 
@@ -98,7 +102,9 @@ class Overhead(Settings):
     send: Cost = setting(REQUIRED, "of the sender, over the bytes of a message with its header")
     receive: Cost = setting(REQUIRED, "of the receiver")
     add: float = quantity(SECONDS_PER_BYTE, REQUIRED, "of adding what arrived to one's own", low=0)
-    buffer: float = quantity(BYTES, REQUIRED, "up to which a sender is free at once", low=0)
+    buffer: float = quantity(
+        BYTES, REQUIRED, "of the kernel's: a sender is free once all others have crossed", low=0
+    )
     wire: float = setting(
         REQUIRED, "bytes on a link between nodes for each byte of a message", low=1, high=1e3
     )

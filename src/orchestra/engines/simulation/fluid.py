@@ -165,7 +165,7 @@ class Fluid:
         activity.running = False
         activity.finish = inf
         if activity.equal is not None:
-            activity.rate, activity.equal = activity.equal.rate, None
+            activity.rate, activity.equal = activity.present_rate, None
         activity.left = 0.0
 
     def _take_place(self, activity: Activity, before: Activity, now: float) -> None:
@@ -243,22 +243,20 @@ class Fluid:
         self._equal += 1
         resource.equal = equal = EqualShares(resource, activities[0].weight, now)
         equal.take_in(activities, now)
-        equal.change_rate(activities[0].share, now)
+        equal.change_rate(activities[0].share / activities[0].weight, now)
         self._look_up_first(equal, now)
 
     def _share_equally(self, equal: EqualShares, now: float) -> bool:
         """Whether those that have come share nothing else, either: then all have their shares."""
         resource = equal.resource
+        rate = equal.fair_rate()
         newcomers = [activity for activity in equal.newcomers if activity.running]
         equal.newcomers.clear()
-        rate = resource.capacity / len(resource.activities)
-        if 2 * len(resource.activities) < sharing.LEAST or not rate:
-            return False
-        if any(activity.weight != equal.weight for activity in newcomers):
+        if 2 * len(resource.activities) < sharing.LEAST or not resource.capacity:
             return False
         for activity in newcomers:
             set_limit(activity, resource)
-        limit = min((activity.limit for activity in newcomers), default=inf)
+        limit = min((activity.limit / activity.weight for activity in newcomers), default=inf)
         if min(limit, equal.limit) * ROUNDING < rate:
             return False
         self.shares += 1 + len(newcomers)
@@ -287,7 +285,7 @@ class Fluid:
                 if equal is not None:
                     if fair is None:
                         fair = 0.0 if resource.tight else resource.fair_share(further)
-                    equal.limit = min(equal.limit, fair)
+                    equal.limit = min(equal.limit, fair / activity.weight)
                     if equal.limit * ROUNDING < equal.rate:
                         self._part(equal)
                         self._share_anew(equal.resource)
@@ -303,7 +301,7 @@ class Fluid:
                 activity.equal = None
                 activity.finish = inf
                 activity.rate = 0.0
-                self._change_rate(activity, equal.rate, now)
+                self._change_rate(activity, activity.weight * equal.rate, now)
 
     # The next end
 
@@ -349,16 +347,15 @@ class Fluid:
 
 
 def _are_equal(shared: Shared) -> bool:
-    """Whether these are many, and one resource alone holds them back, each at the same rate."""
+    """Whether these are many, and one resource alone holds them back, each by its weight."""
     if len(shared.activities) < sharing.LEAST or len(shared.resources) != 1:
         return False
     (resource,) = shared.resources
     if not resource.tight or not resource.capacity:
         return False
-    rate = shared.activities[0].share
-    weight = shared.activities[0].weight
-    if any((a.share, a.weight) != (rate, weight) for a in shared.activities):
+    rate = shared.activities[0].share / shared.activities[0].weight
+    if any(abs(a.share - rate * a.weight) * 1e12 > a.share for a in shared.activities):
         return False
     for activity in shared.activities:
         set_limit(activity, resource)
-    return all(activity.limit * ROUNDING >= rate for activity in shared.activities)
+    return all(activity.limit * ROUNDING >= activity.share for activity in shared.activities)

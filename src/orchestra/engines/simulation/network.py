@@ -31,8 +31,8 @@ class Message:
     `arriving` what the mailbox knows it by, once it has begun."""
 
     __slots__ = (
-        *("_sending", "_target", "arriving", "both_ways", "crossed", "frame_bytes", "header"),
-        *("left_at", "payload"),
+        *("_sending", "_target", "arriving", "both_ways", "crossed", "fair", "frame_bytes"),
+        *("header", "held_bytes", "left_at", "payload"),
     )
 
     def __init__(
@@ -42,10 +42,14 @@ class Message:
         sending: Sending,
         target: Port,
         both_ways: bool | None = None,
+        *,
+        fair: bool = False,
     ) -> None:
         self.header = header
         self.frame_bytes = header.frame_bytes
+        self.held_bytes = 0
         self.both_ways = both_ways
+        self.fair = fair
         self.payload = payload
         self.left_at = inf
         self.crossed = False
@@ -62,6 +66,9 @@ class Message:
         else:
             receive.began_at = self._target.net.kernel.now()
             self._target.wake(receive)  # whoever waits for it begins to take it in
+
+    def free(self) -> None:
+        self._sending.finish()
 
     def end(self) -> None:
         assert self.arriving is not None
@@ -104,6 +111,10 @@ class Meter:
             self.seconds += self._now() - self._began
             self._began = None
 
+    @property
+    def running(self) -> bool:
+        return self._began is not None
+
     def count(self, target: int, size: int) -> None:
         """A message of `size` bytes goes to `target`."""
         if self._began is not None:
@@ -124,8 +135,10 @@ class Net:
     """All ranks' ports, and the routes between them.
 
     `delay` tells how many seconds later a message from one rank to another arrives if it is sent at
-    a time; without it no message is delayed. `before_arrival` is called before a message begins to
-    cross these links. `message_cost` gives the costs of one of so many bytes, its header included.
+    a time; without it no message is delayed. `draw_share` draws the weight of the next message
+    between two ranks, where it shares a link; without it weights are even. `before_arrival` is
+    called before a message begins to cross these links. `message_cost` gives the costs of one of so
+    many bytes, its header included.
 
     Attributes:
         nodes: the name of each rank's node.
@@ -140,6 +153,7 @@ class Net:
         overhead: Overhead,
         route: Callable[[int, int], Route],
         delay: Callable[[int, int, float], float] | None = None,
+        draw_share: Callable[[int, int], float] | None = None,
     ) -> None:
         self.kernel = kernel
         self.fluid = fluid
@@ -154,13 +168,16 @@ class Net:
         self.streams: dict[tuple[int, int], Stream] = {}
         self._route = route
         self._delay = delay
+        self._draw_share = draw_share
 
     def stream(self, source: int, target: int) -> Stream:
         """The stream from one rank to another."""
         key = source, target
         if key not in self.streams:
+            route = self._route(source, target)
             delay = None if self._delay is None else partial(self._delay, source, target)
-            self.streams[key] = Stream(self, self._route(source, target), source, target, delay)
+            draw = None if self._draw_share is None else partial(self._draw_share, source, target)
+            self.streams[key] = Stream(self, route, source, target, delay, draw)
         return self.streams[key]
 
 

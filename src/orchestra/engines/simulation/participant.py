@@ -31,12 +31,14 @@ class Packet:
     """
 
     __slots__ = (
-        *("_scene", "at_begin", "at_end", "began", "both_ways", "crossed", "ended", "frame_bytes"),
-        "left_at",
+        *("_scene", "at_begin", "at_end", "began", "both_ways", "crossed", "ended", "fair"),
+        *("frame_bytes", "held_bytes", "left_at"),
     )
 
-    def __init__(self, scene: Scene, frame_bytes: int, both_ways: bool) -> None:
+    def __init__(self, scene: Scene, frame_bytes: int, both_ways: bool, *, fair: bool) -> None:
         self.frame_bytes = frame_bytes
+        self.held_bytes = 0
+        self.fair = fair
         self.both_ways: bool | None = both_ways
         self.began = self.ended = self.left_at = inf
         self.crossed = False
@@ -49,6 +51,9 @@ class Packet:
         self.began = self._scene.events.now()
         for call in self.at_begin:
             call()
+
+    def free(self) -> None:
+        """Its sender waits for all of it."""
 
     def end(self) -> None:
         """All of it is there."""
@@ -100,7 +105,8 @@ class Messages:
         packets = self._packets[pair]
         if number == len(packets):
             both_ways = self.placed.plan.goes_both_ways(pair, number)
-            packets.append(Packet(self.scene, frame_bytes, both_ways))
+            fair = self.placed.shares_fairly(pair[0])
+            packets.append(Packet(self.scene, frame_bytes, both_ways, fair=fair))
         return packets[number]
 
 

@@ -143,6 +143,14 @@ class PlacedPlan:
         self._turns: list[Turn] = []
         self._known: deque[tuple[Usage, Floats, Ends | None]] = deque(maxlen=MAX_KEPT)
 
+    def shares_fairly(self, place: int) -> bool:
+        """Whether chance has no part in what messages of the rank there have of a link.
+
+        Else their times could not be evaluated over arrays. Outside of the stopwatch nothing is
+        drawn, so that runs with and without an evaluation agree.
+        """
+        return self.contention_free or not self.net.ports[self.ranks[place]].meter.running
+
     def may_follow(self, before: PlacedPlan) -> bool:
         """Whether `usage` after that one says all of the links of this one."""
         if before is self:

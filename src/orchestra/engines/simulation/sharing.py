@@ -63,7 +63,7 @@ class Resource:
             return True  # without adding up
         used = 0.0
         for activity in self.activities:
-            used += activity.rate if activity.equal is None else activity.equal.rate
+            used += activity.present_rate
         return used + rate <= self.capacity * ROUNDING
 
     def carries(self, capacity: float) -> bool:
@@ -72,7 +72,7 @@ class Resource:
             return True  # without adding up
         used = 0.0
         for activity in self.activities:
-            used += activity.rate if activity.equal is None else activity.equal.rate
+            used += activity.present_rate
         return used * ROUNDING < capacity
 
     def fits_shares(self, mark: int) -> bool:
@@ -82,7 +82,7 @@ class Resource:
             if activity.mark == mark:
                 used += activity.share
             else:
-                used += activity.rate if activity.equal is None else activity.equal.rate
+                used += activity.present_rate
         return used <= self.capacity * ROUNDING
 
     def fair_share(self, further: int = 0) -> float:
@@ -95,7 +95,7 @@ class Resource:
             self.fastest = max(
                 activity.rate
                 if activity.equal is None
-                else max(activity.equal.rate, min(activity.equal.limit, fair))
+                else max(activity.present_rate, min(activity.weight * activity.equal.limit, fair))
                 for activity in self.activities
             )
         return fair if self.fastest <= fair * ROUNDING else 0.0
@@ -105,7 +105,7 @@ class Activity:
     """Something that uses all of `resources` at one rate until it ends.
 
     Attributes:
-        rate: amount a second, since `updated_at`; with `equal`, that of all of them.
+        rate: amount a second, since `updated_at`; not with `equal`.
         left: of the amount, at `updated_at`.
         finish: when it ends at this rate; infinite while it stalls, and once it has ended.
         equal: among which it is; they know its rate, and what is left is told by `until`.
@@ -144,37 +144,42 @@ class Activity:
         self.limit = 0.0  # the most it can have
         self.share = 0.0  # what it gets; negative while its rate rises
 
+    @property
+    def present_rate(self) -> float:
+        return self.rate if self.equal is None else self.weight * self.equal.rate
+
     def left_at(self, time: float) -> float:
         """Of the amount, at a `time` since the rate last changed."""
         if time >= self.finish:
             return 0.0
         if self.equal is not None:
-            return max(0.0, self.until - self.equal.given_at(time))
+            return max(0.0, self.until - self.equal.given_at(time)) * self.weight
         return max(0.0, self.left - self.rate * (time - self.updated_at))
 
 
 class EqualShares:
-    """Activities that share one resource, which alone holds them back: all get the same.
+    """Activities that share one resource, which alone holds them back: all get the same for equal
+    weights.
 
     What else they cross gives each activity on it more than that, even if all took the same there.
 
     When one comes or goes, the rate of each changes, but for all alike. So it is enough to know
-    what each would have got that was there from the beginning: an activity that comes when that is
-    g, with an amount a, ends when it is g + a. Nothing of the others has to be touched: a thousand
-    messages that share a link cost a thousand times the logarithm of their number, not its square.
-    From the time `now` on.
+    what one of weight 1 would have got that was there from the beginning: an activity that comes
+    when that is g, with an amount a and a weight w, ends when it is g + a / w. Nothing of the
+    others has to be touched: a thousand messages that share a link cost a thousand times the
+    logarithm of their number, not its square. From the time `now` on.
 
     Attributes:
-        rate: of each of them.
-        weight: of each of them.
-        limit: what one of them can have at most; the least of all that there have been.
+        rate: for a weight of 1.
+        weight: of each of them; None where they are unlike.
+        limit: the most that this rate can be; the least of all that there have been.
         newcomers: those that have begun, and have no share yet.
         head: the one that ends first, as far as that was looked up.
     """
 
     def __init__(self, resource: Resource, weight: float, now: float) -> None:
         self.resource = resource
-        self.weight = weight
+        self.weight: float | None = weight
         self.rate = 0.0
         self.limit = inf
         self.newcomers: list[Activity] = []
@@ -184,11 +189,11 @@ class EqualShares:
         self._ends: list[tuple[float, int, Activity]] = []
 
     def given_at(self, time: float) -> float:
-        """What each would have got that was there from the beginning."""
+        """What one of weight 1 would have got that was there from the beginning."""
         return self._given + self.rate * (time - self._updated_at)
 
     def change_rate(self, rate: float, now: float) -> None:
-        """From now on each gets `rate`."""
+        """From now on each gets `rate` times its weight."""
         self._given, self._updated_at = self.given_at(now), now
         self.rate = rate
 
@@ -196,14 +201,23 @@ class EqualShares:
         """These share, too; `limit` of each says what it can have at most."""
         given = self.given_at(now)
         for activity in activities:
-            activity.until = given + activity.left_at(now)
+            activity.until = given + activity.left_at(now) / activity.weight
             activity.equal = self
             activity.finish = inf
-            self.limit = min(self.limit, activity.limit)
+            self.limit = min(self.limit, activity.limit / activity.weight)
+            if activity.weight != self.weight:
+                self.weight = None
             for other in activity.resources:
                 if other is not self.resource:
                     other.fastest = max(other.fastest, activity.limit)
             heapq.heappush(self._ends, (activity.until, activity.order, activity))
+
+    def fair_rate(self) -> float:
+        """What all that cross the resource now have for a weight of 1."""
+        activities = self.resource.activities
+        if self.weight is not None and all(a.weight == self.weight for a in self.newcomers):
+            return self.resource.capacity / (len(activities) * self.weight)
+        return self.resource.capacity / sum([activity.weight for activity in activities])
 
     def first(self) -> Activity | None:
         """The one that ends first."""

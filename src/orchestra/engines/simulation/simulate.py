@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 
 from orchestra.cluster import Cluster, Jitter, Node
 from orchestra.cluster.costs import EVENLY, Overhead, Sharing
-from orchestra.cluster.nodes import DEFAULT
+from orchestra.cluster.nodes import DEFAULT, LogNormal
 from orchestra.engines.events import Failed, Finished, Heartbeat, describe, failed_text
 from orchestra.engines.failure_detector import Limits
 from orchestra.engines.live import LiveFile
@@ -153,14 +153,16 @@ class Simulation:
         self._arithmetic = arithmetic or [own] * ranks
         self._streams = RandomStreams()
         self._kernel = Kernel(self._on_turn) if values else Kernel(_nothing, GreenletContext)
+        self._seed = seed_number
+        self._jitter = jitter
+        exact = all(self._jitter_of(node) is None for node in cluster.nodes)
         self._world = World(
-            self._kernel, cluster, ranks, overhead, costs.flops, sharing, self._threads
+            self._kernel, cluster, ranks, overhead, costs.flops, sharing, self._threads,
+            None if exact else self._shares(overhead.tcp.unfairness),
         )  # fmt: skip
         self._ranks = ranks
         self._costs = costs
         self._outer = outer
-        self._seed = seed_number
-        self._jitter = jitter
         self._pace = pace
         self._live = live
         self._fraction: float | None = None
@@ -318,7 +320,7 @@ class Simulation:
 
         Each flow draws its own, so that it does not matter which one goes on first.
         """
-        jitter = self._jitter if node.jitter == DEFAULT else node.jitter
+        jitter = self._jitter_of(node)
         drift = self._drifts.get(node.name)
 
         @functools.cache
@@ -331,6 +333,21 @@ class Simulation:
             return drawn if drift is None else drawn * drift(self._kernel.here())
 
         return factor
+
+    def _jitter_of(self, node: Node) -> Jitter | None:
+        return self._jitter if node.jitter == DEFAULT else node.jitter
+
+    def _shares(self, unfairness: float) -> Callable[[int, int], float] | None:
+        """Return what draws the share of a link that a message from one rank to another has."""
+        if not unfairness:
+            return None
+        share = LogNormal(unfairness)
+
+        @functools.cache
+        def generator(source: int, target: int) -> numpy.random.Generator:
+            return numpy.random.default_rng((self._seed, source, target, 1))  # unlike any flow's
+
+        return lambda source, target: share.draw(generator(source, target))
 
     def _recorded(self, rank: int) -> Callable[[Flow], float]:
         """Return what gives the factor of a piece of work in the step under way of `rank`."""

@@ -84,6 +84,7 @@ class Route:
         acknowledgements: bytes on the way back for each of these.
         slow_start: of the connection, where it takes long.
         weight: of its shares.
+        tcp: whether it is a TCP connection between nodes.
     """
 
     resources: Sequence[Resource]
@@ -93,6 +94,7 @@ class Route:
     acknowledgements: float = 0.0
     slow_start: SlowStart | None = None
     weight: float = 1.0
+    tcp: bool = False
 
 
 class Load(Protocol):
@@ -100,16 +102,24 @@ class Load(Protocol):
 
     `frame_bytes` include its header. The sender has done its part at the time `left_at`, infinite
     until that is known; `crossed` tells whether the network has. `both_ways` tells whether others
-    of the same round of a collective go the other way; None: it is none of a collective.
+    of the same round of a collective go the other way; None: it is none of a collective. Its share
+    of a link is `fair`, or depends on chance. Once the first `held_bytes` have crossed, what is
+    left is in the kernel's buffer, and the sender is free.
     """
 
     left_at: float
     crossed: bool
     both_ways: bool | None
+    fair: bool
     frame_bytes: int
+    held_bytes: int
 
     def begin(self) -> None:
         """Its first byte is there."""
+        ...
+
+    def free(self) -> None:
+        """The kernel has taken the rest of it."""
         ...
 
     def end(self) -> None:
@@ -124,7 +134,8 @@ class Load(Protocol):
 class Stream:
     """What one rank sends to another, a message after the other: latency first, then bandwidth.
 
-    `delay(t)` is what a message that is sent at time t takes beyond the latency, in seconds.
+    `delay(t)` is what a message that is sent at time t takes beyond the latency, in seconds;
+    `draw_share()` gives the share of a link that the next one has, where it is not 1.
 
     Attributes:
         resources: that it crosses.
@@ -140,6 +151,7 @@ class Stream:
         source: int,
         target: int,
         delay: Callable[[float], float] | None,
+        draw_share: Callable[[], float] | None = None,
     ) -> None:
         self.resources = route.resources
         self.latency = route.latency
@@ -154,14 +166,18 @@ class Stream:
         self._source = source
         self._target = target
         self._delay = delay
+        self._draw_share = draw_share if route.tcp else None
         self._began = 0.0  # when the first byte of what crosses was there
         self._last = 0.0  # when the last one arrives
         self._queue: deque[Load] = deque()
         self._crossing: Activity | None = None  # of the first of them, once it has begun
         self._rest: float | None = None  # of it, in bytes, while it is suspended
+        self._after = 0.0  # of it, bytes on the wire that cross once its sender is free
         self._back: tuple[Resource, ...] = ()  # what its acknowledgements cross
+        self._weight = route.weight  # of its shares
         self._closed: Exception | None = None
         self._on_crossed = self._crossed  # one object for all messages
+        self._on_free = self._free
 
     def send(self, load: Load, time: float) -> None:
         """Let `load` follow those before it; it is sent at `time`, now or later.
@@ -237,7 +253,8 @@ class Stream:
         """Of the message that crosses, the bytes until now."""
         if self._crossing is None:
             return 0.0
-        return self._crossing.amount - self._crossing.left_at(self._events.now())
+        load, left = self._queue[0], self._crossing.left_at(self._events.now())
+        return self.on_wire(load.frame_bytes, load.both_ways) - self._after - left
 
     def _begin(self, load: Load) -> None:
         if self._net.kernel.is_held(self._target):
@@ -245,7 +262,14 @@ class Stream:
         load.begin()
         self._began = self._events.now()
         self._back = self._route.back if load.both_ways is None else ()
-        self._cross(self.on_wire(load.frame_bytes, load.both_ways))
+        self._weight = self._route.weight
+        if self._draw_share is not None and not load.fair:
+            self._weight *= self._draw_share()
+        whole = first = self.on_wire(load.frame_bytes, load.both_ways)
+        if load.held_bytes:
+            first *= load.held_bytes / load.frame_bytes
+        self._after = whole - first
+        self._cross(first)
 
     def on_wire(self, frame_bytes: int, both_ways: bool | None) -> float:
         """Bytes on each link; with those of acknowledgements, where messages go `both_ways`.
@@ -257,9 +281,15 @@ class Stream:
         return frame_bytes * self._route.wire * (1 + others)
 
     def _cross(self, wire_bytes: float) -> None:
+        then = self._on_free if self._after else self._on_crossed
         self._crossing = self._fluid.start(
-            wire_bytes, self.resources, self._on_crossed, self._back, self._route.weight
+            wire_bytes, self.resources, then, self._back, self._weight
         )
+
+    def _free(self) -> None:
+        after, self._after = self._after, 0.0
+        self._queue[0].free()
+        self._cross(after)
 
     def _crossed(self) -> None:
         load = self._queue[0]

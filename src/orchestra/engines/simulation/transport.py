@@ -82,7 +82,10 @@ class SimulatedTransport(Transport):
             return sending
         port.meter.count(to, size)
         both_ways = None if self._sent is None else self._goes_both_ways(*self._sent, to)
-        message = Message(header, payload, sending, port.net.ports[to], both_ways)
+        fair = not port.meter.running
+        if self._sent is not None:
+            fair = self._sent[0].shares_fairly(self._sent[0].place[self.rank])
+        message = Message(header, payload, sending, port.net.ports[to], both_ways, fair=fair)
         stream = port.net.stream(self.rank, to)
         port.keep_order()
         cost = port.net.message_cost(size)
@@ -91,6 +94,8 @@ class SimulatedTransport(Transport):
         port.spend(cost.send_rest, traffic)
         if size <= overhead.buffer:
             sending.finished = True
+        elif both_ways is None:  # in a collective the sender waits for all of it, as over arrays
+            message.held_bytes = size - int(overhead.buffer)
         stream.leave(message, self._kernel.here())
         return sending
 

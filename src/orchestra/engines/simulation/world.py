@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from orchestra.cluster import Channel, Cluster, Node
 from orchestra.cluster.costs import EVENLY, Overhead, Sharing
@@ -30,8 +30,8 @@ class World:
     """`cluster` with `ranks` ranks on it, at the virtual time of `kernel`.
 
     `reference_flops` are the FLOP/s of a core of speed 1, and `threads` what the main flow of each
-    rank computes with; by default one. Without faults, a flow with a core for itself runs ahead of
-    the others' virtual time until it next interacts with them.
+    rank computes with; by default one. `draw_share` is that of a `Net`. Without faults, a flow with
+    a core for itself runs ahead of the others' virtual time until it next interacts with them.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class World:
         reference_flops: float,
         sharing: Sharing = EVENLY,
         threads: Sequence[int] = (),
+        draw_share: Callable[[int, int], float] | None = None,
     ) -> None:
         faults = bool(cluster.faults)
         self._goes_ahead = not faults
@@ -54,8 +55,8 @@ class World:
         self.nodes = cluster.nodes_of(ranks)
         self.rendezvous = Rendezvous(kernel, self._crowded, faults=faults)
         delay = (lambda a, b, time: cluster.delay(a, b, ranks, time)) if faults else None
-        self.net = Net(kernel, self.fluid, overhead, self._route, delay)
-        self._native = Net(kernel, self.fluid, overhead, self._route, delay)
+        self.net = Net(kernel, self.fluid, overhead, self._route, delay, draw_share)
+        self._native = Net(kernel, self.fluid, overhead, self._route, delay, draw_share)
         for net in (self.net, self._native):
             net.before_arrival = self.rendezvous.disturb
             net.nodes = [node.name for node in self.nodes]
@@ -201,6 +202,7 @@ class World:
             tcp.acknowledgements,
             SlowStart(tcp, bandwidth, round_trip) if is_long else None,
             weight=1 / delay if delay else 1.0,
+            tcp=True,
         )
 
     def _resource(self, channel: Channel) -> Resource:
