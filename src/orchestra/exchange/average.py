@@ -96,8 +96,8 @@ class GradientAverage:
         if len(worker.workers) > 1:
             while self._next < len(self._buckets):
                 self._begin_next()
-            for collective in reversed(self._under_way):  # all are done when the last one is
-                note_buffer(worker, collective.wait())
+            # all are done when the last one is
+            note_buffer(worker, max(task.wait() for task in reversed(self._under_way)))
             self._under_way.clear()
             self._ready = [0] * len(self._buckets)
             self._next = 0
@@ -112,8 +112,7 @@ class GradientAverage:
     def _slots_are_ready(self, first: int, end: int) -> None:
         """In backward: collect them, and begin the buckets that are complete, in their order."""
         gradients, weight = self._worker.gradients, self._worker.step.weight
-        for slot in range(first, end):
-            gradients.collect(slot, weight)
+        gradients.collect_each(first, end, weight)
         for number in range(self._bucket_of[first], self._bucket_of[end - 1] + 1):
             bucket = self._buckets[number]
             self._ready[number] += min(end, bucket.end_slot) - max(first, bucket.first_slot)

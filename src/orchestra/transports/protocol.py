@@ -88,7 +88,7 @@ class Group:
         return len(self.ranks)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # frozen, it would take as long to make as the simulation takes for it
 class CollectiveCall:
     """One rank's part in a collective on a flat, contiguous `vector`, in its place.
 

@@ -116,6 +116,11 @@ class Gradients:
         if self.measures_square and scale:
             self.square += float(view.double().square().sum()) / scale**2
 
+    def collect_each(self, first: int, end: int, scale: float) -> None:
+        """`collect` for the slots from `first` to before `end`."""
+        for index in range(first, end):
+            self.collect(index, scale)
+
     def collect_rest(self, scale: float = 1.0) -> None:
         """`collect` for every slot that was not yet collected in this step."""
         if not any(self._collected) and self._collect_all(scale):

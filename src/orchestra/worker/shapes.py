@@ -247,7 +247,8 @@ class ShapeGradients(Gradients):
     def _nothing(self, *_: object, **__: object) -> None:
         """Nothing has to be moved."""
 
-    clear = forget = await_collection = collect = collect_rest = forget_unused = _nothing
+    clear = forget = await_collection = collect = collect_each = _nothing
+    collect_rest = forget_unused = _nothing
 
     def pass_backward(self) -> None:
         """All slots are ready, in their order."""

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from math import inf
 from typing import TYPE_CHECKING
 
+from orchestra.engines.simulation.collective import Contribution, Member
+from orchestra.engines.simulation.group_queue import GroupQueue
 from orchestra.engines.simulation.kernel import Flow, Wait
 from orchestra.engines.simulation.network import Port
-from orchestra.engines.simulation.rendezvous import Contribution, Member, Rendezvous
+from orchestra.engines.simulation.rendezvous import Rendezvous
+from orchestra.engines.simulation.rounds import PlacedPlan
 from orchestra.transports.protocol import Traffic
 
 if TYPE_CHECKING:
@@ -23,40 +27,61 @@ class Queued:
 
     Attributes:
         begun: when its flow began it.
-        finished_at: when it is done, once that is known.
+        finished_at: when it is done, which is certain from the time `through` on.
+        follows: whether another one was not through when it was begun.
+        seconds: for which it has communicated.
+        waiting: flows that wait for it.
     """
+
+    __slots__ = (
+        *("_queue", "begun", "buffer_bytes", "finished_at", "follows", "given", "seconds"),
+        *("through", "waiting"),
+    )
 
     def __init__(self, queue: BackgroundQueue, given: Contribution, begun: float) -> None:
         self.given = given
         self.begun = begun
-        self.finished_at: float | None = None
+        self.finished_at = self.through = inf
+        self.follows = False
         self.buffer_bytes = 0
+        self.seconds = 0.0
+        self.waiting: tuple[Flow, ...] = ()
         self._queue = queue
-        self._waiting: list[Flow] = []
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
         kernel = self._queue.kernel
         kernel.catch_up()
-        return self.finished_at is not None and self.finished_at <= kernel.now()
+        return self.finished_at <= kernel.now()
 
     def wait(self) -> int:
         """Let virtual time pass until it is done; the bytes of buffer used."""
-        kernel = self._queue.kernel
+        queue = self._queue
+        kernel = queue.kernel
         flow, started = kernel.current, kernel.here()
-        while self.finished_at is None:
-            self._waiting.append(flow)
-            flow.waits = self._queue.waits
+        while self.through > kernel.now():
+            self.waiting = *self.waiting, flow
+            if queue.group is not None:
+                queue.group.wake_later(self)
+            flow.waits = queue.waits
             kernel.park()
             flow.waits = None
-        flow.ahead = max(kernel.here(), self.finished_at)
-        self._queue.traffic.seconds_waiting += kernel.here() - started
+        queue.settle()
+        here = kernel.here()
+        if here < self.finished_at or here > started:
+            here = flow.ahead = max(here, self.finished_at)
+            queue.traffic.seconds_waiting += here - started
         return self.buffer_bytes
 
     def finish(self, time: float) -> None:
         """It is done at `time`, now or later."""
-        self.finished_at = time
-        for flow in self._waiting:
+        self.finished_at, self.through = time, self._queue.kernel.now()
+        self.resume()
+
+    def resume(self) -> None:
+        """Let those go on that wait for it."""
+        waiting, self.waiting = self.waiting, ()
+        for flow in waiting:
             self._queue.kernel.resume(flow)
 
 
@@ -66,6 +91,11 @@ class BackgroundQueue:
     The caches are those of `caches`, the same rank's. The thread takes `signal_seconds` to tell of
     each that is done. What they communicate, and how long flows wait for them, counts in `traffic`.
     `new_transport` makes a transport for one more flow.
+
+    Attributes:
+        tasks: that are not through, or not counted yet.
+        group: the ranks' common queue, as long as it executes them; `place` is that of the rank in
+            it, and `position` the number of the next.
     """
 
     def __init__(
@@ -78,27 +108,83 @@ class BackgroundQueue:
         signal_seconds: float = 0.0,
     ) -> None:
         self.kernel = port.net.kernel
+        self.rank = port.rank
+        self.group: GroupQueue | None = None
+        self.place = self.position = 0
         self._rendezvous = rendezvous
         self._port = port
         self._caches = caches
         self._new_transport = new_transport
-        self._signal_seconds = signal_seconds
+        self.signal_seconds = signal_seconds
         self.traffic = traffic
-        self._processor = port.new_processor()
-        self._tasks: deque[Queued] = deque()
+        self.processor = port.new_processor()
+        self.tasks: deque[Queued] = deque()
         self._member: Member | None = None
         self._started = self._joined = 0.0  # the first of them
+        self._uncounted: dict[PlacedPlan, int] = {}  # how often each was executed
+        port.meter.uncounted.append(self._count)
 
     def begin(self, given: Contribution) -> Queued:
         """One more, behind the others, at the present of the flow that begins it."""
         task = Queued(self, given, self.kernel.here())
-        self._tasks.append(task)
-        if len(self._tasks) == 1:
+        if given.placed.goes_ahead and given.call.vector.is_meta:
+            if self._rendezvous.group_queue(given.placed).add(self, task):
+                return task
+        elif self.group is not None:
+            self.group.rewind()
+        self.tasks.append(task)
+        if len(self.tasks) == 1:
             self._start(task.begun)
         return task
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether what it computes takes the seconds that are known of it, and no more."""
+        return self.processor.undisturbed() and not self._caches.is_cold
+
+    def settle(self) -> None:
+        """Take out what is through by now."""
+        tasks, now, place = self.tasks, self.kernel.now(), self.place
+        uncounted = self._uncounted
+        while tasks and tasks[0].through <= now:
+            task = tasks.popleft()
+            placed = task.given.placed
+            uncounted[placed] = uncounted.get(placed, 0) + 1
+            task.buffer_bytes = placed.plan.buffer_bytes[place]
+            self.traffic.seconds_in_background += task.seconds
+            if task.waiting:
+                task.resume()
+
+    def _count(self) -> None:
+        """Count what is through by now: somebody wants to know."""
+        self.settle()
+        for placed, times in self._uncounted.items():
+            placed.count(placed.place[self.rank], self._port, times, arriving=True)
+        self._uncounted.clear()
+
+    # As a part of the group's queue, which is taken back
+
+    def leave_group(self) -> None:
+        """It executes what is not through by itself."""
+        self.settle()
+        self.group = None
+        for task in self.tasks:
+            task.finished_at = task.through = inf
+
+    def go_on(self, member: Member, started: float) -> None:
+        """The first task is under way since the time `started`, as `member`."""
+        self._member, self._started, self._joined = member, started, member.arrived
+
+    def join_first(self, free: float) -> None:
+        """The first task began, or will, where the one before it was done at the time `free`."""
+        task = self.tasks[0]
+        self._started = max(free, task.begun) if task.follows else task.begun
+        self._join(self._started + task.given.placed.beginning / self.processor.rate)
+
     def waits(self) -> Wait:
         """Whom the first of them waits for, and for what."""
+        if self.group is not None:
+            return self.group.waits(self)
         if self._member is None:
             return (self._port.rank,), "a collective in the background"
         return self._member.waits()
@@ -106,59 +192,58 @@ class BackgroundQueue:
     def _start(self, time: float) -> None:
         """Let the first of them begin at `time`, now or later."""
         self._started = time
-        steady = self._processor.undisturbed() and not self._caches.is_cold
-        if time > self.kernel.now() and not steady:
+        if time > self.kernel.now() and not self.is_steady:
             self.kernel.call_at(time, self._start, time)
         else:
-            beginning = self._tasks[0].given.placed.beginning
+            beginning = self.tasks[0].given.placed.beginning
             self._compute(time, self._caches.warm_up() + beginning, self._join)
 
     def _compute(self, time: float, seconds: float, then: Callable[[float], None]) -> None:
         """Let the thread compute from `time` on; `then` is called with the time of its end."""
-        if self._processor.undisturbed():
-            then(time + seconds / self._processor.rate)
+        if self.processor.undisturbed():
+            then(time + seconds / self.processor.rate)
         else:
-            self._processor.start(seconds, lambda: then(self.kernel.now()))
+            self.processor.start(seconds, lambda: then(self.kernel.now()))
 
     def _join(self, time: float) -> None:
-        port, given = self._port, self._tasks[0].given
+        port, given = self._port, self.tasks[0].given
         self._joined = time
         if len(given.placed.ranks) == 1 or not given.placed.plan.length:
             self._end(time)
             return
         self._member = self._rendezvous.join(
-            given, port.rank, self._processor, self._through, arrived=time
+            given, port.rank, self.processor, self.through, arrived=time
         )
         if self._member is None:
             self.kernel.at(time, self._exchange_messages)
 
-    def _through(self) -> None:
+    def through(self) -> None:
         """The first of them has been executed."""
         assert self._member is not None
         self._member.count(self._port)
         _, communicating = self._member.seconds
-        self._tasks[0].buffer_bytes = self._member.buffer_bytes
+        self.tasks[0].buffer_bytes = self._member.buffer_bytes
         self._member = None
         self.traffic.seconds_in_background += self._joined - self._started + communicating
-        self._compute(self.kernel.now(), self._signal_seconds, self._end)
+        self._compute(self.kernel.now(), self.signal_seconds, self._end)
 
     def _end(self, time: float) -> None:
-        self._tasks.popleft().finish(time)
-        if self._tasks:
-            self._start(max(time, self._tasks[0].begun))
+        self.tasks.popleft().finish(time)
+        if self.tasks:
+            self._start(max(time, self.tasks[0].begun))
 
     def _exchange_messages(self) -> None:
         """Another rank, the first to come, wants to see the messages: a flow sends them."""
-        port, kernel, given = self._port, self.kernel, self._tasks[0].given
+        port, kernel, given = self._port, self.kernel, self.tasks[0].given
         transport = self._new_transport()
 
         def live() -> None:
-            self._tasks[0].buffer_bytes = transport.exchange(given.call)
+            self.tasks[0].buffer_bytes = transport.exchange(given.call)
 
         def ended(flow: Flow) -> None:
             if flow.error is not None:
                 kernel.fail(flow.error)
             self.traffic.seconds_in_background += transport.traffic.seconds_communicating
-            self._compute(kernel.now(), self._signal_seconds, self._end)
+            self._compute(kernel.now(), self.signal_seconds, self._end)
 
-        kernel.start(port.rank, live, self._processor).on_end.append(ended)
+        kernel.start(port.rank, live, self.processor).on_end.append(ended)

@@ -88,23 +88,18 @@ class Processor(Protocol):
     @property
     def rate(self) -> float:
         """Its speed while no other thread runs on it, where a core of speed 1 has the rate 1."""
-        ...
 
     def undisturbed(self) -> bool:
         """Whether it computes at that rate, whatever the others do."""
-        ...
 
     def start(self, seconds: float, then: Call) -> None:
         """Compute what takes so many seconds on a core of speed 1; `then` is called at its end."""
-        ...
 
     def spend(self, seconds: float) -> None:
         """Let the present flow compute what takes so many seconds on a core of speed 1."""
-        ...
 
     def compute(self, seconds: float) -> None:
         """The same with all of its threads."""
-        ...
 
 
 class Flow:

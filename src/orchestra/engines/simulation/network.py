@@ -95,16 +95,19 @@ class Meter:
     Attributes:
         sent: bytes by rank; without messages from a rank to itself, which cross no link.
         seconds: for which the stopwatch ran.
+        uncounted: calls that count what is through by now, before anybody reads what is counted.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.sent: Counter[int] = Counter()
         self.seconds = 0.0
+        self.uncounted: list[Callable[[], None]] = []
         self._now = now
         self._began: float | None = None
 
     def run(self, running: bool) -> None:
         """The stopwatch starts or goes on, or it stops."""
+        self.settle()
         if running:
             self._began = self._now()
         elif self._began is not None:
@@ -115,16 +118,21 @@ class Meter:
     def running(self) -> bool:
         return self._began is not None
 
+    def settle(self) -> None:
+        """Count what is through by now."""
+        for call in self.uncounted:
+            call()
+
     def count(self, target: int, size: int) -> None:
         """A message of `size` bytes goes to `target`."""
         if self._began is not None:
             self.sent[target] += size
 
-    def count_all(self, sent: Mapping[int, int]) -> None:
-        """So many bytes go to each rank."""
+    def count_all(self, sent: Mapping[int, int], times: int = 1) -> None:
+        """So many bytes go to each rank, several times."""
         if self._began is not None:
             for target, size in sent.items():  # faster than `Counter.update`
-                self.sent[target] += size
+                self.sent[target] += times * size
 
 
 BeginNativeAllReduce = Callable[[Tensor], Task[int]]

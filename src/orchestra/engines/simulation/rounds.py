@@ -17,21 +17,10 @@ from typing import Literal
 import numpy as np
 
 from orchestra.engines.simulation.fluid import Resource
-from orchestra.engines.simulation.network import Net
+from orchestra.engines.simulation.network import Net, Port
 from orchestra.engines.simulation.plan import HEADER, Plan
-from orchestra.engines.simulation.round_state import (
-    NOBODY,
-    SAME,
-    Connections,
-    Floats,
-    Integers,
-    Meetings,
-    Met,
-    Rolls,
-    Segment,
-    State,
-    Usage,
-)
+from orchestra.engines.simulation.ring import SAME, Floats, Integers, Met, Rolls, Segment
+from orchestra.engines.simulation.round_state import NOBODY, Connections, Meetings, State, Usage
 from orchestra.engines.simulation.shared_memory import NodeStage
 from orchestra.schedules import REDUCE
 from orchestra.transports.collective import StepKind
@@ -92,6 +81,8 @@ class PlacedPlan:
             receives from it, each `NOBODY` where there are several.
         contention_free: whether no link is shared by several pairs at a time, as far as the
             schedule tells: then the times can be evaluated over arrays.
+        goes_ahead: whether several in a row follow from when ranks have begun them, as long as
+            nothing disturbs them.
         beginning: processor seconds of each rank before all of it.
         slow_starts: of its connections, by the number of the pair.
     """
@@ -139,6 +130,14 @@ class PlacedPlan:
         self.first_peers = plan.peers(last=False)
         self._follows: dict[PlacedPlan, bool] = {}
         self._elsewhere: dict[PlacedPlan, bool] = {}
+        self.goes_ahead = (
+            self.contention_free
+            and not self.slow_starts
+            and not net.overhead.cold
+            and len(ranks) > 1
+            and plan.length > 0
+            and not self.begins_elsewhere(self)
+        )
         self._rates: tuple[float, ...] = ()
         self._turns: list[Turn] = []
         self._known: deque[tuple[Usage, Floats, Ends | None]] = deque(maxlen=MAX_KEPT)
@@ -150,6 +149,13 @@ class PlacedPlan:
         drawn, so that runs with and without an evaluation agree.
         """
         return self.contention_free or not self.net.ports[self.ranks[place]].meter.running
+
+    def count(self, index: int, port: Port, times: int, *, arriving: bool) -> None:
+        """Count on `port`, of the rank at place `index`, what it has sent, and what arrived."""
+        port.bytes_sent += times * self.plan.bytes_sent[index]
+        port.meter.count_all(self.sent[index], times)
+        for source, (size, seconds) in self.arriving[index].items() if arriving else ():
+            port.mailbox.count(source, times * size, times * seconds)
 
     def may_follow(self, before: PlacedPlan) -> bool:
         """Whether `usage` after that one says all of the links of this one."""
@@ -220,7 +226,10 @@ class PlacedPlan:
                 yield kind, number, peer, 0, 0.0, 0.0
 
     def ends(
-        self, arrivals: Sequence[float], rates: tuple[float, ...], before: Usage | None = None
+        self,
+        arrivals: Sequence[float] | Floats,
+        rates: tuple[float, ...],
+        before: Usage | None = None,
     ) -> Ends | None:
         """Evaluate all rounds; None where two messages would share a link.
 
@@ -230,10 +239,11 @@ class PlacedPlan:
         if rates != self._rates:
             self._rates, self._turns = rates, _turns(self._segments(np.array(rates)))
             self._known.clear()
-        begin = min(arrivals)
-        clock = np.array(arrivals) - begin
+        arrivals = np.array(arrivals)
+        begin = float(arrivals.min())
+        clock = arrivals - begin
         usage = Usage.none(len(clock)) if before is None else before.later(-begin)
-        tolerance = SAME * np.spacing(max(arrivals))
+        tolerance = SAME * np.spacing(arrivals.max())
         for known, came, ends in self._known:
             if np.abs(came - clock).max() <= tolerance and _alike(known, usage, tolerance):
                 return None if ends is None else ends.later(begin)

@@ -25,10 +25,10 @@ from orchestra.engines.simulation.contexts import GreenletContext
 from orchestra.engines.simulation.costs import ChargedCompute, Costs, SimulatedCompute
 from orchestra.engines.simulation.faults import Faults
 from orchestra.engines.simulation.kernel import Deadlock, Flow, Kernel
+from orchestra.engines.simulation.reporter import SimulatedReporter
 from orchestra.engines.simulation.transport import SimulatedTransport
 from orchestra.engines.simulation.world import World
 from orchestra.errors import RunFailed
-from orchestra.records.report import Counters
 from orchestra.worker.runtime import Reporter, Runtime, SilentReporter, Work
 from orchestra.worker.threads import chosen_threads, usable_cores
 
@@ -61,53 +61,6 @@ class Outcome:
     bad_input: str | None = None
     node: str | None = None
     alone: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass
-class SimulatedReporter:
-    """One rank's; what it says goes to the `outer` one, that of the process."""
-
-    rank: int
-    outer: Reporter
-    simulation: Simulation
-    current_phase: str = ""
-    current_step: int = 0
-    is_set_up: bool = False
-    is_expendable: bool = False
-    counters: Counters | None = None
-
-    def progress(
-        self,
-        *,
-        step: int,
-        samples: int,
-        loss: float | None = None,
-        fraction: float | None = None,
-        counters: Counters | None = None,
-    ) -> None:
-        self.current_step = step
-        whole = self.simulation.count(self.rank, samples)
-        self.counters = counters
-        self.outer.progress(step=step, samples=whole, loss=loss, fraction=fraction)
-        self.simulation.look(fraction)
-
-    def phase(self, name: str) -> None:
-        if name != self.current_phase:
-            self.current_phase = name
-            if name == "training" and not self.is_set_up:
-                self.is_set_up = True
-                gc.freeze()  # what was made until now lives as long as the run
-            if self.rank == 0:
-                self.outer.phase(name)
-
-    def expendable(self, yes: bool) -> None:
-        self.is_expendable = yes
-
-    def notice(self, text: str) -> None:
-        self.simulation.notice(text)
-
-    def stop_requested(self) -> bool:
-        return self.outer.stop_requested()
 
 
 class Simulation:
@@ -214,6 +167,8 @@ class Simulation:
             self._kernel.abort(failure or "the run has ended")
             self._streams.give(None)
         meters = [port.meter for port in self._world.net.ports]
+        for meter in meters:
+            meter.settle()
         left_out = {} if self._faults is None else self._faults.left_out
         return Outcome(
             tuple(None if rank in left_out else r for rank, r in enumerate(self._results)),

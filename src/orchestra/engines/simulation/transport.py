@@ -12,13 +12,13 @@ from torch import Tensor
 
 from orchestra.collectives import Group, all_reduce
 from orchestra.engines.simulation.background import BackgroundQueue, Queued
+from orchestra.engines.simulation.collective import Contribution, Member
 from orchestra.engines.simulation.kernel import Flow, Kernel
 from orchestra.engines.simulation.network import Message, Port, Sending
-from orchestra.engines.simulation.rendezvous import Contribution, Member, Rendezvous
+from orchestra.engines.simulation.rendezvous import Rendezvous
 from orchestra.engines.simulation.rounds import PlacedPlan
 from orchestra.engines.simulation.shared_memory import buffer_bytes, carry_out
 from orchestra.errors import InputError, PeerLost
-from orchestra.schedules import ALL_REDUCE
 from orchestra.schedules.sums import Stage
 from orchestra.transports import matching
 from orchestra.transports.background import HandOver
@@ -32,7 +32,6 @@ from orchestra.transports.protocol import (
     Traffic,
     Transport,
 )
-from orchestra.transports.tags import Tag
 
 T = TypeVar("T")
 
@@ -54,6 +53,7 @@ class SimulatedTransport(Transport):
     def bytes_sent(self) -> int:
         """Payload and headers sent by all flows of this rank."""
         self._kernel.catch_up_with_own()
+        self._port.meter.settle()
         return self._port.bytes_sent
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Sending:
@@ -270,6 +270,7 @@ class SimulatedTransport(Transport):
 
     def arrived(self) -> dict[int, tuple[float, float]]:
         """See `Transport.arrived`."""
+        self._port.meter.settle()
         return dict(self._port.mailbox.arrived)
 
     def lost(self) -> frozenset[int]:
@@ -337,29 +338,6 @@ class SimulatedTransport(Transport):
             whom, verb, tag = operation.to, "to send", ""
         others = tuple(rank for rank in range(self.size) if rank != self.rank)
         return (others if whom is None else (whom,)), verb + tag
-
-
-def native_all_reduce(
-    rendezvous: Rendezvous, port: Port, caches: Port
-) -> Callable[[Tensor], Queued]:
-    """Return what begins an all-reduce of torch.distributed on the rank of `port`.
-
-    It replaces a contiguous tensor by its sum over all ranks, one after the other, beside what the
-    flows of the rank do; `caches` is what these send through. It is a ring on connections of its
-    own: what the backends do depends on their version, the message and the links, and with large
-    tensors gloo and NCCL do that.
-    """
-    new_transport = partial(SimulatedTransport, port, rendezvous)
-    queue = BackgroundQueue(rendezvous, port, caches, new_transport, Traffic())
-    everyone = Group(tuple(range(len(port.net.ports))))
-
-    def begin(tensor: Tensor) -> Queued:
-        port.net.kernel.catch_up()
-        ring = ALL_REDUCE["ring"](len(everyone))
-        call = CollectiveCall(ring, tensor.view(-1), everyone, Tag.NATIVE)
-        return queue.begin(rendezvous.contribution(port.net, call))
-
-    return begin
 
 
 class FlowHandOver(HandOver):

@@ -6,8 +6,12 @@ import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
+from torch import Tensor
+
 from orchestra.cluster import Channel, Cluster, Node
 from orchestra.cluster.costs import EVENLY, Overhead, Sharing
+from orchestra.collectives import Group
+from orchestra.engines.simulation.background import BackgroundQueue, Queued
 from orchestra.engines.simulation.fluid import Fluid, Resource
 from orchestra.engines.simulation.kernel import Kernel
 from orchestra.engines.simulation.network import (
@@ -22,8 +26,11 @@ from orchestra.engines.simulation.rendezvous import Rendezvous
 from orchestra.engines.simulation.rounds import Ranks
 from orchestra.engines.simulation.sharing import ROUNDING
 from orchestra.engines.simulation.stream import LONG, Load, Route, SlowStart, Stream
-from orchestra.engines.simulation.transport import native_all_reduce
+from orchestra.engines.simulation.transport import SimulatedTransport
 from orchestra.errors import PeerLost
+from orchestra.schedules import ALL_REDUCE
+from orchestra.transports.protocol import CollectiveCall, Traffic
+from orchestra.transports.tags import Tag
 
 
 class World:
@@ -152,10 +159,28 @@ class World:
         return flows * self._speed(node) <= self._cores[node.name].capacity * ROUNDING
 
     def native(self, rank: int) -> BeginNativeAllReduce:
-        """What stands for torch.distributed's own all-reduce on `rank`, on a thread of its own."""
+        """What begins an all-reduce of torch.distributed on `rank`, on a thread of its own.
+
+        It replaces a contiguous tensor by its sum over all ranks, one after the other, beside what
+        the flows of the rank do. It is a ring on connections of its own: what the backends do
+        depends on their version, the message and the links, and with large tensors gloo and NCCL do
+        that.
+        """
         self._native_threads[self.nodes[rank].name] += 1
         self.kernel.changes += 1
-        return native_all_reduce(self.rendezvous, self._native.ports[rank], self.net.ports[rank])
+        port, caches = self._native.ports[rank], self.net.ports[rank]
+        new_transport = functools.partial(SimulatedTransport, port, self.rendezvous)
+        queue = BackgroundQueue(self.rendezvous, port, caches, new_transport, Traffic())
+        self.rendezvous.flow_began(rank)
+        everyone = Group(tuple(range(len(self.nodes))))
+
+        def begin(tensor: Tensor) -> Queued:
+            self.kernel.catch_up()
+            ring = ALL_REDUCE["ring"](len(everyone))
+            call = CollectiveCall(ring, tensor.view(-1), everyone, Tag.NATIVE)
+            return queue.begin(self.rendezvous.contribution(self._native, call))
+
+        return begin
 
     def _crowded(self, ranks: Ranks) -> bool:
         """Whether a flow of one of `ranks` may have to wait for a core of its node."""

@@ -1,0 +1,238 @@
+"""Collectives that all ranks of a group queue alike, evaluated ahead of the world.
+
+A rank that computes ahead of the others begins many collectives before the first of them is
+through. Where nothing disturbs them, their times follow from those of the one before, for all ranks
+over arrays, as soon as the last rank has begun it. Whatever may disturb them takes that back: each
+rank then is where it would be by itself, in the queue of its own (background.py).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import inf
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from orchestra.engines.simulation.collective import Collective, Contribution
+from orchestra.engines.simulation.fluid import Resource
+from orchestra.engines.simulation.kernel import Kernel, Wait
+from orchestra.engines.simulation.ring import Floats
+from orchestra.engines.simulation.rounds import Ends, PlacedPlan
+
+if TYPE_CHECKING:
+    from orchestra.engines.simulation.background import BackgroundQueue, Queued
+    from orchestra.engines.simulation.rendezvous import Rendezvous
+
+
+@dataclass(eq=False)
+class Entry:
+    """One collective of the queue: of each rank what it has begun, by place, shape [ranks] each.
+
+    Attributes:
+        over: when the last rank is through; infinite until it has been evaluated.
+        started, joined, ends, finished: when each rank's thread turns to it, and is ready to send;
+            its times; when it has told of it.
+    """
+
+    given: Contribution
+    tasks: dict[int, Queued] = field(default_factory=dict)
+    over: float = inf
+    started: Floats = field(init=False)
+    joined: Floats = field(init=False)
+    ends: Ends = field(init=False)
+    finished: Floats = field(init=False)
+
+
+class GroupQueue:
+    """The collectives in the background of the ranks of a group, in the order of all of them."""
+
+    def __init__(self, rendezvous: Rendezvous, kernel: Kernel, placed: PlacedPlan) -> None:
+        self._rendezvous = rendezvous
+        self._kernel = kernel
+        self._ranks = placed.ranks
+        self._nodes = placed.net.nodes
+        self._reset()
+
+    def _reset(self) -> None:
+        self._entries: deque[Entry] = deque()
+        self._first = 0  # the number of the first of them
+        self._evaluated = 0  # that of the first that has not been
+        self._before: Collective | None = None  # on the links before the first of all
+        self._queues: dict[int, BackgroundQueue] = {}  # by place
+        self._on_node: dict[str, list[BackgroundQueue]] = defaultdict(list)
+        self._links: dict[Resource, None] = {}
+        self._rates: tuple[float, ...] = ()
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether anything of it has been begun that is not over."""
+        return bool(self._entries) and self._kernel.now() < self._entries[-1].over
+
+    def uses(self, links: Iterable[Resource]) -> bool:
+        """Whether it is ahead on one of `links`."""
+        return self.is_ahead and any(link in self._links for link in links)
+
+    def disturbed_by(self, rank: int) -> bool:
+        """Whether a flow of `rank` may keep one of its threads from a core of the same node."""
+        queues = self._on_node.get(self._nodes[rank], ())
+        return not all(queue.processor.undisturbed() for queue in queues)
+
+    def add(self, queue: BackgroundQueue, task: Queued) -> bool:
+        """Take in what a rank begins. False: its own queue executes it, as do those of others."""
+        if queue.group is not self and not self._admit(queue, task.given.placed):
+            self.rewind()
+            return False
+        entry = self._entry(queue, task.given)
+        if entry is None:
+            self.rewind()
+            return False
+        entry.tasks[queue.place] = task
+        task.follows = bool(queue.tasks) and queue.tasks[-1].through > self._kernel.now()
+        queue.tasks.append(task)
+        queue.position += 1
+        if len(entry.tasks) == len(self._ranks):
+            self._evaluate()
+        return True
+
+    def _admit(self, queue: BackgroundQueue, placed: PlacedPlan) -> bool:
+        """Take `queue` in, if it has nothing else to do; False: it cannot be."""
+        if queue.group is not None:
+            queue.group.rewind()
+        place = placed.place[queue.rank]
+        if queue.tasks or place in self._queues or self._first or not queue.is_steady:
+            return False
+        queue.group, queue.place, queue.position = self, place, 0
+        self._queues[place] = queue
+        self._on_node[self._nodes[queue.rank]].append(queue)
+        return True
+
+    def _entry(self, queue: BackgroundQueue, given: Contribution) -> Entry | None:
+        """What `given` is a part of; None: its times cannot be evaluated ahead."""
+        if queue.position - self._first == len(self._entries) and not self._append(given):
+            return None
+        entry, before = self._entries[queue.position - self._first], self._before
+        if before is not None and before.is_ahead and not before.is_through(queue.place):
+            return None  # another flow of the rank is still in that one, and sends, too
+        alike = entry.given.placed is given.placed and entry.given.call.tag == given.call.tag
+        return entry if alike else None
+
+    def _append(self, given: Contribution) -> bool:
+        placed = given.placed
+        if self.is_ahead:
+            before = self._entries[-1].given.placed
+            ahead = placed.may_follow(before)
+        else:
+            self._first += len(self._entries)
+            self._entries.clear()
+            self._links.clear()
+            ahead, self._before = self._rendezvous.goes_ahead(placed)
+            before = placed if self._before is None else self._before.placed
+        if ahead and not placed.begins_elsewhere(before) and not self._rendezvous.is_open(given):
+            self._links.update(dict.fromkeys(placed.links))
+            self._entries.append(Entry(given))
+            return True
+        return False
+
+    def _evaluate(self) -> None:
+        """Evaluate all that every rank has begun."""
+        while self._evaluated - self._first < len(self._entries):
+            number = self._evaluated - self._first
+            entry = self._entries[number]
+            if len(entry.tasks) < len(self._ranks):
+                return
+            if not self._evaluate_entry(entry, self._entries[number - 1] if number else None):
+                self.rewind()
+                return
+            self._evaluated += 1
+            while len(self._entries) > 2 and self._entries[1].over <= self._kernel.now():
+                self._entries.popleft()  # it is over, and so is the one behind it
+                self._first += 1
+
+    def _evaluate_entry(self, entry: Entry, before: Entry | None) -> bool:
+        placed, places = entry.given.placed, range(len(self._ranks))
+        if not self._rates:
+            self._rates = tuple(self._queues[place].processor.rate for place in places)
+        rates = np.array(self._rates)
+        tasks = [entry.tasks[place] for place in places]
+        started = np.array([task.begun for task in tasks])
+        usage = None if self._before is None else self._before.usage
+        if before is not None:
+            follows = np.array([task.follows for task in tasks])
+            started = np.where(follows, np.maximum(started, before.finished), started)
+            usage = before.ends.usage
+        joined = started + placed.beginning / rates
+        ends = placed.ends(joined, self._rates, usage)
+        if ends is None:
+            return False
+        entry.started, entry.joined, entry.ends = started, joined, ends
+        signals = np.array([self._queues[place].signal_seconds for place in places])
+        entry.finished, entry.over = ends.clock + signals / rates, float(ends.clock.max())
+        background = joined - started + ends.communicating
+        waiting: dict[float, list[Queued]] = {}
+        columns = (entry.finished, ends.clock, background)
+        for task, finished, through, seconds in zip(
+            tasks, *(column.tolist() for column in columns), strict=True
+        ):
+            task.finished_at, task.through, task.seconds = finished, through, seconds
+            if task.waiting:
+                waiting.setdefault(through, []).append(task)
+        for time, group in waiting.items():
+            self._wake_at(time, group)
+        return True
+
+    def wake_later(self, task: Queued) -> None:
+        """A flow waits for `task`: wake it once that is through, if it is known when."""
+        if task.through < inf:
+            self._wake_at(task.through, [task])
+
+    def _wake_at(self, time: float, tasks: list[Queued]) -> None:
+        self._kernel.call_at(max(time, self._kernel.now()), self._wake, tasks)
+
+    def _wake(self, tasks: list[Queued]) -> None:
+        for task in tasks:
+            task.resume()  # who waits looks again: it may have been taken back
+
+    def waits(self, queue: BackgroundQueue) -> Wait:
+        """Whom the rank of `queue` waits for, and for what."""
+        for entry in self._entries:
+            missing = [r for place, r in enumerate(self._ranks) if place not in entry.tasks]
+            if missing:
+                return tuple(missing), f"to add up, tag {entry.given.call.tag}"
+        return (queue.rank,), "a collective in the background"
+
+    def rewind(self) -> None:
+        """Each rank has a queue of its own from now on, and is where it would be with that.
+
+        At most two collectives are under way: who is through with one may have joined the next.
+        """
+        entries = deque(self._entries if self.is_ahead else ())
+        queues, before = self._queues, self._before
+        self._reset()
+        now = self._kernel.now()
+        for queue in queues.values():
+            queue.leave_group()
+        while len(entries) > 1 and entries[1].over <= now:
+            entries.popleft()
+        through, free = np.full(len(self._ranks), -inf), np.zeros(len(self._ranks))
+        while entries and entries[0].over < inf and through.max() <= now:
+            entry = entries.popleft()
+            before = self._rendezvous.begin_ahead(entry.given, before)
+            through, free = entry.ends.clock, entry.finished
+            for place, joined in enumerate(entry.joined.tolist()):
+                queue = queues[place]
+                member = before.rejoin(place, queue.processor, queue.through, joined)
+                if through[place] > now:
+                    queue.go_on(member, float(entry.started[place]))
+                else:
+                    member.leave()
+            before.announce(entry.ends)
+        following = entries[0] if entries else None
+        places = [] if following is None else list(following.tasks)
+        places = [place for place in places if through[place] <= now]
+        if following is not None and places:
+            self._rendezvous.begin_ahead(following.given, before, joining=True)
+            for place in sorted(places, key=lambda place: through[place]):
+                queues[place].join_first(float(free[place]))

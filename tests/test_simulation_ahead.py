@@ -1,0 +1,347 @@
+"""Collectives queued in the background are evaluated ahead as each rank would by itself."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+from tests.simulated import run_ranks
+from tests.test_simulation_collectives import COSTLY, schedule_of
+
+from orchestra.cluster.costs import Line
+from orchestra.collectives import Group, execute
+from orchestra.engines.simulation.collective import Member
+from orchestra.engines.simulation.group_queue import GroupQueue
+from orchestra.engines.simulation.participant import Participant
+from orchestra.engines.simulation.rounds import PlacedPlan
+from orchestra.transports.protocol import CollectiveCall, Task, Transport
+from orchestra.worker.runtime import Runtime, Work
+
+WARM = replace(
+    COSTLY, cold=0.0
+)  # where a step's first message costs more, each rank goes by itself
+TAG, FOREGROUND, HALVES, NOISE, OTHERS = 70, 71, 72, 73, 74
+
+
+@dataclass(frozen=True)
+class Deed:
+    """What each rank does next, after it has computed for `delays` seconds.
+
+    `kind`: "begin" a sum in the background, and rank `who` with its messages where `shown`; carry
+    out one in the "foreground"; begin one among the ranks of its own parity ("half"), or, from a
+    flow beside, three ("beside"); "send" a message from `who` to `to`, "later" from a flow beside;
+    "burn", in which `who` computes beside; "read" the counters; "look" whether it is done; "wait".
+    """
+
+    kind: str
+    delays: Sequence[float]
+    length: int
+    who: int = 0
+    to: int = 1
+    seconds: float = 1e-4
+    shown: bool = False
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Steps of deeds; after each the ranks wait for all that they began."""
+
+    name: str
+    ranks: int
+    steps: Sequence[Sequence[Deed]]
+    buffer: int = 700
+    local: float = 0.0
+    on: str = "lan_1gbit(nodes=8)"
+
+    def run(self, *, ahead: bool = True) -> tuple[list[Any], Any]:
+        """What each rank saw, and what its stopwatch says that it sent."""
+        overhead = replace(WARM, buffer=self.buffer)
+        if self.local:
+            overhead = replace(overhead, local=Line(self.local, 1e-9))
+        if ahead:
+            outcome = run_ranks(self.ranks, self._program, self.on, overhead)
+        else:
+            with mock.patch.object(PlacedPlan, "__init__", _by_itself):
+                outcome = run_ranks(self.ranks, self._program, self.on, overhead)
+        assert outcome.failure is None, outcome.failure
+        return list(outcome.results), (outcome.sent, outcome.seconds)
+
+    def _program(self, runtime: Runtime) -> Any:
+        transport, rank = runtime.transport, runtime.rank
+        seen: list[Any] = []
+        runtime.stopwatch(True)
+        for step in self.steps:
+            begun: list[Task[int]] = []
+            others: list[Task[Any]] = []
+            for number, deed in enumerate(step):
+                _compute(runtime, deed.delays[rank])
+                self._do(deed, runtime, seen, begun, others, OTHERS + number)
+            for task in reversed(begun):
+                seen.append((task.wait(), transport.now()))
+            for other in others:
+                result = other.wait()
+                seen.append(result if isinstance(result, float) else transport.now())
+            runtime.stopwatch(False)
+            seen.append((transport.bytes_sent, transport.arrived(), asdict(transport.traffic)))
+            runtime.stopwatch(True)
+        runtime.stopwatch(False)
+        transport.end_background()
+        return seen, transport.now(), asdict(transport.traffic)
+
+    def _do(
+        self,
+        deed: Deed,
+        runtime: Runtime,
+        seen: list[Any],
+        begun: list[Task[int]],
+        others: list[Task[Any]],
+        own_tag: int,
+    ) -> None:
+        transport, rank = runtime.transport, runtime.rank
+        everyone = Group(tuple(range(self.ranks)))
+
+        def call(group: Group, tag: int, *, shown: bool = False) -> CollectiveCall:
+            vector = torch.empty(deed.length, device="meta")
+            schedule = schedule_of(self.name if group is everyone else "ring", len(group))
+            return CollectiveCall(
+                schedule, vector, group, tag, background=True, message_by_message=shown
+            )
+
+        def beside(flow: Transport) -> float:
+            flow.collective(replace(call(everyone, own_tag), background=False)).wait()
+            for task in [flow.collective(call(everyone, own_tag)) for _ in range(2)]:
+                task.wait()
+            flow.end_background()
+            return flow.now()
+
+        match deed.kind:
+            case "begin":
+                shown = deed.shown and rank == deed.who
+                begun.append(transport.collective(call(everyone, TAG, shown=shown)))
+            case "half":
+                half = Group(tuple(range(rank % 2, self.ranks, 2)))
+                begun.append(transport.collective(call(half, HALVES)))
+            case "beside":
+                others.append(transport.spawn(beside))
+            case "foreground":
+                vector, schedule = call(everyone, 0).vector, schedule_of(self.name, self.ranks)
+                buffer = execute(transport, vector, schedule, everyone, FOREGROUND)
+                seen.append((buffer, transport.now()))
+            case "read" | "look":
+                done = [task.done() for task in begun] if deed.kind == "look" else []
+                seen.append((done, transport.arrived(), transport.now()))
+                seen.append(transport.bytes_sent)
+            case "wait" if begun:
+                seen.append((begun[deed.length % len(begun)].wait(), transport.now()))
+            case "send" | "later" if deed.who != deed.to and rank == deed.to:
+                others.append(transport.receive(deed.who, NOISE))
+            case _ if rank == deed.who:
+                _disturb(deed, runtime, others)
+
+
+def _disturb(deed: Deed, runtime: Runtime, others: list[Task[Any]]) -> None:
+    """What one rank does beside: it sends, now or later, or computes."""
+
+    def burn(flow: Transport) -> float:
+        _compute(runtime, deed.seconds)
+        return flow.now()
+
+    def send_later(flow: Transport) -> float:
+        burn(flow)
+        flow.send(torch.empty(deed.length, device="meta"), deed.to, NOISE).wait()
+        return flow.now()
+
+    match deed.kind:
+        case "burn":
+            others.append(runtime.transport.spawn(burn))
+        case "later" if deed.who != deed.to:
+            others.append(runtime.transport.spawn(send_later))
+        case "send" if deed.who != deed.to:
+            runtime.transport.send(torch.empty(deed.length, device="meta"), deed.to, NOISE).wait()
+
+
+def _compute(runtime: Runtime, seconds: float) -> None:
+    if seconds > 0:
+        runtime.compute.run(Work("update", cast(int, seconds)), lambda: None)
+
+
+_placed = PlacedPlan.__init__
+
+
+def _by_itself(placed: PlacedPlan, *arguments: Any) -> None:
+    _placed(placed, *arguments)
+    placed.goes_ahead = False
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """How many ranks joined a collective, sent its messages, or how often some were taken back."""
+    counts: Counter[str] = Counter()
+
+    def counting(cls: type, name: str, label: str, counts_if: Callable[[Any], bool]) -> Any:
+        original = getattr(cls, name)
+
+        def counted_call(self: Any, *arguments: Any) -> Any:
+            counts[label] += counts_if(self)
+            return original(self, *arguments)
+
+        return mock.patch.object(cls, name, counted_call)
+
+    with (
+        counting(Participant, "__init__", "participants", lambda _: True),
+        counting(Member, "__init__", "members", lambda _: True),
+        counting(GroupQueue, "rewind", "rewound", lambda queue: queue.is_ahead),
+    ):
+        yield counts
+
+
+def check(trial: Trial) -> Counter[str]:
+    """Both ways agree: times to 1e-12 of themselves, the rest exactly; what happened on the way.
+
+    What has arrived is counted where no messages were sent alone.
+    """
+    with counted() as alone:
+        expected = trial.run(ahead=False)
+    with counted() as counts:
+        found = trial.run()
+    with_arrived = not alone["participants"] + counts["participants"]
+    flat, wanted = _flat(found, with_arrived), _flat(expected, with_arrived)
+    assert len(flat) == len(wanted)
+    for value, other in zip(flat, wanted, strict=True):
+        if isinstance(other, float):
+            assert value == pytest.approx(other, rel=1e-12, abs=1e-15)
+        else:
+            assert value == other
+    return counts
+
+
+def _flat(value: Any, with_arrived: bool) -> list[Any]:
+    match value:
+        case (first, dict(), third) if not with_arrived:
+            value = first, third
+        case dict():
+            value = [part for pair in sorted(value.items()) for part in pair]
+    if isinstance(value, tuple | list):
+        return [part for each in value for part in _flat(each, with_arrived)]
+    return [value]
+
+
+def begins(ranks: int, buckets: int, length: int = 20_000) -> list[Deed]:
+    """No two ranks begin together, some while the one before is under way and some later."""
+    return [
+        Deed("begin", [2e-4 * ((5 * rank + 3 * n) % ranks) for rank in range(ranks)], length + n)
+        for n in range(buckets)
+    ]
+
+
+def test_a_steady_queue_is_evaluated_ahead() -> None:
+    """No rank joins one by itself, and the bytes and times are the same."""
+    read = Deed("read", [0.0] * 6, 1)
+    trial = Trial("ring", 6, [[*begins(6, 4), read, *begins(6, 2)], begins(6, 3)], local=3e-6)
+    assert not check(trial) & Counter(members=1, rewound=1)
+
+
+def test_what_is_under_way_can_be_read() -> None:
+    """Bytes and arrivals count for each rank from when it is through, whoever waits for what."""
+    ranks = 5
+    deeds: list[Deed] = []
+    for deed in begins(ranks, 6):
+        deeds += [deed, Deed("read", [3e-4 * rank for rank in range(ranks)], 1)]
+        deeds += [Deed("look", [0.0] * ranks, 1), Deed("wait", [1e-4] * ranks, deed.length)]
+    assert not check(Trial("ring", ranks, [deeds, deeds]))["participants"]
+
+
+@pytest.mark.parametrize("seconds", [1e-6, 1.5e-3, 4e-3, 7e-3])
+@pytest.mark.parametrize("kind", ["later", "burn"])
+def test_what_is_disturbed_goes_on_from_where_it_is(kind: str, seconds: float) -> None:
+    """By a message, or by flows that take the last core, in the first collective or a later one."""
+    disturbing = [Deed(kind, [0.0] * 6, 4000, who=5, to=2, seconds=seconds)] * 4
+    counts = check(Trial("ring", 6, [[*disturbing, *begins(6, 6)], begins(6, 2)]))
+    assert counts["rewound"]
+    assert counts["members"]
+
+
+@pytest.mark.parametrize("length", [10, 4000, 40_000])
+def test_a_message_of_the_rank_itself_disturbs(length: int) -> None:
+    sends = [Deed("send", [3e-4] * 6, length, who, (who + 1) % 6) for who in (2, 5)]
+    assert check(Trial("ring", 6, [[*begins(6, 4), *sends, *begins(6, 2)]]))["rewound"]
+
+
+@pytest.mark.parametrize("delay", [1e-4, 2e-3])
+@pytest.mark.parametrize("kind", ["foreground", "half", "beside"])
+def test_other_collectives_come_between(kind: str, delay: float) -> None:
+    """Some of the ranks are through with it long before others, of another group, perhaps."""
+    other = Deed(kind, [delay * ((rank + 1) % 2) for rank in range(6)], 30_000)
+    counts = check(Trial("ring", 6, [[other, *begins(6, 3), other, *begins(6, 2)]] * 2))
+    assert counts["rewound"]
+
+
+def test_ranks_go_on_while_others_of_their_group_are_in_another_one() -> None:
+    """What they send meets messages of that one, which has been evaluated ahead."""
+    half = Deed("half", [2e-3 * ((rank + 1) % 2) for rank in range(6)], 30_000)
+    assert check(Trial("ring", 6, [[half], begins(6, 3)]))["rewound"]
+
+
+@pytest.mark.parametrize("who", [0, 3])
+def test_who_wants_to_see_messages_gets_them(who: int) -> None:
+    """One rank sends messages of all, and the others learn of it when it comes."""
+    shown = [replace(deed, who=who, shown=True) for deed in begins(4, 4)]
+    assert check(Trial("ring", 4, [begins(4, 2), shown]))["rewound"]
+
+
+def test_any_queue_agrees() -> None:
+    """Random ones, with everything that may come between."""
+    total: Counter[str] = Counter()
+    for seed in range(120):
+        total += check(_random(random.Random(seed)))
+    assert min(total["rewound"], total["members"]) > 40
+
+
+def _random(draw: random.Random) -> Trial:
+    ranks = draw.randint(2, 7)
+    other = ["foreground", "half", "beside", "send", "later", "burn", "read", "look", "wait"]
+    kinds = draw.choice([["begin"], ["begin"] * 3 + ["send"], ["begin"] * 4 + other])
+
+    def seconds() -> float:
+        return draw.choice([0.0, 1e-6, 1e-4, 3e-3]) * draw.random()
+
+    def deed() -> Deed:
+        delays = [seconds() for _ in range(ranks)]
+        length = draw.choice([draw.randint(1, 50), draw.randint(100, 60_000)])
+        who, to = draw.randrange(ranks), draw.randrange(ranks)
+        return Deed(draw.choice(kinds), delays, length, who, to, seconds() + 1e-9)
+
+    steps = [[deed() for _ in range(draw.randint(1, 8))] for _ in range(draw.randint(1, 3))]
+    name = draw.choice(["ring", "ring", "ring", "butterfly", "tree"])
+    on = draw.choice(["lan_1gbit(nodes=8)", "lan_1gbit(nodes=4)", "two_sites(nodes=8)"])
+    return Trial(name, ranks, steps, draw.choice([0, 700, 1 << 17]), draw.choice([0, 5e-6]), on)
+
+
+def test_a_rank_that_begins_fewer_is_named() -> None:
+    def program(runtime: Runtime) -> None:
+        everyone = Group((0, 1, 2))
+        tasks = [
+            runtime.transport.collective(
+                CollectiveCall(
+                    schedule_of("ring", 3),
+                    torch.empty(100, device="meta"),
+                    everyone,
+                    TAG,
+                    background=True,
+                )
+            )
+            for _ in range(2 if runtime.rank == 1 else 3)
+        ]
+        for task in tasks:
+            task.wait()
+
+    outcome = run_ranks(3, program, overhead=WARM)
+    assert outcome.failure is not None
+    assert "waits for rank 1" in outcome.failure
