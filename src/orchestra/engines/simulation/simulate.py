@@ -7,7 +7,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy
@@ -29,7 +29,7 @@ from orchestra.engines.simulation.reporter import SimulatedReporter
 from orchestra.engines.simulation.transport import SimulatedTransport
 from orchestra.engines.simulation.world import World
 from orchestra.errors import RunFailed
-from orchestra.worker.runtime import Reporter, Runtime, SilentReporter, Work
+from orchestra.worker.runtime import Reporter, Runtime
 from orchestra.worker.threads import chosen_threads, usable_cores
 
 T = TypeVar("T")
@@ -374,33 +374,3 @@ def simulate(
         arithmetic=arithmetic, values=values, pace=pace, live=live,
     )  # fmt: skip
     return simulation.run(program)
-
-
-def described_speeds(
-    cluster: Cluster,
-    ranks: int,
-    costs: Costs,
-    overhead: Overhead,
-    sharing: Sharing,
-    samples: int,
-    threads: int | None,
-) -> tuple[float, ...]:
-    """Gradients of `samples` samples that each of `ranks` ranks computes in a second, all at once.
-
-    Jitter and faults are left out: nobody can plan for them.
-    """
-    steady = replace(
-        cluster, nodes=tuple(replace(node, jitter=None) for node in cluster.nodes), faults=()
-    )
-
-    def program(runtime: Runtime) -> float:
-        began = runtime.transport.now()
-        runtime.compute.run(Work("gradient", samples), lambda: None)
-        return runtime.transport.now() - began
-
-    outcome = simulate(
-        program, steady, ranks, costs, overhead, SilentReporter(), sharing=sharing, threads=threads,
-        values=False,
-    )  # fmt: skip
-    assert outcome.failure is None
-    return tuple(1 / seconds for seconds in outcome.results)

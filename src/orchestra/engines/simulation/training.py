@@ -35,6 +35,7 @@ from orchestra.trainer.settings import Run
 
 if TYPE_CHECKING:
     from orchestra.cluster import Jitter
+    from orchestra.cluster.costs import Overhead, Sharing
     from orchestra.engines.simulation.costs import Costs
     from orchestra.engines.simulation.memory import Memory
     from orchestra.engines.simulation.simulate import Outcome
@@ -178,7 +179,7 @@ def simulate_run(
     from orchestra.cluster.nodes import ASSUMED
     from orchestra.engines.simulation.costs import OVERHEAD, CalibratedCosts, assumed_costs
     from orchestra.engines.simulation.memory import Memory
-    from orchestra.engines.simulation.simulate import described_speeds, simulate
+    from orchestra.engines.simulation.simulate import simulate
     from orchestra.trainer.program import train
 
     costs: Costs
@@ -228,6 +229,39 @@ def simulate_run(
     if len(cluster.nodes) > 1:
         outcome = replace(outcome, alone=speeds_alone(memory, cluster, ranks, costs, jitter))
     return outcome, cluster, overhead.wire if cluster.tcp else 1.0
+
+
+def described_speeds(
+    cluster: Cluster,
+    ranks: int,
+    costs: Costs,
+    overhead: Overhead,
+    sharing: Sharing,
+    samples: int,
+    threads: int | None,
+) -> tuple[float, ...]:
+    """Gradients of `samples` samples that each of `ranks` ranks computes in a second, all at once.
+
+    Jitter and faults are left out: nobody can plan for them.
+    """
+    from orchestra.engines.simulation.simulate import simulate
+    from orchestra.worker.runtime import SilentReporter, Work
+
+    steady = replace(
+        cluster, nodes=tuple(replace(node, jitter=None) for node in cluster.nodes), faults=()
+    )
+
+    def program(runtime: Runtime) -> float:
+        began = runtime.transport.now()
+        runtime.compute.run(Work("gradient", samples), lambda: None)
+        return runtime.transport.now() - began
+
+    outcome = simulate(
+        program, steady, ranks, costs, overhead, SilentReporter(), sharing=sharing, threads=threads,
+        values=False,
+    )  # fmt: skip
+    assert outcome.failure is None
+    return tuple(1 / seconds for seconds in outcome.results)
 
 
 def speeds_alone(
