@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf, log, sqrt
 from statistics import fmean
 
@@ -112,13 +113,12 @@ def shared_by_chance(
         if runtime.rank < 2:
             transport.send(torch.zeros(LENGTH), 2, TAG).wait()
             return []
-        tasks = [
-            transport.spawn(
-                lambda flow, source=source: (flow.receive(source, TAG).wait(), flow.now())
-            )
-            for source in range(2)
-        ]
-        return [task.wait()[1] for task in tasks]
+        tasks = [transport.spawn(partial(arrival, source)) for source in range(2)]
+        return [task.wait() for task in tasks]
+
+    def arrival(source: int, flow: Transport) -> float:
+        flow.receive(source, TAG).wait()
+        return flow.now()
 
     tcp = replace(ONLY_ACKNOWLEDGEMENTS.tcp, unfairness=unfairness)
     outcome = simulate(
