@@ -121,7 +121,7 @@ def on_processes(folder: Path) -> Iterator[str]:
 
 def emulated(folder: Path, megabits: float | None) -> Iterator[str]:
     """A table of seconds over the ideal and of accuracies; `folder` is for its runs."""
-    steps, batch = 48, 512
+    steps, batch = 144, 512
     cluster = folder / "cluster.yaml"
     text = EMULATED.read_text()
     assert "100 Mbit/s" in text

@@ -19,7 +19,7 @@ from orchestra.errors import InputError
 from orchestra.experiments.experiment import Experiment
 from orchestra.experiments.file import load
 from orchestra.planning.adaptive import adaptive
-from orchestra.planning.answer import real_run
+from orchestra.planning.answer import answered, real_run
 from orchestra.planning.api import planned
 from orchestra.planning.candidates import Candidate, Space, scaled_rate
 from orchestra.planning.search import Budget, Search, short
@@ -263,6 +263,20 @@ def test_the_search_finds_the_first_and_says_why_others_are_out(tmp_path: Path) 
     assert reasons["local SGD, H=4 on 2 nodes"].startswith("rung")
     assert ("ring on 2 nodes", 0, 1.0) in search.asked  # its speed alone
     assert not [name for name, _, part in search.asked if name == "ring on 2 nodes" and part < 1]
+
+
+@pytest.mark.parametrize(("lead", "said"), [(1.5, True), (3.0, False)])
+def test_a_small_lead_of_what_is_predicted_too_well_is_told(
+    tmp_path: Path, lead: float, said: bool
+) -> None:
+    name = "asynchronous beside on 2 nodes"
+    search = played(tmp_path, {"one process": 1.0, name: lead})
+    answer = answered(search, "assumed", tmp_path)
+    assert answer.recommended is not None
+    assert answer.recommended.name == name
+    assert any("up to 2 times as long" in note for note in answer.notes) == said
+    other = played(tmp_path, {"one process": 1.0, "gossip on 2 nodes": lead})
+    assert not any("times as long" in n for n in answered(other, "assumed", tmp_path).notes)
 
 
 def test_who_was_not_simulated_is_left_out_and_others_are_judged(tmp_path: Path) -> None:

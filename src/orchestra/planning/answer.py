@@ -33,6 +33,8 @@ from orchestra.trainer.settings import Engine, Run, Target
 SCHEMA = 1
 RECORD, RECOMMENDED = "plan.json", "recommended.yaml"
 PORT = 29400
+TOO_WELL = 2.0
+"""Times as long as predicted: steps of strategies with `answers_beside` on emulated nodes."""
 
 
 @dataclass(frozen=True)
@@ -158,12 +160,32 @@ def answered(search: Search, costs: str, folder: Path) -> Plan:
         scaling=scaling,
         knee=knee(scaling),
         curves=curves_of(search, rows),
-        notes=tuple(search.notes),
+        notes=(*search.notes, *doubts_about(best, rows, search.entries)),
         costs=costs,
         folder=folder,
         stopped=search.stopped,
         adaptive=adaptive(search, None if best is None else search.entries[best.name]),
     )
+
+
+def doubts_about(
+    best: Row | None, rows: Sequence[Row], entries: Mapping[str, Entry]
+) -> Sequence[str]:
+    """What is known to be predicted too well, if the recommended row is ahead by no more."""
+    beside = {name: entry.candidate.run.strategy.answers_beside for name, entry in entries.items()}
+    if best is None or best.seconds is None or not beside[best.name]:
+        return ()
+    for row in rows:
+        if row.seconds is not None and not beside[row.name]:
+            if row.seconds > TOO_WELL * best.seconds:
+                return ()
+            return (
+                f"{best.name}: its workers answer others on the core that computes their "
+                f"gradients, and steps of a few milliseconds took up to {TOO_WELL:g} times as long "
+                f"as predicted on real processes (docs/fidelity.md); {row.name} is the first "
+                "that does not",
+            )
+    return ()
 
 
 def rows_of(search: Standing) -> list[Row]:

@@ -162,6 +162,11 @@ class Strategy(Settings, ABC, Generic[S]):
         return not self.synchronous
 
     @property
+    def answers_beside(self) -> bool:
+        """Workers answer others from a background flow, on the core that their gradients want."""
+        return False
+
+    @property
     def steps_together(self) -> bool:
         """Workers wait for one another, so that the slowest sets the pace of all."""
         return self.synchronous or not self.depends_on_speed

@@ -63,6 +63,10 @@ class PairwiseAveraging(Replicas[PairwiseState]):
     _: KW_ONLY
     seed: int = setting(0, "of the choice of partners", low=0, high=MAX_SEED)
 
+    @property
+    def answers_beside(self) -> bool:
+        return True
+
     def roles(self, ranks: int) -> Roles:
         """All ranks are workers; the links between even and odd ones have to connect them."""
         period = self.topology.period(ranks)

@@ -170,6 +170,11 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
         None, "what pushes are compressed by, as TopK(0.01); none: not at all"
     )
 
+    @property
+    def answers_beside(self) -> bool:
+        """Servers beside workers that do not wait for one another."""
+        return self.placement == "beside" and not self.steps_together
+
     def check(self) -> None:
         """Refuse settings that contradict each other."""
         for message in contradictions(self):
