@@ -107,11 +107,11 @@ def ring_all_gather(ranks: int) -> Schedule:
     return Schedule("ring_all_gather", ranks, ranks, rounds, synchronizing=True)
 
 
-def _passed_on(ranks: int, own: int, operation: int) -> Iterator[Round]:
-    """Round a ring: rank i begins with piece i + `own`, then passes on what has arrived."""
+def _passed_on(ranks: int, offset: int, operation: int) -> Iterator[Round]:
+    """Round a ring: rank i begins with piece i + `offset`, then passes on what has arrived."""
     source = np.arange(ranks)
     for k in range(ranks - 1):
-        yield _single(source, (source + 1) % ranks, (source + own - k) % ranks, operation)
+        yield _single(source, (source + 1) % ranks, (source + offset - k) % ranks, operation)
 
 
 def halving_doubling(ranks: int) -> Schedule:

@@ -73,6 +73,8 @@ class Step(NamedTuple):
 
 
 Span = tuple[int, int]
+IN_PLACE = -3
+"""A `scratch` that stays negative for the second of two messages."""
 
 
 def steps(parts: Iterable[RoundPart], edges: Sequence[int], segment: int) -> Iterator[Step]:
@@ -99,16 +101,17 @@ def _round(
 ) -> Iterator[Step]:
     arriving = []
     for run, (source, first, end, operation) in enumerate(part.receives):
-        scratch = 2 * run if operation == REDUCE else -3
+        scratch = 2 * run if operation == REDUCE else IN_PLACE
         spans = _cut(edges[first], edges[end], segment)
         arriving.append(
             [
+                # Two of scratch for each run: one is filled while the other is added.
                 Step(StepKind.POST, next(received), source, *span, scratch + number % 2)
                 for number, span in enumerate(spans)
             ]
         )
     for messages in arriving:
-        yield from messages[:2]
+        yield from messages[:2]  # the others are posted once these have been taken
     leaving: dict[Span, list[list[Step]]] = {}
     for target, first, end in part.sends:
         spans = _cut(edges[first], edges[end], segment)

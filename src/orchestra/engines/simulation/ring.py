@@ -163,7 +163,7 @@ class Ring:
             maximum(gone, left, out=gone)
             first[:] = last
             maximum(left, arriving, out=moving)
-            subtract(moving, left, out=left)
+            subtract(moving, left, out=left)  # from here on `left` holds what was waited
             add(waiting, left, out=waiting)
             add(moving, segment.receiving, out=moving)
             maximum(moving, ended, out=moving)
@@ -216,6 +216,8 @@ class Ring:
 
     def _waits(self, margins: Floats, changes: Floats, rounds: int) -> Floats:
         """What each rank waits in the next `rounds`: for what arrives, and for what is to go."""
+        # The maxima of `_evaluate`, in their order: when a message begins, and is all there; the wait
+        # for what arrives (2); when that is taken in; the wait until the own one has left (4).
         of_waits = margins[2::2]
         now = -np.minimum(of_waits, 0.0).sum(axis=0)
         growth = -np.where(of_waits < 0, changes[2::2], 0.0).sum(axis=0)
