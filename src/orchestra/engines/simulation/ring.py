@@ -216,7 +216,7 @@ class Ring:
 
     def _waits(self, margins: Floats, changes: Floats, rounds: int) -> Floats:
         """What each rank waits in the next `rounds`: for what arrives, and for what is to go."""
-        # The maxima of `_evaluate`, in their order: when a message begins, and is all there; the wait
+        # The maxima of `_evaluate`, in order: when a message begins, and is all there; the wait
         # for what arrives (2); when that is taken in; the wait until the own one has left (4).
         of_waits = margins[2::2]
         now = -np.minimum(of_waits, 0.0).sum(axis=0)
