@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import select
 import signal
+import socket
+import struct
+import termios
 import threading
 
 import pytest
@@ -14,12 +19,15 @@ from torch import Tensor
 from orchestra.transports.framing import (
     DTYPES,
     FAREWELL,
+    LOW_WATER,
     MalformedFrame,
+    Stream,
     header_bytes,
     pack_header,
     pack_signal,
     unpack_header,
 )
+from orchestra.transports.matching import Mailbox
 from orchestra.transports.protocol import Transport
 from orchestra.transports.sockets import SocketTransport
 
@@ -58,6 +66,51 @@ def test_malformed_frames_are_refused() -> None:
     farewell = unpack_header(memoryview(pack_signal(FAREWELL)))
     assert farewell is not None
     assert farewell.frame_bytes == len(pack_signal(FAREWELL))
+
+
+def test_a_rank_is_woken_for_a_good_part_of_a_message_and_not_for_each_segment() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    theirs = socket.create_connection(listener.getsockname())
+    theirs.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    ours, _ = listener.accept()
+    ours.setblocking(False)
+    mailbox = Mailbox(0)
+    stream = Stream(ours, 1, mailbox)
+
+    def readable() -> bool:
+        return bool(select.select([ours], [], [], 0.0)[0])
+
+    values = torch.arange(50_000, dtype=torch.float32)
+    header, payload = pack_header(values, tag=1), values.numpy().tobytes()
+    assert len(payload) > 3 * LOW_WATER
+    try:
+        theirs.sendall(header + payload[:1000])
+        until(readable)
+        stream.read()
+        read = 1000
+        while read < len(payload):
+            needed = min(len(payload) - read, LOW_WATER)
+            theirs.sendall(payload[read : read + needed - 1])
+            until(lambda needed=needed: arrived(ours) == needed - 1)  # type: ignore[misc]
+            assert not readable()
+            theirs.sendall(payload[read + needed - 1 : read + needed])
+            until(readable)
+            stream.read()
+            read += needed
+        assert stream.incoming is None
+        theirs.sendall(pack_signal(FAREWELL))  # however short what follows is, it is heard
+        until(readable)
+        stream.read()
+        assert stream.farewell
+    finally:
+        for each in (listener, ours, theirs):
+            each.close()
+
+
+def arrived(connection: socket.socket) -> int:
+    """Bytes that wait to be read."""
+    found = fcntl.ioctl(connection, termios.FIONREAD, struct.pack("i", 0))
+    return int(struct.unpack("i", found)[0])
 
 
 # --- messages --------------------------------------------------------------------------------
