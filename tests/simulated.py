@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
+
+import pytest
 
 from orchestra.cluster import Cluster, load_cluster
 from orchestra.cluster.costs import Line, MemoryCosts, Overhead, Tcp
@@ -77,6 +79,16 @@ class Second:
 
     def ready(self, slot: int) -> float:
         return 1 - slot / self.slots
+
+
+def assert_agree(found: Sequence[Any], wanted: Sequence[Any]) -> None:
+    """Times agree to 1e-12 of themselves, the rest exactly."""
+    assert len(found) == len(wanted)
+    for value, other in zip(found, wanted, strict=True):
+        if isinstance(other, float):
+            assert value == pytest.approx(other, rel=1e-12, abs=1e-15)
+        else:
+            assert value == other
 
 
 def run_ranks(

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.simulated import run_ranks
+from tests.simulated import assert_agree, run_ranks
 from tests.test_simulation_collectives import COSTLY, schedule_of
 
 from orchestra.cluster.costs import Line
@@ -212,13 +212,7 @@ def check(trial: Trial) -> Counter[str]:
     with counted() as counts:
         found = trial.run()
     with_arrived = not alone["participants"] + counts["participants"]
-    flat, wanted = _flat(found, with_arrived), _flat(expected, with_arrived)
-    assert len(flat) == len(wanted)
-    for value, other in zip(flat, wanted, strict=True):
-        if isinstance(other, float):
-            assert value == pytest.approx(other, rel=1e-12, abs=1e-15)
-        else:
-            assert value == other
+    assert_agree(_flat(found, with_arrived), _flat(expected, with_arrived))
     return counts
 
 

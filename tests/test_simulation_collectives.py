@@ -15,7 +15,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from tests.simulated import FREE, Second, run_ranks
+from tests.simulated import FREE, Second, assert_agree, run_ranks
 
 from orchestra.cluster.calibration import Curve
 from orchestra.cluster.costs import Line, Overhead
@@ -141,13 +141,7 @@ class Trial:
 def check(trial: Trial) -> None:
     """Both ways agree: times to 1e-12 of themselves, the rest exactly."""
     for at_once, by_messages in zip(trial.run(at_once=True), trial.run(at_once=False), strict=True):
-        flat, expected = _flat(at_once), _flat(by_messages)
-        assert len(flat) == len(expected)
-        for value, wanted in zip(flat, expected, strict=True):
-            if isinstance(wanted, float):
-                assert value == pytest.approx(wanted, rel=1e-12, abs=1e-15)
-            else:
-                assert value == wanted
+        assert_agree(_flat(at_once), _flat(by_messages))
 
 
 def _flat(value: Any) -> list[Any]:

@@ -88,7 +88,7 @@ class Group:
         return len(self.ranks)
 
 
-@dataclass(slots=True)  # frozen, it would take as long to make as the simulation takes for it
+@dataclass(frozen=True, slots=True)
 class CollectiveCall:
     """One rank's part in a collective on a flat, contiguous `vector`, in its place.
 
