@@ -50,12 +50,32 @@ from orchestra.trainer.balancing import LBBSP
 from orchestra.trainer.settings import Run, Target, Training
 from orchestra.worker.runtime import Runtime
 
-TASK, METRIC, AT_LEAST = "digits28", "accuracy", 0.85
-RANKS, SAMPLES, SNAPSHOTS = 4, 25_600, 25
-BATCHES, RATES = (8, 16), (0.025, 0.05)
-"""Samples a worker and step, and learning rates of SGD with momentum 0.9. Those with which a
-strategy is fastest in a simulation of the first cluster are taken for all contestants that compute
-the same. One node takes as many samples a step as the four do together."""
+METRIC, RANKS, SNAPSHOTS = "accuracy", 4, 25
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is trained: at most so many `samples`, to a target of the accuracy.
+
+    Attributes:
+        batches: samples a worker and step; one node takes as many a step as the four do together.
+        rates: learning rates of SGD with momentum 0.9. Of both, those with which a strategy is
+            fastest in a simulation of the first cluster are taken for all contestants that compute
+            the same.
+    """
+
+    task: str
+    at_least: float
+    samples: int
+    batches: Sequence[int]
+    rates: Sequence[float]
+
+
+SUBJECTS = {
+    "digits28": Subject("digits28", 0.85, 25_600, (8, 16), (0.025, 0.05)),
+    "images": Subject("images", 0.6, 7_680, (8,), (0.05, 0.1)),
+}
+"""LeNet-5, whose gradient of a sample takes 0.25 ms of a core, and ResNet-20."""
 EVERY = 8
 """Steps between two averages of local SGD."""
 _LINK = "{bandwidth: 480 Mbit/s, latency: 0 us}"  # latency, gloo's sockets would not have
@@ -108,7 +128,7 @@ LIKE = {
 }
 """Contestants, and the strategy that computes the same."""
 DESCRIPTION = f"""\
-Train {TASK} on {RANKS} emulated nodes that are unlike, and tell when {METRIC} {AT_LEAST} is
+Train a model on {RANKS} emulated nodes that are unlike, and tell when an {METRIC} is
 reached: with strategies of Orchestra, with DistributedDataParallel, its hooks for fp16 and PowerSGD
 and its PostLocalSGD, and on the fastest node alone. Batches and learning rates are chosen alike for
 all. Needs root.
@@ -136,7 +156,7 @@ class MixedRow:
 
 
 def bench_mixed(
-    clusters: Sequence[str], seeds: int, on_progress: Progress | None = None
+    subject: Subject, clusters: Sequence[str], seeds: int, on_progress: Progress | None = None
 ) -> Iterator[MixedRow]:
     """Tune in the simulation, then run every contestant with each seed on every cluster.
 
@@ -145,7 +165,7 @@ def bench_mixed(
         RunFailed: a run failed.
     """
     tuned = [label for label in OURS if label not in LIKE]
-    grid = list(itertools.product(BATCHES, RATES))
+    grid = list(itertools.product(subject.batches, subject.rates))
     total = len(tuned) + len(clusters) * seeds * (len(OURS) + len(PEERS))
     done = 0
 
@@ -163,7 +183,7 @@ def bench_mixed(
         for label in tuned:
             tell(f"simulating {label}")
             first, file = next(iter(files.items()))
-            tried = [_trained(first, label, file, each, "simulation", 0) for each in grid]
+            tried = [_trained(subject, first, label, file, each, "simulation", 0) for each in grid]
             best = min((row for row in tried if row is not None), key=lambda row: row.merit)
             settings[label] = best.batch, best.rate
         for (name, file), seed in itertools.product(files.items(), range(seeds)):
@@ -171,25 +191,32 @@ def bench_mixed(
                 tell(f"{name}: {label}")
                 tuning = settings[LIKE.get(label, label)]
                 if label in PEERS:
-                    yield _rival(name, label, file, tuning, seed)
-                elif row := _trained(name, label, file, tuning, "emulation", seed):
+                    yield _rival(subject, name, label, file, tuning, seed)
+                elif row := _trained(subject, name, label, file, tuning, "emulation", seed):
                     yield row
 
 
 def _trained(
-    cluster: str, label: str, file: Path, tuning: tuple[int, float], engine: Any, seed: int
+    subject: Subject,
+    cluster: str,
+    label: str,
+    file: Path,
+    tuning: tuple[int, float],
+    engine: Any,
+    seed: int,
 ) -> MixedRow | None:
     """The row of a strategy of ours; None where it diverges in a simulation."""
     notation, shares = OURS[label]
     batch, rate = tuning
     training = Training(
-        ranks=RANKS, batch_size=batch, steps=_steps(batch), engine=engine, cluster=str(file),
-        shares=shares, optimizer=Optimizer("SGD", {"lr": rate, "momentum": 0.9}),
-        snapshots=SNAPSHOTS, target=Target(METRIC, at_least=AT_LEAST), trace_steps=0, threads=1,
+        ranks=RANKS, batch_size=batch, steps=_steps(subject, batch), engine=engine,
+        cluster=str(file), shares=shares, optimizer=Optimizer("SGD", {"lr": rate, "momentum": 0.9}),
+        snapshots=SNAPSHOTS, target=Target(METRIC, at_least=subject.at_least), trace_steps=0,
+        threads=1,
     )  # fmt: skip
     strategy = parse(notation, STRATEGIES, where=label)
     with tempfile.TemporaryDirectory(prefix="orchestra-mixed-") as folder:
-        run = Run(label, TASK, strategy, seed=seed, training=training)
+        run = Run(label, subject.task, strategy, seed=seed, training=training)
         try:
             record = train_run(run, Path(folder), quiet=True)
         except RunFailed as error:
@@ -205,8 +232,8 @@ def _trained(
     )  # fmt: skip
 
 
-def _steps(batch: int) -> int:
-    return SAMPLES // (RANKS * batch)
+def _steps(subject: Subject, batch: int) -> int:
+    return subject.samples // (RANKS * batch)
 
 
 # Rivals
@@ -216,6 +243,7 @@ def _steps(batch: int) -> int:
 class Job:
     """What each rank of a rival trains."""
 
+    subject: Subject
     label: str
     batch: int
     rate: float
@@ -223,24 +251,26 @@ class Job:
     store: str
 
 
-def _rival(cluster: str, label: str, file: Path, tuning: tuple[int, float], seed: int) -> MixedRow:
+def _rival(
+    subject: Subject, cluster: str, label: str, file: Path, tuning: tuple[int, float], seed: int
+) -> MixedRow:
     with (
         tempfile.TemporaryDirectory(prefix="orchestra-mixed-") as folder,
         EmulatedCluster(read_cluster(file), RANKS, threads=1) as emulated,
     ):
-        job = Job(label, *tuning, seed, str(Path(folder) / "store"))
+        job = Job(subject, label, *tuning, seed, str(Path(folder) / "store"))
         outcome = launch(rival, job, RANKS, places=emulated.places())
     if outcome.stopped:
         raise KeyboardInterrupt
     curve, final, seconds = outcome.results[0]
-    reached = next((at for at, figure in curve if figure >= AT_LEAST), None)
+    reached = next((at for at, figure in curve if figure >= subject.at_least), None)
     return MixedRow(cluster, label, seed, reached, final, seconds, *tuning)
 
 
 def rival(runtime: Runtime, job: Job) -> tuple[list[tuple[float, float]], float, float] | None:
     """On each rank: train as `_trained` does; rank 0 tells the curve, the end, and the seconds."""
     join_gloo(runtime, job.store, NODE_END)
-    task = load_task(TASK)
+    task = load_task(job.subject.task)
     torch.manual_seed(job.seed)
     plain = task.model()
     model = DistributedDataParallel(plain, bucket_cap_mb=1000, gradient_as_bucket_view=True)
@@ -251,7 +281,7 @@ def rival(runtime: Runtime, job: Job) -> tuple[list[tuple[float, float]], float,
     for step in range(3):
         task.loss(warm, samples.read(step * job.batch, (step + 1) * job.batch)).backward()
     dist.barrier()
-    batch, steps = job.batch, _steps(job.batch)
+    batch, steps = job.batch, _steps(job.subject, job.batch)
     began, taken = runtime.transport.now(), list[tuple[float, dict[str, Tensor]]]()
     for step in range(steps):
         first = (step * RANKS + runtime.rank) * batch
@@ -295,7 +325,7 @@ def _hooked(model: DistributedDataParallel, job: Job, runtime: Runtime) -> Any:
     return optimizer
 
 
-def print_rows(rows: Sequence[MixedRow]) -> None:
+def print_rows(subject: Subject, rows: Sequence[MixedRow]) -> None:
     """A table for each cluster; ratios are to Orchestra's best strategy there."""
     for cluster in dict.fromkeys(row.cluster for row in rows):
         group = [row for row in rows if row.cluster == cluster]
@@ -319,7 +349,10 @@ def print_rows(rows: Sequence[MixedRow]) -> None:
         ]
         headings = ("", "s to target", "to our best", METRIC, "s in all", "batch", "rate")
         print_table(cluster, headings, lines)
-    print_remarks(f"Seconds to {METRIC} {AT_LEAST} on {RANKS} emulated nodes, medians of seeds.")
+    print_remarks(
+        f"Seconds of {subject.task} to {METRIC} {subject.at_least} on {RANKS} emulated nodes: "
+        "medians of seeds."
+    )
 
 
 def _median(rows: Sequence[MixedRow]) -> float:
@@ -330,18 +363,20 @@ def _median(rows: Sequence[MixedRow]) -> float:
 def main(arguments: list[str]) -> int:
     """Measure, and print the times."""
     parser = bench_parser("python -m benchmarks.mixed", DESCRIPTION)
+    parser.option("--task", "NAME", f"{' or '.join(SUBJECTS)} (default: digits28)")
     parser.option("--clusters", "NAME,...", f"some of {', '.join(CLUSTERS)}")
     parser.option("--seeds", "N", "how many (default: 3)", type=int, default=3)
     options = read_options(parser, arguments)
     clusters = list(listed("--clusters", options.clusters, CLUSTERS))
+    subject = next(iter(listed("--task", options.task or "digits28", SUBJECTS).values()))
     rows: list[MixedRow] = []
     try:
         with progress_line() as tell:
-            for row in bench_mixed(clusters, options.seeds, tell):
+            for row in bench_mixed(subject, clusters, options.seeds, tell):
                 rows.append(row)
     finally:
         if rows:
-            print_rows(rows)
+            print_rows(subject, rows)
             write_figures(options.json, "mixed", rows)
     return 0
 

@@ -206,7 +206,7 @@ class Exhaustive(Search):
                 rates = [
                     each for each in with_rates(entry.candidate) if each.name not in self.known
                 ]
-                self.entries |= {c.name: replace(entry, candidate=c, curves={}) for c in rates}
+                self.entries |= {c.name: replace(entry, candidate=c, curves={}, done={}) for c in rates}
         exact = [e for e in self.entries.values() if e.candidate.exact]
         sources = {self.source(entry).name: self.source(entry) for entry in exact if entry.speed}
         missing = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -54,6 +54,8 @@ ANYWHERE = "one_host(cores=1)"
 
 Job = tuple[Entry, Run, Path, float]
 """A run of a candidate, its folder, and the part of its samples after which it is stopped."""
+Learning = tuple[Entry, int, float]
+"""An entry that is to be simulated with a seed, up to a part of its samples."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ class Search(Standing):
         single = self.source(entry)
         for known in [entry] if entry is single else [entry, single]:
             for other in with_rates(known.candidate):
-                fresh = replace(known, candidate=other, curves={}, rungs=[])
+                fresh = replace(known, candidate=other, curves={}, done={}, rungs=[])
                 if known is not entry:
                     fresh.dropped = "stands for what others learn"
                 self.entries[other.name] = fresh
@@ -200,7 +202,11 @@ class Search(Standing):
     def _target_of(self, entry: Entry) -> Target | None:
         """The target; where none was given, one is chosen at the end of the reference."""
         points = entry.curves.get(self.seeds[0], ())
-        if self.target is None and points and (entry.done >= 1 or now() > self._budget.part(0.5)):
+        if (
+            self.target is None
+            and points
+            and (entry.done.get(self.seeds[0], 0.0) >= 1 or now() > self._budget.part(0.5))
+        ):
             value = value_at(points, "loss", 0.75 * points[-1].samples)
             if value is not None and math.isfinite(value):
                 self.target = Target("loss", at_most=float(f"{value:.3g}"))
@@ -220,18 +226,38 @@ class Search(Standing):
             shares = {
                 entry.name: self.length.part(part * horizon * (entry.speed or 0.0))
                 for entry in racing
-                if not self.times(entry)
             }
-            sources = [(self.source(self.entries[name]), share) for name, share in shares.items()]
-            wanted = [(each, self.seeds[0], share) for each, share in sources if each.done < share]
+            wanted = self._missing(shares, self.seeds[:1])
+            further = self._missing(shares, self.seeds[1 : processes()])
+            if number > 1 and self._cost([*wanted, *further]) < 0.5 * (self._budget.until - now()):
+                wanted += further
             self._learn(wanted, self._budget.until)
             for name, share in shares.items():
                 entry = self.entries[name]
-                if self.source(entry).done < NEARLY * share and not self.times(entry):
+                done = self.source(entry).done.get(self.seeds[0], 0.0)
+                if done < NEARLY * share and not self.times(entry):
                     entry.dropped = entry.dropped or CUT_OFF
             self._note_dropped(CUT_OFF, f"rung {number}", racing)
             self.judge(racing, number, part * horizon)
             horizon = min(horizon, self.horizon())
+
+    def _missing(self, shares: Mapping[str, float], seeds: Sequence[int]) -> list[Learning]:
+        """What is still to be learnt up to the shares of a rung, of those by whom it is learnt."""
+        return [
+            (source, seed, share)
+            for name, share in shares.items()
+            for seed in seeds
+            if seed not in self.times(self.entries[name])
+            and (source := self.source(self.entries[name])).done.get(seed, 0.0) < share
+        ]
+
+    def _cost(self, wanted: Sequence[Learning]) -> float:
+        """About the seconds that this takes, by what each took so far."""
+        seconds = 0.0
+        for entry, seed, part in wanted:
+            done = sum(entry.done.values())
+            seconds += entry.wall / done * (part - entry.done.get(seed, 0.0)) if done else math.inf
+        return seconds / processes()
 
     def _finalists(self) -> list[Entry]:
         return [entry for entry in self.ranking() if entry.dropped is None][:FINALISTS]
@@ -247,9 +273,9 @@ class Search(Standing):
         sources = [self.source(entry) for entry in self._finalists()]
         for seed in self.seeds[1:]:
             wanted = [
-                (source, seed, min(1.0, source.done * MISSED))
+                (source, seed, min(1.0, max(source.done.values()) * MISSED))
                 for source in sources
-                if seed not in source.curves
+                if seed not in self.times(source) and seed not in self.missed(source)
             ]
             if not wanted or self.stopped:
                 continue
@@ -262,7 +288,7 @@ class Search(Standing):
 
     # Simulations
 
-    def _learn(self, wanted: Sequence[tuple[Entry, int, float]], deadline: float) -> None:
+    def _learn(self, wanted: Sequence[Learning], deadline: float) -> None:
         """Simulate with values: each entry with a seed, up to a part of its samples."""
         jobs: dict[tuple[str, int], tuple[Entry, Run, Path, float]] = {}
         for entry, seed, part in wanted:
@@ -282,17 +308,22 @@ class Search(Standing):
                     alike.dropped = alike.dropped or f"failed: {tried.failure}"
             elif tried.record is not None:
                 whole = tried.record.status == "completed"
-                if run.seed == self.seeds[0]:
-                    share = tried.record.samples / self.length.samples
-                    entry.done = 1.0 if whole else max(entry.done, min(share, part))
+                share = min(part, tried.record.samples / self.length.samples)
+                done = 1.0 if whole else max(entry.done.get(run.seed, 0.0), share)
+                entry.done[run.seed] = done
                 if tried.points:
                     entry.curves[run.seed] = tried.points
 
     def _try(self, jobs: Sequence[Job], deadline: float) -> list[tuple[Entry, Tried]]:
-        """What became of each job; those for which there was no time have no record."""
+        """What became of each job; those for which there was no time have no record.
+
+        Those with few ranks are over sooner, and so come first.
+        """
         found: dict[int, Tried] = {}
         trials: dict[int, Trial] = {}
-        for place, (_, run, folder, part) in enumerate(jobs):
+        order = sorted(range(len(jobs)), key=lambda place: jobs[place][1].training.ranks)
+        for place in order:
+            _, run, folder, part = jobs[place]
             try:
                 trials[place] = Trial(assigned(run, folder), part)
             except InputError as error:
@@ -307,11 +338,12 @@ class Search(Standing):
         """Carry out the trials, shared out among processes; alone, if one took all with it."""
         ranks = min(processes(), len(trials))
         threads = max(1, len(usable_cores()) // (2 * ranks))  # others are at work, too
-        work = Trials(trials, deadline, threads)
         try:
-            launched = launch(
-                try_all, work, ranks, patience=PATIENCE, on_event=lambda _: self._tell_part()
-            )
+            with tempfile.TemporaryDirectory(prefix="orchestra-plan-") as claims:
+                work = Trials(trials, deadline, Path(claims), threads)
+                launched = launch(
+                    try_all, work, ranks, patience=PATIENCE, on_event=lambda _: self._tell_part()
+                )
         except RunFailed as failure:
             if len(trials) == 1:
                 return [(0, Tried(failure=str(failure).splitlines()[0]))]

@@ -152,7 +152,8 @@ class Entry:
     Attributes:
         record: of some steps, from shapes: its speed and what workers did; None while unknown.
         curves: by seed, its snapshots, with the seconds of its own run.
-        done: the part of its samples that was simulated, with the first seed.
+        done: by seed, the part of its samples that was simulated.
+        wall: seconds that its simulations took.
         dropped: why it is out; None while it is not.
         rungs: what each rung saw of it, in words.
     """
@@ -160,7 +161,7 @@ class Entry:
     candidate: Candidate
     record: RunRecord | None = None
     curves: dict[int, Sequence[Point]] = field(default_factory=dict)
-    done: float = 0.0
+    done: dict[int, float] = field(default_factory=dict)
     wall: float = 0.0
     dropped: str | None = None
     rungs: list[str] = field(default_factory=list)
@@ -203,7 +204,7 @@ class Standing:
         entries: of all candidates, by name.
         target: what is to be reached; None while none is chosen.
         length: of a whole run.
-        seeds: of the runs; the first one decides the race.
+        seeds: of the runs.
     """
 
     def __init__(
@@ -248,11 +249,19 @@ class Standing:
         return found
 
     def time(self, entry: Entry) -> float | None:
-        """Seconds to the target, the mean over the seeds; None where one missed it."""
-        times = self.times(entry)
+        """Seconds to the target, the mean over the seeds; None where one missed it.
+
+        One that has not reached it yet counts with its seconds so far, where these are more than
+        others needed: else a candidate would be as good as its luckiest seed.
+        """
+        times = {seed: each.seconds for seed, each in self.times(entry).items()}
         if not times or self.missed(entry):
             return None
-        return fmean(each.seconds for each in times.values())
+        mean = fmean(times.values())
+        others = self.source(entry).curves.keys() - times.keys()
+        under_way = (self.elapsed(entry, seed) for seed in sorted(others))
+        late = [seconds for seconds in under_way if seconds > mean]
+        return fmean([*times.values(), *late])
 
     def missed(self, entry: Entry) -> list[int]:
         """The seeds that went further than those that reached the target, and did not."""
@@ -284,13 +293,13 @@ class Standing:
         ranking = self.ranking()
         return (ranking[0], self.time(ranking[0]) or 0.0) if ranking else None
 
-    def curve(self, entry: Entry) -> Sequence[Point]:
-        """The snapshots that say what `entry` learns, with the first seed."""
-        return self.source(entry).curves.get(self.seeds[0], ())
+    def curve(self, entry: Entry, seed: int | None = None) -> Sequence[Point]:
+        """The snapshots that say what `entry` learns with a seed; None: the first one."""
+        return self.source(entry).curves.get(self.seeds[0] if seed is None else seed, ())
 
-    def elapsed(self, entry: Entry) -> float:
-        """Virtual seconds of `entry` up to where its runs went."""
-        points = self.curve(entry)
+    def elapsed(self, entry: Entry, seed: int | None = None) -> float:
+        """Virtual seconds of `entry` up to where its run with a seed went; None: the first one."""
+        points = self.curve(entry, seed)
         if not points or entry.speed is None:
             return 0.0
         return points[-1].samples / entry.speed if entry.candidate.exact else points[-1].seconds
@@ -354,8 +363,11 @@ class Standing:
         is also written down."""
         assert self.target is not None
         time = self.time(entry)
-        value = value_at(self.curve(entry), self.target.metric, seconds * (entry.speed or 0.0))
-        text = f"{self.target.metric} {_text(value)} after {seconds:.3g} s"
+        samples, metric = seconds * (entry.speed or 0.0), self.target.metric
+        curves = self.source(entry).curves.values()
+        known = [v for points in curves if (v := value_at(points, metric, samples)) is not None]
+        value = fmean(known) if known else None
+        text = f"{metric} {_text(value)} after {seconds:.3g} s"
         text = text if time is None else f"target after {time:.3g} s"
         entry.rungs += [text] * (text not in entry.rungs)
         if time is not None:

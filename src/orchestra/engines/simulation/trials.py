@@ -33,14 +33,16 @@ class Trial:
 
 @dataclass(frozen=True)
 class Trials:
-    """What the processes of a launch share out: trial i is that of process i modulo their number.
+    """What the processes of a launch share out: whoever is free takes the next one.
 
-    `deadline` is on the clock that all processes of this machine share, in seconds; `threads` is
-    how many each process computes with.
+    `deadline` is on the clock that all processes of this machine share, in seconds; `claims` is an
+    empty folder, in which a trial that was taken has a file; `threads` is how many each process
+    computes with.
     """
 
     trials: Sequence[Trial]
     deadline: float
+    claims: Path
     threads: int | None = None
 
 
@@ -92,9 +94,13 @@ def try_all(runtime: Runtime, work: Trials) -> list[tuple[int, Tried]]:
         os.environ[VARIABLE] = str(work.threads)
     runtime.reporter.phase("training")
     found = []
-    for place in range(runtime.rank, len(work.trials), runtime.ranks):
+    for place in range(len(work.trials)):
         if time.monotonic() > work.deadline or runtime.reporter.stop_requested():
             break
+        try:
+            (work.claims / str(place)).touch(exist_ok=False)
+        except FileExistsError:
+            continue
         found.append((place, _tried(runtime.reporter, work.trials[place], work.deadline)))
         runtime.reporter.progress(step=len(found), samples=0)
     return found
