@@ -125,10 +125,9 @@ class Session(Loop):
     def train(self) -> None:
         """From the warm-up to the agreement on the final parameters."""
         worker, strategy, reporter = self.worker, self.strategy, self.runtime.reporter
-        warms_up = self.runtime.warms_up and not self.in_parts
         footprint = strategy.footprint(worker.rank, self.training.ranks)
-        if footprint.windows:
-            warms_up = False  # on a copy of the whole, with its gradients
+        # A warm-up has a copy of the whole, with its gradients.
+        warms_up = self.runtime.warms_up and not self.in_parts and not footprint.windows
         if warms_up and worker.rank in self.roles.workers:
             setup.warm_up(worker, self._first_samples, footprint.optimizer)
         if not self.shares and self.run.measures_shares:
