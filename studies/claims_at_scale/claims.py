@@ -31,17 +31,27 @@ COMPENSATED = "0.6 to 1.7 points with 4 and 8 workers"
 
 def claims_of(workers: int) -> tuple[Claim, ...]:
     """What is claimed of so many; a server of theirs is one more rank."""
-    served = workers + 1
-
-    def pairs(comparison: str, *labels: tuple[str, str], ranks: int = served) -> tuple[Pair, ...]:
-        return tuple(Pair((comparison, a, ranks), (comparison, b, ranks)) for a, b in labels)
-
-    def below_one_worker(comparison: str, *labels: str) -> tuple[Pair, ...]:
-        return tuple(Pair(ONE_WORKER, (comparison, label, served)) for label in labels)
-
-    every_step = ("push_sum", "all-reduce", workers)
     return (
         Claim("one worker, for comparison", "one_worker", ()),
+        *_of_asynchronous_sgd(workers + 1),
+        *_of_switches(workers),
+        *_of_averaging(workers),
+        *_of_strategy_switch(workers + 1),
+    )
+
+
+def _pairs(ranks: int, comparison: str, *labels: tuple[str, str]) -> tuple[Pair, ...]:
+    """Rows of one comparison with so many ranks, each pair by its labels."""
+    return tuple(Pair((comparison, a, ranks), (comparison, b, ranks)) for a, b in labels)
+
+
+def _of_asynchronous_sgd(ranks: int) -> tuple[Claim, ...]:
+    """Of a server with `ranks` - 1 workers, against one worker and against each other."""
+
+    def below_one_worker(comparison: str, *labels: str) -> tuple[Pair, ...]:
+        return tuple(Pair(ONE_WORKER, (comparison, label, ranks)) for label in labels)
+
+    return (
         Claim(
             "asynchronous SGD loses accuracy, each row with its own rate and momentum",
             "asynchronous",
@@ -59,27 +69,34 @@ def claims_of(workers: int) -> tuple[Claim, ...]:
         Claim(
             "dividing that rate by the workers wins some of it back",
             "same_rate",
-            pairs("same_rate", ("rate divided", "rate kept")),
+            _pairs(ranks, "same_rate", ("rate divided", "rate kept")),
             published="practice; no figure",
         ),
         Claim(
             "delay compensation (adaptive) wins some of it back, with one worker's settings",
             "same_rate",
-            pairs("same_rate", ("compensated", "rate kept")),
+            _pairs(ranks, "same_rate", ("compensated", "rate kept")),
             published=COMPENSATED,
             differs=f"published: without momentum; {CIFAR.removeprefix('published: ')}",
         ),
         Claim(
             "delay compensation (adaptive) wins some of it back, each with its own rate and lambda",
             "plain_sgd",
-            pairs("plain_sgd", ("compensated", "asynchronous")),
+            _pairs(ranks, "plain_sgd", ("compensated", "asynchronous")),
             published=COMPENSATED,
             differs=CIFAR,
         ),
+    )
+
+
+def _of_switches(workers: int) -> tuple[Claim, ...]:
+    """Of what comes first, and of what becomes of the momentum."""
+    return (
         Claim(
             "synchronous first, then asynchronous, beats the reverse",
             "switch_order",
-            pairs(
+            _pairs(
+                workers + 1,
                 "switch_order",
                 ("synchronous 50 %, asynchronous", "asynchronous, synchronous 50 %"),
                 ("synchronous 25 %, asynchronous", "asynchronous, synchronous 25 %"),
@@ -90,7 +107,8 @@ def claims_of(workers: int) -> tuple[Claim, ...]:
         Claim(
             "keeping the momentum across the switch beats resetting it",
             "switch_order",
-            pairs(
+            _pairs(
+                workers + 1,
                 "switch_order",
                 ("synchronous 50 %, asynchronous, kept", "synchronous 50 %, asynchronous"),
             ),
@@ -100,12 +118,20 @@ def claims_of(workers: int) -> tuple[Claim, ...]:
         Claim(
             "keeping it beats resetting it where local SGD follows",
             "switch_local",
-            pairs(
+            _pairs(
+                workers,
                 "switch_local",
                 ("synchronous 50 %, local, kept", "synchronous 50 %, local"),
-                ranks=workers,
             ),
         ),
+    )
+
+
+def _of_averaging(workers: int) -> tuple[Claim, ...]:
+    """Of averages without a server: with some of the others, or seldom."""
+    every_step = ("push_sum", "all-reduce", workers)
+    seldom = tuple(Pair(every_step, ("rounds", label, workers)) for label in ROUNDS)
+    return (
         Claim(
             "stochastic gradient push ends within about a point of all-reduce",
             "push_sum",
@@ -116,26 +142,34 @@ def claims_of(workers: int) -> tuple[Claim, ...]:
         Claim(
             "outer Nesterov momentum beats plain averaging where workers average seldom",
             "outer_nesterov",
-            pairs("outer_nesterov", ("outer Nesterov", "plain average"), ranks=workers),
+            _pairs(workers, "outer_nesterov", ("outer Nesterov", "plain average")),
             published="ahead in perplexity",
             differs=f"published: language models, pretrained, 176 rounds of 500 steps; {HERE}",
         ),
         Claim(
             "averaging seldom, or once, at the end, costs accuracy",
             "rounds",
-            tuple(Pair(every_step, ("rounds", label, workers)) for label in ROUNDS),
+            seldom,
             published="16 to 32 steps a round are advised; no figure",
         ),
         Claim(
             "averaging at every step costs time",
             "rounds",
-            tuple(Pair(every_step, ("rounds", label, workers)) for label in ROUNDS),
+            seldom,
             SECONDS,
         ),
+    )
+
+
+def _of_strategy_switch(ranks: int) -> tuple[Claim, ...]:
+    """Of switching from all-reduce to an asynchronous server, where there are `ranks` ranks."""
+    slower = _pairs(ranks, "strategy_switch", *(("all-reduce", label) for label in SWITCHES))
+    ahead = _pairs(ranks, "strategy_switch", *((label, "all-reduce") for label in SWITCHES))
+    return (
         Claim(
             "Strategy-Switch takes less time than all-reduce for the same samples",
             "strategy_switch",
-            pairs("strategy_switch", *(("all-reduce", label) for label in SWITCHES)),
+            slower,
             TRAINING,
             published="significantly faster; no figure",
             differs=ABSTRACT,
@@ -143,7 +177,7 @@ def claims_of(workers: int) -> tuple[Claim, ...]:
         Claim(
             "Strategy-Switch is sooner at an accuracy than all-reduce",
             "strategy_switch",
-            pairs("strategy_switch", *(("all-reduce", label) for label in SWITCHES)),
+            slower,
             SECONDS,
             published="significantly faster; no figure",
             differs=ABSTRACT,
@@ -151,17 +185,14 @@ def claims_of(workers: int) -> tuple[Claim, ...]:
         Claim(
             "Strategy-Switch ends within a point of all-reduce",
             "strategy_switch",
-            tuple(
-                replace(pair, margin=1.0)
-                for pair in pairs("strategy_switch", *((label, "all-reduce") for label in SWITCHES))
-            ),
+            tuple(replace(pair, margin=1.0) for pair in ahead),
             published="comparable accuracy; no figure",
             differs=ABSTRACT,
         ),
         Claim(
             "Strategy-Switch ends more accurate than asynchronous SGD",
             "strategy_switch",
-            pairs("strategy_switch", *((label, "asynchronous") for label in SWITCHES)),
+            _pairs(ranks, "strategy_switch", *((label, "asynchronous") for label in SWITCHES)),
         ),
     )
 

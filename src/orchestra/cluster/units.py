@@ -68,9 +68,9 @@ class Unit:
         number, name = Decimal(repr(value)), self.name_for(value)
         return f"{(number / self._decimal(name)).normalize():f} {name}"
 
-    def rounded(self, value: float, digits: int = 3) -> str:
-        """`value` in a text for people, with `digits` significant digits: "1.23 MB"."""
-        return self.write(float(f"{value:.{digits}g}"))
+    def rounded(self, value: float) -> str:
+        """`value` in a text for people, with three significant digits: "1.23 MB"."""
+        return self.write(float(f"{value:.3g}"))
 
     def name_for(self, value: float) -> str:
         """The name in which `value` is a short number: "MB" for 1.2e6 bytes."""
@@ -100,6 +100,13 @@ class Unit:
 
 
 _PRICE = re.compile(r"(?P<amount>\d{1,12}(?:\.\d{1,12})?) (?P<currency>[A-Z]{3})/h")
+
+
+def clock_text(seconds: float) -> str:
+    """A duration such as 1:05 or 2:03:04."""
+    minutes, rest = divmod(round(max(seconds, 0.0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def read_price(text: str, *, where: str) -> tuple[float, str]:

@@ -18,7 +18,7 @@ from orchestra.collectives import (
 )
 from orchestra.exchange.average import note_buffer
 from orchestra.optimizers.spec import Moments, export_moments
-from orchestra.topologies import Topology, doubly_stochastic
+from orchestra.topologies import Graph, Topology, doubly_stochastic
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Work
@@ -164,6 +164,26 @@ def keep_gradient(worker: Worker) -> None:
     worker.gradients.forget_unused()
 
 
+def swap_with_neighbours(
+    worker: Worker, transport: Transport, values: Tensor, graph: Graph, *, alike: bool = True
+) -> dict[int, Tensor]:
+    """Send `values` to neighbours in `graph`, and wait for theirs; by place among the workers.
+
+    `alike`: theirs have the shape of `values`, and its device.
+    """
+    ranks, own = worker.workers.ranks, worker.workers.index(worker.rank)
+    arriving = {
+        peer: transport.receive(ranks[peer], Tag.MIX, torch.empty_like(values) if alike else None)
+        for peer in sorted(doubly_stochastic(graph)[own])
+        if peer != own
+    }
+    leaving = [transport.send(values, ranks[peer], Tag.MIX) for peer in graph[own]]
+    arrived = {peer: handle.wait() for peer, handle in arriving.items()}
+    for handle in leaving:
+        handle.wait()
+    return arrived
+
+
 def mix_with_neighbours(
     worker: Worker, transport: Transport, into: Tensor, topology: Topology, step: int
 ) -> Tensor:
@@ -171,19 +191,9 @@ def mix_with_neighbours(
 
     `transport` is that of the flow which does it. Returns `into`.
     """
-    ranks, own = worker.workers.ranks, worker.workers.index(worker.rank)
-    graph = topology.graph(len(ranks), step)
-    weights = doubly_stochastic(graph)[own]
-    x = worker.parameters
-    arriving = {
-        peer: transport.receive(ranks[peer], Tag.MIX, torch.empty_like(x))
-        for peer in sorted(weights)
-        if peer != own
-    }
-    leaving = [transport.send(x, ranks[peer], Tag.MIX) for peer in graph[own]]
-    arrived = {peer: handle.wait() for peer, handle in arriving.items()}
-    for handle in leaving:
-        handle.wait()
+    own, graph = worker.workers.index(worker.rank), topology.graph(len(worker.workers), step)
+    weights, x = doubly_stochastic(graph)[own], worker.parameters
+    arrived = swap_with_neighbours(worker, transport, x, graph)
 
     def mix() -> None:
         torch.mul(x, weights[own] if arrived else 1.0, out=into)

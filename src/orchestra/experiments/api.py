@@ -130,13 +130,17 @@ def compare(
         **settings,
     }
     given = {key: value for key, value in given.items() if value is not None or key in settings}
-    if strategies is None:
-        if not isinstance(task, str | Path):
-            raise InputError("strategies: give a mapping of labels to strategies")
-        experiment = _experiment(Path(task), given)
-    else:
-        experiment = _experiment(None, {"task": task, **given})
+    experiment = _compared(task, given)
     return carry_out(experiment, out, retry=retry, report=report, baseline=baseline, quiet=quiet)
+
+
+def _compared(task: Any, given: dict[str, Any]) -> Experiment:
+    """The experiment on `task`, or in the file that `task` names where no strategies are given."""
+    if "strategies" in given:
+        return _experiment(None, {"task": task, **given})
+    if not isinstance(task, str | Path):
+        raise InputError("strategies: give a mapping of labels to strategies")
+    return _experiment(Path(task), given)
 
 
 @dataclass(frozen=True)

@@ -231,9 +231,9 @@ class RequestLog:
     `pause` is the last one, and `gives_values` says that its workers asked for values.
     """
 
-    def __init__(self, state: ServerState, *, backed: bool = False) -> None:
+    def __init__(self, state: ServerState) -> None:
         self.state = state
-        self.backed = backed
+        self.backed = False
         self.points = 0
         self.pause = Pause(0, complete=True)
         self.gives_values = False

@@ -11,7 +11,7 @@ from orchestra.cluster import Cluster, load_cluster
 from orchestra.engines.processes.system import now
 from orchestra.engines.run import train_run
 from orchestra.engines.simulation.cost_source import cost_source_of
-from orchestra.errors import InputError, RunFailed, nearest
+from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.api import notation_of
 from orchestra.experiments.experiment import ONE_PROCESS, Experiment
 from orchestra.experiments.file import load
@@ -208,9 +208,8 @@ def length_of(experiment: Experiment) -> Length:
     """
     from torch.utils.data import IterableDataset
 
-    from orchestra.optimizers.state import undisturbed
-    from orchestra.tasks.task import evaluate, load_task
-    from orchestra.trainer.curve import EVALUATION_BATCH, evaluation_data
+    from orchestra.tasks.task import load_task
+    from orchestra.trainer.curve import evaluation_data, require_metric
     from orchestra.trainer.setup import budget_of
 
     task = load_task(experiment.task)
@@ -222,11 +221,7 @@ def length_of(experiment: Experiment) -> Length:
         )
     assert not isinstance(judged, IterableDataset)
     if (target := experiment.training.target) is not None:
-        with undisturbed():
-            known = evaluate(task, task.model(), judged, EVALUATION_BATCH)
-        if target.metric not in known:
-            hint = nearest(target.metric, known)
-            raise InputError(f"target: the task has no metric {target.metric!r}; {hint}")
+        require_metric(target.metric, task, task.model(), judged)
     wanted = 3 * samples // max(1, len(judged))  # type: ignore[arg-type]
     return Length(samples, min(MOST_SNAPSHOTS, max(FEWEST_SNAPSHOTS, wanted)))
 

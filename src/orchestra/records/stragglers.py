@@ -206,16 +206,11 @@ def slow_ranks(ranks: Sequence[int], windows: Windows, width: float) -> Iterator
                 continue
             amount = samples[:, inside].sum(axis=1)
             amount[amount == 0] = 1.0
-            computed, waited = (
-                _beyond(part[:, inside].sum(axis=1) / amount)[row] for part in (compute, read)
-            )
+            rates = (part[:, inside].sum(axis=1) / amount for part in (compute, read))
+            computed, waited = ((own - others(own))[row] for own in rates)
             cause: Cause = "input" if waited > computed else "compute"
             factor = math.exp(np.median(by_sample[row, inside]))
             yield Found((ranks[row],), cause, factor, first, last, excess)
-
-
-def _beyond(rates: Array) -> Array:
-    return rates - others(rates)
 
 
 def _ratios(work: Array, amount: Array) -> Array:

@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from orchestra.cluster.units import BYTES
+from orchestra.cluster.units import BYTES, clock_text
 from orchestra.report.numbers import ranges, significant
 from orchestra.report.watching import Row, RunView
 
@@ -29,13 +29,6 @@ STYLES = {
     "cut off": "bold red",
 }
 CUT_OFF = "no process is at work here, and there is no record: it was killed, or its machine ended"
-
-
-def clock_text(seconds: float) -> str:
-    """A duration such as 1:05 or 2:03:04."""
-    minutes, rest = divmod(round(max(seconds, 0.0)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def sparkline(points: Sequence[tuple[float, float]], width: int) -> str:

@@ -7,7 +7,10 @@ import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from statistics import fmean
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Sizes = tuple[tuple[int, int], ...]
 
@@ -34,6 +37,19 @@ class WorkItem(NamedTuple):
     @property
     def samples(self) -> int:
         return self.stop - self.start
+
+
+class WorkSource(Protocol):
+    """Gives one worker its batches, one after the other."""
+
+    def take(self) -> WorkItem:
+        """The next item of work; the one before is done."""
+
+    def skip(self, values: Tensor) -> None:
+        """Nobody computes the batch of the last item; the flat parameters `values` may be renewed.
+
+        For loops of the user's own, which may take a batch and make no step with it.
+        """
 
 
 def item_of(numbers: Sequence[float]) -> WorkItem:

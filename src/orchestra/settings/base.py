@@ -373,10 +373,8 @@ def checked(cls: type[Settings], field: dataclasses.Field[Any], value: object) -
     except Mismatch as mismatch:
         raise InputError(f"{cls.__name__}.{field.name}: {mismatch}") from None
     for number in value if isinstance(value, tuple) else (value,):
-        if isinstance(number, int | float):
-            complaint = _limits(field).complaint(number)
-            if complaint:
-                raise InputError(f"{cls.__name__}.{field.name}: {complaint}")
+        if isinstance(number, int | float) and (complaint := _limits(field).complaint(number)):
+            raise InputError(f"{cls.__name__}.{field.name}: {complaint}")
     return value
 
 

@@ -11,20 +11,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, field
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import Settings
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
+    from torch import Tensor, nn, optim
 
     from orchestra.exchange import SharedWork
     from orchestra.optimizers.spec import OptimizerPart
     from orchestra.parameter_server.messages import Pause
-    from orchestra.schedules.work_queue import WorkItem
+    from orchestra.schedules.work_queue import WorkSource
     from orchestra.worker.batches import Batch
     from orchestra.worker.layout import Share
     from orchestra.worker.worker import Worker
@@ -57,9 +56,7 @@ class Roles:
     @cached_property
     def workers(self) -> tuple[int, ...]:
         """The ranks that have data."""
-        shares = self.shares
-        parts = self.reads or range(len(shares))  # `part`, for a thousand ranks at once
-        return tuple(rank for rank, part in enumerate(parts) if shares[part] > 0)
+        return tuple(rank for rank in range(len(self.shares)) if self.shares[self.part(rank)] > 0)
 
     def part(self, rank: int) -> int:
         """The rank whose part of the data `rank` works on."""
@@ -71,19 +68,6 @@ class Roles:
         if self.servers and not self.replicas:
             return self.servers[0]
         return next(rank for rank in self.workers if rank not in self.servers)
-
-
-class WorkSource(Protocol):
-    """Gives one worker its batches, one after the other."""
-
-    def take(self) -> WorkItem:
-        """The next item of work; the one before is done."""
-
-    def skip(self, values: Tensor) -> None:
-        """Nobody computes the batch of the last item; the flat parameters `values` may be renewed.
-
-        For loops of the user's own, which may take a batch and make no step with it.
-        """
 
 
 @dataclass(frozen=True)
@@ -196,10 +180,8 @@ class Strategy(Settings, ABC, Generic[S]):
         return None
 
     def end_phase(self, worker: Worker, state: S, level: int) -> None:
-        """Collective, where `work` has ended before the budget: begin the phase after it.
-
-        `level`: which of nested phases is over.
-        """
+        """Collective, where `work` has ended before the budget: begin the phase after the one that
+        is over, the number `level` of nested ones."""
         raise AssertionError(f"{self!r} has no phases")
 
     @property
@@ -317,8 +299,7 @@ class Strategy(Settings, ABC, Generic[S]):
         kept = [tensor.clone() for tensor in own]
         state = self.start(worker)
         optimizers.restore(state, saved)
-        for tensor, before in zip(own, kept, strict=True):
-            optimizers.restore(tensor, before)
+        optimizers.restore(own, kept)
         # A flow in the background, as of a server beside a worker, answers whoever asks: nobody
         # does before what it answers from is restored.
         exchange.wait_for_everyone(worker)
@@ -333,9 +314,9 @@ class Strategy(Settings, ABC, Generic[S]):
         renew()
         return self.start(worker)
 
-    def optimizer_of(self, state: S) -> Optimizer | None:
+    def optimizer_of(self, state: S) -> optim.Optimizer | None:
         """The optimizer whose moments a following phase may inherit: `state.optimizer`, if any."""
-        optimizer: Optimizer | None = getattr(state, "optimizer", None)
+        optimizer: optim.Optimizer | None = getattr(state, "optimizer", None)
         return optimizer
 
     def optimizer_parts(self, worker: Worker, state: S) -> list[OptimizerPart]:
@@ -343,14 +324,13 @@ class Strategy(Settings, ABC, Generic[S]):
         return []
 
 
-_roles_of = lru_cache(maxsize=256)(lambda strategy, ranks: strategy.roles(ranks))
+_roles_of: Callable[[Strategy[Any], int], Roles] = lru_cache(256)(lambda each, n: each.roles(n))
 
 
 def roles_of(strategy: Strategy[Any], ranks: int) -> Roles:
     """`strategy.roles(ranks)`, worked out once: with many ranks that takes a while."""
     try:
-        roles: Roles = _roles_of(strategy, ranks)
-        return roles
+        return _roles_of(strategy, ranks)
     except TypeError:  # a setting of it, such as a list, cannot be looked up
         return strategy.roles(ranks)
 
@@ -359,7 +339,7 @@ def roles_of(strategy: Strategy[Any], ranks: int) -> Roles:
 class ReplicaState:
     """State of a worker that trains a replica: its optimizer, and its end of the batch queue."""
 
-    optimizer: Optimizer
+    optimizer: optim.Optimizer
     work: SharedWork | None = field(default=None, kw_only=True, metadata=optimizers.TRANSIENT)
 
 
@@ -384,9 +364,8 @@ class Replicas(Strategy[R]):
         """Everyone begins with the parameters of the first rank."""
         exchange.agree_on_parameters(worker)
         worker.reporter.expendable(False)
-        work = None
-        if self.self_paced:
-            work = exchange.share_work(worker, roles_of(self, worker.budget_ranks).shares)
+        shares = roles_of(self, worker.budget_ranks).shares
+        work = exchange.share_work(worker, shares) if self.self_paced else None
         return self.allocate(worker, work)
 
     @abstractmethod

@@ -14,7 +14,6 @@ from orchestra.settings import setting
 from orchestra.settings.registry import LazyModule
 from orchestra.strategies.base import Footprint, Replicas, ReplicaState, Roles
 from orchestra.topologies import Ring, Topology, connected, doubly_stochastic, sources_of
-from orchestra.transports.tags import Tag
 
 if TYPE_CHECKING:
     import torch
@@ -174,20 +173,15 @@ class Gossip(Replicas[GossipState]):
         ranks, own = worker.workers.ranks, worker.workers.index(worker.rank)
         graph = self.topology.graph(len(ranks), step)
         weights = doubly_stochastic(graph)[own]
-        transport, x, layout = worker.transport, worker.parameters, worker.layout
+        x, layout = worker.parameters, worker.layout
         codec = exchange.SliceCodec(worker, self._contraction)
         spans = [(slot.offset, slot.size) for slot in layout.slots]
         (whole,) = place(spans, layout.size, 1, divisible=False)
 
         (payload,) = codec.encode([whole], x - copies.own, copies.compression, step)
-        arriving = {
-            peer: transport.receive(ranks[peer], Tag.MIX) for peer in sorted(weights) if peer != own
-        }
-        leaving = [transport.send(payload, ranks[peer], Tag.MIX) for peer in graph[own]]
-        arrived = {peer: handle.wait() for peer, handle in arriving.items()}
-        for handle in leaving:
-            handle.wait()
-
+        arrived = exchange.swap_with_neighbours(
+            worker, worker.transport, payload, graph, alike=False
+        )
         arrived[own] = payload
         for peer in sorted(arrived):
             q = codec.decode(whole, arrived[peer], step, ranks[peer])

@@ -257,7 +257,6 @@ class LocalSGD(Replicas[LocalSGDState]):
         for fragment in state.fragments:
             fragment.samples += worker.step.samples
             fragment.total += worker.step.total_samples
-        for fragment in state.fragments:
             if fragment.travelling is not None and state.steps >= fragment.due:
                 self._arrive(worker, fragment)
         leaving = self._leaving(worker, state)
@@ -381,11 +380,10 @@ class LocalSGD(Replicas[LocalSGDState]):
 
     def stop(self, worker: Worker, state: LocalSGDState) -> None:
         self._apply(worker, state)
+        consumed, renew = worker.step.consumed, worker.snapshots.renew
         for fragment in state.fragments:
-            contribution, weight = self._contribution(worker, fragment), fragment.weight
-            worker.snapshots.renew(
-                worker.step.consumed, contribution, offset=fragment.first, weight=weight
-            )
+            contribution, offset = self._contribution(worker, fragment), fragment.first
+            renew(consumed, contribution, offset=offset, weight=fragment.weight)
         self._average_exactly(worker, state)
 
     def _apply(self, worker: Worker, state: LocalSGDState) -> None:

@@ -14,7 +14,7 @@ from orchestra.errors import InputError
 from orchestra.parameter_server.placement import parts_by_links
 from orchestra.settings import MAX_RANKS, MAX_STEPS, setting
 from orchestra.strategies.base import Footprint, Roles, roles_of
-from orchestra.strategies.parameter_server_checks import contradictions
+from orchestra.strategies.parameter_server_checks import contradictions, contradictions_with
 from orchestra.strategies.server_strategy import (
     NOTHING,
     ServerStrategy,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from orchestra.exchange import SliceCodec
     from orchestra.exchange.servers import Compensate, ServerRules
     from orchestra.parameter_server import Client, Consistency
-    from orchestra.parameter_server.placement import Part
+    from orchestra.parameter_server.placement import Part, Slice
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
 
@@ -95,10 +95,7 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
             "for optimizers that no slice can run",
         ),
         ("ParameterServer(backup=1)", "for many workers that are slow by turns"),
-        (
-            'ParameterServer(consistency="asynchronous")',
-            "for workers of unlike speed: nobody waits",
-        ),
+        ('ParameterServer(consistency="asynchronous")', "for unlike speeds: nobody waits"),
         (
             'ParameterServer(consistency="asynchronous", placement="beside")',
             "the same without a rank to spare",
@@ -150,8 +147,7 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
         0, "workers not waited for: the first N - backup make the average", low=0, high=MAX_RANKS
     )
     learning_rate: Literal["kept", "divided", "by_staleness"] = setting(
-        "kept",
-        "of a push: divided by the number of workers, or by its staleness if that is above 0",
+        "kept", "of a push: divided by the number of workers, or by its staleness if above 0"
     )
     delay_compensation: Literal["none", "constant", "adaptive"] = setting(
         "none", "what the gradient's square times the delay is weighted with"
@@ -220,17 +216,16 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
         roles, updates = roles_of(self, ranks), self.returns == "parameters"
         whole = NOTHING
         if rank in roles.workers:
-            arriving = 1.0 if updates and not self.replicas else 0.0
-            kept = 0.0 if self.compression is None else self.compression.footprint
-            copies = arriving if self.compression is None else kept
+            copies = 1.0 if updates and not self.replicas else 0.0  # that arrive
+            if self.compression is not None:
+                copies = self.compression.footprint
             whole = replace(
                 super().footprint(rank, ranks), optimizer=0.0 if updates else 1.0, copies=copies
             )
         if rank not in roles.servers:
             return whole
         weights = self.slices if isinstance(self.slices, tuple) else (1.0,) * self.servers
-        place = roles.servers.index(rank)
-        held = [weights[place - k] for k in range(1 + self.replicas)]
+        held = [weights[roles.servers.index(rank) - k] for k in range(1 + self.replicas)]
         part = sum(held) / sum(weights)
         given = {"none": 0, "constant": 1, "adaptive": 2}[self.delay_compensation]
         pushes = len(roles.workers) * (1 + given)
@@ -243,29 +238,16 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
         return self if self.synchronous and beside and self.compression is None else None
 
     def rehearse(self, worker: Worker, values: Tensor) -> None:
-        servers = self.roles(worker.budget_ranks).servers
-        weights = self._weights(worker, self.roles(worker.budget_ranks))
-        updates = self.returns == "parameters"
-        slices = exchange.slices_of(worker, servers, updates=updates, weights=weights)
+        slices = self._slices(worker, self.roles(worker.budget_ranks))
         exchange.push_and_pull_once(worker, slices, values)
 
     def start(self, worker: Worker) -> ParameterServerState:
         """Everyone begins with the parameters of the first rank; each server takes its slice."""
-        if self.backup and worker.own_loop:
-            raise InputError(
-                "ParameterServer: backup needs orchestra's own loop (orchestra train): a late "
-                "worker passes over batches, which a loop of your own cannot"
-            )
-        if self.replicas and self.averages and worker.clip_norm is not None:
-            raise InputError(
-                "ParameterServer: replicas=1 with clip_norm needs consistency='asynchronous', or "
-                "'bounded' with a staleness above 0, where workers clip: synchronous servers clip "
-                "together, and the death of one would cut that short"
-            )
+        for message in contradictions_with(self, worker):
+            raise InputError(f"ParameterServer: {message}")
         exchange.agree_on_parameters(worker)
         roles, updates = self.roles(worker.budget_ranks), self.returns == "parameters"
-        is_server, weights = worker.rank in roles.servers, self._weights(worker, roles)
-        slices = exchange.slices_of(worker, roles.servers, updates=updates, weights=weights)
+        is_server, slices = worker.rank in roles.servers, self._slices(worker, roles)
         codec = None if self.compression is None else exchange.SliceCodec(worker, self.compression)
         apart = self.replicas or codec is not None  # what is compressed goes slice by slice
         parts = [] if apart else exchange.parts_of(worker, slices)
@@ -286,6 +268,10 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
         replaceable = bool(self.replicas) if is_server else not self.synchronous
         worker.reporter.expendable(replaceable and worker.rank != roles.leader)
         return state
+
+    def _slices(self, worker: Worker, roles: Roles) -> list[Slice]:
+        updates, weights = self.returns == "parameters", self._weights(worker, roles)
+        return exchange.slices_of(worker, roles.servers, updates=updates, weights=weights)
 
     def _weights(self, worker: Worker, roles: Roles) -> Sequence[float]:
         """Return the weight of each server's slice, or none where all are equal."""
@@ -388,8 +374,8 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
             return
         client, before = state.client, state.client.clock
         self.push_and_pull(worker, state, worker.parameters)
-        passed_over = client.clock - before - 1
-        state.missed = Missed(passed_over, worker.step.loss, worker.step.consumed)
+        missed, step = client.clock - before - 1, worker.step
+        state.missed = Missed(missed, step.loss, step.consumed)
 
     def agree(self, worker: Worker, state: ParameterServerState) -> None:
         """The servers' slices, or the workers' replica, become everybody's parameters."""

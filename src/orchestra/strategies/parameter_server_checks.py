@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from orchestra.strategies.parameter_server import ParameterServer
+    from orchestra.worker.worker import Worker
 
 ON_ARRIVAL = "consistency='asynchronous', or 'bounded' with a staleness above 0"
 
@@ -35,6 +36,20 @@ def contradictions(given: ParameterServer) -> Iterator[str]:
         yield (
             "backup does not go with compression: what waits for a later step would count on "
             "gradients that are dropped"
+        )
+
+
+def contradictions_with(given: ParameterServer, worker: Worker) -> Iterator[str]:
+    """What is wrong with settings that do not go with what `worker` was given."""
+    if given.backup and worker.own_loop:
+        yield (
+            "backup needs orchestra's own loop (orchestra train): a late worker passes over "
+            "batches, which a loop of your own cannot"
+        )
+    if given.replicas and given.averages and worker.clip_norm is not None:
+        yield (
+            f"replicas=1 with clip_norm needs {ON_ARRIVAL}, where workers clip: synchronous "
+            "servers clip together, and the death of one would cut that short"
         )
 
 

@@ -320,8 +320,7 @@ class PushSum:
             if arrived.dtype == torch.int64:
                 self._closed[source] = int(arrived)
             else:
-                there = arrived.to(self.mass.device)
-                self._charged(partial(self.mass.add_, there))
+                self._charged(partial(self.mass.add_, arrived.to(self.mass.device)))
         self._arriving = late
         for step, sending in self._leaving:
             if step <= due:

@@ -12,12 +12,13 @@ from orchestra.errors import InputError
 from orchestra.settings import setting
 from orchestra.settings.base import REQUIRED
 from orchestra.strategies.all_reduce import AllReduce
-from orchestra.strategies.base import CHANGED, Footprint, Roles, Strategy, WorkSource
+from orchestra.strategies.base import CHANGED, Footprint, Roles, Strategy
 from orchestra.strategies.phased import Phased
 from orchestra.strategies.switch_rules import LossStable, Rule, SwitchState
 
 if TYPE_CHECKING:
     from orchestra.parameter_server.messages import Pause
+    from orchestra.schedules.work_queue import WorkSource
     from orchestra.worker.worker import Worker
 
 

@@ -38,21 +38,20 @@ class Rule(Settings, ABC):
 
     Where all workers know the same of a step each observes it, and all decide alike. Elsewhere
     they report to one, which observes for all. Rules combine: `a & b`, `a | b`.
+
+    Attributes:
+        memory: the class of its state.
+        reads_loss: it depends on the training loss.
+        counts: it depends on the number of the step alone, or on what is planned.
+        compares_workers: it needs what each worker measures by itself.
+        reads_gradients: it compares workers by their gradients, which are then averaged.
     """
 
     memory: ClassVar[type[RuleState]] = RuleState
-
     reads_loss: ClassVar[bool] = False
-    """It depends on the training loss."""
-
     counts: ClassVar[bool] = False
-    """It depends on the number of the step alone, or on what is planned."""
-
     compares_workers: ClassVar[bool] = False
-    """It needs what each worker measures by itself."""
-
     reads_gradients: ClassVar[bool] = False
-    """It compares workers by their gradients, which are then averaged."""
 
     def begin(self) -> RuleState:
         """The memory at the beginning."""
@@ -160,8 +159,7 @@ class Straggler(Rule):
         if len(state.recent) < self.window:
             return False
         seconds = [fmean(own) for own in zip(*state.recent, strict=True)]
-        slow = max(seconds) > self.ratio * median_low(seconds)
-        return slow == self.present
+        return (max(seconds) > self.ratio * median_low(seconds)) == self.present
 
 
 @dataclass
@@ -295,7 +293,6 @@ class LossStable(Rule):
     )
 
     def observe(self, state: RuleState, step: Step) -> bool:
-        state.steps += 1
         state.total += step.loss if self.source == "mean" else max(step.losses)
         state.count += 1
         if self.every == "epoch":

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from orchestra.collectives import receive_object, send_object
-from orchestra.errors import PeerLost
+from orchestra.errors import InputError, PeerLost, nearest
+from orchestra.optimizers.state import undisturbed
 from orchestra.records.report import Point
 from orchestra.tasks.task import Task, evaluate
 from orchestra.transports.tags import Tag
@@ -177,6 +178,14 @@ def _kind_of_own(parts: Iterable[Contribution]) -> str:
 def evaluation_data(task: Task) -> Dataset[Any] | None:
     """What snapshots are evaluated on: validation data where the task has some, else test data."""
     return task.validation if task.validation is not None else task.test
+
+
+def require_metric(metric: str, task: Task, model: nn.Module, dataset: Dataset[Any]) -> None:
+    """Raise `InputError` unless `task` gives `metric`: a run towards it would never arrive."""
+    with undisturbed():
+        known = evaluate(task, model, dataset, EVALUATION_BATCH)
+    if metric not in known:
+        raise InputError(f"target: the task has no metric {metric!r}; {nearest(metric, known)}")
 
 
 def own_metrics(model: FlatModel, task: Task, parts: Sequence[Contribution]) -> SnapshotMetrics:

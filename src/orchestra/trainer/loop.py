@@ -11,8 +11,8 @@ from orchestra.data.feed import Feed, Samples
 from orchestra.data.plan import Plan, apportion, plan_of
 from orchestra.errors import RunFailed
 from orchestra.exchange import CommonStep
-from orchestra.schedules.work_queue import Kind, WorkItem, WorkQueue
-from orchestra.strategies.base import CHANGED, Strategy, WorkSource
+from orchestra.schedules.work_queue import Kind, WorkItem, WorkQueue, WorkSource
+from orchestra.strategies.base import CHANGED, Strategy
 from orchestra.trainer.balancing import Balancer
 from orchestra.trainer.recorder import Recorder
 from orchestra.trainer.settings import Training

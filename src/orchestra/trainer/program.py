@@ -14,7 +14,7 @@ from torch import nn
 
 from orchestra.data.feed import Samples, open_samples, open_shard
 from orchestra.data.plan import shares_of
-from orchestra.errors import InputError, RunFailed, nearest
+from orchestra.errors import InputError, RunFailed
 from orchestra.exchange import start_together
 from orchestra.optimizers.state import restore, undisturbed
 from orchestra.records.report import LeaderReport, Point, RankReport
@@ -125,10 +125,9 @@ class Session(Loop):
     def train(self) -> None:
         """From the warm-up to the agreement on the final parameters."""
         worker, strategy, reporter = self.worker, self.strategy, self.runtime.reporter
-        warms_up = self.runtime.warms_up and not self.in_parts
         footprint = strategy.footprint(worker.rank, self.training.ranks)
-        if footprint.windows:
-            warms_up = False  # on a copy of the whole, with its gradients
+        # A warm-up has a copy of the whole, with its gradients.
+        warms_up = self.runtime.warms_up and not self.in_parts and not footprint.windows
         if warms_up and worker.rank in self.roles.workers:
             setup.warm_up(worker, self._first_samples, footprint.optimizer)
         if not self.shares and self.run.measures_shares:
@@ -314,11 +313,7 @@ class Session(Loop):
         dataset = curve.evaluation_data(task)
         if dataset is None:
             raise InputError("target: the task has neither validation nor test data to measure it")
-        with undisturbed():
-            known = evaluate(task, module, dataset, curve.EVALUATION_BATCH)
-        if target.metric not in known:
-            hint = nearest(target.metric, known)
-            raise InputError(f"target: the task has no metric {target.metric!r}; {hint}")
+        curve.require_metric(target.metric, task, module, dataset)
 
     def _model_part(self, module: nn.Module) -> ModelPart | None:
         """Return the part of `module` that this rank trains, where each has one."""

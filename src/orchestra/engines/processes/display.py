@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from orchestra.cluster.units import clock_text
 from orchestra.engines.events import Event, Heartbeat, Interrupted, Joined, Notice
 from orchestra.engines.live import LiveFile, slow_ranks_of
 from orchestra.strategies.base import Roles
@@ -90,18 +91,12 @@ class Progress:
 
     def _text(self) -> str:
         now = time.monotonic()
-        text = f"{_clock(now - self._began)} elapsed"
+        text = f"{clock_text(now - self._began)} elapsed"
         if self._seconds:
             mean = sum(self._seconds) / len(self._seconds)
             left = mean * (self._total - self._done) - min(now - self._run_began, mean)
-            text += f", about {_clock(left)} left"
+            text += f", about {clock_text(left)} left"
         return text
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(max(seconds, 0.0)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class Lines:

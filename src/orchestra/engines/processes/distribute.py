@@ -100,14 +100,10 @@ def distribute(
         InputError: what was asked for cannot be done.
         RunFailed: the ranks did not come together.
     """
-    strategy = strategy_of(strategy)
-    process = _Process.this(patience, host)
-    process.end_loops_before(model, optimizer, strategy)
-    loop = OwnLoop(
-        process.channel(), model, optimizer, batches, strategy, accumulation=accumulation,
-        seed=seed, work=work, bucket_megabytes=bucket_megabytes, overlap=overlap,
+    loop = _Process.this(patience, host).begin_loop(
+        model, optimizer, batches, strategy_of(strategy), accumulation=accumulation, seed=seed,
+        work=work, bucket_megabytes=bucket_megabytes, overlap=overlap,
     )  # fmt: skip
-    process.loops.append(loop)
     loop.batches.serve_to_the_end()
     return model, optimizer, loop.batches
 
@@ -173,7 +169,7 @@ class _Process:
     _thread: threading.Thread | None = None
 
     def __init__(self, patience: float, host: str | None) -> None:
-        self.loops: list[OwnLoop] = []  # that have not ended
+        self._loops: list[OwnLoop] = []  # that have not ended
         self._channels = itertools.count()
         self._error: BaseException | None = None  # of the script
         self._failure: BaseException | None = None  # of the run
@@ -239,7 +235,21 @@ class _Process:
         """The runtime of what is sent beside all loops."""
         return self.channel()
 
-    def end_loops_before(
+    def begin_loop(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batches: Any,
+        strategy: Strategy[Any],
+        **settings: Any,
+    ) -> OwnLoop:
+        """Collective: end the loops that are over; begin one, with the `settings` of `OwnLoop`."""
+        self._end_loops_before(model, optimizer, strategy)
+        loop = OwnLoop(self.channel(), model, optimizer, batches, strategy, **settings)
+        self._loops.append(loop)
+        return loop
+
+    def _end_loops_before(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy[Any]
     ) -> None:
         """Collective: end the loops that are over once `model` is distributed.
@@ -249,8 +259,8 @@ class _Process:
         """
         parameters = set(model.parameters())
         self.end(lambda loop: loop.begun or loop.trains(parameters), optimizer)
-        for each in (strategy, *(loop.strategy for loop in self.loops)):
-            if self.loops and may_serve(each, self._runtime.ranks):
+        for each in (strategy, *(loop.strategy for loop in self._loops)):
+            if self._loops and may_serve(each, self._runtime.ranks):
                 raise InputError(
                     f"{each!r} has ranks that only serve, which do so for one loop at a time: "
                     "train models by turns with placement='beside', or under all-reduce"
@@ -260,8 +270,8 @@ class _Process:
         self, is_over: Callable[[OwnLoop], bool], optimizer: torch.optim.Optimizer | None = None
     ) -> None:
         """Collective: end the loops that are over, one of which may hand over its `optimizer`."""
-        over = [loop for loop in self.loops if is_over(loop)]
-        self.loops = [loop for loop in self.loops if loop not in over]
+        over = [loop for loop in self._loops if is_over(loop)]
+        self._loops = [loop for loop in self._loops if loop not in over]
         for loop in over:
             loop.finish(goes_on=True)
             loop.close(handed_over=loop.optimizer is optimizer)
@@ -276,7 +286,7 @@ class _Process:
     def _end(self) -> None:
         if self._error is None:
             try:
-                for loop in self.loops:
+                for loop in self._loops:
                     loop.finish()
             except BaseException as error:
                 self._error = error

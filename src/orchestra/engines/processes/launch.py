@@ -126,13 +126,7 @@ def launch(
     raised in its phase "set-up", and `RunFailed` with the first cause in its first line; the
     failing rank's traceback follows.
     """
-    if _is_rank:
-        raise InputError(
-            "a run was started while a rank imports the script that starts it: put the call under "
-            "if __name__ == '__main__':"
-        )
-    if ranks < 1:
-        raise InputError(f"ranks is {ranks}: a run needs at least one")
+    _check_may_launch(ranks)
     payload = _pickled(program, argument)
     main = _main_module(payload)
     token, limits = secrets.token_hex(32), Limits(patience=patience)
@@ -157,6 +151,16 @@ def launch(
             watcher.abandon()
             raise
     return watcher.outcome(pickle.loads)  # of its own children
+
+
+def _check_may_launch(ranks: int) -> None:
+    if _is_rank:
+        raise InputError(
+            "a run was started while a rank imports the script that starts it: put the call under "
+            "if __name__ == '__main__':"
+        )
+    if ranks < 1:
+        raise InputError(f"ranks is {ranks}: a run needs at least one")
 
 
 def _placed(spec: RankSpec, place: Place) -> RankSpec:

@@ -88,7 +88,6 @@ def take_part(
     *,
     completed: RunRecord | None = None,
     first_is_gone: Callable[[str], None] | None = None,
-    quiet: bool = False,
 ) -> RunRecord | None:
     """Train `run` as one of the processes that torchrun or another launcher started.
 
@@ -113,7 +112,7 @@ def take_part(
     if first and completed is None:
         write_environment(folder)
     watched = folder if first and completed is None else None
-    with Display(run, roles, quiet=quiet or not first, folder=watched) as display:
+    with Display(run, roles, quiet=not first, folder=watched) as display:
         outcome = join(
             program_unless_completed,
             (run, folder.absolute(), completed is not None),

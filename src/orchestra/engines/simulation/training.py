@@ -175,25 +175,11 @@ def simulate_run(
         What became of it; the cluster, in which one process has the best node; and the bytes on a
         link for each byte of a message.
     """
-    from orchestra.cluster.costs import EVENLY
-    from orchestra.cluster.nodes import ASSUMED
-    from orchestra.engines.simulation.costs import OVERHEAD, CalibratedCosts, assumed_costs
     from orchestra.engines.simulation.memory import Memory
     from orchestra.engines.simulation.simulate import simulate
     from orchestra.trainer.program import train
 
-    costs: Costs
-    overhead, sharing = OVERHEAD, EVENLY
-    jitter: Jitter = ASSUMED
-    calibration = source.calibration
-    if calibration is None or source.task is None:
-        costs = assumed_costs(run)
-    else:
-        split = run.training.accumulation
-        costs = CalibratedCosts(calibration, source.task, accumulation=split)
-        overhead, sharing = calibration.overhead(source.task), calibration.sharing(source.task)
-        jitter = source.task.jitter or ASSUMED
-
+    costs, overhead, sharing, jitter = _charges(run, source)
     memory = Memory(run)
     if isinstance(run.strategy, Single):
         node = memory.best_node(cluster, costs)
@@ -211,24 +197,30 @@ def simulate_run(
         return train(replace(rank, speeds=speeds, bandwidths=bandwidths), (run, folder))
 
     outcome = simulate(
-        rank_program,
-        cluster,
-        ranks,
-        costs,
-        overhead,
-        reporter,
-        seed_number=run.seed,
-        sharing=sharing,
-        jitter=jitter,
-        patience=run.training.patience,
-        threads=run.training.threads,
-        values=run.training.tensors == "real",
-        pace=pace,
-        live=live,
-    )
+        rank_program, cluster, ranks, costs, overhead, reporter, seed_number=run.seed,
+        sharing=sharing, jitter=jitter, patience=run.training.patience,
+        threads=run.training.threads, values=run.training.tensors == "real", pace=pace, live=live,
+    )  # fmt: skip
     if len(cluster.nodes) > 1:
         outcome = replace(outcome, alone=speeds_alone(memory, cluster, ranks, costs, jitter))
     return outcome, cluster, overhead.wire if cluster.tcp else 1.0
+
+
+def _charges(run: Run, source: CostSource) -> tuple[Costs, Overhead, Sharing, Jitter]:
+    """What computing, messages and shared cores cost in `run`: as calibrated, else as assumed."""
+    from orchestra.cluster.costs import EVENLY
+    from orchestra.cluster.nodes import ASSUMED
+    from orchestra.engines.simulation.costs import OVERHEAD, CalibratedCosts, assumed_costs
+
+    calibration, task = source.calibration, source.task
+    if calibration is None or task is None:
+        return assumed_costs(run), OVERHEAD, EVENLY, ASSUMED
+    return (
+        CalibratedCosts(calibration, task, accumulation=run.training.accumulation),
+        calibration.overhead(task),
+        calibration.sharing(task),
+        task.jitter or ASSUMED,
+    )
 
 
 def described_speeds(

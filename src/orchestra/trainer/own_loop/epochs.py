@@ -13,8 +13,8 @@ from orchestra import exchange
 from orchestra.data import loaders
 from orchestra.errors import InputError
 from orchestra.optimizers.state import random_state, restore_random_state, undisturbed
-from orchestra.schedules.work_queue import Kind, WorkItem
-from orchestra.strategies.base import Strategy, WorkSource
+from orchestra.schedules.work_queue import Kind, WorkItem, WorkSource
+from orchestra.strategies.base import Strategy
 from orchestra.trainer.own_loop.model import BackwardPasses
 from orchestra.trainer.own_loop.rank import Command, OwnRank
 from orchestra.worker.runtime import Runtime

@@ -23,7 +23,8 @@ from orchestra.optimizers.spec import (
     set_options,
 )
 from orchestra.optimizers.state import capture, restore
-from orchestra.strategies.base import Roles, Strategy, WorkSource
+from orchestra.schedules.work_queue import WorkSource
+from orchestra.strategies.base import Roles, Strategy
 from orchestra.trainer import checkpoints
 from orchestra.trainer.own_loop.model import Hook
 from orchestra.transports.tags import Tag
@@ -111,8 +112,7 @@ class OwnRank:
             return
         tensors: checkpoints.Tensors = {}
         checkpoints.by_content(capture(worker.inherited), tensors)
-        first = worker.everyone.ranks[0]
-        if list(tensors) != exchange.agree_on_data(worker, list(tensors), first):
+        if list(tensors) != exchange.agree_on_data(worker, list(tensors), worker.everyone.ranks[0]):
             raise InputError(
                 "the optimizer has other moments than on the first rank: load the same state on "
                 "every rank before distribute, or clear it (optimizer.state.clear())"
@@ -178,8 +178,7 @@ class OwnRank:
 
     def _may_be_saved(self, _: torch.optim.Optimizer) -> None:
         first = self.worker.workers.ranks[0]
-        moved = self.steps > 0 or self._inherited
-        if self._restoring or self._whole or self.ended or not moved:
+        if self._restoring or self._whole or self.ended or not (self.steps or self._inherited):
             return
         if not self._collected:
             raise InputError(
@@ -194,7 +193,7 @@ class OwnRank:
             )
 
     def _optimizer_loaded(self, _: torch.optim.Optimizer) -> None:
-        self._loaded_moments = self._loaded_moments or not self._restoring
+        self._loaded_moments |= not self._restoring
 
     def _model_loaded(self, *_: Any) -> None:
         self._loaded_model = True
@@ -214,8 +213,8 @@ class OwnRank:
             return
         if moments:
             self.worker.optimizer = self._spec()
-        whole = self._whole
-        if not (moments and not whole) and not (model and not (whole and self.synchronous)):
+        moved = moments and not self._whole  # to where the strategy keeps them
+        if not moved and not (model and not (self._whole and self.synchronous)):
             return
         if self.taken and self.source() is not None:
             raise InputError(
@@ -223,18 +222,16 @@ class OwnRank:
                 "known from which it would count: load before the epoch, or set work='equal' in "
                 "distribute"
             )
-        loaded = None
-        if moments and not whole:
-            loaded = export_moments(self.optimizer, self.worker.named_parameters())
+        parameters = self.worker.named_parameters()
         self.tell(Command.RESTART)
-        self._restart(loaded)
+        self._restart(export_moments(self.optimizer, parameters) if moved else None)
 
     def _restart(self, moments: Moments | None) -> None:
         """Collective: start anew, with `moments`, or those that there were."""
         worker = self.worker
         before = self.strategy.optimizer_parts(worker, self.state)
         consumed, groups = worker.step.consumed, get_options(self.optimizer)
-        put_back = self.worker.keep()
+        put_back = worker.keep()
 
         def renew() -> None:
             nonlocal moments
@@ -304,9 +301,8 @@ class OwnRank:
     def _install(self, moments: Moments) -> None:
         parameters = self.worker.named_parameters()
         for name, state in moments.items():
-            self.optimizer.state[parameters[name]] = map_tensors(
-                state, Tensor.clone
-            )  # equal ones were one
+            # equal ones were one
+            self.optimizer.state[parameters[name]] = map_tensors(state, Tensor.clone)
 
     # Going on from a state
 
@@ -397,9 +393,8 @@ class OwnRank:
         gathered = self._gather(self._own_moments(), first)
         if worker.rank == first:
             joined = self._joined(gathered.values())
-            for rank in gathered:
-                if rank != first:
-                    checkpoints.send_state(worker.transport, joined, rank)
+            for rank in gathered.keys() - {first}:
+                checkpoints.send_state(worker.transport, joined, rank)
         else:
             joined = checkpoints.receive_state(worker.transport, first, {})
         self._install(joined)
