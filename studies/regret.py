@@ -7,8 +7,8 @@
 For each pair: `orchestra plan` for two minutes, and all of its candidates simulated to the
 target without dropping any. Regret is the time of the plan's choice over the least of all, less 1;
 beside it stands that of three rules that look at nothing: data-parallel training on all nodes (a
-ring), one process, DiLoCo. With --emulate the candidates that are first in the simulation, the
-plan's first ones and the three rules are trained for real on pairs of up to eight nodes, which
+ring), one process, DiLoCo. With --emulate the candidates that are first in the simulation (in the
+plan, where not all are simulated: --plan-only), the plan's first ones and the three rules are trained for real on pairs of up to eight nodes, which
 together have the cores of a small machine.
 
 Whatever is done is kept in the folder, and the same command goes on. --seconds ends it early.
@@ -54,7 +54,7 @@ FURTHER = 2.0
 CHUNK = 8
 DONE = "simulated.ok"
 """The file that says that all candidates of a pair are simulated."""
-EMULATED = 12
+EMULATED = 8
 """Candidates of a pair that are trained for real, beside the rules and the plan's first ones."""
 LONGER = 1.6
 """Times the samples that the simulation needed, for a real run."""
@@ -206,7 +206,9 @@ class Exhaustive(Search):
                 rates = [
                     each for each in with_rates(entry.candidate) if each.name not in self.known
                 ]
-                self.entries |= {c.name: replace(entry, candidate=c, curves={}, done={}) for c in rates}
+                self.entries |= {
+                    c.name: replace(entry, candidate=c, curves={}, done={}) for c in rates
+                }
         exact = [e for e in self.entries.values() if e.candidate.exact]
         sources = {self.source(entry).name: self.source(entry) for entry in exact if entry.speed}
         missing = [
@@ -275,7 +277,9 @@ def prepare(folder: Path) -> str:
     return str(path.absolute())
 
 
-def carry_out_pair(pair: Pair, folder: Path, calibration: str, until: float) -> None:
+def carry_out_pair(
+    pair: Pair, folder: Path, calibration: str, until: float, plan_only: bool
+) -> None:
     """Plan, and simulate all candidates, as far as neither is there, until a moment."""
     folder.mkdir(parents=True, exist_ok=True)
     experiment = pair.experiment(calibration)
@@ -285,7 +289,7 @@ def carry_out_pair(pair: Pair, folder: Path, calibration: str, until: float) -> 
         carry_out(
             experiment, str(file), folder / "plan", MINUTES, lambda *_: None, report=False
         )  # fmt: skip
-    if (folder / DONE).exists() or now() > until:
+    if plan_only or (folder / DONE).exists() or now() > until:
         return
     if Exhaustive(pair, experiment, folder, until).simulate():
         (folder / DONE).touch()
@@ -433,6 +437,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="only the pairs")
     parser.add_argument("--pairs", default="", help="such as 1,3 (default: all)")
     parser.add_argument("--emulate", action="store_true", help="small pairs for real, too")
+    parser.add_argument("--plan-only", action="store_true", help="do not simulate all candidates")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so long")
     options = parser.parse_args()
     wanted = pairs()
@@ -448,7 +453,7 @@ def main() -> int:
     for pair in chosen:
         folder = options.out / str(pair.number)
         if now() < until and not options.emulate:
-            carry_out_pair(pair, folder, calibration, until)
+            carry_out_pair(pair, folder, calibration, until, options.plan_only)
         elif now() < until and pair.small:
             emulate(pair, folder, calibration, until)
     found = [
