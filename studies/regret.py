@@ -7,9 +7,10 @@
 For each pair: `orchestra plan` for two minutes, and all of its candidates simulated to the
 target without dropping any. Regret is the time of the plan's choice over the least of all, less 1;
 beside it stands that of three rules that look at nothing: data-parallel training on all nodes (a
-ring), one process, DiLoCo. With --emulate the candidates that are first in the simulation (in the
-plan, where not all are simulated: --plan-only), the plan's first ones and the three rules are trained for real on pairs of up to eight nodes, which
-together have the cores of a small machine.
+ring), one process, DiLoCo. With --emulate, candidates of pairs with up to eight nodes, which
+together have the cores of a small machine, are trained for real: those that are first in the
+simulation (in the plan, where not all are simulated: --plan-only), the plan's first ones and the
+three rules.
 
 Whatever is done is kept in the folder, and the same command goes on. --seconds ends it early.
 """
