@@ -84,7 +84,7 @@ class Verified:
 
     Attributes:
         name: of the candidate.
-        predicted: seconds to the target.
+        predicted: seconds to the target, with that seed.
         measured: the same, on `engine`; None where the target was not reached.
         failure: why it was not carried out; None where it was.
     """
