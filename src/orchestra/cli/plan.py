@@ -209,7 +209,8 @@ def print_plan(plan: Plan) -> None:
     for each in plan.verified:
         text = "target not reached" if each.measured is None else f"{significant(each.measured)} s"
         text = f"not measured: {each.failure}" if each.failure else f"measured {text}"
-        console.print(f"{each.name}: predicted {significant(each.predicted)} s, {text}")
+        predicted = f"predicted {significant(each.predicted)} s"
+        console.print(f"{each.name}, seed {each.seed}: {predicted}, {text}")
     console.print(f"record: {plan.folder}", soft_wrap=True)
     if plan.report is not None:
         console.print(f"report: {plan.report}", soft_wrap=True)

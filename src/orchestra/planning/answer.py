@@ -80,16 +80,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Verified:
-    """A candidate, with the first seed.
+    """A candidate that was trained for real, with one seed.
 
     Attributes:
         name: of the candidate.
+        seed: the first one with which the target was reached in the simulation.
         predicted: seconds to the target, with that seed.
         measured: the same, on `engine`; None where the target was not reached.
         failure: why it was not carried out; None where it was.
     """
 
     name: str
+    seed: int
     predicted: float
     measured: float | None
     engine: Engine

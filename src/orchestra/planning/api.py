@@ -162,15 +162,15 @@ def verify(plan: Plan, search: Search, cluster: Cluster, tell: Tell) -> Plan:
     is taken to be this machine.
     """
     engine: Engine = "emulation" if len(cluster.nodes) > 1 else "processes"
-    known = (row for row in plan.rows if search.seeds[0] in search.times(search.entries[row.name]))
-    rows = [row for row in known if row.seconds is not None][:VERIFIED]
+    rows = [row for row in plan.rows if row.seconds is not None][:VERIFIED]
     found: list[Verified] = []
     for number, row in enumerate(rows):
         tell(f"verifying {row.name}", number / len(rows))
         folder = plan.folder / "verified" / str(number + 1)
         measured, failure = None, None
         assert plan.target is not None
-        entry, seed = search.entries[row.name], search.seeds[0]
+        entry = search.entries[row.name]
+        seed, known = min(search.times(entry).items())
         run = replace(entry.candidate.run, seed=seed)
         try:
             measured = measured_seconds(run, engine, search.length.snapshots, folder, plan.target)
@@ -178,8 +178,7 @@ def verify(plan: Plan, search: Search, cluster: Cluster, tell: Tell) -> Plan:
             return replace(plan, verified=found, stopped=True)
         except (InputError, RunFailed) as error:
             failure = str(error).splitlines()[0]
-        predicted = search.times(entry)[seed].seconds
-        found.append(Verified(row.name, predicted, measured, engine, failure))
+        found.append(Verified(row.name, seed, known.seconds, measured, engine, failure))
     return replace(plan, verified=found)
 
 

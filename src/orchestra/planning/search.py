@@ -269,22 +269,25 @@ class Search(Standing):
             self._find_speeds(exact, self._budget.part(0.95), CONFIRMED_STEPS)
 
     def _more_seeds(self) -> None:
-        """The first ones again with further seeds, as far as the time goes."""
-        sources = [self.source(entry) for entry in self._finalists()]
-        for seed in self.seeds[1:]:
-            wanted = [
-                (source, seed, min(1.0, max(source.done.values()) * MISSED))
-                for source in sources
-                if seed not in self.times(source) and seed not in self.missed(source)
-            ]
-            if not wanted or self.stopped:
-                continue
-            longest = max(source.wall for source, *_ in wanted)
-            if now() + longest * math.ceil(len(wanted) / processes()) > self._budget.until:
-                self.notes.append(f"no time for seed {seed}, nor for further ones")
+        """The first ones with all seeds, as far as the time goes; others may be first meanwhile."""
+        while (unfinished := self._unfinished()) and not self.stopped:
+            seed = unfinished[0][1]
+            wanted = [each for each in unfinished if each[1] == seed]
+            if now() + self._cost(wanted) > self._budget.until:
+                self.notes.append(f"no time for seed {seed} of the first ones")
                 break
             self._what = f"seed {seed} of {count('candidate', len(wanted))}"
             self._learn(wanted, self._budget.until)
+
+    def _unfinished(self) -> list[Learning]:
+        """Runs of the finalists that have neither reached the target nor missed it, by seed."""
+        found = []
+        for source in {each.name: each for each in map(self.source, self._finalists())}.values():
+            part = self.length.part(MISSED * self.length.samples * max(source.done.values()))
+            known = {*self.times(source), *self.missed(source)}
+            open_ones = (seed for seed in self.seeds if seed not in known)
+            found += [(source, s, part) for s in open_ones if source.done.get(s, 0.0) < part]
+        return sorted(found, key=lambda each: self.seeds.index(each[1]))
 
     # Simulations
 
