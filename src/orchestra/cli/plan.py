@@ -207,10 +207,7 @@ def print_plan(plan: Plan) -> None:
     for text in plan.notes:
         console.print(f"note: {text}", style="yellow")
     for each in plan.verified:
-        text = "target not reached" if each.measured is None else f"{significant(each.measured)} s"
-        text = f"not measured: {each.failure}" if each.failure else f"measured {text}"
-        predicted = f"predicted {significant(each.predicted)} s"
-        console.print(f"{each.name}, seed {each.seed}: {predicted}, {text}")
+        console.print(each.text)
     console.print(f"record: {plan.folder}", soft_wrap=True)
     if plan.report is not None:
         console.print(f"report: {plan.report}", soft_wrap=True)

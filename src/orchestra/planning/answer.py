@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from orchestra.experiments.experiment import Experiment, alone
@@ -80,22 +81,31 @@ class Row:
 
 @dataclass(frozen=True)
 class Verified:
-    """A candidate that was trained for real, with one seed.
+    """A candidate that was trained for real, with each seed that reached the target in simulation.
 
     Attributes:
         name: of the candidate.
-        seed: the first one with which the target was reached in the simulation.
-        predicted: seconds to the target, with that seed.
+        predicted: by seed, seconds to the target.
         measured: the same, on `engine`; None where the target was not reached.
         failure: why it was not carried out; None where it was.
     """
 
     name: str
-    seed: int
-    predicted: float
-    measured: float | None
+    predicted: Mapping[int, float]
+    measured: Mapping[int, float | None]
     engine: Engine
     failure: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Predicted beside measured seconds, the means over the seeds."""
+        predicted = f"{self.name}: predicted {significant(fmean(self.predicted.values()))} s"
+        if self.failure is not None:
+            return f"{predicted}, not measured: {self.failure}"
+        reached = [seconds for seconds in self.measured.values() if seconds is not None]
+        if missed := len(self.measured) - len(reached):
+            return f"{predicted}, target not reached with {missed} of {len(self.measured)} seeds"
+        return f"{predicted}, measured {significant(fmean(reached))} s"
 
 
 @dataclass(frozen=True)

@@ -166,19 +166,23 @@ def verify(plan: Plan, search: Search, cluster: Cluster, tell: Tell) -> Plan:
     found: list[Verified] = []
     for number, row in enumerate(rows):
         tell(f"verifying {row.name}", number / len(rows))
-        folder = plan.folder / "verified" / str(number + 1)
-        measured, failure = None, None
         assert plan.target is not None
         entry = search.entries[row.name]
-        seed, known = min(search.times(entry).items())
-        run = replace(entry.candidate.run, seed=seed)
+        known = {seed: each.seconds for seed, each in sorted(search.times(entry).items())}
+        measured: dict[int, float | None] = {}
+        failure = None
         try:
-            measured = measured_seconds(run, engine, search.length.snapshots, folder, plan.target)
+            for seed in known:
+                folder = plan.folder / "verified" / f"{number + 1}-seed-{seed}"
+                run = replace(entry.candidate.run, seed=seed)
+                measured[seed] = measured_seconds(
+                    run, engine, search.length.snapshots, folder, plan.target
+                )
         except KeyboardInterrupt:
             return replace(plan, verified=found, stopped=True)
         except (InputError, RunFailed) as error:
             failure = str(error).splitlines()[0]
-        found.append(Verified(row.name, seed, known.seconds, measured, engine, failure))
+        found.append(Verified(row.name, known, measured, engine, failure))
     return replace(plan, verified=found)
 
 
