@@ -19,9 +19,10 @@ from orchestra.errors import InputError
 from orchestra.experiments.experiment import Experiment
 from orchestra.experiments.file import load
 from orchestra.planning.adaptive import adaptive
-from orchestra.planning.answer import answered, real_run
+from orchestra.planning.answer import Plan, Verified, answered, real_run
 from orchestra.planning.api import planned
 from orchestra.planning.candidates import Candidate, Space, scaled_rate
+from orchestra.planning.page import write_page
 from orchestra.planning.search import Budget, Search, short
 from orchestra.planning.standing import (
     CUT_OFF,
@@ -370,3 +371,21 @@ def test_a_folder_with_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="holds files; choose another --out"):
         orchestra.plan("digits", "lan_1gbit(nodes=2)", out=tmp_path, quiet=True)
+
+
+def test_a_verified_candidate_has_its_means_on_the_page(tmp_path: Path) -> None:
+    """A mean is told only where every seed that was predicted has reached the target."""
+    known = {0: 1.0, 1: 1.2}
+    reached_all = Verified("ring", known, {0: 1.1, 1: 1.5}, "emulation")
+    missed_one = Verified("tree", known, {0: 1.1, 1: None}, "emulation")
+    refused = Verified("gossip", known, {}, "emulation", "it needs root")
+    assert reached_all.outcome == "measured 1.30 s"
+    assert missed_one.outcome == "target not reached with 1 of 2 seeds"
+    assert refused.outcome == "not measured: it needs root"
+    plan = Plan(
+        ACCURACY, (), None, "none", None, None, {}, None, {}, (), "assumed", tmp_path,
+        verified=[reached_all, missed_one, refused],
+    )  # fmt: skip
+    text = write_page(plan, "a plan").read_text()
+    for expected in ("1.10", "1.30", "emulation", missed_one.outcome, refused.outcome):
+        assert expected in text

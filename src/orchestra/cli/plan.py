@@ -207,7 +207,8 @@ def print_plan(plan: Plan) -> None:
     for text in plan.notes:
         console.print(f"note: {text}", style="yellow")
     for each in plan.verified:
-        console.print(each.text)
+        predicted = f"predicted {significant(each.mean_predicted)} s"
+        console.print(f"{each.name}: {predicted}, {each.outcome}")
     console.print(f"record: {plan.folder}", soft_wrap=True)
     if plan.report is not None:
         console.print(f"report: {plan.report}", soft_wrap=True)

@@ -97,15 +97,25 @@ class Verified:
     failure: str | None = None
 
     @property
-    def text(self) -> str:
-        """Predicted beside measured seconds, the means over the seeds."""
-        predicted = f"{self.name}: predicted {significant(fmean(self.predicted.values()))} s"
-        if self.failure is not None:
-            return f"{predicted}, not measured: {self.failure}"
+    def mean_predicted(self) -> float:
+        """Over the seeds."""
+        return fmean(self.predicted.values())
+
+    @property
+    def mean_measured(self) -> float | None:
+        """Over the seeds; None where one did not reach the target, or was not carried out."""
         reached = [seconds for seconds in self.measured.values() if seconds is not None]
-        if missed := len(self.measured) - len(reached):
-            return f"{predicted}, target not reached with {missed} of {len(self.measured)} seeds"
-        return f"{predicted}, measured {significant(fmean(reached))} s"
+        return fmean(reached) if len(reached) == len(self.predicted) else None
+
+    @property
+    def outcome(self) -> str:
+        """What stands beside the prediction."""
+        if self.failure is not None:
+            return f"not measured: {self.failure}"
+        if self.mean_measured is not None:
+            return f"measured {significant(self.mean_measured)} s"
+        missed = sum(seconds is None for seconds in self.measured.values())
+        return f"target not reached with {missed} of {len(self.measured)} seeds"
 
 
 @dataclass(frozen=True)
