@@ -37,7 +37,7 @@ from orchestra.engines.processes.system import now
 from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.experiment import ONE_PROCESS, Experiment
 from orchestra.planning.answer import RECORD
-from orchestra.planning.api import carry_out, length_of, measured_seconds, planned
+from orchestra.planning.api import carried_out_for_real, carry_out, length_of, planned
 from orchestra.planning.candidates import Space, with_rates
 from orchestra.planning.search import CONFIRMED_STEPS, Budget, Search
 from orchestra.planning.standing import Entry, Length
@@ -342,7 +342,7 @@ def emulate(pair: Pair, folder: Path, calibration: str, until: float) -> None:
         snapshots = max(4, round(part * length.snapshots))
         runs = folder / "emulated" / str(len(found) + 1)
         try:
-            seconds = measured_seconds(run, "emulation", snapshots, runs, target)
+            seconds = carried_out_for_real(run, "emulation", snapshots, runs, target).seconds
         except (InputError, RunFailed) as error:
             failure = str(error).splitlines()[0]
         found[name] = {"seconds": seconds, "failure": failure, "took": round(now() - began, 1)}

@@ -376,10 +376,12 @@ def test_a_folder_with_files_is_refused(tmp_path: Path) -> None:
 def test_a_verified_candidate_has_its_means_on_the_page(tmp_path: Path) -> None:
     """A mean is told only where every seed that was predicted has reached the target."""
     known = {0: 1.0, 1: 1.2}
-    reached_all = Verified("ring", known, {0: 1.1, 1: 1.5}, "emulation")
+    reached_all = Verified("ring", known, {0: 1.1, 1: 1.5}, "emulation", computing=1.04)
+    slower = replace(reached_all, computing=1.25)
     missed_one = Verified("tree", known, {0: 1.1, 1: None}, "emulation")
     refused = Verified("gossip", known, {}, "emulation", "it needs root")
     assert reached_all.outcome == "measured 1.30 s"
+    assert slower.outcome == "measured 1.30 s (computing took 1.25 times as long as predicted)"
     assert missed_one.outcome == "target not reached with 1 of 2 seeds"
     assert refused.outcome == "not measured: it needs root"
     plan = Plan(

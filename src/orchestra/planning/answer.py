@@ -79,6 +79,11 @@ class Row:
     rungs: Sequence[str]
 
 
+TOLERATED = 0.1
+"""Computing that took longer or shorter than predicted by more is told: a machine that others use
+is not as fast as when it was calibrated."""
+
+
 @dataclass(frozen=True)
 class Verified:
     """A candidate that was trained for real, with each seed that reached the target in simulation.
@@ -88,6 +93,8 @@ class Verified:
         predicted: by seed, seconds to the target.
         measured: the same, on `engine`; None where the target was not reached.
         failure: why it was not carried out; None where it was.
+        computing: how many times as long as predicted a worker computed for each sample; None where
+            nothing was carried out.
     """
 
     name: str
@@ -95,6 +102,7 @@ class Verified:
     measured: Mapping[int, float | None]
     engine: Engine
     failure: str | None = None
+    computing: float | None = None
 
     @property
     def mean_predicted(self) -> float:
@@ -113,7 +121,12 @@ class Verified:
         if self.failure is not None:
             return f"not measured: {self.failure}"
         if self.mean_measured is not None:
-            return f"measured {significant(self.mean_measured)} s"
+            text = f"measured {significant(self.mean_measured)} s"
+            if self.computing is not None and abs(self.computing - 1) > TOLERATED:
+                text += (
+                    f" (computing took {significant(self.computing)} times as long as predicted)"
+                )
+            return text
         missed = sum(seconds is None for seconds in self.measured.values())
         return f"target not reached with {missed} of {len(self.measured)} seeds"
 

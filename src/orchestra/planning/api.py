@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from orchestra.cluster import Cluster, load_cluster
 from orchestra.engines.processes.system import now
@@ -20,7 +21,7 @@ from orchestra.planning.answer import Plan, Verified, answered, rows_of, to_scal
 from orchestra.planning.candidates import BATCHES, Space
 from orchestra.planning.search import Budget, Search
 from orchestra.planning.standing import Length, reached
-from orchestra.records.record import write_atomically
+from orchestra.records.record import RunRecord, write_atomically
 from orchestra.report.rows import RunData
 from orchestra.settings import Settings
 from orchestra.settings.reading import Entry, read_document
@@ -169,27 +170,49 @@ def verify(plan: Plan, search: Search, cluster: Cluster, tell: Tell) -> Plan:
         assert plan.target is not None
         entry = search.entries[row.name]
         known = {seed: each.seconds for seed, each in sorted(search.times(entry).items())}
-        measured: dict[int, float | None] = {}
+        measured: dict[int, Measured] = {}
         failure = None
         try:
             for seed in known:
                 folder = plan.folder / "verified" / f"{number + 1}-seed-{seed}"
                 run = replace(entry.candidate.run, seed=seed)
-                measured[seed] = measured_seconds(
+                measured[seed] = carried_out_for_real(
                     run, engine, search.length.snapshots, folder, plan.target
                 )
         except KeyboardInterrupt:
             return replace(plan, verified=found, stopped=True)
         except (InputError, RunFailed) as error:
             failure = str(error).splitlines()[0]
-        found.append(Verified(row.name, known, measured, engine, failure))
+        assert entry.record is not None
+        slower = [
+            each.computing / expected
+            for each in measured.values()
+            if (expected := computing(entry.record))
+        ]
+        seconds = {seed: each.seconds for seed, each in measured.items()}
+        found.append(
+            Verified(row.name, known, seconds, engine, failure, fmean(slower) if slower else None)
+        )
     return replace(plan, verified=found)
 
 
-def measured_seconds(
+class Measured(NamedTuple):
+    """Of a real run: the seconds to the target, None if it was not reached; and the seconds that a
+    worker computed for each sample of all workers."""
+
+    seconds: float | None
+    computing: float
+
+
+def computing(record: RunRecord) -> float:
+    """The seconds that a worker computed, in the mean, for each sample of all workers."""
+    return record.seconds.get("compute", 0.0) / max(record.samples, 1)
+
+
+def carried_out_for_real(
     run: Run, engine: Engine, snapshots: int, folder: Path, target: Target
-) -> float | None:
-    """Train a simulated `run` for real; the seconds to the target, None if it was not reached.
+) -> Measured:
+    """Train a simulated `run` for real.
 
     Raises:
         InputError, RunFailed: it could not be carried out.
@@ -202,7 +225,7 @@ def measured_seconds(
     if record.status == "stopped":
         raise KeyboardInterrupt
     at = reached(RunData(record).curve, target)
-    return None if at is None else at.seconds
+    return Measured(None if at is None else at.seconds, computing(record))
 
 
 def length_of(experiment: Experiment) -> Length:

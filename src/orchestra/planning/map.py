@@ -20,7 +20,7 @@ from orchestra.engines.processes.system import now
 from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.experiment import ONE_PROCESS, Experiment
 from orchestra.experiments.run import folder_for
-from orchestra.planning.api import calibrated, length_of, measured_seconds
+from orchestra.planning.api import calibrated, carried_out_for_real, length_of
 from orchestra.planning.axes import NAMED, Plane, loaded
 from orchestra.planning.candidates import Candidate, Space
 from orchestra.planning.map_survey import Point, Survey, learned_there
@@ -299,9 +299,10 @@ def _checked(
         assert drawn.target is not None
         try:
             for turn, name in enumerate(first):
-                measured[name] = measured_seconds(
-                    own[name].run, "emulation", length.snapshots, folder / str(turn), drawn.target
-                )
+                run, place_of_run = own[name].run, folder / str(turn)
+                measured[name] = carried_out_for_real(
+                    run, "emulation", length.snapshots, place_of_run, drawn.target
+                ).seconds
         except KeyboardInterrupt:
             return
         except (InputError, RunFailed) as error:
