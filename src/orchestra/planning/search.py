@@ -286,7 +286,11 @@ class Search(Standing):
             part = self.length.part(MISSED * self.length.samples * max(source.done.values()))
             known = {*self.times(source), *self.missed(source)}
             open_ones = (seed for seed in self.seeds if seed not in known)
-            found += [(source, s, part) for s in open_ones if source.done.get(s, 0.0) < part]
+            found += [
+                (source, seed, part)
+                for seed in open_ones
+                if source.done.get(seed, 0.0) < NEARLY * part
+            ]
         return sorted(found, key=lambda each: self.seeds.index(each[1]))
 
     # Simulations
