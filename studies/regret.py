@@ -53,6 +53,9 @@ MINUTES = 2.0
 FURTHER = 2.0
 """A candidate is given up after so many times the least time known, and counts as slower."""
 CHUNK = 8
+NODE_STEPS = 1600
+"""Steps of all nodes together from which a speed is taken: 64 that all send to all take seconds a
+step to simulate."""
 DONE = "simulated.ok"
 """The file that says that all candidates of a pair are simulated."""
 EMULATED = 8
@@ -190,6 +193,7 @@ class Exhaustive(Search):
             Budget(0.0, 1e12), lambda *_: None, seeds=experiment.seeds,
         )  # fmt: skip
         self._file, self._until = folder / "simulated.json", until
+        self._nodes = pair.nodes
         self.known: dict[str, Any] = (
             json.loads(self._file.read_text()) if self._file.exists() else {}
         )
@@ -201,7 +205,7 @@ class Exhaustive(Search):
         """
         entries = list(self.entries.values())
         steps = max(each.candidate.run.training.steps or 0 for each in entries)
-        self._find_speeds(entries, 1e12, min(steps, CONFIRMED_STEPS))
+        self._find_speeds(entries, 1e12, min(steps, CONFIRMED_STEPS, NODE_STEPS // self._nodes))
         for entry in entries:
             if entry.candidate.exact and entry.candidate.batch == 1 and entry.speed:
                 rates = [
