@@ -19,7 +19,7 @@ from orchestra.errors import InputError
 from orchestra.experiments.experiment import Experiment
 from orchestra.experiments.file import load
 from orchestra.planning.adaptive import adaptive
-from orchestra.planning.answer import Plan, Verified, answered, real_run
+from orchestra.planning.answer import Plan, answered, real_run
 from orchestra.planning.api import planned
 from orchestra.planning.candidates import Candidate, Space, scaled_rate
 from orchestra.planning.page import write_page
@@ -35,6 +35,7 @@ from orchestra.planning.standing import (
     reached,
     value_at,
 )
+from orchestra.planning.verification import Verified
 from orchestra.records.record import RunRecord
 from orchestra.records.report import Point
 from orchestra.settings.reading import Entry
@@ -201,6 +202,21 @@ def test_an_auto_begins_with_the_first_and_knows_the_samples_of_the_others(tmp_p
     )
     assert adaptive(standing, standing.entries["one process"]) is None
     assert adaptive(standing, None) is None
+
+
+def test_a_seed_that_was_cut_off_counts_with_its_seconds_so_far(tmp_path: Path) -> None:
+    ring = found_on("lan_1gbit(nodes=4)", tmp_path)["gossip on 4 nodes"]
+    standing = Standing([ring], ACCURACY, Length(1000, 10), [0, 1])
+    (entry,) = standing.entries.values()
+    entry.record = replace(RECORD, samples_per_second=50.0)
+    entry.curves = {0: points(0.5, 0.8, 1.0)}
+    assert standing.time(entry) == pytest.approx(5.0)
+    entry.curves = {0: points(0.5, 0.8, 1.0), 1: points(0.1, 0.1)}
+    assert standing.time(entry) == pytest.approx(5.0)  # at 4 s nothing speaks against it
+    entry.curves = {0: points(0.5, 0.8, 1.0), 1: points(0.1, 0.1, 0.1)}
+    assert standing.time(entry) == pytest.approx((5.0 + 6.0) / 2)
+    entry.curves = {0: points(0.5, 0.8, 1.0), 1: points(0.1, 0.1, 0.1, 0.1)}
+    assert standing.time(entry) is None  # 1.5 times the samples: it has missed the target
 
 
 # The search, without a simulation

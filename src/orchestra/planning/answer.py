@@ -8,7 +8,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from orchestra.experiments.experiment import Experiment, alone
@@ -24,12 +23,13 @@ from orchestra.planning.standing import (
     chosen,
     penalty,
 )
+from orchestra.planning.verification import Verified
 from orchestra.records.record import write_atomically
 from orchestra.report.figures.results import knee
 from orchestra.report.numbers import significant, uncertain
 from orchestra.settings.base import to_plain
 from orchestra.strategies.single import Single
-from orchestra.trainer.settings import Engine, Run, Target
+from orchestra.trainer.settings import Run, Target
 
 SCHEMA = 1
 RECORD, RECOMMENDED = "plan.json", "recommended.yaml"
@@ -77,58 +77,6 @@ class Row:
     bottleneck: str
     dropped: str | None
     rungs: Sequence[str]
-
-
-TOLERATED = 0.1
-"""Computing that took longer or shorter than predicted by more is told: a machine that others use
-is not as fast as when it was calibrated."""
-
-
-@dataclass(frozen=True)
-class Verified:
-    """A candidate that was trained for real, with each seed that reached the target in simulation.
-
-    Attributes:
-        name: of the candidate.
-        predicted: by seed, seconds to the target.
-        measured: the same, on `engine`; None where the target was not reached.
-        failure: why it was not carried out; None where it was.
-        computing: how many times as long as predicted a worker computed for each sample; None where
-            nothing was carried out.
-    """
-
-    name: str
-    predicted: Mapping[int, float]
-    measured: Mapping[int, float | None]
-    engine: Engine
-    failure: str | None = None
-    computing: float | None = None
-
-    @property
-    def mean_predicted(self) -> float:
-        """Over the seeds."""
-        return fmean(self.predicted.values())
-
-    @property
-    def mean_measured(self) -> float | None:
-        """Over the seeds; None where one did not reach the target, or was not carried out."""
-        reached = [seconds for seconds in self.measured.values() if seconds is not None]
-        return fmean(reached) if len(reached) == len(self.predicted) else None
-
-    @property
-    def outcome(self) -> str:
-        """What stands beside the prediction."""
-        if self.failure is not None:
-            return f"not measured: {self.failure}"
-        if self.mean_measured is not None:
-            text = f"measured {significant(self.mean_measured)} s"
-            if self.computing is not None and abs(self.computing - 1) > TOLERATED:
-                text += (
-                    f" (computing took {significant(self.computing)} times as long as predicted)"
-                )
-            return text
-        missed = sum(seconds is None for seconds in self.measured.values())
-        return f"target not reached with {missed} of {len(self.measured)} seeds"
 
 
 @dataclass(frozen=True)

@@ -5,28 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from orchestra.cluster import Cluster, load_cluster
+from orchestra.cluster import load_cluster
 from orchestra.engines.processes.system import now
-from orchestra.engines.run import train_run
 from orchestra.engines.simulation.cost_source import cost_source_of
 from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.api import notation_of
 from orchestra.experiments.experiment import ONE_PROCESS, Experiment
 from orchestra.experiments.file import load
 from orchestra.experiments.run import folder_for
-from orchestra.planning.answer import Plan, Verified, answered, rows_of, to_scale, write_plan
+from orchestra.planning.answer import Plan, answered, rows_of, to_scale, write_plan
 from orchestra.planning.candidates import BATCHES, Space
 from orchestra.planning.search import Budget, Search
-from orchestra.planning.standing import Length, reached
-from orchestra.records.record import RunRecord, write_atomically
-from orchestra.report.rows import RunData
+from orchestra.planning.standing import Length
+from orchestra.planning.verification import verify
+from orchestra.records.record import write_atomically
 from orchestra.settings import Settings
 from orchestra.settings.reading import Entry, read_document
 from orchestra.strategies.single import Single
-from orchestra.trainer.settings import AUTO, Engine, Run, Target
+from orchestra.trainer.settings import AUTO, Run
 
 if TYPE_CHECKING:
     from orchestra.tasks.task import Task
@@ -38,8 +36,6 @@ LAST_PART, LAST_SECONDS = 0.15, 40.0
 """Of the budget, kept for what follows the search (runs that were cut off are judged, the scaling
 curve, the page); and seconds beyond which it needs no more."""
 FEWEST_SNAPSHOTS, MOST_SNAPSHOTS = 10, 40
-VERIFIED = 3
-"""Candidates that are carried out for real, where that is asked for."""
 Tell = Callable[[str, float], None]
 
 
@@ -146,7 +142,8 @@ def carry_out(
         search.add_speeds(others, budget.until + kept / 3)
     found = answered(search, costs, folder)
     if verified and not found.stopped:
-        found = verify(found, search, cluster, tell)
+        real, stopped = verify(found, search, cluster, tell)
+        found = replace(found, verified=real, stopped=stopped)
     if report:
         from orchestra.planning.page import write_page
 
@@ -154,78 +151,6 @@ def carry_out(
     best = found.recommended
     write_plan(found, experiment, None if best is None else search.entries[best.name])
     return found
-
-
-def verify(plan: Plan, search: Search, cluster: Cluster, tell: Tell) -> Plan:
-    """`plan` with its first candidates trained for real, one after the other.
-
-    Nodes of a `cluster` are emulated on this machine, which may refuse that; a cluster of one node
-    is taken to be this machine.
-    """
-    engine: Engine = "emulation" if len(cluster.nodes) > 1 else "processes"
-    rows = [row for row in plan.rows if row.seconds is not None][:VERIFIED]
-    found: list[Verified] = []
-    for number, row in enumerate(rows):
-        tell(f"verifying {row.name}", number / len(rows))
-        assert plan.target is not None
-        entry = search.entries[row.name]
-        known = {seed: each.seconds for seed, each in sorted(search.times(entry).items())}
-        measured: dict[int, Measured] = {}
-        failure = None
-        try:
-            for seed in known:
-                folder = plan.folder / "verified" / f"{number + 1}-seed-{seed}"
-                run = replace(entry.candidate.run, seed=seed)
-                measured[seed] = carried_out_for_real(
-                    run, engine, search.length.snapshots, folder, plan.target
-                )
-        except KeyboardInterrupt:
-            return replace(plan, verified=found, stopped=True)
-        except (InputError, RunFailed) as error:
-            failure = str(error).splitlines()[0]
-        assert entry.record is not None
-        slower = [
-            each.computing / expected
-            for each in measured.values()
-            if (expected := computing(entry.record))
-        ]
-        seconds = {seed: each.seconds for seed, each in measured.items()}
-        found.append(
-            Verified(row.name, known, seconds, engine, failure, fmean(slower) if slower else None)
-        )
-    return replace(plan, verified=found)
-
-
-class Measured(NamedTuple):
-    """Of a real run: the seconds to the target, None if it was not reached; and the seconds that a
-    worker computed for each sample of all workers."""
-
-    seconds: float | None
-    computing: float
-
-
-def computing(record: RunRecord) -> float:
-    """The seconds that a worker computed, in the mean, for each sample of all workers."""
-    return record.seconds.get("compute", 0.0) / max(record.samples, 1)
-
-
-def carried_out_for_real(
-    run: Run, engine: Engine, snapshots: int, folder: Path, target: Target
-) -> Measured:
-    """Train a simulated `run` for real.
-
-    Raises:
-        InputError, RunFailed: it could not be carried out.
-        KeyboardInterrupt: the user stopped it.
-    """
-    training = replace(run.training, engine=engine, snapshots=snapshots)
-    if engine == "processes":
-        training = replace(training, cluster="one_host", calibration="auto")
-    record = train_run(replace(run, training=training), folder, quiet=True)
-    if record.status == "stopped":
-        raise KeyboardInterrupt
-    at = reached(RunData(record).curve, target)
-    return Measured(None if at is None else at.seconds, computing(record))
 
 
 def length_of(experiment: Experiment) -> Length:

@@ -1,0 +1,154 @@
+"""Candidates of a plan that are trained for real, and what was predicted for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, NamedTuple
+
+from orchestra.cluster import Cluster
+from orchestra.engines.run import train_run
+from orchestra.errors import InputError, RunFailed
+from orchestra.planning.search import Search
+from orchestra.planning.standing import reached
+from orchestra.records.record import RunRecord
+from orchestra.report.numbers import significant
+from orchestra.report.rows import RunData
+from orchestra.trainer.settings import Engine, Run, Target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from orchestra.planning.answer import Plan
+
+VERIFIED = 3
+"""Candidates that are carried out for real, where that is asked for."""
+TOLERATED = 0.1
+"""Computing that took longer or shorter than predicted by more is told: a machine that others use
+is not as fast as when it was calibrated."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A candidate that was trained for real, with each seed that reached the target in simulation.
+
+    Attributes:
+        name: of the candidate.
+        predicted: by seed, seconds to the target.
+        measured: the same, on `engine`; None where the target was not reached.
+        failure: why it was not carried out; None where it was.
+        computing: how many times as long as predicted a worker computed for each sample; None where
+            nothing was carried out.
+    """
+
+    name: str
+    predicted: Mapping[int, float]
+    measured: Mapping[int, float | None]
+    engine: Engine
+    failure: str | None = None
+    computing: float | None = None
+
+    @property
+    def mean_predicted(self) -> float:
+        """Over the seeds."""
+        return fmean(self.predicted.values())
+
+    @property
+    def mean_measured(self) -> float | None:
+        """Over the seeds; None where one did not reach the target, or was not carried out."""
+        reached = [seconds for seconds in self.measured.values() if seconds is not None]
+        return fmean(reached) if len(reached) == len(self.predicted) else None
+
+    @property
+    def outcome(self) -> str:
+        """What stands beside the prediction."""
+        if self.failure is not None:
+            return f"not measured: {self.failure}"
+        if self.mean_measured is not None:
+            text = f"measured {significant(self.mean_measured)} s"
+            if self.computing is not None and abs(self.computing - 1) > TOLERATED:
+                text += (
+                    f" (computing took {significant(self.computing)} times as long as predicted)"
+                )
+            return text
+        missed = sum(seconds is None for seconds in self.measured.values())
+        return f"target not reached with {missed} of {len(self.measured)} seeds"
+
+
+def verify(
+    plan: Plan, search: Search, cluster: Cluster, tell: Callable[[str, float], None]
+) -> tuple[Sequence[Verified], bool]:
+    """Train the first candidates of `plan` for real, one after the other; whether the user stopped.
+
+    Nodes of a `cluster` are emulated on this machine, which may refuse that; a cluster of one node
+    is taken to be this machine.
+    """
+    engine: Engine = "emulation" if len(cluster.nodes) > 1 else "processes"
+    rows = [row for row in plan.rows if row.seconds is not None][:VERIFIED]
+    found: list[Verified] = []
+    for number, row in enumerate(rows):
+        tell(f"verifying {row.name}", number / len(rows))
+        try:
+            folder = plan.folder / "verified" / str(number + 1)
+            found.append(_verified(row.name, search, engine, folder))
+        except KeyboardInterrupt:
+            return found, True
+    return found, False
+
+
+def _verified(name: str, search: Search, engine: Engine, folder: Path) -> Verified:
+    """The candidate `name`, trained with each seed that is known to reach the target."""
+    entry, target = search.entries[name], search.target
+    assert entry.record is not None
+    assert target is not None
+    predicted = {seed: each.seconds for seed, each in sorted(search.times(entry).items())}
+    measured: dict[int, Measured] = {}
+    failure = None
+    try:
+        for seed in predicted:
+            run = replace(entry.candidate.run, seed=seed)
+            measured[seed] = carried_out_for_real(
+                run, engine, search.length.snapshots, folder / f"seed-{seed}", target
+            )
+    except (InputError, RunFailed) as error:
+        failure = str(error).splitlines()[0]
+    expected = computing(entry.record)
+    slower = [each.computing / expected for each in measured.values()] if expected else []
+    return Verified(
+        name, predicted, {seed: each.seconds for seed, each in measured.items()}, engine, failure,
+        fmean(slower) if slower else None,
+    )  # fmt: skip
+
+
+class Measured(NamedTuple):
+    """Of a real run: the seconds to the target, None if it was not reached; and the seconds that a
+    worker computed for each sample of all workers."""
+
+    seconds: float | None
+    computing: float
+
+
+def computing(record: RunRecord) -> float:
+    """The seconds that a worker computed, in the mean, for each sample of all workers."""
+    return record.seconds.get("compute", 0.0) / max(record.samples, 1)
+
+
+def carried_out_for_real(
+    run: Run, engine: Engine, snapshots: int, folder: Path, target: Target
+) -> Measured:
+    """Train a simulated `run` for real.
+
+    Raises:
+        InputError, RunFailed: it could not be carried out.
+        KeyboardInterrupt: the user stopped it.
+    """
+    training = replace(run.training, engine=engine, snapshots=snapshots)
+    if engine == "processes":
+        training = replace(training, cluster="one_host", calibration="auto")
+    record = train_run(replace(run, training=training), folder, quiet=True)
+    if record.status == "stopped":
+        raise KeyboardInterrupt
+    at = reached(RunData(record).curve, target)
+    return Measured(None if at is None else at.seconds, computing(record))
