@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Container, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -226,6 +227,7 @@ class Played(Search):
     """A search in which curves are known: accuracy = part of all samples times a factor."""
 
     factors: Mapping[str, float]
+    by_seed: Mapping[tuple[str, int], float]  # where a seed has another one
     unreached: Container[str]  # there is no time for their real gradients
     asked: list[tuple[str, int, float]]
 
@@ -240,6 +242,7 @@ class Played(Search):
                 RECORD, name=entry.name, samples=int(part * 1000), samples_per_second=10.0
             )
             factor = self.factors.get(entry.name, 0.1)
+            factor = self.by_seed.get((entry.name, run.seed), factor)
             curve = [
                 Point(n, n / 10, {"accuracy": min(1.0, factor * n / 1000)})
                 for n in range(100, int(part * 1000) + 1, 100)
@@ -254,13 +257,19 @@ RECORD = RunRecord(
 )  # fmt: skip
 
 
-def played(tmp_path: Path, factors: dict[str, float], unreached: Container[str] = ()) -> Played:
+def played(
+    tmp_path: Path,
+    factors: dict[str, float],
+    unreached: Container[str] = (),
+    by_seed: Mapping[tuple[str, int], float] = MappingProxyType({}),
+) -> Played:
     some = list(found_on("lan_1gbit(nodes=2)", tmp_path).values())
     budget = Budget(0.0, 1e12)
     search = Played(
         some, ACCURACY, Length(1000, 10), tmp_path, budget, lambda what, part: None, seeds=(0, 1)
     )
     search.factors, search.unreached, search.asked = factors, unreached, []
+    search.by_seed = by_seed
     search.run()
     return search
 
@@ -280,6 +289,16 @@ def test_the_search_finds_the_first_and_says_why_others_are_out(tmp_path: Path) 
     assert reasons["local SGD, H=4 on 2 nodes"].startswith("rung")
     assert ("ring on 2 nodes", 0, 1.0) in search.asked  # its speed alone
     assert not [name for name, _, part in search.asked if name == "ring on 2 nodes" and part < 1]
+
+
+def test_luck_with_one_seed_does_not_win(tmp_path: Path) -> None:
+    lucky = "push-sum on 2 nodes"
+    factors = {"one process": 1.0, "gossip on 2 nodes": 1.8, lucky: 2.0}
+    search = played(tmp_path, factors, by_seed={(lucky, 1): 1.0})
+    found = search.best()
+    assert found is not None
+    assert found[0].name == "gossip on 2 nodes"
+    assert (lucky, 1) in {(name, seed) for name, seed, _ in search.asked}
 
 
 @pytest.mark.parametrize(("lead", "said"), [(1.5, True), (3.0, False)])
