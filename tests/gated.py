@@ -52,8 +52,9 @@ def let_run(folder: Path, steps: int, pid: int | None = None) -> None:
 
 
 def _limit(folder: Path) -> int:
+    everyone = (folder / LIMIT).read_text()  # first: a limit of one's own is written before it
     own = folder / f"{LIMIT}-{os.getpid()}"
-    return int((own if own.exists() else folder / LIMIT).read_text())
+    return int(own.read_text() if own.exists() else everyone)
 
 
 def train_noted(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:

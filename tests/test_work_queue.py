@@ -67,6 +67,17 @@ def test_a_wish_to_stop_ends_it_for_all_until_a_restart() -> None:
     assert queue.restart() == {0: batch(8, 12), 1: batch(12, 16)}
 
 
+def test_a_wish_to_stop_waits_where_some_are_to_pause_and_go_on() -> None:
+    queue = WorkQueue(0, 100, ((0, 4), (1, 4)), pause_every=8)
+    queue.restart()
+    assert queue.take(0).kind is Kind.PAUSE
+    queue.close()
+    assert queue.take(1).kind is Kind.PAUSE, "one would go on and wait for one that has left"
+    queue.resume(0)
+    queue.close()  # it is said with each batch
+    assert [queue.take(0).kind, queue.take(1).kind] == [Kind.STOP] * 2
+
+
 def test_applied_grows_over_gaps_as_they_close() -> None:
     applied = Applied(8)
     applied.add(12, 16)
@@ -90,6 +101,7 @@ def test_every_sample_is_done_exactly_once(data: st.DataObject) -> None:
             r for r, i in hands.items() if i is not None and i.kind in (Kind.PAUSE, Kind.STOP)
         ]
         if len(paused) == len(hands):
+            assert len({hands[rank].kind for rank in paused}) == 1, "some go on, and some do not"
             if not queue._returned:
                 assert sorted(done) == list(range(start, start + len(done)))
             items = queue.restart()

@@ -189,8 +189,12 @@ class WorkQueue:
             rounds.lose(worker)
 
     def close(self) -> None:
-        """The user wishes to stop: nobody is given another batch before the next `restart`."""
-        self._closed = True
+        """The user wishes to stop: nobody is given another batch before the next `restart`.
+
+        Not while somebody is to pause and go on: all go on then, and whoever wishes says it again
+        with its next batch.
+        """
+        self._closed = self._closed or not self._paused
 
     def end_at(self, stop: int, level: int) -> None:
         """The phase `level` ends with the samples before `stop`. For all copies, before `first`."""
