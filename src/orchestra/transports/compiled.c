@@ -162,11 +162,15 @@ static void copy_others(const struct end *own, float *out, const float *from, in
     memcpy(out + end, from + end, (count - end) * sizeof *out);
 }
 
-/* Form this rank's share of a chunk, in the place for results and in its vector. */
+/* Form this rank's share of a chunk, in the place for results and in its vector.
+
+   A block is summed where only this rank looks, and then copied: to write the place itself one by one
+   would fetch each line from the rank that read it last. */
 static void form(const struct end *own, const struct sum *sum, int64_t count)
 {
     float *vector = sum->vector + sum->at;
     float *result = place_of(own, sum, sum->turn, own->size);
+    float block[BLOCK] __attribute__((aligned(64)));
     int64_t last = cut(count, own->rank + 1, own->size);
     for (int64_t from = cut(count, own->rank, own->size); from < last; from += BLOCK) {
         int64_t to = last < from + BLOCK ? last : from + BLOCK;
@@ -177,18 +181,20 @@ static void form(const struct end *own, const struct sum *sum, int64_t count)
             end = end < to ? end : to;
             if (first >= end)
                 continue;
-            const float *ones[2] = {result, NULL};
+            float *so_far = block + (first - from);
+            const float *ones[2] = {so_far, NULL};
             for (int side = 0; side < 2; side++) {
                 int32_t rank = side ? step->rank : step->other;
                 if (rank >= 0)
-                    ones[side] = rank == own->rank ? vector : place_of(own, sum, sum->turn, rank);
+                    ones[side] = first + (rank == own->rank ? vector : place_of(own, sum, sum->turn, rank));
             }
             if (step->other == NOTHING)
-                memcpy(result + first, ones[1] + first, (end - first) * sizeof *result);
+                memcpy(so_far, ones[1], (end - first) * sizeof *so_far);
             else
-                add(result + first, ones[0] + first, ones[1] + first, end - first);
+                add(so_far, ones[0], ones[1], end - first);
         }
-        memcpy(vector + from, result + from, (to - from) * sizeof *result);
+        memcpy(result + from, block, (to - from) * sizeof *block);
+        memcpy(vector + from, block, (to - from) * sizeof *block);
     }
 }
 
