@@ -6,7 +6,7 @@ import contextlib
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -315,6 +315,7 @@ def _combine(combine: Operation, vectors: Tensor, out: Tensor) -> None:
         combine(out, vector, out=out)
 
 
+@lru_cache(maxsize=64)  # a model has few lengths of buckets
 def _in_order(length: int, ranks: int) -> Steps:
     """Sums in the order of the ranks."""
     return Steps((0, length, rank, SO_FAR if rank > 1 else 0) for rank in range(1, ranks))
