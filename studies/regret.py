@@ -323,7 +323,10 @@ def rules(pair: Pair) -> dict[str, str]:
 
 
 def emulate(pair: Pair, folder: Path, calibration: str, until: float) -> None:
-    """Train candidates for real on emulated nodes, with the first seed, until a moment."""
+    """Train candidates for real on emulated nodes, until a moment.
+
+    All have the first seed; those that were not too far from the best, the others, too.
+    """
     file = folder / "emulated.json"
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     experiment = pair.experiment(calibration)
@@ -336,23 +339,33 @@ def emulate(pair: Pair, folder: Path, calibration: str, until: float) -> None:
     }
     times = every.seconds() if (folder / DONE).exists() else predicted(folder)
     first = sorted(times, key=lambda name: times[name])[:EMULATED]
-    for name in dict.fromkeys([*chosen_of(folder), *rules(pair).values(), *first]):
-        if name in found or now() > until:
-            continue
-        run, known = candidates[name].run, every.known.get(name, {})
-        part = min(1.0, LONGER * (known.get("samples") or length.samples) / length.samples)
-        steps = math.ceil(part * (run.training.steps or 0))
-        run = replace(run, training=replace(run.training, steps=steps))
-        began, seconds, failure = now(), None, None
-        snapshots = max(4, round(part * length.snapshots))
-        runs = folder / "emulated" / str(len(found) + 1)
-        try:
-            seconds = carried_out_for_real(run, "emulation", snapshots, runs, target).seconds
-        except (InputError, RunFailed) as error:
-            failure = str(error).splitlines()[0]
-        found[name] = {"seconds": seconds, "failure": failure, "took": round(now() - began, 1)}
-        print(f"{pair.title}, {name}: {seconds or failure or 'not reached'}", file=sys.stderr)
-        write_atomically(file, json.dumps(found, indent=1) + "\n")
+    names = dict.fromkeys([*chosen_of(folder), *rules(pair).values(), *first])
+    for seed in SEEDS:
+        near = FURTHER * min(
+            (own["seconds"] for own in found.values() if own["seconds"]), default=0
+        )
+        for number, name in enumerate(names, start=1):
+            own = found.setdefault(name, {"seconds": None, "by_seed": {}, "failure": None})
+            is_far = seed != SEEDS[0] and (own["seconds"] is None or own["seconds"] > near)
+            if str(seed) in own["by_seed"] or is_far or now() > until:
+                continue
+            run, known = candidates[name].run, every.known.get(name, {})
+            part = min(1.0, LONGER * (known.get("samples") or length.samples) / length.samples)
+            steps = math.ceil(part * (run.training.steps or 0))
+            run = replace(run, training=replace(run.training, steps=steps), seed=seed)
+            snapshots = max(4, round(part * length.snapshots))
+            runs = folder / "emulated" / f"{number}-{seed}"
+            own["by_seed"][str(seed)] = None
+            try:
+                real = carried_out_for_real(run, "emulation", snapshots, runs, target)
+                own["by_seed"][str(seed)] = real.seconds
+            except (InputError, RunFailed) as error:
+                own["failure"] = str(error).splitlines()[0]
+            times_of = [*own["by_seed"].values()]
+            own["seconds"] = None if None in times_of else statistics.fmean(times_of)
+            said = own["by_seed"][str(seed)] or own["failure"] or "not reached"
+            print(f"{pair.title}, {name}, seed {seed}: {said}", file=sys.stderr)
+            write_atomically(file, json.dumps(found, indent=1) + "\n")
 
 
 # Figures
