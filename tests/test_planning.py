@@ -301,6 +301,17 @@ def test_luck_with_one_seed_does_not_win(tmp_path: Path) -> None:
     assert (lucky, 1) in {(name, seed) for name, seed, _ in search.asked}
 
 
+def test_who_is_first_by_less_than_seeds_scatter_is_given_further_ones(tmp_path: Path) -> None:
+    lucky, steady = "push-sum on 2 nodes", "gossip on 2 nodes"
+    factors = {"one process": 1.0, steady: 1.8, lucky: 1.2}
+    search = played(tmp_path, factors, by_seed={(lucky, 0): 2.0, (lucky, 1): 1.7})
+    found = search.best()
+    assert found is not None
+    assert found[0].name == steady
+    assert set(search.times(search.entries[lucky])) > {0, 1, 2}
+    assert not search.notes
+
+
 @pytest.mark.parametrize(("lead", "said"), [(1.5, True), (3.0, False)])
 def test_a_small_lead_of_what_is_predicted_too_well_is_told(
     tmp_path: Path, lead: float, said: bool

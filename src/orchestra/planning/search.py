@@ -42,6 +42,8 @@ NEARLY = 0.9
 """Of a rung: a run whose steps do not divide it evenly may end a little before."""
 FINALISTS = 3
 """Who is trained with further seeds."""
+MOST_SEEDS = 8
+"""Of these, where the experiment has fewer, and the first ones are close."""
 SPEED_PART, REFERENCE_PART, LATE_PART = 0.3, 0.6, 0.8
 """Of the budget, when the speeds have to be known, the reference be over, and late speeds known."""
 SPEED_STEPS, RANK_STEPS, FEWEST_STEPS, CONFIRMED_STEPS = 20, 4000, 8, 100
@@ -269,12 +271,22 @@ class Search(Standing):
             self._find_speeds(exact, self._budget.part(0.95), CONFIRMED_STEPS)
 
     def _more_seeds(self) -> None:
-        """The first ones with all seeds, as far as the time goes; others may be first meanwhile."""
-        while (unfinished := self._unfinished()) and not self.stopped:
+        """The first ones with all seeds, as far as the time goes; others may be first meanwhile.
+
+        With further seeds, while those of the experiment may have decided by luck.
+        """
+        asked = len(self.seeds)
+        while not self.stopped:
+            if not (unfinished := self._unfinished()):
+                if len(self.seeds) >= max(asked, MOST_SEEDS) or not self.is_close():
+                    break
+                self.seeds = (*self.seeds, max(self.seeds) + 1)
+                continue
             seed = unfinished[0][1]
             wanted = [each for each in unfinished if each[1] == seed]
             if now() + self._cost(wanted) > self._budget.until:
-                self.notes.append(f"no time for seed {seed} of the first ones")
+                if seed in self.seeds[:asked]:
+                    self.notes.append(f"no time for seed {seed} of the first ones")
                 break
             self._what = f"seed {seed} of {count('candidate', len(wanted))}"
             self._learn(wanted, self._budget.until)
