@@ -41,6 +41,8 @@ from orchestra.trainer.settings import Run, Training
 CANDIDATES = {
     "ring": 'AllReduce("ring")',
     "ring, BF16": 'AllReduce("ring", compression=BF16())',
+    "ring, top 1 %": 'AllReduce("ring", compression=TopK(0.01))',
+    "ring, signs": 'AllReduce("ring", compression=SignSGD())',
     "local SGD, H=4": "LocalSGD(4)",
     "local SGD, H=16": "LocalSGD(16)",
 }
