@@ -65,6 +65,7 @@ def plan(
         cluster: a preset such as "lan_1gbit(nodes=8)", or the path of a cluster's file.
         minutes: that the search may take, a calibration included.
         seeds: of the runs that decide, as far as time goes; the file's, else 0, 1, 2 by default.
+            Where the first candidates are close, further ones follow, up to 8 in all.
         out: the folder of the plan; a new one in `runs` by default.
         verify: train the first candidates for real afterwards.
         quiet: no progress.

@@ -271,14 +271,11 @@ class Search(Standing):
             self._find_speeds(exact, self._budget.part(0.95), CONFIRMED_STEPS)
 
     def _more_seeds(self) -> None:
-        """The first ones with all seeds, as far as the time goes; others may be first meanwhile.
-
-        With further seeds, while those of the experiment may have decided by luck.
-        """
+        """The first ones with all seeds, and with more while they are close, as the time goes."""
         asked = len(self.seeds)
         while not self.stopped:
             if not (unfinished := self._unfinished()):
-                if len(self.seeds) >= max(asked, MOST_SEEDS) or not self.is_close():
+                if len(self.seeds) >= MOST_SEEDS or not self.is_close():
                     break
                 self.seeds = (*self.seeds, max(self.seeds) + 1)
                 continue

@@ -284,12 +284,8 @@ class Standing:
         return max(spread, fmean(each.spacing for each in times) / 2)
 
     def is_close(self) -> bool:
-        """Whether the first two that learn differently are closer than two standard errors."""
-        firsts: dict[object, Entry] = {}
-        for entry in self.ranking():
-            if entry.dropped is None:
-                firsts.setdefault(entry.candidate.learns_as, entry)
-        pair = [*firsts.values()][:2]
+        """Whether the first two that are left are closer than two standard errors of that."""
+        pair = [entry for entry in self.ranking() if entry.dropped is None][:2]
         errors = [(self.uncertainty(each) or 0.0) ** 2 / len(self.times(each)) for each in pair]
         times = [self.time(each) or 0.0 for each in pair]
         return len(pair) == 2 and times[1] - times[0] < 2 * math.sqrt(sum(errors))

@@ -52,10 +52,8 @@ _KEY = struct.Struct("<qq16s")
 # Bytes in one call of the kernel: enough to hide its cost, few enough that both directions and
 # all streams take turns.
 CALL_BYTES = 1 << 20
-# Bytes that are copied from another process in one turn.
-COPIED_BYTES = 1 << 22
-# What is read ahead of a header: small messages then need one call each.
-INBOX_BYTES = 1 << 16
+COPIED_BYTES = 1 << 22  # from another process in one turn
+INBOX_BYTES = 1 << 16  # read ahead of a header: small messages then need one call each
 # Of the rest of a message, how much has to be there before the kernel wakes its rank: a segment of
 # TCP is 1.4 KB, and Python takes longer for it than a link does.
 LOW_WATER = 1 << 16
@@ -140,9 +138,7 @@ def unpack_header(buffer: memoryview) -> Header | None:
         return None
     shape = struct.unpack_from(f"<{dimensions}q", buffer, _FIXED.size)
     dtype = DTYPES[code]
-    address = 0
-    if kind == OFFER and shape:
-        shape, address = shape[:-1], shape[-1]
+    shape, address = (shape[:-1], shape[-1]) if kind == OFFER and shape else (shape, 0)
     if kind in (MESSAGE, OFFER) and math.prod(shape) * dtype.itemsize != payload_bytes:
         raise MalformedFrame(f"{payload_bytes} bytes for {dtype} of shape {shape}")
     if kind == KEY and len(shape) != _KEY.size // 8:
@@ -207,12 +203,10 @@ class Stream:
         self.taken_bytes = 0
         self.incoming: Incoming | None = None
         self.farewell = False
-        self.encrypted = False
+        self.encrypted = isinstance(connection, ssl.SSLSocket)
         self.read_wants_write = False
         # Decrypted bytes lie where no selector sees them.
-        self._decrypted: Callable[[], int] = lambda: 0
-        if isinstance(connection, ssl.SSLSocket):
-            self.encrypted, self._decrypted = True, connection.pending
+        self._decrypted: Callable[[], int] = getattr(connection, "pending", lambda: 0)
         self._mailbox = mailbox
         self._position = 0  # bytes of `incoming` that are in place
         self._blocked = 0.0  # of the mailbox, when `incoming` began
@@ -253,10 +247,8 @@ class Stream:
         Raises OSError where the connection is broken; what had arrived whole before still counts.
         """
         news = False
-        while self.backlog:
+        while self.wants_write:
             send = self.backlog[0]
-            if send.due and send.due > time.perf_counter():
-                break
             try:
                 if self.encrypted:
                     count = self.connection.send(send.header or send.payload[:CALL_BYTES])
@@ -269,9 +261,8 @@ class Stream:
                     while self.read():
                         pass
                 raise
-            in_header = min(count, len(send.header))
-            send.header = send.header[in_header:]
-            send.payload = send.payload[count - in_header :]
+            send.payload = send.payload[max(count - len(send.header), 0) :]
+            send.header = send.header[count:]
             if not send.header and not send.payload:
                 self.backlog.popleft()
                 if not isinstance(send, Signal) and send.offers:
