@@ -82,6 +82,8 @@ def test_a_core_that_another_thread_had_has_to_be_filled_again() -> None:
     # other has 0.5, 0.5 and the last second.
     assert ends([[2], [2]], time_slice=1, cores=1, refill=0.5) == pytest.approx([5.0, 6.5])
     assert ends([[2, 2], [2, 2]], time_slice=1, refill=0.5) == pytest.approx([4, 4])
+    # A slow node fills them as slowly as it computes everything else.
+    assert ends([[2], [2], [2]], time_slice=20, speed=0.5, refill=0.5) == pytest.approx([4, 4, 9])
 
 
 def test_turns_are_taken_at_the_speed_of_the_node() -> None:

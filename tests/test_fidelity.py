@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,16 @@ import torch
 from safetensors.torch import save_file
 from tests.test_calibrate import CALIBRATION, COSTS, flat
 
-from orchestra.bench.cases import CONTROLS, TASKS, Case, cases, predicted, write_clusters
+from orchestra.bench.cases import (
+    CONTROLS,
+    EMULATED_SECONDS,
+    EMULATED_STEPS,
+    TASKS,
+    Case,
+    cases,
+    predicted,
+    write_clusters,
+)
 from orchestra.bench.fidelity import (
     FidelityRow,
     Observation,
@@ -359,6 +369,28 @@ def test_a_stop_keeps_the_blocks_before_it(monkeypatch: pytest.MonkeyPatch) -> N
     assert {row.ranks for row in rows} == {2}
     with pytest.raises(KeyboardInterrupt):
         bench_fidelity([case for case in chosen if case.ranks == 3], rounds=1)
+
+
+def test_runs_on_an_emulated_cluster_take_some_seconds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Predicted and real runs have the same steps: more where they are short, within bounds."""
+    least, most = EMULATED_STEPS
+    paces = {"ring": EMULATED_SECONDS / 100, "gossip": 1e-3, "server": 1.0}
+    seen: dict[str, list[int]] = defaultdict(list)
+
+    def observed(run: Any, keep: Path, pace: object = None) -> Observation:
+        seen[run.name].append(run.training.steps)
+        return Observation(paces.get(run.name, 1.0), 100, {})
+
+    monkeypatch.setattr("orchestra.bench.fidelity.observe", observed)
+    monkeypatch.setattr("orchestra.bench.fidelity.calibrate", lambda *_: calibration())
+    monkeypatch.setattr("orchestra.bench.fidelity.largest_difference", lambda *_: 0.0)
+    chosen = cases(paces, [CNN], clusters=[write_clusters(tmp_path)["equal"]])
+    bench_fidelity(chosen, rounds=1)
+    assert seen["ring"] == [least, 100, 100, 100]  # short, predicted, real, replayed
+    assert seen["gossip"] == [least, most, most, most]
+    assert seen["server"] == [least, least, least]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestra.parameter_server.placement import GRAIN, Slice, parts_by_links, place
+from orchestra.parameter_server.placement import (
+    GRAIN,
+    MOST_PARTS,
+    Slice,
+    cut_into_parts,
+    parts_by_links,
+    place,
+)
 
 ALIGNMENT = 16  # elements: where tensors of float32 begin
 SIZES = st.lists(st.integers(0, 400), min_size=1, max_size=12)
@@ -143,3 +150,34 @@ def test_parts_by_links_end_together_or_are_none() -> None:
         (3 / 7, 0.25, 9 / 28)
     )
     assert parts_by_links([4.0, 1.0], 0.0, 1.0, least=0.5) == pytest.approx((0.5, 0.5))
+
+
+@given(SIZES, SERVERS, st.integers(1, 50), st.integers(0, 50))
+def test_parts_cover_a_slice_within_their_bounds(
+    sizes: list[int], servers: int, least: int, further: int
+) -> None:
+    """Each part but the last of a slice has its share of it, and is too short without its end."""
+    spans, size = laid_out(sizes)
+    slices = place(spans, size, servers, divisible=True)
+    most = least + further
+    parts = cut_into_parts(slices, least, most)
+    for number, owned in enumerate(slices):
+        own = [part for part in parts if part.place == number]
+        if not owned.pieces:
+            assert own == []
+            continue
+        assert [part.number for part in own] == [*range(len(own))]
+        assert (own[0].first, own[-1].end) == (owned.first, owned.end)
+        assert all(one.end == other.first for one, other in itertools.pairwise(own))
+        share = min(most, max(least, (owned.end - owned.first) / MOST_PARTS))
+        for part in own[:-1]:
+            assert part.end - part.first >= share
+            last = owned.pieces[part.pieces[1] - 1]
+            assert last.first - part.first < share + 1
+
+
+def test_a_long_slice_has_few_parts() -> None:
+    spans = [(i * 64, 64) for i in range(4096)]
+    whole = place(spans, 4096 * 64, 1, divisible=True)
+    assert len(cut_into_parts(whole, 64, 1 << 20)) == MOST_PARTS
+    assert len(cut_into_parts(whole, 64, 1024)) == 4096 * 64 // 1024  # a bucket is the most

@@ -140,8 +140,10 @@ CONTROLS: dict[str, tuple[str, Callable[[Terms], float]]] = {
 from: the step that the calibration measured, the same on all ranks at once, and an all-reduce of as
 many parameters that takes next to no computation. They are no strategies, and count as none."""
 
-EMULATED_STEPS = 24
-"""Of a run on an emulated cluster, where links decide: a step takes up to a second."""
+EMULATED_STEPS, EMULATED_SECONDS = (24, 400), 4.0
+"""Least and most steps of a run on an emulated cluster, where a step takes from milliseconds to
+seconds: as many as are predicted to take these seconds. The first ones cost a rank some 0.1 s of
+processor time for memory and caches, which a run of half a second would count as steps."""
 BUCKET_MEGABYTES = {"server in parts": 0.1, "asynchronous in parts": 0.1}
 """Where pushes and pulls overlap with computing; elsewhere these models are one bucket."""
 
@@ -222,13 +224,24 @@ def write_clusters(folder: Path) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class Case:
-    """One prediction to be tested: on processes of this machine, or on an emulated `cluster`."""
+    """One prediction to be tested: on processes of this machine, or on an emulated `cluster`.
+
+    A run has `steps`, or else those of the task, or the least of an emulated cluster.
+    """
 
     label: str
     task: Subtask
     ranks: int
     cluster: Cluster | None = None
     file: Path | None = None
+    steps: int | None = None
+
+    def lengthened(self, step_seconds: float) -> Case:
+        """Return the case with more steps, if it is short on an emulated cluster."""
+        if self.cluster is None:
+            return self
+        least, most = EMULATED_STEPS
+        return replace(self, steps=min(max(least, round(EMULATED_SECONDS / step_seconds)), most))
 
     @property
     def block(self) -> tuple[str, int, str]:
@@ -259,7 +272,7 @@ class Case:
                 ranks=self.processes,
                 batch_size=subject.batch_sizes[0],
                 equal="worker_batch",
-                steps=EMULATED_STEPS if self.file else self.task.steps,
+                steps=self.steps or (EMULATED_STEPS[0] if self.file else self.task.steps),
                 optimizer=subject.optimizer,
                 snapshots=0,
                 trace_steps=0,

@@ -151,14 +151,19 @@ def _measured(
     tell: Callable[[str], None],
 ) -> Iterator[FidelityRow]:
     """Predict all cases, which take turns in `rounds` rounds then, every other one in reverse."""
+    block = [*block]
     with tempfile.TemporaryDirectory(prefix="orchestra-fidelity-") as name:
         folder = Path(name)
         virtual = {}
         real: dict[str, list[Observation]] = defaultdict(list)
-        for case in block:
+        for index, case in enumerate(block):
             tell(f"predicting {case.label}")
-            run = case.simulated(measured.cluster, str(path))
-            virtual[case.label] = observe(run, folder / f"{case.label}-predicted")
+            keep = folder / f"{case.label}-predicted"
+            seen = observe(case.simulated(measured.cluster, str(path)), keep)
+            longer = case.lengthened(seen.step_seconds)
+            if longer.run != case.run:
+                seen = observe(longer.simulated(measured.cluster, str(path)), keep)
+            block[index], virtual[case.label] = longer, seen
         for number in range(rounds):
             for case in order(block, number):
                 tell(f"running {case.label}")

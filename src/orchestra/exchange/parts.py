@@ -44,8 +44,9 @@ def parts_of(worker: Worker, slices: Sequence[Slice]) -> list[Part]:
     whole = worker.own_loop or worker.clip_norm is not None
     if one_bucket or whole or not all(part.pieces for part in slices):
         return []
-    limit = min(worker.bucket_bytes, PART_BYTES) // worker.layout.dtype.itemsize
-    return cut_into_parts(slices, limit)
+    itemsize = worker.layout.dtype.itemsize
+    most = worker.bucket_bytes // itemsize
+    return cut_into_parts(slices, min(most, PART_BYTES // itemsize), most)
 
 
 class PartsClient:

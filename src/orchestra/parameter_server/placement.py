@@ -18,6 +18,9 @@ A kernel updates whole runs of elements in vector registers and the rest one by 
 last bits: a cut at a multiple of every kernel's run leaves each element in its own kind.
 """
 
+MOST_PARTS = 32
+"""Parts of a long slice, which bound what is left to exchange after backward to 3 % of it. More
+would cost a server time for each, and a simulation a message for each."""
 
 Spans = tuple[tuple[int, int], ...]
 
@@ -65,10 +68,15 @@ class Part:
     tensors: range
 
 
-def cut_into_parts(slices: Sequence[Slice], limit: int) -> list[Part]:
-    """Cut `slices` into runs of whole pieces that have `limit` elements or little more."""
+def cut_into_parts(slices: Sequence[Slice], least: int, most: int) -> list[Part]:
+    """Cut `slices` into runs of whole pieces, some `MOST_PARTS` of each slice.
+
+    A run ends with the first piece that takes it to its share of the slice, which is `least`
+    elements for short slices, and `most` for very long ones.
+    """
     parts = []
     for place, part in enumerate(slices):
+        limit = min(most, max(least, -(-(part.end - part.first) // MOST_PARTS)))
         edges = [(0, part.first)]
         for index, piece in enumerate(part.pieces[1:], start=1):
             if piece.first - edges[-1][1] >= limit:

@@ -21,7 +21,8 @@ from orchestra.engines.simulation.kernel import Call, Kernel, Timer
 class Cores:
     """`count` cores; a thread that others wait for gives way after `time_slice` seconds.
 
-    `refill` are the seconds that it takes on a core that another one had before.
+    `refill`: seconds of a core of speed 1 that a thread needs in addition on a core that another
+    thread had before.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Cores:
             thread.core, thread.until = self._best_for(thread), self._kernel.now() + self._slice
             self._free.remove(thread.core)
             if self._last.get(thread.core, thread) is not thread:
-                thread.left += self._refill * thread.resources[0].capacity
+                thread.left += self._refill
             self._last[thread.core] = thread
             self._run(thread)
             if self._waiting:
