@@ -341,7 +341,7 @@ class SliceCodec(_Codec):
         return self.encode(parts, gradient, state, push.clock)
 
     def decode_push(self, part: Slice, push: Push, payload: Tensor) -> Tensor:
-        """On a server: return the gradient of its slice `part`, flat, for which `payload` stands."""
+        """On a server: return the gradient of its slice `part`, flat, that `payload` encodes."""
         if not push.samples:
             return payload.new_zeros(part.end - part.first)
         return self.decode(part, payload, push.clock, push.worker)
