@@ -57,8 +57,8 @@ class ThreadContext:
         self._baton.acquire()
         self._life = life
         self._thread = threading.current_thread()
-        # CPython runs handlers of signals in the main thread alone, and not while that waits for a
-        # lock.
+        # Handlers of signals run in the main thread. A signal that came just before it waited, or
+        # that the kernel gave to another thread, does not wake it from a lock.
         self._timeout = LOOK_UP if life is None else -1.0
         if life is not None:
             self._thread = threading.Thread(target=self._live, name=name, daemon=True)

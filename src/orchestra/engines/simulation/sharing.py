@@ -212,7 +212,8 @@ class EqualShares:
             for other in activity.resources:
                 if other is not self.resource:
                     other.fastest = max(other.fastest, activity.limit)
-            # `until` never changes as the rate does, so that the heap stays in order.
+            # `until` does not depend on the rate, so that the heap stays in order when that
+            # changes.
             heapq.heappush(self._ends, (activity.until, activity.order, activity))
 
     def fair_rate(self) -> float:
