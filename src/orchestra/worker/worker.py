@@ -264,7 +264,7 @@ class Worker(FlatModel):
                 return self._loss(module, batch)
         with self.casting(), AwaitParameters(self.gradients.parameters, self.arriving):
             loss = self._loss(module, batch)
-        # Parameters that this pass has not used: the next exchange reads them as well.
+        # All that are left: nobody waits for parameters after the forward pass.
         self.arriving.await_for(0)
         return loss
 
