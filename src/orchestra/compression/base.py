@@ -39,7 +39,7 @@ class Context:
     memory: Sequence[Tensor] = field(default=())
 
     def random(self, *, shared: bool) -> np.random.Generator:
-        """Random numbers for this tensor and step; `shared`: the same on every worker.
+        """Return a generator for this tensor and step; `shared`: the same on every worker.
 
         They depend on nothing else, so that a checkpoint has no generator to keep.
         """
@@ -58,8 +58,10 @@ class Compressor(Settings, ABC):
     """
 
     adds: ClassVar[bool] = False
-    """The payloads of all workers may be summed before they are decoded: any all-reduce does.
-    Otherwise they are bytes, and everybody gets those of all workers."""
+    """Whether payloads may be summed before they are decoded, by any all-reduce.
+
+    Otherwise they are bytes, and everybody gets those of all workers.
+    """
 
     passes: ClassVar[tuple[float, float]] = (1.0, 1.0)
     """What a simulation charges for encoding, and for decoding the payload of one worker (or for
@@ -70,15 +72,14 @@ class Compressor(Settings, ABC):
     """Vectors of all parameters that `memory` takes, to a first approximation."""
 
     brings_momentum: ClassVar[bool] = False
-    """The optimizer has to be SGD without momentum of its own."""
+    """Whether the optimizer has to be SGD without momentum of its own."""
 
     _: KW_ONLY
     error_feedback: bool = setting(False, "send in later steps what was left out in this one")
 
     @property
     def decodable_alone(self) -> bool:
-        """Whether a payload means something without the others, to a parameter server: if so, it
-        is an `Encoder`."""
+        """Whether a server can decode a payload without the others; then it is an `Encoder`."""
         return False
 
     @property
@@ -87,7 +88,7 @@ class Compressor(Settings, ABC):
         return self.copies + self.error_feedback
 
     def memory(self, tensor: Tensor, first: int) -> list[Tensor]:
-        """What is kept from step to step for `tensor` (in its shape), and in checkpoints."""
+        """Make what is kept for `tensor` (in its shape) from step to step, and in checkpoints."""
         return []
 
     @abstractmethod
@@ -97,8 +98,9 @@ class Compressor(Settings, ABC):
         residuals: Sequence[Tensor],
         contexts: Sequence[Context],
     ) -> Iterator[Tensor]:
-        """For payloads that add: yields flat vectors, each of which has become the sum over the
-        workers when the next one is asked for.
+        """For payloads that add: yield flat vectors to be summed over the workers.
+
+        Each has become the sum, in its place, when the next one is asked for.
 
         In the end `tensors`, each flat and in its place, are the sums over the workers.
         `residuals` (none without error feedback) become what this worker has left out.
@@ -110,10 +112,10 @@ class Encoder(Compressor):
     """A compressor whose payloads travel once."""
 
     sized: ClassVar[bool] = True
-    """The bytes of a payload depend on its shape and the step alone."""
+    """Whether the bytes of a payload depend on its shape and the step alone."""
 
     whole: ClassVar[bool] = False
-    """Element by element: many tensors, one after the other, may pass as one."""
+    """Whether it works element by element: then several tensors may pass as one."""
 
     @property
     def decodable_alone(self) -> bool:
@@ -121,19 +123,21 @@ class Encoder(Compressor):
 
     @abstractmethod
     def size(self, elements: int, itemsize: int, step: int) -> int:
-        """The bytes of the payload of `elements` elements, each of `itemsize` bytes."""
+        """Return the bytes of the payload of `elements` elements, each of `itemsize` bytes."""
 
     @abstractmethod
     def encode(self, values: Tensor, context: Context) -> Tensor:
-        """The payload of flat `values`: flat; of uint8 if payloads do not add."""
+        """Return the payload of flat `values`: flat; of uint8 if payloads do not add."""
 
     @abstractmethod
     def add(self, payload: Tensor, out: Tensor, context: Context, alpha: float = 1.0) -> None:
-        """out <- out + alpha (what `payload` stands for)."""
+        """Add alpha times what `payload` stands for to `out`."""
 
     def combine(self, payloads: Sequence[Tensor], out: Tensor, context: Context) -> None:
-        """`out` becomes the sum over the workers, from their payloads in the order of the ranks;
-        where these add, from their sum."""
+        """Set `out` to the sum over the workers, from their payloads in the order of the ranks.
+
+        Where payloads add, there is one: their sum.
+        """
         out.zero_()
         for payload in payloads:
             self.add(payload, out, context)
@@ -144,10 +148,11 @@ class Encoder(Compressor):
         residuals: Sequence[Tensor],
         contexts: Sequence[Context],
     ) -> list[Tensor]:
-        """The payloads of all tensors; `residuals`, if any, become what these leave out."""
+        """Return the payloads of all tensors; set `residuals`, if any, to what these leave out."""
         payloads = [self.encode(each, c) for each, c in zip(tensors, contexts, strict=True)]
         for number, residual in enumerate(residuals):
             residual.copy_(tensors[number])
+            # e = p - what this worker has sent, as the others decode it.
             self.add(payloads[number], residual, contexts[number], alpha=-1.0)
         return payloads
 

@@ -50,7 +50,7 @@ class PowerSGD(Compressor):
         return (rows, columns) if shrinks else None
 
     def memory(self, tensor: Tensor, first: int) -> list[Tensor]:
-        """Q^T, at first random and the same on every worker."""
+        """Make Q^T, at first random and the same on every worker."""
         shape = self._shape(tensor.shape)
         if shape is None:
             return []
@@ -87,9 +87,13 @@ class PowerSGD(Compressor):
         q = [basis.T @ matrix for (_, matrix, _), basis in zip(low_rank, p, strict=True)]
         for (number, matrix, _), basis, own in zip(low_rank, p, q, strict=True):
             if residuals:
+                # M_w - P (M_w^T P)^T: what this worker has not sent, before Q is summed. torch's
+                # hook takes the average of all workers there, which lets residuals pile up
+                # (docs/decisions/0078-compression.md).
                 torch.addmm(matrix, basis, own, alpha=-1, out=residuals[number].view_as(matrix))
         q, _ = yield from _summed(q, [])
         for (_, matrix, last), basis, total in zip(low_rank, p, q, strict=True):
+            # The warm start of the next step's power iteration.
             last.copy_(total)
             torch.mm(basis, total, out=matrix)
 

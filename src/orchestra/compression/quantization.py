@@ -101,7 +101,10 @@ class QSGD(Encoder):
         norms = (rows.abs().amax(1) if self.norm == "max" else rows.norm(dim=1)).float()
         scale = torch.where(norms > 0, self.levels / norms, 0.0).to(rows.dtype)
         xi = torch.from_numpy(random.random(rows.shape, "float32")).to(rows)
+        # floor(u + s |v_i| / |v|) with u uniform in [0, 1) is l + 1 with the probability above.
+        # Rounding may exceed s: hence the clamp.
         xi.addcmul_(rows.abs(), scale[:, None]).floor_().clamp_(max=self.levels)
+        # From 0 to 2s, as digits have no sign.
         return norms, xi.copysign_(rows).add_(self.levels).to(torch.uint8)
 
     def add(self, payload: Tensor, out: Tensor, context: Context, alpha: float = 1.0) -> None:
@@ -162,6 +165,7 @@ class SignSGD(Encoder):
         for payload in voters:
             for part, signs in self._signs(payload, out):
                 part.add_(signs)
+        # The sum of the votes has the majority's sign, or is 0 at a tie.
         out.sign_().mul_(sum(map(self._magnitude, voters)))
 
     def _magnitude(self, payload: Tensor) -> float:

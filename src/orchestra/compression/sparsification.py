@@ -21,7 +21,7 @@ else:
 
 
 def kept(elements: int, part: float) -> int:
-    """How many elements of a tensor `part` of them is: at least one."""
+    """Return how many elements `part` of a tensor is: at least one."""
     return max(1, math.floor(elements * part + 0.5))
 
 
@@ -29,11 +29,12 @@ SAMPLE = 1 << 16
 
 
 def largest(values: Tensor, count: int) -> Tensor:
-    """The positions of the `count` elements of the largest magnitude, rising.
+    """Return the positions of the `count` elements of the largest magnitude, rising.
 
     A sample gives a threshold that about twice as many exceed, which are found in a few passes.
     """
     some = values[:: max(1, len(values) // SAMPLE)].abs()
+    # Twice as many as wanted, so that chance seldom leaves too few; then all are sorted.
     enough = 2 * count * len(some) // len(values) + 16
     if enough < len(some) < len(values):
         threshold = float(some.topk(enough, sorted=False).values.min())
@@ -45,12 +46,12 @@ def largest(values: Tensor, count: int) -> Tensor:
 
 
 def sparse_bytes(count: int, elements: int, itemsize: int) -> int:
-    """The bytes of `pack_sparse` for `count` of `elements` elements."""
+    """Return the bytes of `pack_sparse` for `count` of `elements` elements."""
     return count * itemsize + packing.positions_bytes(count, elements)
 
 
 def pack_sparse(values: Tensor, positions: Tensor) -> Tensor:
-    """The values at rising `positions`, then these."""
+    """Pack the values at rising `positions`, then these."""
     chosen = packing.to_bytes(values[positions])
     return torch.cat([chosen, packing.pack_positions(positions, len(values))])
 
@@ -118,12 +119,13 @@ class DGC(Encoder):
     error_feedback: bool = field(default=False, init=False)  # v does it
 
     def memory(self, tensor: Tensor, first: int) -> list[Tensor]:
-        """u and v."""
+        """Make u and v."""
         return [torch.zeros_like(tensor).view(-1) for _ in "uv"]
 
     def _count(self, elements: int, step: int) -> int:
         part = self.keep
         if step < self.warm_up:
+            # Four stages of equal length: 1/4, 1/16, 1/64, 1/256.
             part = max(part, 0.25 ** (1 + 4 * step // self.warm_up))
         return kept(elements, part)
 
@@ -167,17 +169,19 @@ class Threshold(Encoder):
     error_feedback: bool = setting(True, "send in later steps what was left out in this one")
 
     def size(self, elements: int, itemsize: int, step: int) -> int:
-        """The most bytes."""
+        """Return the most bytes that a payload can have."""
         return 4 + 2 * elements
 
     def encode(self, values: Tensor, context: Context) -> Tensor:
         some = values[:: max(1, len(values) // self.sample)][: self.sample].abs()
         threshold = float(some.topk(kept(len(some), self.keep)).values[-1])
+        # Most of the sample is 0: all elements that are not count.
         if threshold == 0:
             positions = packing.positions_of(values != 0)
         else:
             positions = packing.positions_of_large(values, threshold)
         chosen, where = values[positions].half(), packing.pack_positions(positions, len(values))
+        # Positions cost more than they save: all elements, as `add` sees by their number.
         if 2 * len(chosen) + len(where) >= 2 * len(values):
             chosen, where = values.half(), where[:0]
         head = torch.tensor([len(chosen)], dtype=torch.int32, device=values.device)

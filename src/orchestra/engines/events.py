@@ -158,8 +158,9 @@ STOPPED = "is stopped (by SIGSTOP or its terminal)"
 
 
 def describe(error: BaseException) -> Failure:
-    """`error` for the watcher, with the loss or the end of the run that it may be due to."""
+    """Describe `error` to the watcher, with the loss or end of the run behind it, if any."""
     behind, reason = error, _reason(error)
+    # A user's code may have raised an error of its own from the transport's.
     while reason is not None and not isinstance(behind, PeerLost | RunAborted):
         behind, reason = reason, _reason(reason)
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
@@ -180,13 +181,13 @@ def _reason(error: BaseException) -> BaseException | None:
 
 
 def failed_text(name: str, failure: Failure, verb: str = "failed") -> str:
-    """One line that says who failed and how; the traceback follows it."""
+    """Return one line that says who failed and how, followed by the traceback."""
     text = f"{name} {verb}: {failure.headline}"
     return f"{text}\n{failure.traceback.rstrip()}" if failure.traceback else text
 
 
 def exit_text(status: int) -> str:
-    """How a process ended that had not delivered a result, after "rank 2 ..."."""
+    """Say how a process without a result ended, as the end of "rank 2 ..."."""
     if status >= 0:
         return f"exited with status {status} without a result"
     try:
@@ -198,7 +199,7 @@ def exit_text(status: int) -> str:
 def stuck(
     waiting: Mapping[int, tuple[int, ...]], alive: Collection[int]
 ) -> dict[int, tuple[int, ...]]:
-    """The ranks of `waiting` that no living rank outside can release.
+    """Find the ranks of `waiting` that no living rank outside can release.
 
     Args:
         waiting: for each rank that has been blocked for long, the ranks any of which may
@@ -211,6 +212,8 @@ def stuck(
     """
     blocked = dict(waiting)
     while True:
+        # Remove whoever may be released by a rank that is not blocked, until nothing changes: the
+        # fixed point is the largest deadlocked set.
         free = [
             rank
             for rank, targets in blocked.items()

@@ -118,16 +118,16 @@ class FailureDetector:
 
     @property
     def over(self) -> bool:
-        """Nothing is left to wait for."""
+        """Whether nothing is left to wait for."""
         return all(member.gone for member in self._members.values())
 
     def suspects(self, now: float) -> list[int]:
-        """The ranks of which the watcher should ask the kernel whether they are stopped."""
+        """Return the ranks of which the watcher should ask the kernel whether they are stopped."""
         silent = now - self.limits.silence
         return [member.rank for member in self._in(*ALIVE) if member.seen_at < silent]
 
     def observe(self, now: float, event: events.Event) -> list[Instruction]:
-        """Take in one event; what is to be done now."""
+        """Take in one event; return what is to be done now."""
         self._now = now
         if isinstance(event, events.Interrupted):
             self._interrupted()
@@ -218,7 +218,7 @@ class FailureDetector:
         self._settle(member, State.FAILED)
         if self.cause is not None:
             return
-        if failure.lost is not None or failure.aborted:
+        if failure.lost is not None or failure.aborted:  # the lost rank's end may be under way
             self._consequences.append((self._now + self.limits.cause, member, failure))
             return
         if failure.bad_input and member.beat.phase == "set-up":
@@ -230,8 +230,8 @@ class FailureDetector:
             self._lose(member, how)
 
     def _lose(self, member: Member, how: str) -> None:
-        """A rank is lost for good: go on without it where it is expendable, else end the run with
-        the message that names it ("rank 2 on host was killed by SIGKILL")."""
+        """Go on without a lost rank if it is expendable; else end the run by its name, as in
+        "rank 2 on host was killed by SIGKILL"."""
         if self.cause is not None:
             return
         if member.beat.expendable:
@@ -254,7 +254,7 @@ class FailureDetector:
     # What time means
 
     def _forgive_own_absence(self) -> None:
-        """Nobody is late because the watcher itself was stopped, or starved of processor time."""
+        """Put off all limits if the watcher itself was stopped, or starved of processor time."""
         absence = self._now - self._ticked_at
         self._ticked_at = self._now
         if absence >= self.limits.silence / 2:
@@ -315,7 +315,7 @@ class FailureDetector:
         waiting: dict[int, tuple[int, ...]] = {}
         for member in self._in(State.RUNNING):
             if member.seen_at < self._now - self.limits.silence:
-                continue
+                continue  # `_silences` decides about it
             idle = self._now - member.active_at
             if member.beat.waits_for:
                 if idle > patience * (1 if under_way else 3):
@@ -336,8 +336,10 @@ class FailureDetector:
                 self._lose(member, "is stopped, and all others wait for it")
 
     def _is_awaited(self, member: Member) -> bool:
-        """A rank that leaves may well wait for the slowest: it hangs once all are leaving. One that
-        is paused has said that it may take long."""
+        """Return whether an idle rank can hang: not while paused, nor while others still train.
+
+        One that leaves may well wait for the slowest.
+        """
         if member.beat.phase == "paused":
             return False
         return member.beat.phase != "leaving" or all(m.leaving for m in self._members.values())
@@ -352,7 +354,7 @@ class FailureDetector:
         return f"{text}; {self.limits.advice}" if self.limits.advice else text
 
     def _only_stopped_missing(self) -> None:
-        """All others leave, or serve those that still work."""
+        """Give up stopped ranks once all others leave, or serve only."""
         others = [m for m in self._members.values() if m.state is not State.STOPPED]
         waiting = all(m.leaving or m.beat.phase == "serving" for m in others)
         if waiting and not self._in(State.ABSENT) and any(m.leaving for m in others):

@@ -97,7 +97,7 @@ class SlowRanks:
 
 
 def slow_ranks_of(run: Run, roles: Roles, tell: Callable[[str], None]) -> SlowRanks:
-    """What compares the ranks of `run`; stages of a model have unlike work."""
+    """Make what compares the ranks of `run`; stages of a model have unlike work."""
     alike = not run.strategy.divides_model
     return SlowRanks(set(roles.servers) - set(roles.workers), tell, alike=alike)
 
@@ -156,10 +156,11 @@ class LiveFile:
             ),
         )
         ended = self._clock()
+        # From `due` on, which begins a write: comparing ranks counts as well.
         self._next = ended + max(WRITE_SECONDS, LEAST_PAUSE * (ended - self._began))
 
     def remove(self) -> None:
-        """The run has ended well."""
+        """Remove the file, after a run that has ended well."""
         remove_live(self._folder)
 
     def _now(self, beat: Heartbeat) -> RankNow:
@@ -181,7 +182,7 @@ class LiveFile:
 
 
 def moments(apart: float) -> Iterator[float]:
-    """The time in seconds since 1970, now and again whenever `apart` seconds have passed."""
+    """Yield the time in seconds since 1970, now and again every `apart` seconds."""
     while True:
         yield time.time()
         time.sleep(apart)

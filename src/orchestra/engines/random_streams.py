@@ -40,7 +40,7 @@ class RandomStreams:
         self._saved: dict[int | None, Streams] = {}
 
     def give(self, rank: int | None) -> None:
-        """The streams of `rank` are in place from now on; None: those of the process itself."""
+        """Put the streams of `rank` in place; None: those of the process itself."""
         if rank == self._owner:
             return
         self._saved[self._owner] = self.present()
@@ -51,15 +51,16 @@ class RandomStreams:
             np.random.mtrand.set_bit_generator(MT19937())
 
     def present(self) -> Streams:
-        """The streams that are in place, as they are now."""
+        """Return the streams that are in place, as they are now."""
         bits, legacy = np.random.mtrand.get_bit_generator(), None
         if not isinstance(bits, MT19937) or bits.noted.taken:
+            # 90 us, so only after a turn that has drawn: see `MT19937.lock`.
             state = np.random.get_state(legacy=False)
             legacy = state if state["has_gauss"] else None
         return Streams(torch.default_generator.get_state(), random.getstate(), bits, legacy)
 
     def go_on_from(self, streams: Streams) -> None:
-        """The streams in place go on as another rank's did from `streams`."""
+        """Let the streams in place go on from a copy of `streams`, another rank's."""
         bits = MT19937()
         bits.state = streams.bits.state if streams.legacy is None else streams.legacy
         self._install(streams._replace(bits=bits))
@@ -79,6 +80,7 @@ class _NotedLock:
 
     def __init__(self) -> None:
         self.taken = False
+        # Reentrant, as NumPy's own lock is.
         self._lock = threading.RLock()
 
     def __enter__(self) -> None:

@@ -103,7 +103,7 @@ def record_of(
 
 
 def stragglers_of(run: Run, reports: Sequence[RankReport]) -> list[Straggler]:
-    """The stragglers of a run; stages of a model have unlike work and are not compared."""
+    """Find the stragglers of a run; stages of a model have unlike work and are not compared."""
     if run.strategy.divides_model:
         return []
     nodes = {report.rank: report.node for report in reports if report.node}
@@ -145,8 +145,9 @@ def _identity(run: Run, folder: Path) -> dict[str, Any]:
 
 
 def on_machines(record: RunRecord, nodes: Sequence[Node], alone: Mapping[str, float]) -> RunRecord:
-    """`record` with what follows from the `nodes` of its ranks, and from what each does `alone`, in
-    samples/s.
+    """Add to `record` costs, energy and efficiency, from the `nodes` of its ranks.
+
+    `alone` is what each node does by itself, in samples/s.
 
     A node is paid for, and draws its power, while the stopwatch runs, whatever its ranks do. Where
     the price of one is not known, that of all is not.
@@ -173,7 +174,7 @@ def on_machines(record: RunRecord, nodes: Sequence[Node], alone: Mapping[str, fl
 
 
 def by_node(speeds: Sequence[float], nodes: Sequence[Node]) -> dict[str, float]:
-    """The `speeds` of ranks by the nodes that these are on, added up; else by rank ("rank 0")."""
+    """Add up the `speeds` of ranks by node; without `nodes` by rank ("rank 0")."""
     found: dict[str, float] = {}
     for rank, speed in enumerate(speeds):
         name = nodes[rank].name if nodes else f"rank {rank}"
@@ -182,7 +183,7 @@ def by_node(speeds: Sequence[float], nodes: Sequence[Node]) -> dict[str, float]:
 
 
 def beside_single(record: RunRecord, single: RunRecord | None) -> RunRecord:
-    """`record` with its convergence efficiency, where `single` is one process on the fastest node:
+    """Add to `record` its convergence efficiency; `single` is one process on the fastest node:
 
     (time to target of `single` / of `record`) / (sum of what the nodes do alone / what that of
     `single` does). The latter is that of `record`, where it uses the node.

@@ -28,8 +28,7 @@ T = TypeVar("T")
 
 
 def agree_on_parameters(worker: Worker, group: Group | None = None) -> None:
-    """Everyone in `group` (None: all that are there) takes the parameters and buffers of its first
-    rank."""
+    """Give all of `group` (None: all that are there) its first rank's parameters and buffers."""
     if worker.agrees:
         return
     group = worker.everyone if group is None else group
@@ -38,7 +37,7 @@ def agree_on_parameters(worker: Worker, group: Group | None = None) -> None:
 
 
 def broadcast_buffers(worker: Worker, group: Group) -> None:
-    """Everyone in `group` takes the buffers of its first rank, as DistributedDataParallel does."""
+    """Give all of `group` the buffers of its first rank, as DistributedDataParallel does."""
     if len(group) == 1 or worker.rank not in group.ranks:
         return
     for vector in pack(worker.buffers):
@@ -47,8 +46,10 @@ def broadcast_buffers(worker: Worker, group: Group) -> None:
 
 
 def wait_for_everyone(worker: Worker, number: int = 0) -> int:
-    """Collective over all ranks: nobody returns before everybody has called. The sum of what they
-    call with, up to 2^24."""
+    """Collective over all ranks: nobody returns before everybody has called.
+
+    Returns the sum of what they call with, up to 2^24.
+    """
     everyone, total = worker.everyone, torch.tensor([float(number)])
     if len(everyone) > 1:
         all_reduce(worker.transport, total, "butterfly", everyone, Tag.AGREE)
@@ -56,25 +57,27 @@ def wait_for_everyone(worker: Worker, number: int = 0) -> int:
 
 
 def wait_for_workers(worker: Worker) -> None:
-    """Collective over the workers: the same, of them."""
+    """Collective over the workers: nobody returns before all have called."""
     if len(worker.workers) > 1:
         all_reduce(worker.transport, torch.zeros(1), "ring", worker.workers, Tag.AGREE)
 
 
 def start_together(worker: Worker, leader: int) -> None:
-    """Collective over all ranks: how far apart they return does not depend on when each called.
+    """Collective over all ranks: let them go on as close together as can be.
 
-    That depends on `leader` alone, which lets all go on. It tells a thousand ranks one after the
-    other; after a butterfly all are at the same place again (exactly, where ranks and links are
-    alike, for powers of two).
+    How far apart they return does not depend on when each called. The `leader` tells a thousand
+    ranks one after the other; after a butterfly all are at the same place again (exactly, where
+    ranks and links are alike, for powers of two).
     """
+    # First all tell the leader: then what follows takes the same time, whenever each of them came
+    # (docs/decisions/0036-starting-together.md).
     gather_objects(worker.transport, None, worker.everyone, leader)
     broadcast(worker.transport, torch.zeros(1), leader, worker.everyone, Tag.READY)
     wait_for_everyone(worker)
 
 
 def agree_on_data(worker: Worker, data: Any, first: int) -> Any:
-    """Collective over all ranks: the plain JSON data that the rank `first` has."""
+    """Collective over all ranks: return the plain JSON data that the rank `first` has."""
     transport, own = worker.transport, worker.rank
     if own != first:
         return receive_object(transport, first)
@@ -85,7 +88,7 @@ def agree_on_data(worker: Worker, data: Any, first: int) -> Any:
 
 
 def exact_mean(worker: Worker, weight: float = 1.0, part: slice = slice(None)) -> None:
-    """Everyone's parameters in `part` become the mean over the workers, weighted by `weight`.
+    """Replace all workers' parameters in `part` by their mean, weighted by `weight`.
 
     Summed in float64, where a sum of float32 numbers is exact in practice.
     """
@@ -94,7 +97,7 @@ def exact_mean(worker: Worker, weight: float = 1.0, part: slice = slice(None)) -
 
 
 def exact_mean_of_buffers(worker: Worker, weight: float = 1.0) -> None:
-    """Floating buffers become their mean, weighted by `weight`, others the first worker's."""
+    """Replace floating buffers by their weighted mean, others by those of the first worker."""
     workers = worker.workers
     for packed in pack(worker.buffers):
         if packed.values.is_floating_point():
@@ -107,6 +110,7 @@ def exact_mean_of_buffers(worker: Worker, weight: float = 1.0) -> None:
 def _mean(worker: Worker, values: Tensor, weight: float) -> Tensor:
     if len(worker.workers) == 1:
         return values
+    # The weights travel behind the values: one collective in place of two.
     total = torch.cat([weight * values.double(), values.new_tensor([weight]).double()])
     all_reduce(worker.transport, total, "ring", worker.workers, Tag.AGREE)
     return total[:-1] / total[-1]
@@ -128,7 +132,7 @@ class Packed:
 
 
 def pack(named: list[tuple[str, Tensor]]) -> list[Packed]:
-    """One `Packed` for each dtype, in the order of first appearance."""
+    """Make one `Packed` for each dtype, in the order of first appearance."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for _, tensor in named:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
@@ -146,6 +150,7 @@ def hand_over_moments(
     moments: Moments = {}
     if optimizer is not None:
         moments = export_moments(optimizer, worker.named_parameters())
+    # Sorted: all workers have to begin the same collectives in the same order.
     for name in sorted(moments) if averaged else ():
         for key, value in moments[name].items():
             if isinstance(value, Tensor) and value.dim():
@@ -157,9 +162,10 @@ def hand_over_moments(
 
 
 def keep_gradient(worker: Worker) -> None:
-    """The gradient stays this worker's own; one of no samples counts for nothing."""
+    """Keep this worker's own gradient; one of no samples counts for nothing."""
     worker.gradients.collect_rest()
     if not worker.step.samples:
+        # So that its optimizer leaves all parameters alone.
         worker.gradients.used = [False] * len(worker.gradients.used)
     worker.gradients.forget_unused()
 
@@ -187,9 +193,9 @@ def swap_with_neighbours(
 def mix_with_neighbours(
     worker: Worker, transport: Transport, into: Tensor, topology: Topology, step: int
 ) -> Tensor:
-    """`into` becomes sum_j W_ij x_j over the neighbours in the graph of `step`; waits for them.
+    """Set `into` to sum_j W_ij x_j over the neighbours j in the graph of `step`, and return it.
 
-    `transport` is that of the flow which does it. Returns `into`.
+    Waits for their parameters. `transport` is that of the flow which does it.
     """
     own, graph = worker.workers.index(worker.rank), topology.graph(len(worker.workers), step)
     weights, x = doubly_stochastic(graph)[own], worker.parameters
@@ -212,9 +218,9 @@ def average_replicas(
     samples: int,
     total: int | None,
 ) -> None:
-    """values <- their mean over the workers, weighted by the samples behind them.
+    """Replace `values` by their mean over the workers, weighted by `samples`.
 
-    `transport` is that of the flow which does it. Workers that do not know the `total` add up.
+    `transport` is that of the flow which does it. Where `total` is None the workers add it up.
     """
     if len(worker.workers) == 1:
         return
@@ -225,7 +231,7 @@ def average_replicas(
 def part_of_samples(
     worker: Worker, transport: Transport, algorithm: str, samples: int, total: int | None
 ) -> float:
-    """`samples` of this worker over the `total` of all; None: they add up."""
+    """Return `samples` of this worker over the `total` of all. With None the workers add it up."""
     if total is None:
         counts = torch.tensor([samples], dtype=torch.float64)
         all_reduce(transport, counts, algorithm, worker.workers, Tag.REPLICAS)
@@ -240,7 +246,7 @@ def average_moments(
     samples: int,
     total: int | None,
 ) -> None:
-    """The moments in `optimizer` become their mean over the workers, as `average_replicas`.
+    """Replace the moments in `optimizer` by their mean over the workers, as `average_replicas`.
 
     Those of a parameter that some worker has not updated yet stay as they are.
     """
@@ -248,6 +254,7 @@ def average_moments(
         return
     moments = export_moments(optimizer, worker.named_parameters())
     names = list(worker.named_parameters())
+    # A worker has no moments yet of a parameter that none of its batches has used.
     there = torch.tensor([float(name in moments) for name in names])
     all_reduce(worker.transport, there, algorithm, worker.workers, Tag.AGREE)
     tensors = [
@@ -268,27 +275,28 @@ def average_moments(
 def charge(
     worker: Worker, kind: str, amount: int, function: Callable[[], T], names: tuple[str, ...] = ()
 ) -> T:
-    """Do `function`, and count it as computing: a `Work`."""
+    """Run `function`, and charge it as computation of a `Work` of this kind and amount."""
     return worker.compute.run(Work(kind, amount, names), function)
 
 
 def copy_of(worker: Worker, values: Tensor) -> Tensor:
-    """A copy of `values` to be averaged, while the replica goes on; charged as work."""
+    """Return a copy of `values` to be averaged while the replica goes on; charged as work."""
     return charge(worker, "encode", values.numel(), values.clone)
 
 
 def ring_sum(worker: Worker, vector: Tensor, tag: int, ranks: tuple[int, ...] | None = None) -> int:
-    """Replace `vector` by its sum over `ranks`, or over the workers; the bytes of buffer used."""
+    """Replace `vector` by its sum over `ranks`, or over the workers; return the bytes of buffer."""
     group = worker.workers if ranks is None else Group(ranks)
     return all_reduce(worker.transport, vector, "ring", group, tag) if len(group) > 1 else 0
 
 
 def fragments_of(worker: Worker, count: int) -> list[tuple[int, int]]:
-    """The flat parameters in `count` runs (first, end) of whole tensors, about equally large.
+    """Cut the flat parameters into `count` runs (first, end) of whole tensors, about equally large.
 
     There are fewer where there are not as many tensors.
     """
     slots, size = worker.layout.slots, worker.layout.size
+    # Cut k lies at the end of the tensor that is nearest to k / count of all elements.
     ends = [slot.offset for slot in slots[1:]] + [size]
     cuts = {min(ends, key=lambda end: abs(end - size * k / count)) for k in range(1, count + 1)}
     distinct = sorted(cuts)

@@ -43,6 +43,7 @@ def cut_into_buckets(worker: Worker) -> list[Bucket]:
     """The flat gradient in buckets of about `worker.bucket_bytes`; the tail is in the last."""
     storage = worker.gradients.storage
     edges = bucket_edges(worker.layout, worker.bucket_bytes if worker.overlap else None)
+    # The storage is longer than the gradient by the tail.
     edges[-1] = (edges[-1][0], storage.numel())
     return [
         Bucket(start, storage[start:end], first, last)
@@ -89,7 +90,7 @@ class GradientAverage:
             worker.gradients.on_ready = self._slots_are_ready
 
     def finish(self) -> None:
-        """After backward: begin what is left, and wait for all of it."""
+        """After backward: begin the buckets that are left, and wait for all sums."""
         worker, gradients, step = self._worker, self._worker.gradients, self._worker.step
         gradients.collect_rest(step.weight)
         gradients.fill_tail(worker.rank, step.weight, step.loss, step.stop)
@@ -105,18 +106,19 @@ class GradientAverage:
         step.agreed = True
 
     def close(self) -> None:
-        """Nothing goes on in the background any more."""
+        """Stop listening to backward, and end the background flow."""
         self._worker.gradients.on_ready = None
         self._worker.transport.end_background()
 
     def _slots_are_ready(self, first: int, end: int) -> None:
-        """In backward: collect them, and begin the buckets that are complete, in their order."""
+        """Called in backward: collect slots, and begin complete buckets, in their order."""
         gradients, weight = self._worker.gradients, self._worker.step.weight
         gradients.collect_each(first, end, weight)
         for number in range(self._bucket_of[first], self._bucket_of[end - 1] + 1):
             bucket = self._buckets[number]
             self._ready[number] += min(end, bucket.end_slot) - max(first, bucket.first_slot)
         last = len(self._buckets) - 1  # waits for what travels with it
+        # In their order, whichever is filled first: all ranks have to begin the same collectives.
         while self._next < last and self._ready[self._next] == self._buckets[self._next].slots:
             self._worker.compute.reached(self._buckets[self._next].end_slot - 1)
             self._begin_next()
@@ -127,7 +129,7 @@ class GradientAverage:
 
 
 def note_buffer(worker: Worker, size: int) -> None:
-    """An exchange has used `size` bytes of buffer."""
+    """Note that an exchange has used `size` bytes of buffer."""
     worker.measures.peak_buffer_bytes = max(worker.measures.peak_buffer_bytes, size)
 
 
@@ -166,7 +168,7 @@ def make_collective(
     order: Sequence[int] | None = None,
     ranks_per_node: int | None = None,
 ) -> ScheduledGroup:
-    """Collective: the all-reduce `algorithm` over the workers, in their own order or in `order`."""
+    """Collective: make the all-reduce `algorithm` over the workers, in `order` if given."""
     group = worker.workers
     if order is not None:
         group = Group(tuple(rank for rank in order if rank in group.ranks))
@@ -176,7 +178,7 @@ def make_collective(
 
 
 def _sizes_of_nodes(worker: Worker, group: Group, ranks_per_node: int | None) -> tuple[int, ...]:
-    """Runs of `ranks_per_node`, the last perhaps shorter; or the hosts, as they were launched."""
+    """Return the ranks on each node: `ranks_per_node`, or as they were launched on hosts."""
     if ranks_per_node is not None:
         places = [place % ranks_per_node for place in range(len(group))]
     else:  # each rank tells its index among those of its host
@@ -184,6 +186,7 @@ def _sizes_of_nodes(worker: Worker, group: Group, ranks_per_node: int | None) ->
         local_ranks[group.index(worker.rank)] = worker.runtime.local_rank
         all_reduce(worker.transport, local_ranks, "butterfly", group, Tag.AGREE)
         places = local_ranks.tolist()
+    # A host begins where a place is 0.
     starts = [index for index, place in enumerate(places) if place == 0]
     sizes = tuple(end - start for start, end in pairwise([*starts, len(places)]))
     if places != [place for size in sizes for place in range(size)]:
@@ -222,6 +225,7 @@ def native_sum(worker: Worker) -> BeginSum:
 
     def begin(vector: Tensor, background: bool) -> Task[int]:
         ranks = len(worker.workers)
+        # Those of a ring: the backend does not tell what it sends.
         worker.measures.native_bytes += 2 * (ranks - 1) * vector.nbytes // ranks
         return NativeSum(worker, all_reduce(vector))
 
@@ -267,7 +271,8 @@ class PartialAverage:
         self._flow = worker.transport.spawn(self._take_part)
 
     def is_late(self) -> bool:
-        """Whether the average of the step that begins is there already."""
+        """Return whether the average of the step that begins is there already."""
+        # A message of the own rank, so that the answer is in the record of the order.
         self._outcome = self._worker.transport.receive(self._worker.rank, Tag.DONE)
         return self._outcome.done()
 
@@ -290,6 +295,7 @@ class PartialAverage:
         if outcome == Outcome.LATE:
             worker.transport.receive(worker.rank, Tag.AVERAGE, gradients.storage).wait()
             worker.measures.dropped += step.samples > 0
+        # Gradients were weighted by samples over those of the whole step; some are missing now.
         factor = step.total_samples / samples
         if factor != 1.0:
             gradients.vector.mul_(factor)
@@ -317,6 +323,7 @@ class PartialAverage:
         stand_in, step = torch.empty_like(storage), 0
         try:
             while (chosen := self._next_choice(transport, step)).any():
+                # A late worker's own gradient is still being filled: zeros go in its place.
                 values = storage if chosen[own] else stand_in.zero_()
                 buffer = self._collective.begin(transport, values).wait()
                 note_buffer(self._worker, buffer + stand_in.nbytes)
@@ -327,6 +334,8 @@ class PartialAverage:
                     transport.send(values, transport.rank, Tag.AVERAGE)
                 step += 1
         except BaseException:
+            # The main flow would wait for an outcome for ever; it raises the error when it joins
+            # this flow.
             transport.send(torch.tensor([Outcome.FAILED, 0]), transport.rank, Tag.DONE)
             raise
 
@@ -352,6 +361,8 @@ class PartialAverage:
                 chosen[workers.index(handle.source)] = samples
             elif arrived_for == LEAVE:
                 self._left += 1
+                # All main flows have finished: `chosen` is all zeros, which ends the other ranks as
+                # well.
                 if self._left == len(workers):
                     break
         return chosen

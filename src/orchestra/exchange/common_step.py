@@ -73,7 +73,7 @@ class CommonStep:
             self._flow = worker.transport.spawn(control.run)
 
     def reached(self, steps: int, *, wish: bool) -> bool:
-        """After step number `steps` of this worker: whether it is the common one.
+        """Return whether step number `steps` of this worker, which is over, is the common one.
 
         With `wish` this worker wants one to be found. A worker alone has its wish at once.
         """
@@ -94,14 +94,14 @@ class CommonStep:
         return self._final and steps >= self._lease
 
     def report(self, steps: int, *values: float) -> None:
-        """Tell the leader what this worker saw in its step: the fields that `Step` is made of."""
+        """Tell the leader what this worker saw in its step: the fields of a `Step`."""
         if self._flow is not None:
             self._tell(self._leader, _MessageKind.REPORT, steps, *values)
         elif self._reports.add(steps, self._transport.rank, list(values)):
             self._wished = True
 
     def settle(self) -> None:
-        """Collective over the workers, after a step of all: every report has been observed."""
+        """Collective over the workers, after a step of all: wait until reports are observed."""
         if self._flow is not None:
             self._tell(self._leader, _MessageKind.SETTLE)
             self._transport.receive(self._leader, self._tag + 1).wait()
@@ -145,6 +145,7 @@ class _Control:
             while self._answer_next():
                 pass
         except BaseException:
+            # A main flow that waits for a grant learns of the failure by this, and raises it.
             self._tell_main(_MessageKind.END, 0)
             raise
 
@@ -154,6 +155,7 @@ class _Control:
         try:
             kind, *values = handle.wait().tolist()
         except PeerLost as lost:
+            # Without the leader nobody announces a step.
             if lost.rank == self._leader:
                 raise
             self._end(lost.rank)
@@ -166,6 +168,7 @@ class _Control:
     def _take(self, kind: _MessageKind, source: int, values: list[float]) -> None:
         number = int(values[0]) if values else 0
         match kind:
+            # A promise holds: the main flow stops at its lease until the common step is known.
             case _MessageKind.RENEW if self._promised:
                 self._asked = True
                 self._grant()
@@ -211,6 +214,7 @@ class _Control:
         everyone = self._promises.keys() | self._ended >= self._ranks
         if self._promises and everyone and not self._announced:
             self._announced = True
+            # Nobody is beyond its promise, so nobody has passed the largest one.
             self._tell_all(_MessageKind.ANNOUNCE, max(self._promises.values()))
 
     def _settle(self) -> None:
@@ -250,6 +254,7 @@ class _Reports:
         """Return whether, with this report of `rank`, all are to leave."""
         there = self._of_step.setdefault(step, {})
         there[rank] = report
+        # Not all are there yet; nobody waits for a lost worker.
         if set(self._worker.workers.ranks) - self._worker.transport.lost() - there.keys():
             return False
         del self._of_step[step]
@@ -262,7 +267,7 @@ class _Reports:
 
 
 def step_of_round(reports: Sequence[Report], seconds: tuple[float, ...]) -> Step:
-    """A round of batches as one step: all samples before its end are done."""
+    """Make one step of a round of batches, before whose end all samples are done."""
     counts = tuple(report.stop - report.start for report in reports)
     losses = tuple(report.loss for report in reports)
     rates, epochs, fractions = zip(*((r.rate, r.epoch, r.fraction) for r in reports), strict=True)
@@ -294,12 +299,12 @@ def _together(
 
 
 def counted(position: int, budget: int | None) -> Step:
-    """What rules that count know of the round that ends at `position`."""
+    """Make a step with what rules that count know of the round that ends at `position`."""
     assert budget is not None, "an open end has no fractions"
     return Step(planned=position, fraction=position / budget)
 
 
 def own_seconds(worker: Worker) -> float:
-    """What `worker` has needed so far, without waiting for others."""
+    """Return the seconds that `worker` has needed so far, without waiting for others."""
     traffic = worker.transport.traffic
     return worker.compute.seconds + traffic.seconds_communicating + traffic.seconds_in_background

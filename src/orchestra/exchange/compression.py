@@ -50,14 +50,16 @@ class CompressionState:
         return CompressionState(0, residual, memory, worker.parameters.new_zeros(len(slots)))
 
     def note_used(self, flags: Tensor) -> None:
-        """What waits here of a tensor has to arrive, even if nobody uses the tensor in this step:
-        `flags`, 1 for each tensor that this worker uses now, become those that it has ever used."""
+        """Replace `flags`, 1 for each tensor used in this step, by those of tensors ever used here.
+
+        What error feedback has kept of a tensor has to arrive, even if nobody uses the tensor now.
+        """
         if not flags.is_meta and (self.residual is not None or any(self.memory)):
             flags.copy_(torch.maximum(self.used, flags, out=self.used))
 
 
 def _check(worker: Worker, compressor: Compressor) -> None:
-    """Refuse what this run cannot do."""
+    """Raise InputError for a compressor that this run cannot use."""
     if worker.parameters.is_meta and isinstance(compressor, Encoder) and not compressor.sized:
         raise InputError(
             f"tensors: shapes: how many bytes {compressor!r} sends depends on values, which a run "
@@ -70,7 +72,7 @@ def _check(worker: Worker, compressor: Compressor) -> None:
 
 
 class _Codec:
-    """What is needed to encode pieces of the flat vector: tensors, or parts of them."""
+    """Encodes and decodes pieces of the flat vector: tensors, or parts of them."""
 
     def __init__(self, worker: Worker, compressor: Compressor) -> None:
         self._worker = worker
@@ -87,7 +89,7 @@ class _Codec:
     def _contexts(
         self, pieces: Sequence[Piece], step: int, rank: int, state: CompressionState | None = None
     ) -> list[Context]:
-        """What the compressor may know of each piece; without `state`, to decode it."""
+        """Make the context of each piece for the compressor; without `state` one for decoding."""
         contexts = []
         for piece in pieces:
             slot, size = self._worker.layout.slots[piece.tensor], piece.end - piece.first
@@ -148,7 +150,7 @@ class CompressedSum(_Codec):
         return self.sum(bucket, self._state.steps - 1, background=background)
 
     def sum(self, bucket: Bucket, step: int, *, background: bool) -> Sequence[Task[int]]:
-        """The same for a bucket that is summed for the time number `step`."""
+        """Like `begin`, for a bucket that is summed for the time number `step`."""
         size = min(bucket.values.numel(), self._worker.layout.size - bucket.first)
         gradient, tail = bucket.values[:size], bucket.values[size:]
         rounds = self._added if self._compressor.adds else self._gathered
@@ -179,7 +181,7 @@ class CompressedSum(_Codec):
     def _added(
         self, bucket: Bucket, step: int, gradient: Tensor, background: bool
     ) -> Iterator[Task[int]]:
-        """One round after the other, each a sum by the strategy's own collective."""
+        """Yield one round after the other: sums by the strategy's own collective."""
         pieces, first = self._pieces(bucket, gradient), bucket.first
         contexts = self._contexts(pieces, step, self._worker.rank, self._state)
 
@@ -187,6 +189,7 @@ class CompressedSum(_Codec):
             residuals = _cut(pieces, self._with_residual(gradient, first), first)
             yield from self._compressor.rounds(_cut(pieces, gradient, first), residuals, contexts)
 
+        # `all_rounds` gives a vector, and finds the sum in its place when it goes on.
         rounds, (encoding, decoding) = all_rounds(), self._compressor.passes
         advance = functools.partial(next, rounds, None)
         vector = self._charge("encode", encoding * gradient.numel(), advance)
@@ -197,7 +200,7 @@ class CompressedSum(_Codec):
     def _gathered(
         self, bucket: Bucket, step: int, gradient: Tensor, background: bool
     ) -> Iterator[Task[int]]:
-        """Everybody's payloads, encoded at once and decoded one after the other."""
+        """Yield the gathers of all workers' payloads, and decode them one after the other."""
         compressor, pieces, first = self._encoder, self._pieces(bucket, gradient), bucket.first
         tensors = _cut(pieces, gradient, first)
         contexts = self._contexts(pieces, step, self._worker.rank, self._state)
@@ -217,6 +220,7 @@ class CompressedSum(_Codec):
         ranks = len(self._gather.group)
         table = [sizes] * ranks
         if not compressor.sized:
+            # Lengths first: how much a rank sends depends on its values.
             gather = _Gather(torch.tensor(sizes), [len(sizes)] * ranks, self._own)
             yield self._begin_gather(gather, background)
             table = [each.tolist() for each in gather.pieces()]
@@ -245,14 +249,17 @@ class _Gather:
     piece (i + 1) mod N is that of the i-th rank, which has `sizes[i]` elements."""
 
     def __init__(self, piece: Tensor, sizes: Sequence[int], own: int) -> None:
+        # `ring_all_gather` is the ring's second half, after whose first half rank i has piece i +
+        # 1.
         self.edges = _edges((sizes[-1], *sizes[:-1]))
         self.vector = piece.new_empty(self.edges[-1])
         place = (own + 1) % len(sizes)
         self.vector[self.edges[place] : self.edges[place + 1]] = piece
 
     def pieces(self) -> list[Tensor]:
-        """In the order of the ranks."""
+        """Return the pieces in the order of the ranks."""
         last, *others = [self.vector[first:end] for first, end in pairwise(self.edges)]
+        # Piece 0 is that of the last rank.
         return [*others, last]
 
 
@@ -287,7 +294,7 @@ class SliceCodec(_Codec):
     def encode(
         self, parts: Sequence[Slice], vector: Tensor, state: CompressionState, step: int
     ) -> list[Tensor]:
-        """The payload of each of `parts` of flat `vector`; what is left out stays in `state`."""
+        """Return the payload of each of `parts` of `vector`; `state` keeps what is left out."""
         encoder, residual = self._encoder, state.residual
 
         def payload_of(part: Slice, values: Tensor) -> Tensor:
@@ -296,6 +303,7 @@ class SliceCodec(_Codec):
             own = encoder.encode_all(_cut(part.pieces, values), residuals, contexts)
             if not encoder.sized:
                 lengths = torch.tensor([len(each) for each in own], dtype=torch.int32)
+                # The server cannot know the lengths beforehand: they come first, 4 bytes each.
                 own.insert(0, lengths.view(torch.uint8).to(vector.device))
             return torch.cat(own) if own else vector[:0]  # a slice may hold nothing
 
@@ -309,7 +317,7 @@ class SliceCodec(_Codec):
         return self._charge("encode", encoder.passes[0] * vector.numel(), encode)
 
     def decode(self, part: Slice, payload: Tensor, step: int, rank: int) -> Tensor:
-        """The elements of `part`, flat, that the `payload` of the worker `rank` stands for."""
+        """Return the elements of `part`, flat, for which the `payload` of worker `rank` stands."""
         values = self._worker.parameters.new_zeros(part.end - part.first)
 
         def decode() -> None:
@@ -327,13 +335,13 @@ class SliceCodec(_Codec):
     def encode_push(
         self, parts: Sequence[Slice], state: CompressionState, push: Push, gradient: Tensor
     ) -> list[Tensor]:
-        """What `push` sends to the servers of `parts`; servers apply none that has no samples."""
+        """Return the payloads of `push` for the servers of `parts`, empty if it has no samples."""
         if not push.samples:
             return [gradient[:0] for _ in parts]
         return self.encode(parts, gradient, state, push.clock)
 
     def decode_push(self, part: Slice, push: Push, payload: Tensor) -> Tensor:
-        """On a server: the gradient of its slice `part`, flat, that `payload` stands for."""
+        """On a server: return the gradient of its slice `part`, flat, that `payload` encodes."""
         if not push.samples:
             return payload.new_zeros(part.end - part.first)
         return self.decode(part, payload, push.clock, push.worker)
@@ -343,6 +351,7 @@ class SliceCodec(_Codec):
             lengths = [size // payload.element_size() for size in self._sizes(part.pieces, step)]
         else:
             head = 4 * len(part.pieces)
+            # A copy: a view of another dtype has to begin at a multiple of its size.
             lengths, payload = payload[:head].clone().view(torch.int32).tolist(), payload[head:]
         return list(payload.split(lengths))
 
@@ -357,7 +366,7 @@ def average_compressed(
     algorithm: str,
     step: int,
 ) -> None:
-    """values <- the sum of the workers' `values`, by compressed payloads, for the time `step`.
+    """Replace `values` by their sum over the workers, by compressed payloads of number `step`.
 
     `values` are whole tensors, from element `first` of the flat vector on; `transport` is that of
     the flow that does it.

@@ -34,7 +34,7 @@ server each, so that no server waits while another one is busy."""
 
 
 def parts_of(worker: Worker, slices: Sequence[Slice]) -> list[Part]:
-    """The parts in which gradients are pushed, the same on all ranks; none: slice by slice.
+    """Return the parts in which gradients are pushed, the same on all ranks. Empty: by slices.
 
     As with all-reduce, a model of one bucket is not worth it. What clips needs the whole gradient
     first. In a loop of the user's own, which may change it before the update, and look at the
@@ -75,6 +75,7 @@ class PartsClient:
         self._pushed: dict[int, Task[None]] = {}  # the last part that was, by server
         self._leaving: dict[int, deque[Handle]] = defaultdict(deque)  # of the background flows
         own = worker.gradients.vector
+        # A second vector: autograd may still need the old values while the new ones arrive.
         self._into = own if averages else torch.empty_like(worker.parameters)
         self._averages = averages
         self._pulling: dict[int, Task[Tensor]] = {}  # by part
@@ -83,11 +84,11 @@ class PartsClient:
 
     @property
     def weight(self) -> float:
-        """What gradients are multiplied by before they are pushed."""
+        """The factor by which gradients are multiplied before they are pushed."""
         return self._worker.step.weight if self._early else 1.0
 
     def push(self, push: Push) -> list[Answer]:
-        """Push what is left of the gradient; what is pulled becomes the parameters."""
+        """Push what is left of the gradient, and pull values, which become the parameters."""
         worker = self._worker
         self.settle()
         while self._next < len(self._parts):
@@ -102,32 +103,33 @@ class PartsClient:
         if self._averages:
             self.settle()
         else:
+            # The vectors change places, without a copy.
             self._into = worker.move_parameters(self._into)
             worker.arriving = self
         return answers
 
     def await_for(self, slot: int) -> None:
-        """In forward: wait for the values of the parameter `slot`, and of all after it."""
+        """Called in forward: wait for the values of the parameter `slot`, and of all after it."""
         while self._missing and self._parts[self._missing - 1].tensors.stop > slot:
             self._missing -= 1
             needed = self._parts[self._missing].tensors.stop - 1
             self._worker.compute.needs(needed, self._pulling[self._missing].wait)
 
     def settle(self) -> None:
-        """Return when all values are there."""
+        """Wait until all values are there."""
         while self._missing:
             self._missing -= 1
             self._pulling[self._missing].wait()
         self._worker.arriving = None
 
     def close(self) -> None:
-        """Nothing goes on in the background any more."""
+        """Wait for what is under way, and end the background flows."""
         self.settle()
         self._worker.gradients.on_ready = None
         self._worker.transport.end_background()
 
     def _slots_are_ready(self, first: int, end: int) -> None:
-        """In backward: collect them, and push the parts that are complete, in their order."""
+        """Called in backward: collect slots, and push parts that are complete, in their order."""
         worker = self._worker
         for slot in range(first, end):
             worker.gradients.collect(slot, self.weight)
@@ -136,11 +138,13 @@ class PartsClient:
             tensors = self._parts[self._next].tensors
             if not all(self._there[tensors.start : tensors.stop]):
                 return
+            # In virtual time a part is there when backward has come to its last tensor.
             worker.compute.reached(tensors[-1])
             self._push_next()
 
     def _push_next(self) -> None:
         worker, step, part = self._worker, self._worker.step, self._parts[self._next]
+        # Servers answer parts as they come: receives are posted before the first push.
         if self._early and not self._next:
             self._pull()
         used = tuple(worker.gradients.used[part.tensors.start : part.tensors.stop])
@@ -155,6 +159,7 @@ class PartsClient:
         def send(transport: Transport) -> None:
             leaving.append(transport.send(gradient, to, Tag.GRADIENT))
             leaving.append(transport.send(request, to, Tag.REQUEST))  # behind all of the part
+            # Two messages for each part.
             while len(leaving) > 2 * UNDER_WAY:
                 leaving.popleft().wait()
 
@@ -165,6 +170,8 @@ class PartsClient:
     def _pull(self) -> None:
         """Begin to receive the values of all parts, in the order in which they are sent."""
         parts, into, begin = self._parts, self._into, self._worker.transport.in_background
+        # Parts begin with the last layer. An early server answers in the order of pushes; others
+        # answer when they have all, beginning with the layers that forward needs first.
         order = range(len(parts)) if self._early else range(len(parts))[::-1]
         arriving: dict[int, Handle] = {}
 

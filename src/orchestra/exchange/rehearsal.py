@@ -30,12 +30,12 @@ class Stopwatch:
         self._exchanged = 0.0
 
     def begin(self) -> None:
-        """A step begins: the first one here, where the watch does not run yet."""
+        """Start the watch at a step's beginning, if it does not run yet."""
         if self._began is None:
             self.lap()
 
     def lap(self) -> tuple[float, float]:
-        """Seconds since the last call, and those of them that no exchange took."""
+        """Return the seconds since the last call, and those of them that no exchange took."""
         worker = self._worker
         now = worker.transport.now()
         exchanged = (
@@ -74,8 +74,10 @@ class CodingTime:
 
 
 def push_and_pull_once(worker: Worker, slices: Sequence[Slice], values: Tensor) -> None:
-    """Collective over the workers, beside which the servers of `slices` are: these add up flat
-    `values` of all of them, each its slice, and send the sum back."""
+    """Collective over the workers, which are the servers of `slices` as well.
+
+    Replaces flat `values` by their sum: each server adds up its slice, and sends it back.
+    """
     transport, own = worker.transport, worker.rank
     others = [rank for rank in worker.workers.ranks if rank != own]
     parts = [(part.rank, values[part.first : part.end]) for part in slices]
@@ -93,8 +95,9 @@ def push_and_pull_once(worker: Worker, slices: Sequence[Slice], values: Tensor) 
 
 
 def gather_numbers(worker: Worker, numbers: Sequence[float]) -> list[list[float]]:
-    """Collective over the workers, as many numbers of each: those of all, by worker."""
+    """Collective over the workers: return the numbers of all, one row for each worker."""
     ranks = len(worker.workers)
+    # Each in a row of its own, and zeros elsewhere: the sum has everybody's numbers, bit for bit.
     table = torch.zeros(ranks, len(numbers), dtype=torch.float64)
     table[worker.workers.index(worker.rank)] = torch.tensor(numbers, dtype=torch.float64)
     if ranks > 1:

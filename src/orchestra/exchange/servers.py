@@ -83,12 +83,13 @@ class ServerRules:
 def make_server(
     worker: Worker, slices: Sequence[Slice], workers: Sequence[int], rules: ServerRules
 ) -> Server:
-    """The server that lives on this rank, with the moments that `worker` inherited, if any."""
+    """Make the server of this rank, with the moments that `worker` has inherited, if any."""
     ranks = tuple(part.rank for part in slices)
     place = ranks.index(worker.rank)
     own = _held_slice(worker, slices, slices[place], workers, rules)
     if not rules.replicas:
         return Server(own)
+    # Of the server before this one; that of the first is the last (place - 1 is -1 then).
     mirror = _held_slice(worker, slices, slices[place - 1], workers, rules)
     return _with_replica(worker, own, mirror, ranks)
 
@@ -100,7 +101,7 @@ def _held_slice(
     workers: Sequence[int],
     rules: ServerRules,
 ) -> HeldSlice:
-    """`part` of the parameters, one of `slices`, with its optimizer and its state."""
+    """Make the server's side of `part`, one of `slices`, with its optimizer and its state."""
     values = worker.parameters[part.first : part.end].clone()
     tensors = _tensors_of(worker, part, values)
     optimizer = clip = None
@@ -131,7 +132,7 @@ def _held_slice(
 def _server_state(
     worker: Worker, workers: Sequence[int], rules: ServerRules, *, hands_out: bool
 ) -> ServerState:
-    """The state of a slice whose server, with `hands_out`, has the queue of batches."""
+    """Make the state of a slice; with `hands_out` its server has the queue of batches."""
     live = set(workers) - worker.transport.lost()
     state = ServerState(rules.consistency, live, consumed=worker.step.consumed)
     if rules.queue_shares is None:
@@ -166,7 +167,7 @@ def _with_replica(
 
 
 def _hand_on_moments(transport: Transport, optimizer: Optimizer | None, to: int) -> None:
-    """Ranks may have inherited different moments; replicas have the same."""
+    """Send the moments to the replica: ranks may have inherited different ones."""
     moments = [
         (index, name, value)
         for index, state in capture(optimizer).items()
@@ -209,11 +210,12 @@ def _clip_together(limit: float, servers: Group, transport: Transport, average: 
     square = average.double().square().sum().reshape(1)
     if len(servers) > 1:
         all_reduce(transport, square, "reduce_to_one", servers, Tag.NORM)
+    # As `torch.nn.utils.clip_grad_norm_`, with its 1e-6.
     average.mul_(min(1.0, limit / (float(square.sqrt()) + 1e-6)))
 
 
 def collect_slices(worker: Worker, slices: Sequence[Slice], server: Server | None) -> None:
-    """Every rank that is still there gets the servers' values into its parameters."""
+    """Collective over all that are there: copy the servers' values into everyone's parameters."""
     for part in slices:
         mine = worker.parameters[part.first : part.end]
         if part.rank != worker.rank:
@@ -234,7 +236,7 @@ def collect_slices(worker: Worker, slices: Sequence[Slice], server: Server | Non
 
 
 def tell_servers(worker: Worker, servers: Sequence[int], leader: int) -> None:
-    """The `servers` without data take the parameters and buffers of the `leader`, a worker."""
+    """Give `servers` without data the parameters and buffers of the `leader`, a worker."""
     if worker.rank in servers:
         agree_on_parameters(worker, Group((leader, worker.rank)))
     elif worker.rank == leader:

@@ -25,7 +25,8 @@ from orchestra.worker.worker import Worker
 
 
 def share_of(ring: Sequence[int], rank: int) -> Share:
-    """The slices that a reduce-scatter around the ranks of `ring` leaves `rank` the sum of."""
+    """Return which slices a reduce-scatter around `ring` leaves summed on `rank`."""
+    # After N - 1 rounds rank i has added up piece i + 1.
     return Share((ring.index(rank) + 1) % len(ring), len(ring))
 
 
@@ -59,6 +60,7 @@ class Shards:
         self._scatter = scatter
         self._reduce_scatter = ScheduledGroup(ring_reduce_scatter(len(ring)), ring)
         self._all_gather = ScheduledGroup(ring_all_gather(len(ring)), ring)
+        # Everybody needs the tail, so that it is summed by itself.
         self._tail = ScheduledGroup(ALL_REDUCE["butterfly"](len(ring)), ring)
         limit = worker.bucket_bytes if worker.overlap or scatter else None
         divisible = worker.optimizer.elementwise
@@ -82,7 +84,7 @@ class Shards:
         self.part = OptimizerPart(self.optimizer, tensors)
 
     def _gathered(self) -> Gathering:
-        """The parameters of this worker, gathered when they are used."""
+        """Make what gathers the parameters of this worker when they are used."""
         worker, transport = self._worker, self._worker.transport
 
         def gather(unit: Unit, values: Tensor) -> Task[int]:
@@ -106,15 +108,16 @@ class Shards:
         return shapes
 
     def _all_say(self, number: int) -> bool:
-        """Collective: whether all workers call with the same number."""
+        """Collective: return whether all workers call with the same number."""
         group = self._all_gather.group
         moments = torch.tensor([number, number**2], dtype=torch.float64)
         all_reduce(self._worker.transport, moments, "butterfly", group, Tag.AGREE)
         total, squares = moments.tolist()
+        # N sum(x^2) = (sum x)^2 only if all x are equal (Cauchy and Schwarz).
         return bool(len(group) * squares == total**2)
 
     def _part(self, unit: Unit, tensor: int, first: int, end: int) -> OwnedTensor:
-        """Elements [first, end) of `unit`; a tensor that is there whole has its shape."""
+        """Return elements [first, end) of `unit`, in the tensor's shape if it is whole."""
         worker, index = self._worker, unit.first_slot + tensor
         slot, start = worker.layout.slots[index], unit.first + first
         shape = slot.shape if end - first == slot.size else (end - first,)
@@ -125,13 +128,13 @@ class Shards:
         return OwnedTensor(index, start - slot.offset, values, gradient)
 
     def average(self) -> GradientAverage:
-        """What sums the gradients, of each the slice that this worker owns."""
+        """Make what sums the gradients: of each unit the slice that this worker owns."""
         if not self._scatter:
             return GradientAverage(self._worker, self.sum)
         return ScatteredAverage(self._worker, self)
 
     def sum(self, bucket: Bucket, background: bool) -> list[Task[int]]:
-        """Begin the sum of this worker's slice of `bucket`; of the tail behind it everybody's."""
+        """Begin the sum of this worker's slice of `bucket`, and the sum of the tail for all."""
         transport = self._worker.transport
         unit = next(unit for unit in self.units if unit.first == bucket.first)
         gradient = self._worker.gradients.bucket(unit)
@@ -159,7 +162,7 @@ class Shards:
             self._all_gather.begin(worker.transport, values, Tag.SHARDS, unit.edges).wait()
 
     def close(self) -> None:
-        """The next phase has whole gradients again."""
+        """Let the next phase have whole gradients again."""
         if self._scatter and not self._sharded:
             self._worker.lay_out_gradients(None)
 
@@ -216,7 +219,7 @@ class ScatteredAverage(GradientAverage):
         worker.gradients.on_ready = self._slots_are_ready
 
     def finish(self) -> None:
-        """After backward; a worker without samples has to take part in the gathers of one."""
+        """After backward: a worker without samples takes part in the gathers of the others."""
         gathering = self._shards.gathering
         if gathering is not None:
             if not self._worker.step.samples:
@@ -226,6 +229,7 @@ class ScatteredAverage(GradientAverage):
 
     def _begin_unit(self, bucket: Bucket, background: bool) -> Sequence[Task[int]]:
         unit, gathering = self._shards.units[self._next], self._shards.gathering
+        # The last unit is summed after the pass, outside of the order that is agreed on.
         if gathering is not None and unit is not self._shards.units[-1]:
             gathering.note_sum(unit)
         scatter, *tail = self._shards.sum(bucket, background)
@@ -238,11 +242,13 @@ class ScatteredAverage(GradientAverage):
                 gathering.pass_backward(number)
             super()._slots_are_ready(max(first, bucket.first_slot), min(end, bucket.end_slot))
             while len(self._under_way) > 1:
+                # At most one sum under way beside the unit that backward fills: that bounds the
+                # memory.
                 before = self._under_way.pop(0)
                 self._worker.compute.needs(len(self._bucket_of) - 1, before.wait)
 
     def _sum_nothing(self) -> None:
-        """The sum of the next unit, to which this worker has nothing to add."""
+        """Begin the sum of the next unit, to which this worker adds zeros."""
         bucket = self._buckets[self._next]
         for slot in range(bucket.first_slot, bucket.end_slot):
             self._worker.gradients.collect(slot, 0.0)

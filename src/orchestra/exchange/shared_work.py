@@ -32,7 +32,7 @@ def share_work(
     *,
     expendable: bool = False,
 ) -> SharedWork | None:
-    """This rank's end of a queue of all that is left; None where work is dealt out.
+    """Make this rank's end of a queue of all batches that are left; None if work is dealt out.
 
     Args:
         holder: the rank that holds it: the first worker, unless another one is named.
@@ -75,7 +75,7 @@ class SharedWork:
             self._flow = worker.transport.spawn(_Holder(queue, worker.workers.ranks).run)
 
     def take(self) -> WorkItem:
-        """What this worker does next; the one before is done."""
+        """Return what this worker does next; the item before is done."""
         if self._asked is not None:
             self._in_hand.item = item_of(self._asked.wait().tolist())
             self._asked = None
@@ -83,6 +83,7 @@ class SharedWork:
         self._begun = item.kind is Kind.BATCH
         if self._begun:
             stop = self._worker.reporter.stop_requested()
+            # Asked now, a step ahead: the answer is there when this batch is done.
             self._tell(_Request.STOP if stop else _Request.NEXT, report)
             self._asked = self._worker.transport.receive(self._holder, Tag.WORK)
         elif item.kind is Kind.WAIT:
@@ -94,7 +95,7 @@ class SharedWork:
         return item
 
     def skip(self, values: Tensor) -> None:
-        """The next item was asked for already."""
+        """Do nothing: the next item was asked for already."""
 
     def _report(self) -> tuple[float, ...]:
         """The report on the finished batch, empty if no rule asked for one."""
@@ -124,9 +125,10 @@ class _Holder:
         self._open = set(workers)
 
     def run(self, transport: Transport) -> None:
-        """Until all workers have closed."""
+        """Answer until all workers have closed."""
         queue, gone = self._queue, transport.lost()
         queue.restart()
+        # Lost in a phase before.
         for rank in self._open & gone:
             queue.lose(rank)
         self._open -= gone
@@ -152,6 +154,7 @@ class _Holder:
         elif request is _Request.WAIT:
             self._queue.wait(worker)
         elif request is _Request.DONE:
+            # Its content does not matter. The worker goes on once its report has been observed.
             _answer(transport, worker, WorkItem(Kind.WAIT, 0, 0))
         else:
             self._queue.resume(worker)

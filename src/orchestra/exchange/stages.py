@@ -45,7 +45,7 @@ class Stage(fx.GraphModule):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """With the names of the whole model."""
+        """Yield parameters with the names that they have in the whole model."""
         for _, parameter in super().named_parameters("", recurse, remove_duplicate):
             name = self.names[id(parameter)]
             yield (f"{prefix}.{name}" if prefix else name), parameter
@@ -58,7 +58,7 @@ def stage_of(
     index: int,
     cuts: Sequence[str] | None,
 ) -> Stage:
-    """Stage `index` of `module` in `stages`; the first one also has what no stage uses.
+    """Return stage `index` of `module` in `stages`; stage 0 also has what no stage uses.
 
     The model is cut before the layers named `cuts`, or where that evens out the cost of the stages.
     The cost of an operation is counted in one forward pass, with what `loss_of`, the loss on a few
@@ -68,6 +68,8 @@ def stage_of(
     Raises:
         InputError: the model cannot be traced or has too few places to be cut at.
     """
+    # torch.fx replaces methods of `nn.Module` while it traces: no other rank of this process may
+    # call a module meanwhile (docs/decisions/0020-pipeline.md).
     with ONE_AT_A_TIME:
         args, kwargs = inputs_of(loss_of)
         bound = inspect.signature(module.forward).bind(*args, **kwargs)
@@ -112,6 +114,7 @@ class _Line(fx.Interpreter):
         self.costs: dict[fx.Node, int] = {}
         self.elements: dict[fx.Node, int] = {}
         self.changed: list[tuple[fx.Node, fx.Node]] = []
+        # The counting pass must not leave traces, as in BatchNorm's running means.
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         with torch.no_grad():
             self.run(*inputs)
@@ -120,6 +123,7 @@ class _Line(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         before = {
+            # Autograd's counter of changes in place: what has grown was changed by this node.
             node: (value, value._version)
             for node, value in self.env.items()
             if isinstance(value, Tensor)
@@ -136,15 +140,16 @@ class _Line(fx.Interpreter):
         return value
 
     def alive(self, place: int) -> list[fx.Node]:
-        """The nodes before `place` whose values are used behind it; attributes are read anew."""
+        """Return the nodes before `place` whose values are used behind it, attributes left out."""
         if place == 0:
             return self.inputs
         before = [*self.inputs, *self.nodes[:place]]
         return [n for n in before if any(self.index[user] >= place for user in n.users)]
 
     def crossing(self, place: int) -> int | None:
-        """The elements that a cut at `place` sends; None where something else would have to."""
+        """Return the elements that a cut at `place` sends; None if it cannot be cut there."""
         alive = self.alive(place)
+        # Autograd forbids a change in place of what arrives from another stage.
         changed = any(
             self.index.get(node, place) < place <= self.index[by] for node, by in self.changed
         )
@@ -179,7 +184,7 @@ class _Line(fx.Interpreter):
         return tuple(places)
 
     def _place_of(self, name: str) -> int:
-        """The place at which the layer `name` begins."""
+        """Return the place at which the layer `name` begins."""
         for place, node in enumerate(self.nodes):
             if node.op == "call_module" and f"{node.target}.".startswith(f"{name}."):
                 if place == 0 or self.crossing(place) is None:
@@ -192,7 +197,7 @@ class _Line(fx.Interpreter):
         raise InputError(f"Pipeline.cuts: the model has no layer {name!r}; it has {known}")
 
     def parameters_in(self, first: int, end: int) -> set[int]:
-        """The ids of the trainable parameters that the operations [first, end) use."""
+        """Return the ids of the trainable parameters that the operations [first, end) use."""
         found: set[int] = set()
         for node in self.nodes[first:end]:
             if node.op == "call_module":
@@ -206,7 +211,7 @@ class _Line(fx.Interpreter):
         return found
 
     def subgraph(self, first: int, end: int) -> fx.Graph:
-        """The operations [first, end) as a graph of their own."""
+        """Return the operations [first, end) as a graph of their own."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
 
@@ -217,6 +222,7 @@ class _Line(fx.Interpreter):
             return copies[node]
 
         for node in self.alive(first):
+            # Inputs of the model keep their names and defaults; other stages take tensors alone.
             own = node.op == "placeholder" and first == 0
             copies[node] = graph.node_copy(node) if own else graph.placeholder(node.name)
         for node in self.nodes[first:end]:
@@ -245,7 +251,7 @@ SLACK = 0.05  # the largest stage may be so much above the best if less crosses 
 def balanced_cuts(
     costs: Sequence[int], crossing: Sequence[int | None], trained: Sequence[bool], stages: int
 ) -> tuple[int, ...] | None:
-    """The places of `stages` - 1 cuts of operations in a row, None if there are not so many.
+    """Return the places of `stages` - 1 cuts of operations in a row; None if there are too few.
 
     The dearest stage costs as little as can be; among the cuts for which that is true to within
     `SLACK`, those that send the least. Every stage has something to train.
@@ -263,7 +269,7 @@ def balanced_cuts(
     def best(
         combine: Callable[[int, int], int], price: Callable[[int, int], int], limit: float
     ) -> tuple[int, tuple[int, ...]] | None:
-        """Dynamic program: the least of all stages' prices, combined, and where they begin."""
+        """Find by dynamic programming the least combined price of all stages, and their begins."""
         found: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
         for stage in range(1, stages + 1):
             reached = {}
@@ -284,6 +290,7 @@ def balanced_cuts(
     if dearest is None:
         return None
     limit = dearest[0] * (1 + SLACK)
+    # Without the slack a cut falls inside an attention layer to gain a hundredth.
     least = best(operator.add, lambda first, _: crossing[first] or 0, limit)
     assert least is not None
     return least[1][1:]
@@ -300,7 +307,7 @@ class Closing(fx.Tracer):
 
 
 def trace(module: nn.Module) -> fx.Graph:
-    """The operations of `module`, in their order, with names as in `module`.
+    """Return the operations of `module`, in their order, with names as in `module`.
 
     Raises:
         InputError: its forward cannot be traced.
@@ -319,7 +326,7 @@ def trace(module: nn.Module) -> fx.Graph:
 
 @contextmanager
 def _recorded_factories() -> Iterator[None]:
-    """torch.arange(x.shape[1]) and its like become operations of the graph, too."""
+    """Record torch.arange(x.shape[1]) and its like as operations of the graph, too."""
     kept = {name: getattr(torch, name) for name in FACTORIES}
     for name, function in kept.items():
         setattr(torch, name, _recorded(function))
@@ -349,12 +356,12 @@ class StandIn(nn.Module):
         self._answer = answer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model would give."""
+        """Answer in place of the model."""
         self.calls += 1
         return self._answer(*args, **kwargs)
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """No rank knows all of them."""
+        """Raise InputError: no rank knows all parameters."""
         raise InputError(
             "Pipeline: the task's loss reads the parameters of the model, which no rank has as a "
             "whole: use weight_decay of the optimizer, or another strategy"
@@ -366,7 +373,7 @@ class _Called(BaseException):
 
 
 def inputs_of(loss_of: Callable[[nn.Module], Tensor]) -> tuple[Any, ...]:
-    """What a loss calls the model with: its arguments by position, and those by name."""
+    """Return what a loss calls the model with: arguments by position, and those by name."""
 
     def stop(*args: Any, **kwargs: Any) -> Any:
         raise _Called(args, kwargs)

@@ -66,10 +66,11 @@ class Client:
         self.clock = saved["clock"]
 
     def take(self) -> WorkItem:
-        """The next item of work; the one before is done."""
+        """Return the next item of work; the one before is done."""
         assert self.work is not None
         if self._has_to_wait:
             self._waits += 1
+            # The first server holds the queue.
             wait = self._ask(0, self._request(Kind.WAIT, step=self._waits))
             self.work.item = item_of(wait().tolist())
         item = self.work.take()
@@ -77,7 +78,7 @@ class Client:
         return item
 
     def skip(self, values: Tensor) -> None:
-        """A push of nothing for the last item; `values`, flat, are pulled."""
+        """Push nothing for the last item, and pull flat `values`."""
         assert self.work is not None
         item, rank = self.work.item, self._transport.rank
         used = (False,) * (1 + max(number for part in self.slices for number in part.tensors))
@@ -87,7 +88,7 @@ class Client:
     def push(
         self, push: Push, gradient: Tensor | None = None, into: Tensor | None = None
     ) -> list[Answer]:
-        """Push flat `gradient`, pull flat `into`; the servers' answers, in their order.
+        """Push flat `gradient`, pull flat `into`; return the servers' answers, in their order.
 
         `push` tells of the whole gradient; its `used` has one entry for each tensor of the model.
         Without tensors the gradient has been pushed in parts, and somebody else pulls.
@@ -104,6 +105,7 @@ class Client:
                 vectors[0] = payloads[place]
             waits.append(self._ask(place, request, *vectors))
         answers = [decode_answer(push.worker, wait()) for wait in waits]
+        # Every server counts the same pushes, so that all clocks are equal.
         self.clock = answers[0].clock
         if self.work is not None:
             assert answers[0].work is not None
@@ -111,7 +113,7 @@ class Client:
         return answers
 
     def pause(self, step: int = 0, *, values: bool = False) -> bool:
-        """Push no more until every worker has paused too; whether none has left."""
+        """Push no more until every worker has paused too. True if none has left."""
         request = self._request(Kind.PAUSE, step=step, points=self._points, values=values)
         waits = [self._ask(place, request) for place in range(len(self.slices))]
         pauses = [decode_pause(wait()) for wait in waits]
@@ -119,8 +121,10 @@ class Client:
         return all(pause.complete for pause in pauses)
 
     def agree(self) -> None:
-        """With replicas, at a quiet point: all workers take the same values, unless they did so on
-        leaving."""
+        """With replicas, at a quiet point: let all workers take the same values.
+
+        Nothing is to be done where they took them on leaving.
+        """
         if not self._has_left:
             self.pause(values=True)
 
@@ -155,8 +159,10 @@ class Client:
         gradient: Tensor | None = None,
         into: Tensor | None = None,
     ) -> Callable[[], Tensor]:
-        """Send `request` to whoever serves the slice at `place`; the function returned waits for
-        the head of the reply, or for the values where they come alone."""
+        """Send `request` to whoever serves the slice at `place`.
+
+        Returns a function that waits for the head of the reply, or for values that come alone.
+        """
         if request.values and self._parameters is not None:
             into = self._parameters[self.slices[place].first : self.slices[place].end]
         under_way = self._begin(place, request, gradient, into)
@@ -165,12 +171,15 @@ class Client:
             nonlocal under_way
             while True:
                 try:
+                    # Sends first: no answer comes before its request has gone.
                     arriving, sending = under_way
                     for handle in sending:
                         handle.wait()
                     first, *_ = [handle.wait() for handle in arriving]
                     return first
                 except PeerLost as lost:
+                    # The same request again: a server knows by its number whether it has been taken
+                    # (`RequestLog`).
                     self._fail_over(lost, place)
                     under_way = self._begin(place, request, gradient, into)
 
@@ -185,6 +194,7 @@ class Client:
         if place in self._failed_over:
             answer, values = Tag.BACKUP_ANSWER, Tag.BACKUP_VALUES
         arriving, sending = [], []
+        # Receives are posted before the request, so that values land in place, without a copy.
         if request.kind is not Kind.LEAVE:
             arriving.append(transport.receive(rank, answer))
         if into is not None:

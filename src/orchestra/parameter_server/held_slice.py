@@ -59,8 +59,10 @@ class DelayCompensation:
 
     def correct(self, worker: int, gradient: Tensor, values: Tensor) -> None:
         """Change the `gradient` of `worker`, in place, to what it would be at `values`."""
+        # Not even 0 times infinity.
         if not self.lambda0:
             return
+        # lambda g*g stands for the diagonal of the Hessian.
         square = gradient * gradient
         if self.mean_square is not None:
             mean = self._squares.setdefault(worker, torch.zeros_like(square))
@@ -69,7 +71,7 @@ class DelayCompensation:
         gradient.addcmul_(square, values - self._given[worker], value=self.lambda0)
 
     def give(self, worker: int, values: Tensor) -> None:
-        """`worker` computes its next gradient at `values`, which nobody changes from now on."""
+        """Note `values` as those of the next gradient of `worker`; nobody may change them now."""
         self._given[worker] = values
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -136,7 +138,7 @@ class HeldSlice:
         self._here: dict[int, dict[int, tuple[Push, Tensor]]] = {}  # early parts, of each worker
 
     def replicate(self, place: int, *, backed: bool, is_mirror: bool) -> None:
-        """Let another server hold the slice, too, which is at `place` among all.
+        """Let another server hold the slice, too; it is at `place` among all slices.
 
         Values are then copied when they are decided on, not when they are sent: what a worker is
         given must not hold what only this server has taken.
@@ -148,7 +150,7 @@ class HeldSlice:
             self._tags = Tag.BACKUP_ANSWER, Tag.BACKUP_VALUES
 
     def take(self, transport: Transport, request: Request, gradient: Tensor | None) -> None:
-        """Let a new request count, in the values too."""
+        """Carry out a new request, and apply the updates that follow from it."""
         if gradient is not None:
             self._buffers[request.worker] = self._gradient_in(request, gradient)
         elif request.kind is Kind.LOST:
@@ -159,6 +161,8 @@ class HeldSlice:
         if self._given is None:
             return
         for answer in decision.answers:
+            # Now, and not when it is sent after the confirmation: by then further requests may have
+            # been taken.
             self._given[answer.worker] = self._copy_for(answer.worker)
         if decision.quiet and self.state.live and self.log.gives_values:
             self._agreed = self.values.clone()
@@ -172,7 +176,7 @@ class HeldSlice:
         return self.decode(request.push, arrived)
 
     def take_part(self, transport: Transport, request: Request, gradient: Tensor) -> None:
-        """Let a part of a push count, which is the next one of its worker."""
+        """Take the next part of a worker's push."""
         assert request.push is not None
         worker, part = request.worker, self.parts[request.step]
         first, end = part.first - self.parts[0].first, part.end - self.parts[0].first
@@ -184,7 +188,10 @@ class HeldSlice:
             return
         here = self._here.setdefault(part.number, {})
         here[worker] = request.push, gradient
+        # All have pushed this part. It can only be lost together with the step, since no worker of
+        # a synchronous server may be lost.
         if self.state.live <= here.keys():
+            # In the order of the ranks, so that the sum has the same bits whoever comes first.
             pushes = [here[worker] for worker in sorted(self._here.pop(part.number))]
             self._apply_part(part, first, end, pushes)
             values = self._source[first:end]
@@ -207,6 +214,7 @@ class HeldSlice:
             self.charge("mix", count * size, add_up)
 
         def apply() -> None:
+            # Nobody had data: no step, so that moments and weight decay leave the values alone.
             if not any(push.samples for push, _ in pushes):
                 return
             if count == 1:
@@ -219,12 +227,14 @@ class HeldSlice:
 
     @property
     def _source(self) -> Tensor:
-        """What workers are answered with."""
+        """The vector that workers are answered with."""
         return self.values if self.optimizer is not None else self._total
 
     def send(self, transport: Transport, replies: Collection[Reply]) -> None:
-        """Reply to the workers; at a quiet point to the one on this rank last: then all that was
-        sent is counted."""
+        """Send replies; at a quiet point the one to this rank's own worker comes last.
+
+        So all that was sent is counted when that worker goes on.
+        """
         own = transport.rank
         for reply in sorted(
             replies, key=lambda r: r.worker == own and not isinstance(r.content, Answer)
@@ -257,6 +267,8 @@ class HeldSlice:
 
     def _copy_for(self, worker: int) -> Tensor:
         """Copy the values, so that a slow worker holds up nobody."""
+        # The worker's gradient is used up, and its buffer takes the values. DC-ASGD keeps that as
+        # w_bak, without a further copy.
         copy = self._buffers[worker]
         if self.elastic:
             return copy
@@ -288,6 +300,7 @@ class HeldSlice:
         first = pushes[0]
         gradient = self._buffers[first.worker] if len(pushes) == 1 else self._total
         if self.elastic:
+            # In place, so that the buffer of x holds alpha (x - c) then: the answer.
             self.values.add_(gradient.sub_(self.values).mul_(first.rates[0]))
             return
         if not any(push.samples for push in pushes):
@@ -314,14 +327,17 @@ class HeldSlice:
         tensors = self._tensors[pieces]
         for (tensor, start), is_used in zip(tensors, used, strict=True):
             own = gradient[start - first : start - first + tensor.numel()]
+            # None: the optimizer passes over a tensor that no worker has used.
             tensor.grad = own.view(tensor.shape) if is_used else None
         self.optimizer.step()
         for tensor, _ in tensors:
             tensor.grad = None
 
     def _allow_for_staleness(self, update: Update, gradient: Tensor) -> list[float]:
-        """The rule for stale pushes: correct the `gradient` for what has changed since it was read;
-        return the learning rates that it counts with."""
+        """Apply the rule for stale pushes: correct `gradient` for updates since it was read.
+
+        Returns the learning rates to step with.
+        """
         if self.compensation is not None:
             (push,) = update.pushes
             self.compensation.correct(push.worker, gradient, self.values)

@@ -26,7 +26,7 @@ PUSH_HEAD, ANSWER_HEAD = 9, 11
 """Numbers before the rates of a push, and before the flags of an answer."""
 
 NOTHING = (-1, 0, 0, 0)
-"""In place of an item of work."""
+"""Stands in an answer for an item of work if there is none."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Request:
 
 
 def encode_request(request: Request, place: int | None = None) -> Tensor:
-    """The message of a request; `place` is that of the slice among all, where it has a replica."""
+    """Encode a request; `place` is that of the slice among all, if it has a replica."""
     push = request.push
     if push is not None:
         position = -1 if push.position is None else push.position
@@ -136,7 +136,7 @@ def encode_request(request: Request, place: int | None = None) -> Tensor:
 
 
 def decode_request(message: Tensor, worker: int, points: int = 0) -> Request:
-    """The request of `worker` that `message` holds, from its kind on.
+    """Decode the request of `worker` in `message`, which begins with its kind.
 
     A worker whose slices have no replica does not say how many quiet points it has behind it: it
     has `points`.
@@ -155,7 +155,7 @@ def decode_request(message: Tensor, worker: int, points: int = 0) -> Request:
 
 @functools.lru_cache(maxsize=64)
 def _content_of_push(message: bytes) -> tuple[Any, ...]:
-    """The fields of a `Push` behind its worker: often the same for all workers."""
+    """Decode the fields of a `Push` behind its worker, which often are the same for all workers."""
     numbers = np.frombuffer(message)
     _, clock, samples, step_samples, loss, stop, position, *counts = numbers[:PUSH_HEAD].tolist()
     report = PUSH_HEAD + int(counts[0])
@@ -168,7 +168,7 @@ def _content_of_push(message: bytes) -> tuple[Any, ...]:
 
 
 def encode_reply(content: Answer | Pause | WorkItem) -> Tensor:
-    """The message of an answer, to a worker that paused or to one that waits for work."""
+    """Encode an answer to a push, a quiet point, or an item of work."""
     if isinstance(content, Pause):
         return _vector((content.step, content.complete))
     if isinstance(content, WorkItem):
@@ -179,7 +179,7 @@ def encode_reply(content: Answer | Pause | WorkItem) -> Tensor:
 
 
 def decode_answer(worker: int, message: Tensor) -> Answer:
-    """The answer that `message` holds for `worker`."""
+    """Decode the answer for `worker`."""
     numbers = message.numpy()
     version, staleness, loss, stop, consumed, clock, dropped, *work = numbers[:ANSWER_HEAD].tolist()
     return Answer(
@@ -190,7 +190,7 @@ def decode_answer(worker: int, message: Tensor) -> Answer:
 
 
 def decode_pause(message: Tensor) -> Pause:
-    """The pause that `message` holds."""
+    """Decode a quiet point."""
     step, complete = message.tolist()
     return Pause(int(step), bool(complete))
 
@@ -247,11 +247,11 @@ class RequestLog:
 
     @property
     def confirmed_all(self) -> bool:
-        """Nobody has to wait for the other server."""
+        """Whether the other server has confirmed all requests that were passed on."""
         return not self._unconfirmed
 
     def hear(self, request: Request) -> bool:
-        """A request has come from its worker; True if it is new, and so to be taken."""
+        """Note a request that its worker has sent. True if it is new, and has to be taken."""
         worker, kind = request.worker, request.kind
         if kind in (Kind.PUSH, Kind.PAUSE, Kind.WAIT) and worker not in self.state.live:
             return False  # it is lost, and its loss came first
@@ -260,15 +260,19 @@ class RequestLog:
         elif kind is not Kind.LEAVE or request.values:
             self._asking[worker] = request
         new = self._is_new(request)
+        # Asked again after a server was lost: the reply is that of the first time.
         if not new:
             self._settled.append(worker)
         elif self.backed:
+            # One list for each request that is passed on, in order; `due` fills it.
             self._unconfirmed.append([])
         return new
 
     def _is_new(self, request: Request) -> bool:
         state, worker = self.state, request.worker
         if request.push is not None:
+            # The clock of a push tells whether it was applied, and `pending` whether it is still
+            # held.
             seen = request.push.clock <= state.clocks.get(worker, 0)
             return not seen and worker not in state.pending
         if request.kind is Kind.PAUSE:
@@ -278,7 +282,7 @@ class RequestLog:
         return worker in state.live
 
     def take(self, request: Request) -> Decision:
-        """Let a new request count; both servers of a slice do, in one order."""
+        """Carry out a new request; both servers of a slice do so, in the same order."""
         state, worker = self.state, request.worker
         if request.push is not None:
             decision = state.push(request.push)
@@ -306,7 +310,7 @@ class RequestLog:
         return decision
 
     def due(self) -> list[Reply]:
-        """The replies for now; those that wait for the other server come with `confirmed`."""
+        """Return the replies that may be sent now; others are returned by `confirmed`."""
         replies = []
         for worker in self._settled:
             reply = self._reply(self._asking[worker]) if worker in self._asking else None
@@ -316,6 +320,7 @@ class RequestLog:
         self._settled.clear()
         if not self._unconfirmed:
             return replies
+        # Behind the last request passed on, since they may show what came of it.
         self._unconfirmed[-1] += replies
         return []
 
@@ -327,16 +332,17 @@ class RequestLog:
             return Reply(worker, self.pause, request.values) if done else None
         if request.kind is Kind.LEAVE:
             return None if state.live else Reply(worker, None, values=True)
+        # Not decided yet.
         if worker in state.pending or worker in state.waiting or worker in state.idle:
             return None
         return Reply(worker, self._last[worker], values=request.kind is Kind.PUSH)
 
     def confirmed(self) -> list[Reply]:
-        """The other server has taken the oldest request that it had not confirmed."""
+        """Note that the other server has taken one more request; return the replies due by that."""
         return self._unconfirmed.popleft()
 
     def backup_lost(self) -> list[Reply]:
-        """The other server is lost: nobody waits for it any more."""
+        """Note that the other server is lost; return the replies that have waited for it."""
         self.backed = False
         replies = [reply for waiting in self._unconfirmed for reply in waiting]
         self._unconfirmed.clear()

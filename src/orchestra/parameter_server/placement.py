@@ -112,6 +112,7 @@ def _place(
     spans: Spans, size: int, weights: tuple[float, ...], divisible: bool
 ) -> tuple[Slice, ...]:
     edges = [*(offset for offset, _ in spans), size]
+    # Exact fractions: every rank, and a resumed run, has to cut at the same elements.
     exact = list(map(Fraction, weights))
     if divisible:
         before = itertools.accumulate(exact[:-1], initial=Fraction(0))
@@ -127,7 +128,7 @@ def _place(
 def parts_by_links(
     bandwidths: Sequence[float], own: float, each: float, least: float = 0.0
 ) -> tuple[float, ...]:
-    """The part of the parameters of each server, so that the slowest link is done soonest.
+    """Return the part of the parameters of each server such that the slowest link ends soonest.
 
     In a step the link of server k, of `bandwidths[k]` bytes/s, carries in each direction `own`
     models whatever the server has, and `each` times its part s_k: (own + each s_k) / B_k is made
@@ -140,6 +141,7 @@ def parts_by_links(
         seconds = (each * left + own * len(there)) / whole
         if seconds * bandwidths[there[-1]] >= own + each * least or len(there) == 1:
             break
+        # The slowest link among them cannot carry even the least part in that time.
         there.pop()
         left -= least
     parts = {server: (seconds * bandwidths[server] - own) / each for server in there}
@@ -158,6 +160,7 @@ def _next_cut(edges: Sequence[int], wanted: int) -> int:
     if after == len(edges):
         return edges[-1]
     start = edges[after - 1]
+    # `wanted` rounded up to a multiple of GRAIN from the tensor's start.
     return min(edges[after], start - (start - wanted) // GRAIN * GRAIN)
 
 
@@ -169,12 +172,14 @@ def _cuts_between_tensors(edges: Sequence[int], weights: Sequence[Fraction]) -> 
     size = edges[-1]
 
     def cuts_for(capacity: int) -> list[int]:
-        """And at last where the room of all servers ends."""
+        """Return where each server begins with room for `capacity`, and where the last one ends."""
         cuts = [0]
         for weight in weights:
             room = cuts[-1] + int(capacity * weight)
+            # As many whole tensors as fit: no other choice lets the servers behind it end further.
             cuts.append(edges[bisect_right(edges, room) - 1])
         return cuts
 
+    # More room never ends earlier, so that the least capacity can be searched by halves.
     enough = bisect_left(range(size), True, key=lambda capacity: cuts_for(capacity)[-1] == size)
     return cuts_for(enough)[:-1]

@@ -68,12 +68,13 @@ class Server:
     def serve(
         self, transport: Transport, observe: Callable[[], None] = lambda: None
     ) -> Pause | None:
-        """Serve until nothing is in flight; the quiet point, None if all workers are done.
+        """Serve until nothing is in flight; return the quiet point. None if all workers are done.
 
         `observe` is called after each request.
         """
         while self._expected():
             try:
+                # From any rank: a suspended worker must not hold up the others.
                 handle = transport.receive(None, Tag.REQUEST)
                 message = handle.wait()
             except PeerLost as lost:
@@ -82,6 +83,8 @@ class Server:
                 self._hear(transport, handle.source, message)
                 observe()
             reached = all(held.log.points > self._points for held in self.held)
+            # A quiet point of both slices that are held here; of the own one all is confirmed as
+            # well.
             if reached and self.own.log.confirmed_all:
                 self._points += 1
                 self._finish_sending()
@@ -114,6 +117,7 @@ class Server:
         if request.kind is Kind.PART:
             own.take_part(transport, request, transport.receive(source, Tag.GRADIENT).wait())
             return
+        # A rank may be server and worker, so that the source alone does not tell.
         passed_on = place != own.place and source == self._before
         gradient = None
         if request.kind is Kind.PUSH and not own.parts:  # its gradient came before it
@@ -141,6 +145,8 @@ class Server:
         gradient: Tensor | None,
     ) -> None:
         if held.log.hear(request):
+            # Before this server takes it: the order in which it passes requests on is the order for
+            # both.
             if held.log.backed:
                 if gradient is not None:
                     _send(transport, gradient, self._after, Tag.BACKUP_GRADIENT)
@@ -157,6 +163,8 @@ class Server:
         if rank == self._before:
             self._alone(f"rank {transport.rank} serves the slice of rank {rank}, without a replica")
         for held in self.held if self._before in self._lost else [self.own]:
+            # A loss is a request like others, so that the replica takes it at the same place in the
+            # order.
             for worker in sorted(self._lost & held.state.live):
                 if not held.state.consistency.tolerates_loss:
                     raise lost
@@ -168,7 +176,7 @@ class Server:
                 self._answer(transport, self.mirror, request, message, gradient)
 
     def optimizer_parts(self) -> list[OptimizerPart]:
-        """The optimizers of the slices that are held here, replicas last."""
+        """Return the optimizers of the slices that are held here, replicas last."""
         return [
             OptimizerPart(held.optimizer, held.tensors)
             for held in self.held
@@ -189,6 +197,6 @@ class Server:
 
 
 def _send(transport: Transport, tensor: Tensor, to: int, tag: int) -> None:
-    """Wait until it has left; the loss of its receiver is heard of in its turn."""
+    """Send `tensor`, and wait until it has left. The loss of `to` is handled by `_lose`."""
     with contextlib.suppress(PeerLost):
         transport.send(tensor, to, tag).wait()

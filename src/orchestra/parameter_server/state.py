@@ -40,17 +40,17 @@ class Consistency(ABC):
     """Decides which pushes are applied now, and together, and which pulls may be answered yet."""
 
     tolerates_loss: ClassVar[bool] = True
-    """The others can go on without a worker."""
+    """Whether the others can go on without a worker that is lost."""
 
     drops_late: ClassVar[bool] = False
-    """A push for a step that is over is not applied."""
+    """Whether a push for a step that is over is dropped."""
 
     bounds: ClassVar[bool] = False
-    """A worker may have to wait for the slowest."""
+    """Whether a worker may have to wait for the slowest one."""
 
     @abstractmethod
     def ready(self, pending: Mapping[int, Push], live: frozenset[int]) -> list[list[int]]:
-        """Groups of workers whose pending pushes are to be applied now, each group as one update.
+        """Return groups of workers whose pending pushes are applied now, each as one update.
 
         `pending` holds the pushes by worker, in the order in which they came.
         """
@@ -159,7 +159,7 @@ class ServerState:
         return frozenset() if self.queue is None else self.queue.idle
 
     def push(self, push: Push) -> Decision:
-        """A gradient has arrived."""
+        """Take a gradient that has arrived."""
         assert push.worker in self.live, f"push of worker {push.worker}, which is not live"
         assert push.worker not in self.pending, f"second push of worker {push.worker}"
         expected = self.clocks.get(push.worker, 0) + 1
@@ -208,11 +208,12 @@ class ServerState:
         self._at_work = None
 
     def all_have_read(self) -> None:
-        """At a quiet point: every worker was given the values as they are now."""
+        """Note, at a quiet point, that every worker was given the present values."""
         self.read = dict.fromkeys(self.live, self.version)
 
     def _decide(self) -> Decision:
         updates = []
+        # Kept between changes: with a thousand workers it is too much to form for each push.
         if self._at_work is None:
             self._at_work = frozenset(self.live - self.paused - self.idle)
         at_work = self._at_work
@@ -220,6 +221,7 @@ class ServerState:
             updates.append(self._account(tuple(self.pending.pop(worker) for worker in members)))
         answers = self._answers(at_work)
         self.read.update((answer.worker, answer.version) for answer in answers)
+        # Nothing held, nobody unanswered, and all who are there have paused: nothing is in flight.
         quiet = not self.pending and not self.waiting and self.live <= self.paused
         work = () if self.queue is None else tuple(self.queue.woken())
         if work:
@@ -228,9 +230,10 @@ class ServerState:
         return Decision(tuple(updates), tuple(answers), work, quiet)
 
     def _answers(self, at_work: frozenset[int]) -> list[Answer]:
-        """The answers to workers that may go on."""
+        """Return the answers to workers that may go on."""
         released = sorted(self.waiting)
         if released and self.consistency.bounds:
+            # Only those at work: to wait for a worker that has paused would be a deadlock.
             slowest = self._slowest(at_work)
             near = [
                 worker
@@ -253,20 +256,20 @@ class ServerState:
         ]
 
     def _work_for(self, worker: int) -> WorkItem | None:
-        """What `worker` does next: as before, where its push was a further one for a batch."""
+        """Return what `worker` does next: the same item after a further push for one batch."""
         if self.queue is not None and worker not in self._further:
             self._given[worker] = self.queue.take(worker)
         self._further.discard(worker)
         return self._given.get(worker)
 
     def _steps(self, worker: int) -> int:
-        """The steps that `worker` has taken; with a queue of batches, the rounds."""
+        """Return the steps that `worker` has taken; with a queue of batches, the rounds."""
         if self.applied is None:
             return self.clocks[worker]
         return self.positions[worker] // self.round + 1
 
     def _slowest(self, at_work: frozenset[int]) -> int:
-        """Steps that all at work have behind them."""
+        """Return the steps that all at work have behind them."""
         if self.applied is None:
             return min((self.clocks.get(worker, 0) for worker in at_work), default=0)
         return self.applied.before // self.round
@@ -277,12 +280,15 @@ class ServerState:
         stop = any(push.stop for push in pushes)
         used = tuple(map(any, zip(*(push.used for push in pushes), strict=True)))
         before = self.version
+        # Pushes without samples change nothing, and make nobody's values stale.
         self.version += bool(samples)
         # A step's dropped samples are used up with it, and those that nobody came to compute.
         self.consumed += pushes[0].step_samples if self.consistency.drops_late else samples
         staleness = {push.worker: before - self.read.get(push.worker, 0) for push in pushes}
         for push in pushes:
             self.clocks[push.worker] = push.clock
+            # A further push for the batch before: it brings no further batch
+            # (docs/decisions/0102-further-pushes.md).
             if push.position is None and self.queue is not None:
                 self._further.add(push.worker)
             if self.applied is not None and push.position is not None:
@@ -300,7 +306,7 @@ class ServerState:
         return Update(pushes, max(staleness.values()))
 
     def _drop(self, push: Push, newest: int) -> None:
-        """The step of `push` is over: its worker goes on with the step after the newest."""
+        """Drop a late `push`: its worker goes on with the step after the newest."""
         self.dropped += 1
         self.clocks[push.worker] = newest
         self.waiting[push.worker] = Answer(

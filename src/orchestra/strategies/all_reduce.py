@@ -193,7 +193,7 @@ class AllReduce(Strategy[AllReduceState]):
         return super().roles(ranks)
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
-        """A part of what is sharded, and the buckets in use; and what compression keeps."""
+        """Return a part of what is sharded, with the buckets in use and what compression keeps."""
         level = SHARDS.index(self.shard) if ranks > 1 else 0
         kept = 0.0 if self.compression is None else self.compression.footprint
         return replace(
@@ -204,12 +204,12 @@ class AllReduce(Strategy[AllReduceState]):
 
     @property
     def depends_on_speed(self) -> bool:
-        """Under `backup` on who comes first; without `ranks_per_node` on who shares a node."""
+        """Whether it matters who comes first (`backup`), or who shares a node (hierarchical)."""
         return self.backup > 0 or (self.algorithm == "hierarchical" and self.ranks_per_node is None)
 
     @property
     def hands_over_moments(self) -> bool:
-        """Not where each worker has only those of its slice."""
+        """Whether each worker has all moments, and not only those of its slice."""
         return self.shard == "nothing"
 
     @property
@@ -230,7 +230,7 @@ class AllReduce(Strategy[AllReduceState]):
             collective.begin(worker.transport, values).wait()
 
     def start(self, worker: Worker) -> AllReduceState:
-        """Everyone begins with the parameters of rank 0."""
+        """Begin with the parameters of rank 0."""
         if self.backup and worker.own_loop:
             raise InputError(
                 "AllReduce: backup needs orchestra's own loop (orchestra train): a late worker "
@@ -248,6 +248,7 @@ class AllReduce(Strategy[AllReduceState]):
             worker, self.algorithm, self.order, self.ranks_per_node
         )
         if self.backup:
+            # (N - b) of the first to come make the average (Chen et al., 2016).
             needed = len(worker.workers) - self.backup
             partial = exchange.PartialAverage(worker, collective, needed)
             return AllReduceState(worker.local_optimizer(), partial)
@@ -279,7 +280,7 @@ class AllReduce(Strategy[AllReduceState]):
                 )
 
     def _averaging(self, worker: Worker, begin_sum: BeginSum, ring: Group) -> AllReduceState:
-        """Whole optimizers, and averages by `begin_sum`, compressed if that is set."""
+        """Make the state with a whole optimizer, and averages by `begin_sum`."""
         if self.compression is None:
             average = exchange.GradientAverage(worker, exchange.each_bucket(begin_sum))
             return AllReduceState(worker.local_optimizer(), average)
@@ -289,12 +290,12 @@ class AllReduce(Strategy[AllReduceState]):
         return AllReduceState(worker.local_optimizer(), average, compression=kept)
 
     def before_forward(self, worker: Worker, state: AllReduceState) -> None:
-        """Everyone takes the first worker's buffers; but nobody waits for it under `backup`."""
+        """Take the first worker's buffers; but nobody waits for it under `backup`."""
         if not self.backup:
             exchange.broadcast_buffers(worker, worker.workers)
 
     def gradient(self, worker: Worker, state: AllReduceState, batch: Batch | None) -> None:
-        """None under `backup` where the average is there already: the batch is passed over."""
+        """Compute the gradient; under `backup`, pass over the batch if its average is there."""
         if not isinstance(state.average, exchange.PartialAverage) or not state.average.is_late():
             super().gradient(worker, state, batch)
             return
@@ -307,17 +308,18 @@ class AllReduce(Strategy[AllReduceState]):
         state.average.finish()
 
     def update(self, worker: Worker, state: AllReduceState) -> None:
-        """The same step of the same optimizer on every worker; or each on its slice."""
+        """Take the same step of the same optimizer on every worker; or each on its slice."""
         if state.shards is not None:
             state.shards.update()
         else:
             worker.clip()
             worker.update_locally(state.optimizer)
+        # Shards differ; whole parameters are equal, and one worker's copy is enough.
         if self.shards_parameters or worker.rank == worker.workers.ranks[0]:
             worker.snapshots.offer(worker.step.consumed, worker.parameters)
 
     def agree(self, worker: Worker, state: AllReduceState) -> None:
-        """All parameters are equal already; buffers, under `backup`, become the first worker's."""
+        """Under `backup` take the first worker's buffers; all parameters are equal already."""
         if self.backup:
             exchange.broadcast_buffers(worker, worker.everyone)
 

@@ -133,7 +133,7 @@ class Auto(Phased[AutoState]):
 
     @property
     def reads_values(self) -> bool:
-        """What workers measure travels as values."""
+        """Whether values are read: what workers measure travels as such."""
         return True
 
     @property
@@ -141,7 +141,7 @@ class Auto(Phased[AutoState]):
         return all(each.hands_over_moments for each in self.candidates)
 
     def roles(self, ranks: int) -> Roles:
-        """Those of the first candidate; the others have to be possible, with the same workers."""
+        """Return the roles of the first candidate; the others need the same workers."""
         roles = [each.roles(ranks) for each in self.candidates]
         for each, own in zip(self.candidates, roles, strict=True):
             if own.shares != (1.0,) * ranks:
@@ -149,7 +149,7 @@ class Auto(Phased[AutoState]):
         return roles[0]
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
-        """The largest of each part, and the copy that is exchanged in rehearsals."""
+        """Return the largest of each part, and add the copy that rehearsals exchange."""
         first, *others = (each.footprint(rank, ranks) for each in self.candidates)
         for other in others:
             first = first.joined(other, max)
@@ -185,7 +185,7 @@ class Auto(Phased[AutoState]):
         super().gradient(worker, state, batch)
 
     def update(self, worker: Worker, state: AutoState) -> None:
-        """As the candidate under way does; then, where it is time, see which one is to go on."""
+        """Update as the candidate under way does; then, if it is time, decide which goes on."""
         assert state.watch is not None
         phase = self.phase(state)
         phase.update(worker, state.inner)
@@ -200,6 +200,8 @@ class Auto(Phased[AutoState]):
 
     def _decide(self, worker: Worker, state: AutoState) -> None:
         """Collective over the workers, after a step of all: compare, and perhaps change."""
+        # All decide by the same numbers of all workers, so that nobody has to announce the
+        # decision.
         table = exchange.gather_numbers(worker, [sum(state.walls), *state.own])
         steps = len(state.walls)
         state.walls, state.own = [], []
@@ -222,17 +224,20 @@ class Auto(Phased[AutoState]):
             self._change(worker, state, new)
 
     def _changed(self, before: float, now: float) -> bool:
-        """Whether the seconds of a step are others than before, by more than the margin."""
+        """Return whether the seconds of a step have changed by more than the margin."""
         return before > 0 and max(before, now) > (1 + self.margin) * min(before, now)
 
     def _rehearse(self, worker: Worker, state: AutoState) -> None:
-        """Collective: what the exchange of each candidate takes, the longest of all workers."""
+        """Collective: measure the exchange of each candidate; the slowest worker counts."""
         kinds = [each.exchanges_as for each in self.candidates]
         own: dict[str, float] = {}
         now, values = worker.transport.now, worker.parameters.clone()
         for kind in kinds:
             assert kind is not None
+            # Candidates with the same exchange (as LocalSGD and the all-reduce it averages by)
+            # share one.
             if repr(kind) not in own:
+                # Together, or the first to come would measure how long it waits for the others.
                 exchange.wait_for_workers(worker)
                 began = now()
                 kind.rehearse(worker, values)
@@ -243,7 +248,7 @@ class Auto(Phased[AutoState]):
         state.cost, state.since = sum(longest.values()), 0.0
 
     def _paces(self, state: AutoState, own: Sequence[Sequence[float]]) -> list[Pace]:
-        """What is predicted of each candidate, by the workers' `own` seconds of some steps."""
+        """Predict the pace of each candidate, by the workers' `own` seconds of some steps."""
         paces = []
         for number, each in enumerate(self.candidates):
             samples = self.samples[number] if self.samples else 1.0
@@ -252,7 +257,7 @@ class Auto(Phased[AutoState]):
         return paces
 
     def _change(self, worker: Worker, state: AutoState, new: int) -> None:
-        """Nothing in flight, parameters agreed, moments handed over, then the next phase."""
+        """Come to rest, agree on parameters, hand over moments, and start the next phase."""
         old, then = self.phase(state), self.candidates[new]
         old.quiesce(worker, state.inner, CHANGED)
         old.stop(worker, state.inner)

@@ -29,28 +29,29 @@ class Pace:
     def of(
         name: str, samples: float, own: Sequence[Sequence[float]], exchange: float, every: int
     ) -> Pace:
-        """Of a candidate whose workers exchange, and wait for the slowest, after `every` steps.
+        """Predict the pace of a candidate whose workers exchange after every `every` steps.
 
         `own` are each worker's seconds in each of some steps, without the exchange.
         """
         steps = len(own[0])
         rounds = [slice(first, first + every) for first in range(0, steps, every)]
+        # Workers wait for each other once a round: the slowest over all steps of the round counts.
         slowest = sum(max(sum(worker[steps]) for worker in own) for steps in rounds)
         return Pace(name, samples, exchange, slowest / steps + exchange / every)
 
     @property
     def seconds(self) -> float:
-        """A step, as far as is known."""
+        """The predicted seconds of a step, corrected by what was measured."""
         return self.predicted * self.ratio
 
     @property
     def to_target(self) -> float:
-        """Of all candidates in the same unit: the one with the least is there first."""
+        """The predicted time to the target, in a unit that all candidates share."""
         return self.samples * self.seconds
 
 
 def choose(paces: Sequence[Pace], current: int, margin: float) -> tuple[int, str]:
-    """The candidate to go on with, and why: another one if it is sooner by the margin."""
+    """Return the candidate to go on with, and why: another one if it is sooner by the margin."""
     own, best = paces[current], min(range(len(paces)), key=lambda n: paces[n].to_target)
     if best == current:
         return current, "no other candidate is predicted to reach the target sooner"
@@ -70,7 +71,7 @@ def decision(
     new: int,
     reason: str,
 ) -> dict[str, Any]:
-    """A decision after `step` steps and `sample` samples of the cluster, for the record.
+    """Make the record of a decision after `step` steps and `sample` samples of the cluster.
 
     `seconds` were measured of a step since the decision before.
     """

@@ -91,7 +91,7 @@ class ElasticAveraging(ServerStrategy[ElasticAveragingState]):
         return placed_roles("ElasticAveraging", ranks, self.servers, self.placement)
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
-        """A worker has the elastic force, and v; a server its slice, and a push of each worker."""
+        """Add a worker's elastic force and v, and a server's slice and the pushes it holds."""
         roles = roles_of(self, ranks)
         own = NOTHING
         if rank in roles.workers:
@@ -103,7 +103,7 @@ class ElasticAveraging(ServerStrategy[ElasticAveragingState]):
         return own.joined(served, operator.add)
 
     def start(self, worker: Worker) -> ElasticAveragingState:
-        """Everyone begins with the parameters of the first rank, and so does the centre."""
+        """Begin with the parameters of the first rank, on workers and in the centre."""
         exchange.agree_on_parameters(worker)
         roles = self.roles(worker.budget_ranks)
         state = ElasticAveragingState(exchange.slices_of(worker, roles.servers, updates=False))
@@ -126,7 +126,7 @@ class ElasticAveraging(ServerStrategy[ElasticAveragingState]):
         return state
 
     def before_forward(self, worker: Worker, state: ElasticAveragingState) -> None:
-        """In its turn the exchange; then, under EAMSGD, to where the gradient is taken."""
+        """Exchange if it is time; then, under EAMSGD, move to where the gradient is taken."""
         if state.own is not None:
             worker.parameters.copy_(state.own)
         state.own = state.force = None
@@ -144,7 +144,7 @@ class ElasticAveraging(ServerStrategy[ElasticAveragingState]):
     def _push(
         self, worker: Worker, state: ElasticAveragingState, alpha: float, into: Tensor
     ) -> list[Answer]:
-        """c <- c + alpha (x - c) on the servers, and alpha (x - c) into flat `into`."""
+        """Let the servers set c <- c + alpha (x - c); write alpha (x - c) into flat `into`."""
         assert state.client is not None
         step, used = worker.step, (True,) * len(worker.layout.slots)
         push = parameter_server.Push(
@@ -160,7 +160,7 @@ class ElasticAveraging(ServerStrategy[ElasticAveragingState]):
         exchange.keep_gradient(worker)
 
     def update(self, worker: Worker, state: ElasticAveragingState) -> None:
-        """A local step, and the elastic force of where it began."""
+        """Take a local step, and add the elastic force of where it began."""
         assert state.optimizer is not None
         worker.clip()
         x, v, force = worker.parameters, state.velocity, state.force
@@ -169,6 +169,7 @@ class ElasticAveraging(ServerStrategy[ElasticAveragingState]):
             charge(lambda: v.mul_(self.momentum).sub_(x))
         worker.update_locally(state.optimizer)
         if v is not None:
+            # v = delta v - (x + delta v) + (x + delta v - eta g) = delta v - eta g.
             charge(lambda: v.add_(x))
         if force is not None:
             charge(lambda: x.sub_(force))
@@ -182,7 +183,7 @@ class ElasticAveraging(ServerStrategy[ElasticAveragingState]):
         return super().quiesce(worker, state, step)
 
     def agree(self, worker: Worker, state: ElasticAveragingState) -> None:
-        """The centre becomes everybody's parameters, until a worker goes on from its own."""
+        """Show the centre as everybody's parameters, until a worker goes on from its own."""
         if state.client is not None:
             state.own = worker.parameters.clone()
         super().agree(worker, state)
@@ -196,7 +197,8 @@ class ElasticAveraging(ServerStrategy[ElasticAveragingState]):
         super().stop(worker, state)
 
     def _account(self, worker: Worker, state: ElasticAveragingState) -> None:
-        """Servers learn of the samples since the last exchange, without a pull."""
+        """Tell the servers of the samples since the last exchange, with alpha = 0."""
         if state.samples:
             nothing = worker.parameters.new_empty(worker.parameters.shape)
+            # Nothing moves, and servers and workers agree on what was consumed.
             self._push(worker, state, 0.0, nothing)

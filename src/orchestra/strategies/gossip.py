@@ -126,7 +126,7 @@ class Gossip(Replicas[GossipState]):
         return Roles((1.0,) * ranks)
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
-        """And what arrives from all neighbours of a step, and what it is mixed in."""
+        """Add what arrives from all neighbours in a step, and what it is mixed in."""
         steps = range(self.topology.period(ranks))
         arriving = max(len(sources_of(self.topology.graph(ranks, step))[rank]) for step in steps)
         copies = float(arriving + 1) if self.compression is None else 3.0  # x^, s and a difference
@@ -145,7 +145,7 @@ class Gossip(Replicas[GossipState]):
         return self.compression.with_setting("error_feedback", True)
 
     def before_forward(self, worker: Worker, state: GossipState) -> None:
-        """The parameters are mixed while the gradient at them is computed."""
+        """Begin to mix the parameters, while the gradient at them is computed."""
         if len(worker.workers) > 1 and not worker.own_loop and state.copies is None:
             state.mixing = worker.transport.in_background(self._mix(worker, state))
 
@@ -158,8 +158,9 @@ class Gossip(Replicas[GossipState]):
         )
 
     def _take_mixed(self, worker: Worker, state: GossipState) -> None:
-        """The parameters become the mixed ones."""
+        """Replace the parameters by the mixed ones."""
         if state.mixing is not None:
+            # The vectors change places: the old parameters are what the next step mixes into.
             state.mixed = worker.move_parameters(state.mixing.wait())
             state.mixing = None
         elif len(worker.workers) > 1:
@@ -182,7 +183,9 @@ class Gossip(Replicas[GossipState]):
         arrived = exchange.swap_with_neighbours(
             worker, worker.transport, payload, graph, alike=False
         )
+        # Its own difference as the others decode it, so that all copies of x^ stay equal.
         arrived[own] = payload
+        # In a fixed order, so that the sum has the same bits in each run.
         for peer in sorted(arrived):
             q = codec.decode(whole, arrived[peer], step, ranks[peer])
             copies.mixed.add_(q, alpha=weights[peer])

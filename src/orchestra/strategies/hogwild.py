@@ -54,7 +54,7 @@ class Hogwild(Replicas[HogwildState]):
     variants = (("Hogwild()", use),)
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
-        """The parameters are there once, and counted with the first rank."""
+        """Count the parameters with the first rank alone: they are there once."""
         return replace(super().footprint(rank, ranks), parameters=0.0 if rank else 1.0)
 
     def allocate(self, worker: Worker, work: SharedWork | None) -> HogwildState:
@@ -76,12 +76,12 @@ class Hogwild(Replicas[HogwildState]):
         return HogwildState(worker.local_optimizer(), shared, updates, work=work)
 
     def before_forward(self, worker: Worker, state: HogwildState) -> None:
-        """From here on the parameters are read."""
+        """Note the updates so far: from here on the parameters are read."""
         state.shared.catch_up()
         state.seen = _sum(state)
 
     def update(self, worker: Worker, state: HogwildState) -> None:
-        """The optimizer's step on the shared parameters."""
+        """Take the optimizer's step on the shared parameters."""
         worker.clip()
         state.shared.catch_up()
         worker.step.staleness = (_sum(state) - state.seen,)
@@ -92,22 +92,23 @@ class Hogwild(Replicas[HogwildState]):
             worker.snapshots.offer(worker.step.consumed, worker.parameters)
 
     def settle(self, worker: Worker, state: HogwildState) -> None:
-        """All updates are made."""
+        """Wait until all workers have made their updates."""
         exchange.wait_for_workers(worker)
 
     def agree(self, worker: Worker, state: HogwildState) -> None:
-        """Everybody has the same parameters; buffers become their mean."""
+        """Replace buffers by their mean; all have the same parameters already."""
         self.settle(worker, state)
         exchange.exact_mean_of_buffers(worker)
 
     def stop(self, worker: Worker, state: HogwildState) -> None:
-        """Each worker takes a copy of the parameters."""
+        """Let each worker take a copy of the parameters."""
         self.settle(worker, state)
         if state.work is not None:
             state.work.close()
         if worker.rank == worker.workers.ranks[0]:
             worker.snapshots.offer(worker.step.consumed, worker.parameters)
             worker.snapshots.renew(worker.step.consumed, worker.parameters)
+        # Nobody may write before all have copied: hence the second `settle`.
         worker.move_parameters(worker.parameters.clone())
         self.settle(worker, state)
 

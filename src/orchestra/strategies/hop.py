@@ -96,7 +96,7 @@ class Hop(Replicas[HopState]):
     )
 
     def check(self) -> None:
-        """With `skip` somebody has to get that far behind."""
+        """Refuse a `skip` that never happens, as nobody gets that far behind."""
         reach = self.max_gap if self.backup else min(self.max_gap, self.staleness + 1)
         if self.skip and self.behind >= reach:
             raise InputError(
@@ -106,12 +106,12 @@ class Hop(Replicas[HopState]):
 
     @property
     def depends_on_speed(self) -> bool:
-        """The gap alone changes no values, only when they are there."""
+        """Whether values depend on speeds: the gap alone only changes when they are there."""
         return bool(self.backup or self.staleness)
 
     @property
     def self_paced(self) -> bool:
-        """Only who skips is not tied to the number of iterations of the others."""
+        """Whether a worker may take unlike numbers of iterations: only with `skip`."""
         return self.skip > 0
 
     def roles(self, ranks: int) -> Roles:
@@ -134,7 +134,7 @@ class Hop(Replicas[HopState]):
         return Roles((1.0,) * ranks)
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
-        """And the updates of iterations that neighbours are ahead, and those on their way out."""
+        """Add updates of the iterations that neighbours are ahead, and those on their way out."""
         graph = self.topology.graph(ranks, 0)
         sources = sources_of(graph)
         ahead = self.max_gap if self.depends_on_speed or sources != graph else 1
@@ -145,7 +145,7 @@ class Hop(Replicas[HopState]):
         return HopState(worker.local_optimizer(), IterationQueues(worker, self), work=work)
 
     def before_forward(self, worker: Worker, state: HopState) -> None:
-        """Parameters leave here, and travel while the gradient of them is taken."""
+        """Send the parameters, which travel while the gradient at them is taken."""
         state.queues.enter()
 
     def update(self, worker: Worker, state: HopState) -> None:
@@ -196,12 +196,16 @@ class IterationQueues:
         self._take_what_is_here()
         if self._hop.skip and self.iteration:
             self._jump()
+        # A token of each target: `max_gap` + Iter(target) - Iter(own) has to be 0 or more. All
+        # enter iteration 0 without hearing of anybody.
         while any(
             self.iteration - max(self._iterations[target], 0) > self._hop.max_gap
             for target in self._targets
         ):
             self._take_next()
         self._entered = True
+        # Not waited for before a quiet point: a suspended neighbour must not hold this worker up.
+        # Tokens bound what can pile up.
         self._leaving = [handle for handle in self._leaving if not handle.done()]
         if self._targets:  # a copy, since the parameters change before it has arrived everywhere
             copy = exchange.copy_of(self._worker, self._worker.parameters)
@@ -210,7 +214,7 @@ class IterationQueues:
         self._tell(self.iteration)
 
     def mix(self) -> None:
-        """Once enough updates are here, the parameters become the average of all that are."""
+        """Wait for enough updates, then replace the parameters by the average of all that came."""
         self.enter()
         while not self._enough(self.iteration):
             self._take_next()
@@ -220,7 +224,7 @@ class IterationQueues:
         self._go_to(self.iteration + 1)
 
     def drain(self) -> None:
-        """Collective: all have ended their iterations, and nothing is on its way."""
+        """Collective: end the iterations, and wait until nothing is on its way."""
         self._tell(CLOSED)
         while self._open():
             self._take_next()
@@ -235,9 +239,12 @@ class IterationQueues:
         theirs = [self._iterations[target] for target in self._targets]
         theirs = [iteration for iteration in theirs if iteration < CLOSED]
         furthest, slowest = max(theirs, default=-1), min(theirs, default=-1)
+        # By the furthest target, as far as the tokens of the slowest allow. By the slowest alone
+        # two slow neighbours would never jump (docs/decisions/0047-hop.md).
         to = min(self.iteration + self._hop.skip, furthest, max(slowest, 0) + self._hop.max_gap)
         if furthest - (self.iteration - 1) <= self._hop.behind or to <= self.iteration:
             return
+        # A jump never waits, since updates of skipped iterations may never come.
         if self._usable(to - 1) and self._enough(to - 1):
             self._average(to - 1)
             self._go_to(to)
@@ -266,6 +273,7 @@ class IterationQueues:
     def _enough(self, iteration: int) -> bool:
         """Tell whether all but `backup` sources sent what can be mixed, or no more can come."""
         usable, oldest = self._usable(iteration), max(iteration - self._hop.staleness, 0)
+        # A source that is beyond `oldest` without an update has skipped it, or has ended.
         return len(usable) >= len(self._sources) - self._hop.backup or not any(
             self._iterations[source] < oldest for source in self._sources if source not in usable
         )
@@ -314,6 +322,7 @@ class IterationQueues:
         self._iterations[arrival.source] = iteration
         if iteration < CLOSED and arrival.source in self._updates:
             into = torch.empty_like(self._worker.parameters)
+            # It is here already, or about to be: its sender sent it before the number.
             update = self._worker.transport.receive(arrival.source, Tag.UPDATE, into).wait()
             kept = {} if self._hop.staleness else self._updates[arrival.source]
             self._updates[arrival.source] = {**kept, iteration: update}  # or the newest alone

@@ -61,7 +61,7 @@ class Fragment:
 
     @property
     def reference(self) -> Tensor:
-        """What all workers know of this fragment: differences from it are compressed."""
+        """The values that all workers know of this fragment: differences are taken from them."""
         known = self.anchor if self.outer.start is None else self.outer.start
         assert known is not None
         return known
@@ -224,7 +224,7 @@ class LocalSGD(Replicas[LocalSGDState]):
         return self.every or 1
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
-        """And the outer state, and the fragments on their way."""
+        """A replica and its optimizer, the outer state, and the fragments on their way."""
         travelling = 1.0 if self.overlap else 1 / self.fragments
         copies = self.outer.copies + travelling * (2 if self.late == "added" else 1)
         if self.compression is not None:
@@ -245,11 +245,11 @@ class LocalSGD(Replicas[LocalSGDState]):
         return state
 
     def update(self, worker: Worker, state: LocalSGDState) -> None:
-        """A local step; then what is due: averages arrive, and others leave."""
+        """Take a local step; then apply averages that are due, and send others."""
         worker.clip()
         ended = [state.fragments[index] for index in state.ended]
         moves = [self._move_beside_gradient(worker, state, fragment) for fragment in ended]
-        worker.update_locally(state.optimizer)
+        worker.update_locally(state.optimizer)  # EASGD takes both at one x: the moves were first
         for fragment, move in zip(ended, moves, strict=True):
             fragment.replica(worker).add_(move)
         state.steps += 1
@@ -337,7 +337,7 @@ class LocalSGD(Replicas[LocalSGDState]):
         self._arrive(worker, fragment)
         if isinstance(self.outer, SlowMo) and self._rule(fragment) is self.outer:
             if self.outer.buffers == "reset":
-                state.optimizer.state.clear()
+                state.optimizer.state.clear()  # Adam's count of steps, too
             elif self.outer.buffers == "average":
                 exchange.average_moments(worker, state.optimizer, self.algorithm, *counts)
 
@@ -345,15 +345,15 @@ class LocalSGD(Replicas[LocalSGDState]):
         fragment.land()
         assert fragment.travelling is not None
         own = fragment.replica(worker)
-        learnt = own.clone() if self.overlap else own
+        learnt = own.clone() if self.overlap else own  # the rule below overwrites `own`
         round = OuterRound(worker.step.rates[0], len(worker.workers))
         self._rule(fragment).step(fragment.outer, own, fragment.travelling, round)
         if fragment.sent is not None:
-            own.add_(learnt.sub_(fragment.sent))
+            own.add_(learnt.sub_(fragment.sent))  # CoCoD-SGD: what was learnt since it left
         elif self.overlap:
             own.lerp_(learnt, self.mix)
         if fragment.anchor is not None:
-            fragment.anchor.copy_(fragment.travelling)
+            fragment.anchor.copy_(fragment.travelling)  # it is the same on all workers
         fragment.travelling = fragment.sent = None
 
     def _rule(self, fragment: Fragment) -> Outer:
@@ -361,16 +361,16 @@ class LocalSGD(Replicas[LocalSGDState]):
         if isinstance(self.outer, SlowMo) and self.outer.every is not None:
             assert self.every is not None
             if fragment.averages % (self.outer.every // self.every):
-                return Average()
+                return Average()  # between two slow updates
         return self.outer
 
     def settle(self, worker: Worker, state: LocalSGDState) -> None:
-        """Averages on their way land; they are applied when they are due."""
+        """Wait for averages on their way; they are applied when they are due."""
         for fragment in state.fragments:
             fragment.land()
 
     def agree(self, worker: Worker, state: LocalSGDState) -> None:
-        """The exact mean of what the workers have learnt, and of their buffers."""
+        """Set parameters and buffers to the exact mean of what the workers have learnt."""
         self._apply(worker, state)
         self._average_exactly(worker, state)
         exchange.exact_mean_of_buffers(worker, state.samples or NEGLIGIBLE_WEIGHT)

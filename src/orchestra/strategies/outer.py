@@ -34,10 +34,10 @@ class OuterRound:
 
 @dataclass(frozen=True, repr=False)
 class Outer(Settings, ABC):
-    """From the average of the replicas to what the next round begins with."""
+    """Makes of the average of the replicas what the next round begins with."""
 
     beside_gradient: ClassVar[bool] = False
-    """It takes the replicas at which the next gradient is computed, not those before.
+    """Whether it takes the replicas at which the next gradient is computed, not those before.
 
     What it changes is then added beside the local step of that gradient.
     """
@@ -46,15 +46,15 @@ class Outer(Settings, ABC):
     """Vectors of all parameters in its state."""
 
     def begin(self, parameters: Tensor) -> OuterState:
-        """The state before the first round."""
+        """Return the state before the first round."""
         return OuterState(parameters.clone(), parameters.new_zeros(parameters.shape))
 
     @abstractmethod
     def step(self, state: OuterState, own: Tensor, average: Tensor, round: OuterRound) -> None:
-        """`own` (this worker's replica), in place, becomes what the next round begins with."""
+        """Replace `own` (this worker's replica) in place by what the next round begins with."""
 
     def contribution(self, state: OuterState, own: Tensor) -> Tensor:
-        """The parameters that this worker contributes to a model: its replica `own`."""
+        """Return the parameters that this worker contributes to a model: its replica `own`."""
         return own
 
 
@@ -94,11 +94,13 @@ class SlowMo(Outer):
     )
 
     def step(self, state: OuterState, own: Tensor, average: Tensor, round: OuterRound) -> None:
-        """See above; a local rate of 0 moves nothing, so it adds nothing to the momentum."""
+        """Apply the rule above. A local rate of 0 moves nothing, and adds nothing to u."""
         assert state.start is not None
         assert state.velocity is not None
         delta = state.start - average
         own.copy_(average).add_(delta, alpha=1 - self.rate)
+        # With u = beta u' + Delta / gamma: x_0 - alpha gamma u = x + (1 - alpha) Delta - alpha
+        # gamma beta u'.
         if round.rate > 0:
             state.velocity.mul_(self.momentum)
             own.sub_(state.velocity, alpha=self.rate * round.rate)
@@ -122,6 +124,7 @@ class Nesterov(Outer):
         delta = state.start - average
         state.velocity.mul_(self.momentum).add_(delta)
         own.copy_(average).add_(delta, alpha=1 - self.rate)
+        # x_0 - eta (Delta + mu v) = x + (1 - eta) Delta - eta mu v.
         own.sub_(state.velocity, alpha=self.rate * self.momentum)
         state.start.copy_(own)
 
@@ -147,10 +150,11 @@ class Elastic(Outer):
     )
 
     def step(self, state: OuterState, own: Tensor, average: Tensor, round: OuterRound) -> None:
-        """See above, without the gradient."""
+        """Apply the rule above, without the gradient."""
         centre = state.start
         assert centre is not None
         own.lerp_(centre, self.beta / round.workers)
+        # After the force, which is that of the centre before the step.
         centre.lerp_(average, self.beta)
 
     def contribution(self, state: OuterState, own: Tensor) -> Tensor:

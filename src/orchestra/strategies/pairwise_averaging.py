@@ -80,14 +80,14 @@ class PairwiseAveraging(Replicas[PairwiseState]):
         return Roles((1.0,) * ranks)
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
-        """And what is averaged meanwhile: x, and that of the other worker."""
+        """Add what is averaged meanwhile: x, and that of the other worker."""
         return replace(super().footprint(rank, ranks), copies=2.0)
 
     def allocate(self, worker: Worker, work: SharedWork | None) -> PairwiseState:
         return PairwiseState(worker.local_optimizer(), PairwiseAverage(worker), work=work)
 
     def before_forward(self, worker: Worker, state: PairwiseState) -> None:
-        """From here the parameters are averaged, while the gradient of the old ones is taken."""
+        """Let the parameters be averaged while the gradient of the old ones is taken."""
         state.pair.give(self._partner(worker, state) if state.pair.active else None)
 
     def _partner(self, worker: Worker, state: PairwiseState) -> int | None:
@@ -99,7 +99,7 @@ class PairwiseAveraging(Replicas[PairwiseState]):
         return random.Random(f"{self.seed}-{own}-{state.step}").choice(choices) if choices else None
 
     def update(self, worker: Worker, state: PairwiseState) -> None:
-        """The optimizer's step on the averaged parameters."""
+        """Take the optimizer's step on the averaged parameters."""
         worker.clip()
         worker.step.staleness = (state.pair.take(),)
         worker.measures.staleness.extend(worker.step.staleness)
@@ -108,7 +108,7 @@ class PairwiseAveraging(Replicas[PairwiseState]):
         state.step += 1
 
     def settle(self, worker: Worker, state: PairwiseState) -> None:
-        """Nobody averages."""
+        """Wait until nobody averages any more."""
         state.pair.settle()
 
     def stop(self, worker: Worker, state: PairwiseState) -> None:
@@ -123,7 +123,7 @@ class PairwiseAveraging(Replicas[PairwiseState]):
 
 
 def _partners(graph: Graph, rank: int) -> tuple[int, ...]:
-    """The ranks linked with `rank` in either direction, of the other parity (even, odd)."""
+    """Return the ranks of the other parity that are linked with `rank` in either direction."""
     near = set(graph[rank])
     return tuple(
         other
@@ -174,7 +174,7 @@ class PairwiseAverage:
         self._tell(Tag.HAND_OVER, _Command.GIVE, rank)
 
     def take(self) -> int:
-        """Have the parameters back; how many averages were made of them meanwhile."""
+        """Take the parameters back; return how many averages were made of them meanwhile."""
         if self._flow is None or self._held:
             return 0
         self._tell(Tag.PAIR, _Command.TAKE)
@@ -196,6 +196,8 @@ class PairwiseAverage:
             self.take()
         else:
             self.give()  # goes on answering those who are not yet here
+        # Active workers come here without x, so that none of them asks any more; passive ones
+        # answer until all are here.
         exchange.wait_for_workers(self._worker)
         self.take()
 
@@ -223,12 +225,13 @@ class PairwiseAverage:
             raise
 
     def _serve(self, transport: Transport, partner: int) -> int:
-        """Average until the main flow takes x; how many averages were made."""
+        """Average until the main flow takes x; return how many averages were made."""
         averages = 0
         if partner != NOBODY:
             self._ask(transport, partner)
             averages += 1
         while True:
+            # From any rank: the order in which requests come is all that depends on chance.
             request = transport.receive(None, Tag.PAIR)
             if request.wait()[0] == _Command.TAKE:
                 return averages
@@ -246,6 +249,7 @@ class PairwiseAverage:
 
     def _answer(self, transport: Transport, asker: int) -> None:
         transport.receive(asker, Tag.PAIR_VALUES, self._other).wait()
+        # One copy for each asker at most: it has to have taken the last one.
         if asker in self._replies:
             self._replies.pop(asker).wait()
         # From a copy, so that nobody waits for a slow asker.
@@ -253,6 +257,6 @@ class PairwiseAverage:
         self._average()
 
     def _average(self) -> None:
-        """Both sides do this, and get the same bits."""
+        """Average x with the other one's. Both sides do this, and get the same bits."""
         x, other = self._x, self._other
         exchange.charge(self._worker, "mix", x.numel(), lambda: x.add_(other).mul_(0.5))

@@ -168,7 +168,7 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
 
     @property
     def answers_beside(self) -> bool:
-        """Servers beside workers that do not wait for one another."""
+        """Whether servers are beside workers that do not wait for one another."""
         return self.placement == "beside" and not self.steps_together
 
     def check(self) -> None:
@@ -178,7 +178,7 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
 
     @property
     def averages(self) -> bool:
-        """An update is an average over workers, not one push."""
+        """Whether an update is an average over workers, not one push."""
         return self.consistency == "synchronous" or self.staleness == 0
 
     @property
@@ -196,7 +196,7 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
 
     @property
     def hands_over_moments(self) -> bool:
-        """Only where the workers have them; servers keep theirs, in slices."""
+        """Whether the workers have moments: servers keep theirs, in slices."""
         return self.returns == "gradients"
 
     def roles(self, ranks: int) -> Roles:
@@ -242,7 +242,7 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
         exchange.push_and_pull_once(worker, slices, values)
 
     def start(self, worker: Worker) -> ParameterServerState:
-        """Everyone begins with the parameters of the first rank; each server takes its slice."""
+        """Begin with the parameters of the first rank; each server takes its slice."""
         for message in contradictions_with(self, worker):
             raise InputError(f"ParameterServer: {message}")
         exchange.agree_on_parameters(worker)
@@ -330,7 +330,7 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
         return parameter_server.Bounded(self.staleness)
 
     def _compensate(self) -> Compensate | None:
-        """Makes the compensation of a slice, with the paper's strengths for CIFAR-10 by default."""
+        """Make the compensation of a slice; defaults are the paper's strengths for CIFAR-10."""
         if self.delay_compensation == "none":
             return None
         strength, keeps = (2.0, 0.95) if self.delay_compensation == "adaptive" else (0.04, None)
@@ -344,7 +344,7 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
             exchange.broadcast_buffers(worker, worker.workers)
 
     def gradient(self, worker: Worker, state: ParameterServerState, batch: Batch | None) -> None:
-        """None in a step that the others have completed already: its batch is passed over."""
+        """Compute the gradient; in a step that the others have completed pass over the batch."""
         step, missed = worker.step, state.missed
         if not missed.steps:
             super().gradient(worker, state, batch)
@@ -353,7 +353,7 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
             step.samples, step.loss, step.consumed = 0, missed.loss, missed.consumed
 
     def reduce(self, worker: Worker, state: ParameterServerState) -> None:
-        """Averaged gradients come back before anybody reads them; else each clips its own."""
+        """Fetch averaged gradients before anybody reads them; else each worker has its own."""
         worker.gradients.collect_rest(1.0 if state.parts is None else state.parts.weight)
         if self.returns == "gradients":
             self.push_and_pull(worker, state, worker.gradients.vector)
@@ -371,14 +371,14 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
         if not self.averages:
             worker.clip()
         if self.backup and not worker.step.samples:
-            return
+            return  # the step was passed over
         client, before = state.client, state.client.clock
         self.push_and_pull(worker, state, worker.parameters)
-        missed, step = client.clock - before - 1, worker.step
+        missed, step = client.clock - before - 1, worker.step  # steps that a dropped push skips
         state.missed = Missed(missed, step.loss, step.consumed)
 
     def agree(self, worker: Worker, state: ParameterServerState) -> None:
-        """The servers' slices, or the workers' replica, become everybody's parameters."""
+        """Copy the servers' slices, or the first worker's replica, into everybody's parameters."""
         if self.returns == "gradients":
             exchange.agree_on_parameters(worker)
             return

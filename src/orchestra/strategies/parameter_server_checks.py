@@ -13,7 +13,7 @@ ON_ARRIVAL = "consistency='asynchronous', or 'bounded' with a staleness above 0"
 
 
 def contradictions(given: ParameterServer) -> Iterator[str]:
-    """What is wrong with settings that do not go together."""
+    """Yield what is wrong with settings that do not go together."""
     yield from _wrong_consistency(given)
     yield from _wrong_replicas(given)
     if isinstance(given.slices, tuple) and len(given.slices) != given.servers:
@@ -40,7 +40,7 @@ def contradictions(given: ParameterServer) -> Iterator[str]:
 
 
 def contradictions_with(given: ParameterServer, worker: Worker) -> Iterator[str]:
-    """What is wrong with settings that do not go with what `worker` was given."""
+    """Yield what is wrong with settings, given what `worker` has."""
     if given.backup and worker.own_loop:
         yield (
             "backup needs orchestra's own loop (orchestra train): a late worker passes over "
@@ -54,7 +54,7 @@ def contradictions_with(given: ParameterServer, worker: Worker) -> Iterator[str]
 
 
 def _wrong_consistency(given: ParameterServer) -> Iterator[str]:
-    """What does not go with `consistency`."""
+    """Yield what does not go with `consistency`."""
     bounded = given.consistency == "bounded"
     same = "a synchronous server averages gradients of the same parameters"
     if given.staleness is not None and not bounded:
@@ -81,7 +81,7 @@ def _wrong_consistency(given: ParameterServer) -> Iterator[str]:
 
 
 def _wrong_replicas(given: ParameterServer) -> Iterator[str]:
-    """What does not go with `replicas`."""
+    """Yield what does not go with `replicas`."""
     if not given.replicas:
         return
     if given.servers < 2:

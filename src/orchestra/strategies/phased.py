@@ -30,10 +30,10 @@ class Phased(Strategy[P]):
 
     @abstractmethod
     def phase(self, state: P) -> Strategy[Any]:
-        """The phase under way, whose state is `state.inner`."""
+        """Return the phase under way, whose state is `state.inner`."""
 
     def under_way(self, state: P) -> Strategy[Any]:
-        """The phase under way, of however many inside one another."""
+        """Return the innermost phase under way."""
         return self.phase(state).under_way(state.inner)
 
     def before_forward(self, worker: Worker, state: P) -> None:

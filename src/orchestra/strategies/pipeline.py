@@ -93,7 +93,7 @@ class Pipeline(Strategy[PipelineState]):
         return PipelineSlot(rank, ranks, self._stages(ranks))
 
     def roles(self, ranks: int) -> Roles:
-        """A pipeline's batch is that of all its ranks, and all of them read it."""
+        """Give the first rank of a pipeline the batch of all its ranks; all of them read it."""
         stages = self._stages(ranks)
         if ranks % stages:
             raise InputError(
@@ -105,7 +105,7 @@ class Pipeline(Strategy[PipelineState]):
         return Roles(tuple(shares), reads=tuple(firsts))
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
-        """The memory of a stage, with a part of the activations of each micro-batch under way."""
+        """Return the memory of a stage, with its activations of the micro-batches under way."""
         slot = self._slot(rank, ranks)  # S batches come in, and 1 / S of their activations are here
         kept = self.microbatches
         if self.schedule == "1f1b":
@@ -115,7 +115,7 @@ class Pipeline(Strategy[PipelineState]):
     def part_of(
         self, module: nn.Module, loss_of: Callable[[nn.Module], Tensor], rank: int, ranks: int
     ) -> ModelPart | None:
-        """The stage of `rank`; the first pipeline answers for the parameters."""
+        """Return the stage of `rank`; ranks of the first pipeline own the parameters."""
         slot = self._slot(rank, ranks)
         if slot.stages == 1:
             return None
@@ -153,13 +153,13 @@ class Pipeline(Strategy[PipelineState]):
         self.reduce(worker, state)
 
     def reduce(self, worker: Worker, state: PipelineState) -> None:
-        """Averages over the replicas, and sums over the stages that share a parameter."""
+        """Average over the replicas, and sum over the stages that share a parameter."""
         state.average.finish()
         sum_tied(worker, state.passes.slot)
         agree_on_loss(worker, state.passes.slot)
 
     def update(self, worker: Worker, state: PipelineState) -> None:
-        """Each stage on its own; tied parameters get the same update in all of theirs."""
+        """Update each stage by itself; tied parameters get the same update in all of theirs."""
         slot = state.passes.slot
         clip_stages(worker, slot)
         worker.update_locally(state.optimizer)
@@ -168,7 +168,7 @@ class Pipeline(Strategy[PipelineState]):
         worker.snapshots.offer(worker.step.consumed, worker.parameters)
 
     def stop(self, worker: Worker, state: PipelineState) -> None:
-        """End the background flows; every rank keeps its stage."""
+        """End the background flow; every rank keeps its stage."""
         state.average.close()
 
 
@@ -180,7 +180,7 @@ class Pass(NamedTuple):
 
 
 def passes_of(schedule: str, stages: int, stage: int, microbatches: int) -> tuple[Pass, ...]:
-    """The passes of a step, in their order, on stage `stage`, from 0, of `stages`.
+    """Return the passes of a step, in their order, on stage `stage`, from 0, of `stages`.
 
     "gpipe" (Huang et al., NeurIPS 2019) takes all forward passes, then all backward passes, and
     keeps the activations of all micro-batches. "1f1b" (Narayanan et al., SC 2021) takes the two in
@@ -191,6 +191,7 @@ def passes_of(schedule: str, stages: int, stage: int, microbatches: int) -> tupl
     messages between two stages need no numbers, and gradients add up in the same order as without
     stages.
     """
+    # Forward passes before the first backward one: in 1f1b as many as the stages behind this one.
     ahead = microbatches if schedule == "gpipe" else min(stages - 1 - stage, microbatches)
     passes = [Pass(False, number) for number in range(ahead)]
     for number in range(ahead, microbatches):
@@ -250,7 +251,7 @@ class PipelineStep:
     loss: float = 0.0
 
     def run(self, batch: Batch) -> float:
-        """The gradient of the mean loss over `batch`; the loss on the last stage, 0 on others."""
+        """Compute the gradient over `batch`; return the loss on the last stage, 0 on others."""
         worker, own = self.worker, self.slot
         parts = batches.split_batch(batch, self.microbatches, "Pipeline.microbatches")
         total = sum(samples for _, samples in parts)
@@ -308,6 +309,7 @@ class PipelineStep:
         self._charged("backward", samples, backward)
         for tensor in received:
             if tensor.requires_grad:
+                # Also where this stage does not use it: the stage before waits for one.
                 self._send(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad, -1)
 
     def _receive_activations(self) -> list[Tensor]:
@@ -318,10 +320,11 @@ class PipelineStep:
             transport.receive(source, Tag.ACTIVATION).wait().to(device)
             for _ in range(stage.tensors_in)
         ]
+        # Leaves of autograd, so that `_backward` finds their gradients.
         return [tensor.requires_grad_(tensor.is_floating_point()) for tensor in received]
 
     def _arriving(self, result: Tensor) -> Tensor | None:
-        """The gradient of `result`: the next stage sends one for all that could have one."""
+        """Receive the gradient of `result`; the next stage sends one for each float tensor."""
         if not result.is_floating_point():
             return None
         source = self.worker.rank + 1
@@ -331,6 +334,7 @@ class PipelineStep:
     def _send(self, tensor: Tensor, direction: int) -> None:
         tag = Tag.ACTIVATION if direction > 0 else Tag.ACTIVATION_GRADIENT
         own = tensor.detach().contiguous()
+        # `done` also moves what the kernel can take; activations that have left may be freed.
         self.sent = [handle for handle in self.sent if not handle.done()]
         self.sent.append(self.worker.transport.send(own, self.worker.rank + direction, tag))
 
@@ -340,7 +344,7 @@ class PipelineStep:
 
 
 def sum_tied(worker: Worker, slot: PipelineSlot) -> None:
-    """Parameters that several stages have get the sum of the stages' gradients, on each."""
+    """Sum the gradients of parameters that several stages share, on each of these."""
     stage, gradients = worker.module, worker.gradients
     if not isinstance(stage, exchange.Stage):
         return
@@ -349,6 +353,7 @@ def sum_tied(worker: Worker, slot: PipelineSlot) -> None:
         if len(stages) > 1 and slot.stage in stages:
             place = index[name]
             view, used = gradients.views[place], gradients.used[place]
+            # The flag travels behind the gradient: used on one stage, used on all.
             total = torch.cat([view.reshape(-1), view.new_tensor([float(used)])])
             group = collectives.Group(tuple(slot.pipeline.ranks[holder] for holder in stages))
             collectives.all_reduce(worker.transport, total, "ring", group, Tag.TIED)
@@ -358,7 +363,7 @@ def sum_tied(worker: Worker, slot: PipelineSlot) -> None:
 
 
 def agree_on_loss(worker: Worker, slot: PipelineSlot) -> None:
-    """All stages learn the loss, which the last one knows, and whether somebody wants to stop."""
+    """Tell all stages the loss, which the last one knows, and whether somebody wants to stop."""
     step = worker.step
     known = torch.zeros(2 + slot.ranks, dtype=torch.float64)
     known[0] = float(step.stop)
@@ -379,6 +384,7 @@ def clip_stages(worker: Worker, slot: PipelineSlot) -> None:
     places = {name: place for place, name in enumerate(stage.holders)}
     norms = torch.zeros(len(places), dtype=worker.layout.dtype)
     for name, parameter in worker.named_parameters().items():
+        # A tied parameter counts on the first of its stages.
         if parameter.grad is not None and stage.holders[name][0] == slot.stage:
             norms[places[name]] = torch.linalg.vector_norm(parameter.grad)
     collectives.all_reduce(worker.transport, norms, "butterfly", slot.pipeline, Tag.NORM)

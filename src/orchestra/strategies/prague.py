@@ -84,14 +84,14 @@ class Prague(Replicas[PragueState]):
         return PragueState(worker.local_optimizer(), GroupAverage(worker, self), work=work)
 
     def update(self, worker: Worker, state: PragueState) -> None:
-        """The optimizer's step, then the averages."""
+        """Take the optimizer's step, then average in groups."""
         worker.clip()
         worker.update_locally(state.optimizer)
         state.groups.average()
         worker.snapshots.offer(worker.step.consumed, worker.parameters)
 
     def quiesce(self, worker: Worker, state: PragueState, step: int) -> bool:
-        """All groups have been averaged."""
+        """Wait until all groups have been averaged."""
         state.groups.settle()
         return True
 
@@ -149,23 +149,24 @@ class GroupGenerator:
         self._buffer: dict[int, list[Scheduled]] = {worker: [] for worker in workers}
 
     def ask(self, worker: int) -> list[tuple[int, ...]]:
-        """The groups that `worker` performs now, one after the other; maybe none."""
+        """Return the groups that `worker` performs now, one after the other; maybe none."""
         if self._scheme == "random":
             self._draw(worker)
         elif not self._buffer[worker]:
             self._divide(worker)
+        # Counted after the draw: the filter compares with the requests before this one.
         self.requests[worker] += 1
         return self._take(worker)
 
     def leave(self, worker: int) -> list[tuple[int, ...]]:
-        """`worker` is in no group any more, once it has performed these."""
+        """Put `worker` into no further group; return those that it has still to perform."""
         self._active.discard(worker)
         if not self._active:
             self._active, self._resting = self._resting, set()
         return self._take(worker)
 
     def rest(self, worker: int) -> list[tuple[int, ...]]:
-        """The same, until all have left or rest: from there on it is in groups again."""
+        """Like `leave`, until all have left or rest: from there on it is in groups again."""
         self._resting.add(worker)
         return self.leave(worker)
 
@@ -174,17 +175,20 @@ class GroupGenerator:
         groups = list(self._buffer[worker])
         for group in groups:
             group.missing.discard(worker)
+            # All members know of it, so that nobody has to be told any more.
             if not group.missing:
                 for member in group.members:
                     self._buffer[member].remove(group)
         return [group.members for group in groups]
 
     def _divide(self, worker: int) -> None:
-        """Global division: groups of all that are idle, as large and as equal as can be."""
+        """Global division: divide all that are idle into groups as large and equal as can be."""
         idle = [other for other in self._candidates(worker) if not self._buffer[other]]
         self._chance().shuffle(idle)
         divided = iter([worker, *idle])
         count = -(-(len(idle) + 1) // self._size)
+        # Sizes differ by one at most. The worker that asks comes first, and so is in a largest
+        # group.
         smaller, rest = divmod(len(idle) + 1, count)
         for number in range(count):
             self._schedule(islice(divided, smaller + (number < rest)))
@@ -194,7 +198,7 @@ class GroupGenerator:
         self._schedule([worker, *self._chance().sample(others, min(self._size - 1, len(others)))])
 
     def _candidates(self, worker: int) -> list[int]:
-        """All others that may be in a group which is formed for `worker`."""
+        """Return all others that may be in a group which is formed for `worker`."""
         requests, threshold = self.requests, self._threshold
         return [
             other
@@ -206,10 +210,11 @@ class GroupGenerator:
 
     def _chance(self) -> random.Random:
         self.draws += 1
+        # Seeded by its number: a checkpoint only keeps how many draws there were.
         return random.Random(f"{self._seed}-{self.draws}")
 
     def _schedule(self, workers: Iterator[int] | Sequence[int]) -> None:
-        """A group of one is none."""
+        """Schedule a group, unless it has only one member."""
         members = tuple(sorted(workers))
         if len(members) > 1:
             group = Scheduled(members, set(members))
@@ -270,7 +275,7 @@ class GroupAverage:
             self._reduce(tuple(islice(answer, size)))
 
     def _reduce(self, ranks: tuple[int, ...]) -> None:
-        """P-Reduce: the members' x become their mean.
+        """P-Reduce: replace the members' x by their mean.
 
         Each member performs its groups one after the other, so that messages of one group do not
         overtake those of another: one tag is enough.
@@ -295,6 +300,7 @@ class GroupAverage:
                 request, worker = _Request(int(message.wait())), message.source
             except PeerLost as lost:
                 there.discard(lost.rank)
+                # The run ends by name: nobody is put into groups with it meanwhile.
                 generator.leave(lost.rank)
                 continue
             if request is _Request.LEAVE:
@@ -303,10 +309,12 @@ class GroupAverage:
                 number for group in answers[request](worker) for number in (len(group), *group)
             ]
             with contextlib.suppress(PeerLost):
+                # At once, before the other members are there: a worker waits inside the all-reduce,
+                # where the watcher sees for whom (docs/decisions/0048-prague.md).
                 transport.send(torch.tensor([*numbers, 0]), worker, Tag.GROUP).wait()
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What a checkpoint keeps, at a quiet point: there the flow only waits."""
+        """State for a checkpoint, at a quiet point: there the flow only waits."""
         generator = self._generator
         return {"draws": generator.draws, "requests": list(generator.requests.values())}
 

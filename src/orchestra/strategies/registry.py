@@ -104,7 +104,7 @@ class Standing:
 
     @classmethod
     def shipped(cls) -> Standing:
-        """The table that comes with Orchestra."""
+        """Read the table that comes with Orchestra."""
         table = json.loads(Path(__file__).with_name("standing.json").read_text())
         simulated = table.get("simulated", {"clusters": {}, "remark": cls.simulated_remark})
         return cls(
@@ -115,16 +115,16 @@ class Standing:
         )
 
     def good_on(self, notation: str) -> list[str]:
-        """The tasks on which this strategy was the best in real runs, or within 5 % of that."""
+        """Return the tasks on which this strategy was best in real runs, or within 5 % of that."""
         return _good_on(self.seconds, normal(notation))
 
     def good_in_simulation(self, notation: str) -> list[str]:
-        """The clusters on which it was that in simulated runs."""
+        """Return the clusters on which it was best in simulated runs, or within 5 % of that."""
         return _good_on(self.simulated, normal(notation))
 
 
 def strategy_of(strategy: Strategy[Any] | str) -> Strategy[Any]:
-    """A strategy, or the one that a notation names.
+    """Return a strategy as it is, or the one that a notation names.
 
     Raises:
         InputError: it is neither.
@@ -150,7 +150,7 @@ def _good_on(seconds: Seconds, strategy: str) -> list[str]:
 
 
 def normal(notation: str) -> str:
-    """The one text for all ways to write a strategy."""
+    """Return the normal notation of a strategy, however it is written."""
     try:
         return write(parse(notation, STRATEGIES, where="standing"), STRATEGIES)
     except InputError:  # a plug-in's that cannot do without arguments

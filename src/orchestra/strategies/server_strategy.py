@@ -79,6 +79,8 @@ class ServerStrategy(Strategy[V]):
             worker.measures.staleness.extend(step.staleness)
             worker.measures.dropped += any(answer.dropped for answer in answers)
         for part, answer in zip(client.slices, answers, strict=True):
+            # A tensor that any worker has used is used on all: so each optimizer passes over the
+            # same ones.
             for piece, used in zip(part.pieces, answer.used, strict=True):
                 gradients.used[piece.tensor] = used
 
@@ -96,7 +98,7 @@ class ServerStrategy(Strategy[V]):
         return state.client.pause(step)
 
     def agree(self, worker: Worker, state: V) -> None:
-        """The servers' slices become everybody's parameters."""
+        """Copy the servers' slices into everybody's parameters."""
         exchange.collect_slices(worker, state.slices, state.server)
 
     def stop(self, worker: Worker, state: V) -> None:
@@ -116,7 +118,7 @@ class ServerStrategy(Strategy[V]):
 
 
 def placed_roles(name: str, ranks: int, servers: int, placement: str, replicas: int = 0) -> Roles:
-    """The roles where `servers` are "dedicated" or "beside" workers, for the strategy `name`."""
+    """Return the roles with `servers` "dedicated" or "beside" workers, for the strategy `name`."""
     beside = placement == "beside"
     if beside and servers > ranks:
         raise InputError(

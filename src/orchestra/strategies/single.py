@@ -38,7 +38,7 @@ class Single(Strategy[SingleState]):
         return SingleState(worker.local_optimizer())
 
     def reduce(self, worker: Worker, state: SingleState) -> None:
-        """Nothing is exchanged."""
+        """Collect the gradient; nothing is exchanged."""
         worker.gradients.collect_rest()
         worker.gradients.forget_unused()
 

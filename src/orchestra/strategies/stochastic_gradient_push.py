@@ -125,12 +125,12 @@ class StochasticGradientPush(Replicas[PushState]):
 
     @property
     def depends_on_speed(self) -> bool:
-        """With `overlap` messages are added when they are there."""
+        """Whether messages are added when they are there: with `overlap`."""
         return self.overlap > 0
 
     @property
     def self_paced(self) -> bool:
-        """With `overlap`: messages need not be of a certain step."""
+        """Whether messages need not be of a certain step: with `overlap`."""
         return self.overlap > 0
 
     def roles(self, ranks: int) -> Roles:
@@ -139,7 +139,7 @@ class StochasticGradientPush(Replicas[PushState]):
         return Roles((1.0,) * ranks)
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
-        """And x, and what is on its way, out and in, of a step and of those that it may be late."""
+        """Add x, and messages on their way, out and in, of as many steps as they may be late."""
         graphs = [self.topology.graph(ranks, s) for s in range(self.topology.period(ranks))]
         moving = max(len(graph[rank]) + len(sources_of(graph)[rank]) for graph in graphs)
         copies = 1.0 + moving * (1 + self.overlap) + (self.overlap > 0)  # the mass before its parts
@@ -150,7 +150,7 @@ class StochasticGradientPush(Replicas[PushState]):
         return PushState(worker.local_optimizer(), push, work=work)
 
     def shares(self, targets: tuple[int, ...], rank: int, number: int) -> Mapping[int, float]:
-        """What `rank` sends to each target in exchange `number`, and keeps; sum 1."""
+        """Return the shares that `rank` sends to targets in exchange `number`, and keeps; sum 1."""
         if self.weights == "uniform":
             return uniform_shares(targets, rank, number)
         return random_shares(targets, rank, number, seed=self.seed)
@@ -162,7 +162,7 @@ class StochasticGradientPush(Replicas[PushState]):
             worker.parameters.copy_(state.push.z())
 
     def update(self, worker: Worker, state: PushState) -> None:
-        """The optimizer's step on x, a step of push-sum, and z."""
+        """Step the optimizer on x, take a step of push-sum, and show z."""
         worker.clip()
         worker.parameters.copy_(state.push.x)
         worker.update_locally(state.optimizer)
@@ -173,7 +173,7 @@ class StochasticGradientPush(Replicas[PushState]):
         worker.snapshots.offer(worker.step.consumed, worker.parameters, weight=state.push.w)
 
     def settle(self, worker: Worker, state: PushState) -> None:
-        """All mass sent until this step has arrived."""
+        """Take in all mass that was sent until this step."""
         state.push.drain()
         worker.parameters.copy_(state.push.z())
 
@@ -187,7 +187,7 @@ class StochasticGradientPush(Replicas[PushState]):
         self._agree(worker, state)
 
     def _agree(self, worker: Worker, state: PushState) -> None:
-        """The exact mean: sum of x / sum of w."""
+        """Set all parameters to the exact mean: sum of x / sum of w."""
         state.push.drain()
         z = state.push.x.double() / state.push.w  # in float32 its mean would not be the final one
         worker.snapshots.offer(worker.step.consumed, z, weight=state.push.w)
@@ -247,7 +247,7 @@ class PushSum:
         self.step += 1
 
     def _send(self) -> tuple[int, ...]:
-        """Begin the next exchange; the workers that are sent to."""
+        """Begin the next exchange; return the workers that are sent to."""
         ranks, mass = self.worker.workers.ranks, self.mass
         own = self.worker.workers.index(self.worker.rank)
         graph = self.push.topology.graph(len(ranks), self.exchanges)
@@ -279,7 +279,7 @@ class PushSum:
         return self._begin(lambda transport: transport.receive(source, Tag.MIX), RECEIVING)
 
     def _expect(self, sources: Sequence[int]) -> None:
-        """The ranks `sources` send in this exchange, too."""
+        """Begin to receive what the ranks `sources` send in this exchange."""
         for source in sources:
             if source not in self._closed:
                 self._arriving.append((self.step, source, self._begin_receive(source)))
@@ -317,7 +317,7 @@ class PushSum:
                 late.append((step, source, task))
                 continue
             arrived = task.wait()
-            if arrived.dtype == torch.int64:
+            if arrived.dtype == torch.int64:  # no mass: the last message of a rank that drains
                 self._closed[source] = int(arrived)
             else:
                 self._charged(partial(self.mass.add_, arrived.to(self.mass.device)))
@@ -328,7 +328,7 @@ class PushSum:
         self._leaving = [(step, sending) for step, sending in self._leaving if step > due]
 
     def agree(self) -> None:
-        """With nothing on its way: everyone gets the exact mean, sum of x / sum of w."""
+        """With nothing on its way: set x to the exact mean, sum of x / sum of w, and w to 1."""
         total = self.mass.double()
         exchange.ring_sum(self.worker, total, Tag.AGREE)
         self.mass.copy_(total / total[-1])
@@ -358,7 +358,7 @@ class SelfPacedPushSum(PushSum):
         """Add what is here; send."""
         while self._next_arrival().done():
             self._add_next()
-        if self._heard:
+        if self._heard:  # else w would shrink with each send, and steps in z grow
             for peer in self._send():
                 self._sent[peer] += 1
             self._heard = False
@@ -376,7 +376,7 @@ class SelfPacedPushSum(PushSum):
         self._finish(self.step)
 
     def agree(self) -> None:
-        """Nothing is expected any more: what comes next is for another phase."""
+        """Cancel the posted receives, by messages to this rank itself; then agree."""
         transport = self.worker.transport
         for arrival in self._arrivals:
             transport.send(torch.zeros(0), transport.rank, Tag.MIX).wait()
@@ -385,7 +385,7 @@ class SelfPacedPushSum(PushSum):
         super().agree()
 
     def _expect(self, sources: Sequence[int]) -> None:
-        """Nothing of anybody in particular."""
+        """Do nothing: messages of any rank are awaited."""
 
     def _next_arrival(self) -> Task[Tensor]:
         while len(self._arrivals) < AWAITED:

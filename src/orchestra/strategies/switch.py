@@ -97,12 +97,12 @@ class Switch(Phased[SwitchState]):
 
     @property
     def _announced(self) -> bool:
-        """Workers report, and one announces when to change; elsewhere all decide alike."""
+        """Whether workers report, and one announces the change; elsewhere all decide alike."""
         alike = self.first.synchronous and not self.when.compares_workers
         return not alike and not self.when.counts
 
     def roles(self, ranks: int) -> Roles:
-        """Those of the first phase; the second's have to be possible too."""
+        """Return the roles of the first phase; those of the second have to be possible too."""
         first, then = self.first.roles(ranks), self.then.roles(ranks)
         if len(then.shares) != len(first.shares):
             raise InputError(
@@ -122,6 +122,7 @@ class Switch(Phased[SwitchState]):
                 f"Switch: under first={self.first!r} each worker has moments of its own, and "
                 f"then={self.then!r} needs equal ones: set moments='averaged' or 'reset'"
             )
+        # Ranks that update later, and have had no optimizer until then.
         without = {*then.workers, *then.servers} - set(first.workers)
         if without or not self.first.hands_over_moments:
             raise InputError(
@@ -134,7 +135,7 @@ class Switch(Phased[SwitchState]):
         return self.first.steps_together or self.then.steps_together
 
     def currently_lockstep(self, state: SwitchState) -> bool:
-        """As the phase under way is; until the switch workers count the steps alike."""
+        """Return whether the phase under way is; until the switch workers count steps alike."""
         return not state.switched or self.then.currently_lockstep(state.inner)
 
     @property
@@ -180,6 +181,7 @@ class Switch(Phased[SwitchState]):
     def _begin_second(self, worker: Worker, state: SwitchState) -> None:
         first, roles = len(worker.workers), self.then.roles(worker.budget_ranks)
         worker.begin_phase(roles.workers)
+        # Due points that the first phase has passed are not taken once more.
         worker.snapshots.skip(worker.step.consumed)
         worker.queue_of = state.queue_of
         if self.learning_rate == "divided":
@@ -189,11 +191,11 @@ class Switch(Phased[SwitchState]):
         state.switched = True
 
     def _takes(self, worker: Worker, state: SwitchState) -> bool:
-        """Workers take batches from a queue in the phase under way."""
+        """Return whether workers take batches from a queue in the phase under way."""
         return worker.queue_of is not None and self.under_way(state).self_paced
 
     def end_phase(self, worker: Worker, state: SwitchState, level: int) -> None:
-        """The switch, or one inside the phase under way."""
+        """Switch, or let a switch inside the phase under way do so."""
         if not state.switched and level == self.nesting:
             self._switch(worker, state)
         else:
@@ -234,7 +236,7 @@ class Switch(Phased[SwitchState]):
             self._watch(worker, state)
 
     def _watch(self, worker: Worker, state: SwitchState) -> None:
-        """Where workers do not decide alike, begin to report."""
+        """Begin to report, where workers do not decide alike."""
         if self._takes(worker, state):
             state.seconds = exchange.own_seconds(worker)
             return
@@ -268,7 +270,7 @@ class Switch(Phased[SwitchState]):
         return rule or self.first.reads_values or self.then.reads_values
 
     def update(self, worker: Worker, state: SwitchState) -> None:
-        """As the phase under way does; then, in the first, see whether it is over."""
+        """Update as the phase under way does; then, in the first, see whether it is over."""
         if state.switched:
             self.then.update(worker, state.inner)
             return
@@ -295,7 +297,7 @@ class Switch(Phased[SwitchState]):
             self._switch(worker, state)
 
     def _switch(self, worker: Worker, state: SwitchState) -> None:
-        """Nothing in flight, parameters agreed, moments handed over, then the second phase."""
+        """Come to rest, agree on parameters, hand over moments, and start the second phase."""
         position = max(worker.step.consumed, worker.step.planned)
         if worker.rank in worker.workers.ranks:
             self.first.quiesce(worker, state.inner, CHANGED - self.nesting)
@@ -313,7 +315,7 @@ class Switch(Phased[SwitchState]):
         state.inner = self.then.start(worker)
 
     def _leave_together(self, worker: Worker, state: SwitchState, position: int) -> None:
-        """End the watch; agree on what workers at their own pace, or servers, do not know."""
+        """End the watch; agree on what workers at their own pace, or servers, cannot count."""
         if state.leaving is not None:
             state.end_watch()
             worker.gradients.measures_square = False
@@ -332,7 +334,7 @@ class Switch(Phased[SwitchState]):
         )
 
     def serve(self, worker: Worker, state: SwitchState) -> Pause | None:
-        """As the phase under way does; where its workers switch, this rank switches with them."""
+        """Serve as the phase under way does; where its workers switch, switch with them."""
         before, switched = self.under_way(state), state.switched
         paused = self.phase(state).serve(worker, state.inner)
         if switched or paused is None:
@@ -344,7 +346,7 @@ class Switch(Phased[SwitchState]):
         return paused
 
     def quiesce(self, worker: Worker, state: SwitchState, step: int) -> bool:
-        """As the phase under way does; what was reported is in the rule's state."""
+        """Come to rest as the phase under way does, with all reports in the rule's state."""
         complete = super().quiesce(worker, state, step)
         if complete and state.leaving is not None:
             state.leaving.settle()
@@ -359,7 +361,7 @@ class Switch(Phased[SwitchState]):
 
 
 def phases(strategy: Strategy[Any]) -> Iterator[Strategy[Any]]:
-    """The phases of a switch, and of the switches in it, in their order; else `strategy` itself."""
+    """Yield the phases of a switch, also of switches in it, in order; else `strategy` itself."""
     if isinstance(strategy, Switch):
         yield from phases(strategy.first)
         yield from phases(strategy.then)

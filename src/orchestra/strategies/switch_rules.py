@@ -151,7 +151,7 @@ class Straggler(Rule):
     present: bool = setting(True, "false: when there is none any more")
 
     def observe(self, state: StragglerState, step: Step) -> bool:
-        """True where the last `window` steps say so, all of the same number of workers."""
+        """Return True if the last `window` steps say so, all of the same number of workers."""
         if state.recent and len(state.recent[-1]) != len(step.seconds):
             state.recent.clear()
         state.recent.append(list(step.seconds))
@@ -200,6 +200,7 @@ class NoiseScale(Rule):
         total = sum(n for n, _ in known)
         if len(known) < 2:
             return False
+        # E|g_i|^2 = |G|^2 + tr(Sigma) / n_i, and E|g|^2 = |G|^2 + tr(Sigma) / N: two equations.
         gap = fmean(1 / n for n, _ in known) - 1 / total
         noise = (fmean(square for _, square in known) - step.square) / gap
         keep = self.smoothing
@@ -307,7 +308,7 @@ class LossStable(Rule):
         return self.change(state.observations) <= self.threshold
 
     def change(self, losses: list[float]) -> float:
-        """s of the `window` losses in `losses`; infinite while there are fewer."""
+        """Return s of the `window` losses in `losses`; infinite while there are fewer."""
         if len(losses) < self.window:
             return float("inf")
         changes = [abs(new - old) / max(abs(old), self.floor) for old, new in pairwise(losses)]
@@ -361,7 +362,7 @@ class SwitchState:
         return (step.loss, self.seconds - before, rate, step.epoch, step.fraction)
 
     def is_over(self, worker: Worker, square: float) -> bool:
-        """After a step: whether all are to switch; `square` is |g|^2 of the average."""
+        """Return after a step whether all are to switch; `square` is |g|^2 of the average."""
         if self.leaving is None:
             return self.observe(worker.step)
         values = (*self.report(worker), worker.gradients.square, square)
@@ -369,7 +370,7 @@ class SwitchState:
         return self.leaving.reached(self.steps, wish=False)
 
     def make_queue(self, start: int, shares: tuple[float, ...]) -> WorkQueue:
-        """Make one of the first phase, or of a phase inside it that begins at sample `start`."""
+        """Make a queue of the first phase, or of one inside it that begins at sample `start`."""
         assert self.queue_of is not None
         queue = self.queue_of(start, shares)
         assert queue is not None
@@ -383,7 +384,7 @@ class SwitchState:
             return queue
 
         def observe(reports: Sequence[Report], seconds: tuple[float, ...]) -> None:
-            """On the rank that holds the queue: all batches of a round are done."""
+            """Called on the rank that holds the queue, when all batches of a round are done."""
             if not self.fired and self.observe(exchange.step_of_round(reports, seconds)):
                 self.fired = True
                 queue.end(self.level)
@@ -396,6 +397,7 @@ class SwitchState:
     def _end(self, queue: WorkQueue, position: int) -> int:
         """Find the sample before which a phase ends by a rule that counts, from `position` on."""
         assert queue.budget is not None
+        # On a copy: the rule itself observes the rounds once they are done (`count_rounds`).
         rule, over = copy.deepcopy(self.rule), False
         while position < queue.budget and not over:
             position = min(position + queue.round, queue.budget)
@@ -403,7 +405,7 @@ class SwitchState:
         return position
 
     def count_rounds(self, position: int) -> None:
-        """The queue under way has come to its end at `position`: go on counting from there."""
+        """Count the rounds of a queue that has ended at `position`, and go on from there."""
         if self.begun is None or self.queue is None:
             return
         while self.begun < position:

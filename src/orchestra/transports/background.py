@@ -21,10 +21,10 @@ class HandOver:
         self._changed = threading.Condition()
 
     def look(self) -> None:
-        """Return when all that has been told until now can be seen."""
+        """In virtual time: return once all that other flows have told before now can be seen."""
 
     def wait_until(self, condition: Callable[[], bool], traffic: Traffic) -> None:
-        """Block until `condition`, which counts as waiting in `traffic`."""
+        """Block until `condition` is true; the seconds count as waiting in `traffic`."""
         started = time.perf_counter()
         with self._changed:
             self._changed.wait_for(condition)
@@ -56,7 +56,7 @@ class Begun:
     result: Any = None
 
     def wait(self) -> Any:
-        """Block until it is done: what it returned. Raises what it raised."""
+        """Block until it is done, and return what it returned or raise what it raised."""
         if not self.finished:
             self.finish(self)
         if self.error is not None:
@@ -87,7 +87,7 @@ class Background:
         self._flow: Task[None] | None = None
 
     def begin(self, function: Callable[[Transport], Any]) -> Begun:
-        """One more, behind the others; the first of them makes the flow."""
+        """Queue `function` behind the others; the first one starts the flow."""
         if self._flow is None:
             self._ended = False
             self._flow = self._owner.spawn(self._background)
@@ -108,6 +108,7 @@ class Background:
             lambda: begun.finished or self._error is not None, self._owner.traffic
         )
         if not begun.finished:
+            # One before it has failed, so that the flow has stopped and it will never be executed.
             begun.error = self._error
 
     def _background(self, transport: Transport) -> None:

@@ -35,7 +35,7 @@ class RoundPart:
 
 @functools.lru_cache(maxsize=256)
 def _parts(schedule: Schedule, index: int, first: int, end: int | None) -> tuple[RoundPart, ...]:
-    """The rounds from `first` to before `end` as one rank sees them."""
+    """Return the rounds from `first` to before `end` as the rank at `index` sees them."""
     parts = []
     for transfers in itertools.islice(schedule.rounds(), first, end):
         sends = transfers[transfers[:, 0] == index][:, [1, 2, 3]]
@@ -78,7 +78,7 @@ IN_PLACE = -3
 
 
 def steps(parts: Iterable[RoundPart], edges: Sequence[int], segment: int) -> Iterator[Step]:
-    """What a rank does in its `parts` of the rounds, with messages of at most `segment` elements.
+    """Yield what a rank does in its `parts` of the rounds, `segment` elements a message at most.
 
     All that a round receives is posted, at most two messages a run of pieces, then all is sent,
     then the messages are taken in the order of the schedule. A message is small enough to be still
@@ -111,21 +111,28 @@ def _round(
             ]
         )
     for messages in arriving:
+        # Receives come before sends, so that what arrives early lands in place and is not copied
+        # again.
         yield from messages[:2]  # the others are posted once these have been taken
     leaving: dict[Span, list[list[Step]]] = {}
     for target, first, end in part.sends:
         spans = _cut(edges[first], edges[end], segment)
         sending = [Step(StepKind.SEND, next(sent), target, *span) for span in spans]
         yield from sending
+        # By run of pieces: whoever adds to a run has to wait until it has left.
         leaving.setdefault((first, end), []).append(sending)
     for (_, first, end, _), messages in zip(part.receives, arriving, strict=True):
         for place, message in enumerate(messages):
             yield message._replace(kind=StepKind.TAKE)
             if message.scratch >= 0:
                 for sending in leaving.get((first, end), ()):
+                    # As in a butterfly, where both partners send what they add to: the other one
+                    # has to get what was there when the round began
+                    # (docs/decisions/0017-all-reduce-family.md).
                     yield sending[place]._replace(kind=StepKind.FREE)
                 yield message._replace(kind=StepKind.ADD)
             yield from messages[place + 2 : place + 3]
+    # A round ends when all that was sent is free, since the next one may change it.
     for sending in itertools.chain(*leaving.values()):
         for step in sending:
             yield step._replace(kind=StepKind.FREE)
@@ -147,7 +154,7 @@ def _steps_of(
     first: int,
     end: int | None,
 ) -> tuple[Step, ...]:
-    """The steps of one rank in some rounds, for a vector of `length` elements."""
+    """Return the steps of one rank in some rounds, for a vector of `length` elements."""
     edges = schedule.edges(length) if edges is None else edges
     assert edges[-1] == (schedule.pieces * length if schedule.slots else length)
     return tuple(steps(_parts(schedule, index, first, end), edges, segment))
@@ -156,7 +163,7 @@ def _steps_of(
 def steps_of(
     call: CollectiveCall, rank: int, first: int = 0, end: int | None = None
 ) -> tuple[Step, ...]:
-    """The steps of `rank` in a collective, in the rounds from `first` to before `end`."""
+    """Return the steps of `rank` in a collective, in the rounds from `first` to before `end`."""
     assert call.schedule is not None
     assert call.vector.dim() == 1
     assert call.vector.is_contiguous()
@@ -167,7 +174,7 @@ def steps_of(
 
 
 def execute(transport: Transport, call: CollectiveCall) -> int:
-    """Take this rank's part in a collective over `transport`; the bytes of buffer used."""
+    """Take this rank's part in a collective over `transport`; return the bytes of buffer used."""
     schedule, vector, group = call.schedule, call.vector, call.group
     assert schedule is not None
     order = steps_of(call, transport.rank)
@@ -177,13 +184,14 @@ def execute(transport: Transport, call: CollectiveCall) -> int:
     slots = vector.new_empty(schedule.pieces, length)
     slots[index].copy_(vector)
     exchange(transport, replace(call, vector=slots.view(-1)), order)
+    # In the order of the ranks on every rank, so that all get the same bits.
     vector.copy_(slots[0])
     transport.add(vector, *slots[1:])
     return slots.nbytes
 
 
 def exchange(transport: Transport, call: CollectiveCall, order: Iterable[Step]) -> int:
-    """Carry out steps on the vector of `call`; the most bytes of scratch that a round needed."""
+    """Carry out steps on the vector of `call`; return the peak bytes of scratch of a round."""
     memory, ranks, tag = call.vector, call.group.ranks, call.tag
     peak = 0
     sends: dict[int, Handle] = {}
@@ -235,6 +243,7 @@ def execute_in_stages(
         if isinstance(stage, Stage) and place in stage.ranks:
             used = carry_out(stage)
         if used is None and schedule.slots:
+            # With slots a schedule is one stage: there is no part of it to carry out by messages.
             used = execute(transport, call)
         elif used is None:
             rounds = stage.rounds if isinstance(stage, Stage) else stage
@@ -244,7 +253,7 @@ def execute_in_stages(
 
 
 def stage_traffic(call: CollectiveCall, rank: int, stage: Stage) -> Traffic:
-    """What the messages of a stage would have counted."""
+    """Return the traffic of a stage's messages, as if they had been sent."""
     traffic = Traffic()
     size, header = call.vector.element_size(), header_bytes(1)
     for kind, _, _, first, end, _ in steps_of(call, rank, *stage.rounds):

@@ -76,7 +76,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def is_there() -> bool:
-    """Whether it has been compiled, and ORCHESTRA_COMPILED is not 0."""
+    """Return whether it has been compiled, and ORCHESTRA_COMPILED is not 0."""
     return os.environ.get("ORCHESTRA_COMPILED") != "0" and _library() is not None
 
 
@@ -111,12 +111,14 @@ class CompiledEnd:
         self._library, self._flags = library, flags
         size = len(doors) + 1
         self._doors = (ctypes.c_int32 * size)(*(doors.get(peer, -1) for peer in range(size)))
+        # With more ranks than cores a rank that spins takes the core of one that is waited for.
         alone = 0.0 if size > len(os.sched_getaffinity(0)) else ALONE_SECONDS
         patience = -1 if timeout is None else min(int(1e3 * timeout), 2**31 - 1)
         self._own = _End(
             flags.data_ptr(), ctypes.addressof(self._doors), AWAKE_SECONDS, alone, 0.0,
             0, rank, size, patience, -1, -1,
         )  # fmt: skip
+        # C keeps its state in `_own` between calls; `_flags` and `_doors` are kept alive for it.
         self._address = ctypes.addressof(self._own)
 
     @property
@@ -139,7 +141,7 @@ class CompiledEnd:
         return self._patiently(self._library.await_all, self._address)
 
     def add_up(self, vector: Tensor, steps: Steps, places: Tensor, turn: int) -> tuple[int, int]:
-        """Replace each rank's vector by the sums: what `barrier` gives, and the last place used.
+        """Replace each rank's vector by the sums. Returns as `barrier`, and the last place used.
 
         Args:
             vector: float32, contiguous.
@@ -157,8 +159,9 @@ class CompiledEnd:
 
     @staticmethod
     def _patiently(function: Callable[..., int], *arguments: int) -> int:
-        """Call it again where a signal interrupts it, whose handler has run between."""
+        """Call `function` again whenever a signal has interrupted it."""
         while True:
+            # Python runs the handlers of signals between two calls.
             found = function(*arguments)
             if found != _INTERRUPTED:
                 return found

@@ -94,12 +94,12 @@ def header_bytes(dimensions: int) -> int:
 
 
 def pack_header(tensor: Tensor, tag: int) -> bytes:
-    """The header of a message that carries `tensor`."""
+    """Return the header of a message that carries `tensor`."""
     return _pack(MESSAGE, tensor, tag, tuple(tensor.shape))
 
 
 def pack_offer(tensor: Tensor, tag: int) -> bytes:
-    """The frame that offers `tensor`, which stays as it is until it has been taken."""
+    """Return the frame that offers `tensor`, which must not change until it has been taken."""
     return _pack(OFFER, tensor, tag, (*tensor.shape, tensor.data_ptr()))
 
 
@@ -114,18 +114,18 @@ def pack_signal(kind: int) -> bytes:
 
 
 def pack_key(memory: OfferedMemory) -> bytes:
-    """The frame that shows the other end where a key lies in the memory of this process."""
+    """Return the frame that tells the other end where a key lies in this process's memory."""
     content = _KEY.pack(memory.pid, memory.address, memory.key)
     return _FIXED.pack(KEY, 0, len(content) // 8, 0, 0) + content
 
 
 def unpack_key(header: Header) -> PeerMemory:
-    """The memory in which the other end says that its key lies."""
+    """Return the memory in which the other end says that its key lies."""
     return PeerMemory(*_KEY.unpack(struct.pack("<4q", *header.shape)))
 
 
 def unpack_header(buffer: memoryview) -> Header | None:
-    """The header at the start of `buffer`, or None where more bytes are needed.
+    """Return the header at the start of `buffer`, or None where more bytes are needed.
 
     Raises `MalformedFrame` for bytes that no `pack_...` made.
     """
@@ -228,7 +228,7 @@ class Stream:
         return bool(self.backlog) and self.backlog[0].due <= time.perf_counter()
 
     def next_due(self, now: float) -> float:
-        """When the first message that has to wait may leave; infinite where there is none."""
+        """Return when the first message that has to wait may leave; infinite if there is none."""
         return next((send.due for send in self.backlog if send.due > now), math.inf)
 
     def show_memory(self) -> None:
@@ -237,12 +237,12 @@ class Stream:
         self._signal(pack_key(self._own_memory))
 
     def withdraw(self) -> None:
-        """What the other end takes from now on does not count."""
+        """Invalidate all offers: what the other end copies from now on does not count."""
         if self._own_memory is not None:
             self._own_memory.close()
 
     def write(self) -> bool:
-        """Hand over what the kernel takes; whether a send was finished that a flow waits for.
+        """Hand over what the kernel takes. True if a send was finished that a flow waits for.
 
         Raises OSError where the connection is broken; what had arrived whole before still counts.
         """
@@ -250,7 +250,7 @@ class Stream:
         while self.wants_write:
             send = self.backlog[0]
             try:
-                if self.encrypted:
+                if self.encrypted:  # an SSLSocket has no sendmsg
                     count = self.connection.send(send.header or send.payload[:CALL_BYTES])
                 else:
                     count = self.connection.sendmsg((send.header, send.payload[:CALL_BYTES]))
@@ -267,18 +267,18 @@ class Stream:
                 self.backlog.popleft()
                 if not isinstance(send, Signal) and send.offers:
                     self.offered.append(send)
-                    continue
+                    continue  # finished once TAKEN arrives
                 send.finished = True
                 news = news or send.awaited
         return news
 
     def _signal(self, frame: bytes) -> None:
         self.backlog.append(Signal(frame))
-        if len(self.backlog) == 1:
+        if len(self.backlog) == 1:  # else a selector waits until it can be written
             self.write()
 
     def read(self) -> int:
-        """Move what has arrived into its messages, a few calls' worth at most; bytes moved.
+        """Move what has arrived into its messages, a few calls' worth at most; return the bytes.
 
         Raises `StreamEnded` at the end of the stream, another OSError where it is broken.
         """
@@ -311,7 +311,7 @@ class Stream:
                     self._mailbox.count(self.rank, message.frame_bytes, seconds)
                 self._complete_if_full(message)
             if count < len(place) and not self.encrypted and not self.copies:
-                break
+                break  # the kernel had no more: a further call would only say so
         self._set_low_water()
         return moved
 
@@ -323,7 +323,7 @@ class Stream:
             missing = min(message.header.payload_bytes - self._position, LOW_WATER)
         if missing != self._low_water and self._has_low_water:
             self._low_water = missing
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # it only saves wake-ups
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, missing)
 
     def _parse(self) -> None:
@@ -348,7 +348,7 @@ class Stream:
             self._blocked = self._mailbox.blocked
             self._complete_if_full(message)
         rest = self._filled - start
-        self._inbox[:rest] = bytes(self._inbox[start : self._filled])
+        self._inbox[:rest] = bytes(self._inbox[start : self._filled])  # both may overlap
         self._filled = rest
 
     def _hear(self, signal: Header) -> None:
@@ -368,7 +368,7 @@ class Stream:
             self._mailbox.news = self._mailbox.news or send.awaited
 
     def _copy(self, message: Incoming) -> int:
-        """Copy the next part of a message from the memory of the other end; the bytes copied."""
+        """Copy the next part of a message from the other end's memory; return the bytes copied."""
         memory, header = self._peer_memory, message.header
         if memory is None:
             raise MalformedFrame("an offer, but no key that can be read")
@@ -380,7 +380,7 @@ class Stream:
             raise StreamEnded(f"its memory cannot be read: {error.strerror}") from error
         self._position += count
         if self._position == header.payload_bytes:
-            if not memory.is_open():
+            if not memory.is_open():  # else the tensor may have changed while it was read
                 raise StreamEnded("its connection closed")
             self._complete_if_full(message)
             self._parse()  # what else has come counts, even if the other end does not read this:

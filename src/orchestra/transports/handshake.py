@@ -43,7 +43,7 @@ class TLS:
     authority: Path
 
     def context(self, *, server_side: bool) -> ssl.SSLContext:
-        """Raises `InputError` for a file that cannot be used."""
+        """Make an SSL context from the files. Raises `InputError` for one that cannot be used."""
         protocol = ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -61,7 +61,7 @@ class TLS:
 
 
 def in_words(error: OSError) -> str:
-    """Why a connection failed, in words; of certificates, which end refused which."""
+    """Say why a connection failed; where certificates are concerned, which end refused which."""
     reason = getattr(error, "reason", None) or ""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is refused here: {error.verify_message}"
@@ -107,7 +107,9 @@ def address_of(listener: socket.socket) -> tuple[str, int]:
 
 
 def hello(sender: int, receiver: int, token: bytes) -> bytes:
-    """The first bytes of `sender`, [HELLO_BYTES]; they prove to `receiver` that it belongs."""
+    """Return the first bytes that `sender` sends, which prove to `receiver` that it belongs."""
+    # Both ranks are part of the digest, so that a hello cannot be sent back to who sent it, or on
+    # to another rank.
     proof = hmac.digest(token, b"%d to %d" % (sender, receiver), "sha256")
     return _HELLO.pack(MAGIC, VERSION, sender) + proof
 
@@ -121,7 +123,7 @@ def connect(
     tls: TLS | None,
     deadline: float,
 ) -> socket.socket:
-    """A blocking connection of `sender` to `receiver`, at `address`, after both hellos.
+    """Connect `sender` to `receiver` at `address`; blocking, after both hellos.
 
     Raises ConnectionError that says why there is none by `deadline`, in seconds of perf_counter.
     """
@@ -135,23 +137,26 @@ def connect(
             connection.sendall(hello(sender, receiver, token))
         answer = b""
         while len(answer) < HELLO_BYTES:
+            # For each piece: whoever sends byte by byte must not put off the deadline.
             connection.settimeout(remaining(deadline))
             piece = connection.recv(HELLO_BYTES - len(answer))
             if not piece:
                 raise ConnectionError("it closed the connection in the hello")
             answer += piece
+        # In constant time, as the comparison must not tell how many bytes were right.
         if not hmac.compare_digest(answer, hello(receiver, sender, token)):
             raise ConnectionError("what listens there is not of this run")
     except OSError as error:
         if connection is not None:
             connection.close()
         raise ConnectionError(in_words(error)) from error
+    # Small messages leave at once; Nagle's algorithm would hold them for an acknowledgement.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
 
 
 def remaining(deadline: float) -> float:
-    """Seconds until `deadline`; raises TimeoutError where none are left."""
+    """Return the seconds until `deadline`. Raises TimeoutError if it has passed."""
     seconds = deadline - time.perf_counter()
     if seconds <= 0:
         raise TimeoutError("no answer in time")
@@ -225,6 +230,7 @@ class Reception:
             self._drop(arrival)
 
     def _accept(self) -> None:
+        # Strangers who connect and say nothing must not keep the ranks out.
         if len(self._arrivals) >= self.spare + len(self.missing):
             self._drop(next(iter(self._arrivals)))
         try:

@@ -63,7 +63,7 @@ class Host:
         self._memories: dict[tuple[tuple[int, ...], int], SharedMemory | None] = {}
 
     def execute(self, flow: Flow, transport: Transport, call: CollectiveCall) -> int:
-        """Carry out `call` now: the bytes of buffer used.
+        """Carry out `call` now, and return the bytes of buffer used.
 
         Args:
             flow: whose traffic it is.
@@ -105,7 +105,7 @@ class Host:
         return used
 
     def _memory(self, ranks: tuple[int, ...], call: CollectiveCall) -> SharedMemory | None:
-        """What `ranks` share for the tag of `call`; None if one of them does not want to."""
+        """Return the memory that `ranks` share for the tag of `call`; None if one refuses."""
         key = ranks, call.tag
         if key not in self._memories:
             made = sum(memory is not None for memory in self._memories.values())
@@ -140,13 +140,14 @@ class Host:
         if found is None:
             raise InputError("ulimit -f does not allow shared memory as large as is needed")
         peers, memory, _ = found
+        # The memory alone is wanted: no barriers.
         for connection in peers.values():
             connection.close()
         return SharedTensor(mapped(memory, like.nbytes, like.dtype))
 
 
 class _Finding:
-    """How `ranks` find each other: by messages of a collective's tag, which are not counted."""
+    """Lets `ranks` find each other by messages of a collective's tag, which are not counted."""
 
     def __init__(self, engine: ProgressEngine, ranks: tuple[int, ...], tag: int) -> None:
         self._engine, self._ranks, self._tag = engine, ranks, tag
@@ -161,6 +162,8 @@ class _Finding:
         place, memory = self._ranks.index(self._engine.rank), None
         if wanted and place == 0:
             try:
+                # Before the others are asked, so that this rank can still refuse, as where
+                # RLIMIT_FSIZE does not allow a file of this size.
                 memory = make_memory(length)
             except OSError:  # messages need none
                 wanted = False
@@ -180,12 +183,13 @@ class _Finding:
                 lambda: self._engine.check(self._ranks),
             )
             if memory is not None and content is not None:
+                # `mapped` closes its descriptor, and this one is still to be passed on.
                 mapped(os.dup(memory), length, content.dtype).copy_(content)
             return peers, pass_on(peers, memory), compiled
 
     @contextlib.contextmanager
     def _naming_the_lost(self) -> Iterator[None]:
-        """If a rank goes while they connect, raise what a message from it would."""
+        """If a rank is lost while they connect, raise `PeerLost` as a message from it would."""
         try:
             yield
         except OSError:
@@ -196,6 +200,7 @@ class _Finding:
             raise
 
     def _tell(self, shown: bytes) -> None:
+        # Not waited for: the receives that follow move what the kernel has not taken.
         for rank in self._ranks:
             if rank != self._engine.rank:
                 message = torch.frombuffer(bytearray(shown), dtype=torch.uint8)
@@ -217,13 +222,16 @@ class Span(NamedTuple):
 
 
 def _share(span: Span, rank: int, ranks: int) -> Span:
-    """The elements of `span` that one of the ranks adds up for all."""
+    """Return the elements of `span` that `rank` adds up for all."""
     low, high = (each * (span.end - span.first) // ranks for each in (rank, rank + 1))
     return Span(span.first + low, span.first + high, span.place + low)
 
 
 def _form(stage: Stage, index: int, memory: SharedMemory, call: CollectiveCall) -> int:
-    """Replace the vector by what `stage` gives the rank at `index`; the bytes of buffer used."""
+    """Replace the vector by what `stage` gives the rank at `index`.
+
+    Returns the bytes of buffer used.
+    """
     schedule, vector = call.schedule, call.vector
     assert schedule is not None
     length = vector.numel()
@@ -238,6 +246,7 @@ def _form(stage: Stage, index: int, memory: SharedMemory, call: CollectiveCall) 
         vectors = dict(zip(ranks, parts, strict=True))
         stage.whole[index].form(vectors, vector, cuts, 0, length)
         return vector.nbytes
+    # Compiled code forms chains of additions only; the conditions are the same on all ranks.
     if stage.chained_pieces == len(cuts) - 1 and memory.add_up(
         vector, partial(_steps, stage, cuts)
     ):
@@ -249,6 +258,8 @@ def _form(stage: Stage, index: int, memory: SharedMemory, call: CollectiveCall) 
 
     def form(spans: list[Span], parts: Tensor, results: Tensor) -> None:
         for span in spans:
+            # `shared` sums are wanted by all, so each rank forms a part; those in `alone` by this
+            # rank only.
             share = _share(span, own, len(ranks))
             here = results[share.place : share.place + share.end - share.first]
             for sums, part, out in (
@@ -271,7 +282,7 @@ def _form(stage: Stage, index: int, memory: SharedMemory, call: CollectiveCall) 
 
 
 def _steps(stage: Stage, cuts: Sequence[int]) -> Steps:
-    """The chains of an all-reduce, in elements, with the ranks as their memory counts them."""
+    """Return the chains of an all-reduce, in elements, with ranks numbered as in their memory."""
     place = {rank: number for number, rank in enumerate(stage.ranks)}
     return Steps(
         (cuts[first], cuts[end], place[rank], SO_FAR if other is None else place[other])
@@ -290,6 +301,7 @@ def _spans(stage: Stage, cuts: Sequence[int], room: int) -> Iterator[list[Span]]
             yield [Span(first, min(first + room, cuts[-1]), 0)]
         return
     pieces = len(cuts) - 1
+    # Pieces belong to ranks here: by runs of elements only one rank at a time would work.
     longest, width = max(end - first for first, end in pairwise(cuts)), room // pieces
     for start in range(0, longest, width):
         yield [
@@ -310,7 +322,7 @@ def _show(vector: Tensor, part: Tensor, span: Span, shown: Pieces, cuts: Sequenc
 
 
 def _clipped(pieces: Pieces, span: Span, cuts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The elements of `pieces` that lie in `span`."""
+    """Yield the runs of elements of `pieces` that lie in `span`."""
     for first, end in pieces:
         low, high = max(cuts[first], span.first), min(cuts[end], span.end)
         if low < high:

@@ -62,7 +62,7 @@ class OfferedMemory:
         self.address = ctypes.addressof(self._place)
 
     def close(self) -> None:
-        """What is read from now on does not count."""
+        """Zero the key: what is read from now on does not count."""
         ctypes.memset(self._place, 0, KEY_BYTES)
 
 
@@ -76,7 +76,7 @@ class PeerMemory:
         self._found = ctypes.create_string_buffer(KEY_BYTES)
 
     def read(self, address: int, into: int, length: int) -> int:
-        """Copy up to `length` bytes from `address` there to `into` here; the bytes copied.
+        """Copy up to `length` bytes from `address` there to `into` here; return how many.
 
         Raises OSError where they cannot be read.
         """
@@ -84,13 +84,14 @@ class PeerMemory:
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
         own, other = _Vector(into, length), _Vector(address, length)
         count = int(_read(self._pid, ctypes.byref(own), 1, ctypes.byref(other), 1, 0))
+        # 0 bytes: nothing is mapped there (any more). errno says nothing then.
         if count <= 0:
             reason = ctypes.get_errno() if count else errno.EFAULT
             raise OSError(reason, os.strerror(reason))
         return count
 
     def is_open(self) -> bool:
-        """Whether all that has been read until now is what was offered."""
+        """Return whether the key is still there: then all that was read until now is as offered."""
         try:
             count = self.read(self._address, ctypes.addressof(self._found), KEY_BYTES)
         except OSError:
@@ -99,11 +100,12 @@ class PeerMemory:
 
 
 def let_siblings_read() -> None:
-    """Where Yama restricts ptrace (`ptrace_scope` 1), let the launcher and what it started read.
+    """Let the launcher and all that it started read this process's memory.
 
-    Does nothing on kernels without Yama.
+    Needed where Yama restricts ptrace (`ptrace_scope` 1); no effect on kernels without Yama.
     """
     if hasattr(_libc, "prctl"):
+        # The declared process and its descendants may read: the parent has started the other ranks.
         _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 
@@ -114,9 +116,10 @@ class KeptMemory:
         self._free: list[mmap.mmap] = []
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, length: int) -> Tensor:
-        """A tensor of `length` bytes, with any content."""
+        """Return a tensor of `length` bytes, with any content."""
         if length < LEAST_BYTES:
             return torch.empty(shape, dtype=dtype)
+        # The newest of this size; sizes repeat, as a model's messages do.
         memory = next((each for each in reversed(self._free) if len(each) == length), None)
         if memory is None:
             memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

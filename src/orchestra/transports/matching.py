@@ -99,7 +99,7 @@ class Send(Operation):
         return self.flow.rank
 
     def wait(self) -> Tensor:
-        """The tensor that was sent, free to be changed again."""
+        """Return the tensor that was sent, free to be changed again."""
         self._finish()
         return self.tensor
 
@@ -133,12 +133,13 @@ class Receive(Operation):
         return source
 
     def wait(self) -> Tensor:
-        """The received tensor: `into` where it was given."""
+        """Return the received tensor: `into` where it was given."""
         self._finish()
         landed = self.landed
         assert landed is not None
         if self.into is None:
             return landed
+        # It came before the receive was posted, or `into` is on a GPU: the waiting flow copies.
         if landed is not self.into:
             self.into.detach().view(-1).copy_(landed.view(-1))
             self.landed = self.into
@@ -193,6 +194,8 @@ class Mailbox:
                 self._attach(message, receive)
                 return
         if source is None:
+            # Whoever receives from any source learns of each loss once, and may then go on with the
+            # others.
             departed = self.lost - receive.flow.reported
         else:
             departed = {source} & self.gone.keys()
@@ -204,7 +207,7 @@ class Mailbox:
         self._posted.setdefault((source, tag), deque()).append(receive)
 
     def begin(self, source: int, header: Header, content: Tensor | None = None) -> Incoming:
-        """A header has arrived: the message to be filled through its `view`.
+        """Begin a message whose header has arrived, to be filled through its `view`.
 
         With `content`, what will be in it is known, and given away.
         """
@@ -224,23 +227,24 @@ class Mailbox:
         if taker is not None:
             taker.sender = source
             taker.frame_bytes = message.frame_bytes
+        # One that claimed a receive without fitting is not kept: that receive has failed.
         elif receive is None:
             self._unexpected.setdefault(header.tag, []).append(message)
         return message
 
     def complete(self, message: Incoming) -> None:
-        """The last byte of `message` has arrived."""
+        """Deliver `message`, whose last byte has arrived."""
         message.complete = True
         if message.receive is not None:
             self._deliver(message, message.receive)
 
     def count(self, source: int, size: int, seconds: float) -> None:
-        """Messages of `size` bytes from `source` took `seconds` to arrive."""
+        """Count `size` bytes from `source`, which took `seconds` to arrive."""
         before, passed = self.arrived.get(source, (0.0, 0.0))
         self.arrived[source] = before + size, passed + seconds
 
     def deliver_local(self, tensor: Tensor, tag: int) -> None:
-        """A message from this rank to itself; `tensor` is given away."""
+        """Deliver a message from this rank to itself; `tensor` is given away."""
         header = Header(0, tensor.dtype, tuple(tensor.shape), tag, tensor.nbytes)
         message = Incoming(self.rank, header, tensor, complete=True)
         receive = self._claim(self.rank, tag)
@@ -250,7 +254,7 @@ class Mailbox:
             self._attach(message, receive)
 
     def depart(self, rank: int, reason: str, partial: Incoming | None, *, lost: bool) -> None:
-        """Nothing more will come from `rank`; `partial` is a message that was cut off."""
+        """Fail what waits for `rank`, which is gone; `partial` is a message that was cut off."""
         if rank in self.gone:
             return
         self.gone[rank] = reason
@@ -259,6 +263,7 @@ class Mailbox:
         if partial is not None and partial.receive is not None:
             self._fail_lost(partial.receive, rank)
         elif partial is not None and partial in self._unexpected.get(partial.header.tag, ()):
+            # Half a message will never be complete, and must not meet a later receive.
             self._forget(partial)  # it is not there where no receive could take it
         for key in [key for key in self._posted if key[0] == rank]:
             for receive in self._posted.pop(key):
@@ -287,8 +292,9 @@ class Mailbox:
             del self._unexpected[tag]
 
     def _claim(self, source: int, tag: int) -> Receive | None:
-        """The receive that was posted first for a message, no longer posted."""
+        """Remove and return the receive that was posted first for a message; None: none was."""
         queue, open_to_any = self._posted.get((source, tag)), self._posted.get((None, tag))
+        # Both queues are in the order of posting, so that their heads decide.
         if open_to_any and not (queue and queue[0].sequence < open_to_any[0].sequence):
             queue = open_to_any
         if not queue:
@@ -305,7 +311,7 @@ class Mailbox:
             del self._posted[key]
 
     def _attach(self, message: Incoming, receive: Receive) -> None:
-        """An unexpected message, perhaps still arriving, meets its receive."""
+        """Join an unexpected message, which may still be arriving, with its receive."""
         if not self._fits(receive, message.source, message.header):
             return
         receive.sender = message.source
@@ -315,6 +321,7 @@ class Mailbox:
             self._deliver(message, receive)
 
     def _deliver(self, message: Incoming, receive: Receive) -> None:
+        # `finished` comes last, since others read it without the lock.
         receive.landed = message.tensor
         receive.flow.traffic.messages_received += 1
         receive.flow.traffic.bytes_received += message.frame_bytes

@@ -34,7 +34,7 @@ class NativeWork:
     tensor: Tensor
 
     def wait(self) -> int:
-        """Block until complete; what buffer it uses is not known. Raises `RunAborted`."""
+        """Block until it is complete. Returns 0: its buffer is not known. Raises `RunAborted`."""
         try:
             self.work.wait()
         except RuntimeError as error:
@@ -89,6 +89,7 @@ class Native:
     def close(self) -> None:
         """Disconnect; nothing may be under way."""
         for group in self._groups.values():
+            # Works are let go of after the groups are closed: see `_recent`.
             group.shutdown()
         self._groups.clear()
         self._recent.clear()
@@ -103,10 +104,12 @@ class Native:
             try:
                 if on_gpu:
                     if ip_address(self.host).is_loopback:
+                        # NCCL leaves out the loopback when it looks for interfaces by itself.
                         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
                     torch.cuda.set_device(self.device)
                 else:
                     options._devices = [backend.create_device(hostname=self.host)]
+                # Groups of CPU and GPU tensors use one store, and must not find each other's keys.
                 store = PrefixStore(device, self._store)
                 self._groups[device] = backend(store, self.rank, self.size, options)
             except RuntimeError as error:

@@ -96,12 +96,12 @@ class ProgressEngine:
                 send.header, send.payload, send.offers = offer, memoryview(b""), True
             if not (self._latency is not None and self._keep_back(stream, send)):
                 stream.backlog.append(send)
-                if len(stream.backlog) == 1:
+                if len(stream.backlog) == 1:  # else the selector waits to write
                     self._serve(stream, selectors.EVENT_WRITE)
             self._announce()
 
     def _keep_back(self, stream: Stream, send: Send) -> bool:
-        """Queue `send` for later where it has to wait; a small one leaves its sender free."""
+        """Queue `send` if it may not leave yet; a small one is copied and counts as finished."""
         assert self._latency is not None
         now = time.perf_counter()
         seconds = self._latency(stream.rank, now)
@@ -115,7 +115,7 @@ class ProgressEngine:
             send.due = due
             stream.backlog.append(send)
         if due < self._wakes_at:
-            self._held.notify()
+            self._held.notify()  # else it sleeps beyond `due`
         return True
 
     def _see_off(self) -> None:
@@ -138,7 +138,7 @@ class ProgressEngine:
                 self._held.wait(None if pause == math.inf else max(pause, 0.0))
 
     def deliver_local(self, tensor: torch.Tensor, tag: int) -> None:
-        """A message from this rank to itself; `tensor` is given away."""
+        """Deliver a message from this rank to itself; `tensor` is given away."""
         with self._lock:
             self._raise_failure()
             self._mailbox.deliver_local(tensor, tag)
@@ -155,7 +155,7 @@ class ProgressEngine:
             started = time.perf_counter()
             blocked = 0.0
             with self._lock:
-                operation.awaited = True
+                operation.awaited = True  # from now on its end wakes somebody
                 try:
                     while not operation.finished and self._failure is None:
                         moving = isinstance(operation, Receive) and operation.frame_bytes > 0
@@ -176,7 +176,7 @@ class ProgressEngine:
         if not operation.finished:
             started = time.perf_counter()
             with self._lock:
-                if not self._leading and not self._closed:
+                if not self._leading and not self._closed:  # a leader moves bytes anyhow
                     self._advance(0)
                     self._hand_over()
             operation.flow.traffic.seconds_communicating += time.perf_counter() - started
@@ -223,7 +223,7 @@ class ProgressEngine:
             if self._failure is None:
                 self._say_farewell(time.perf_counter() + timeout)
             self._fail(AssertionError(f"rank {self.rank} uses its transport after closing it"))
-            while self._leading:
+            while self._leading:  # that flow still uses the selector
                 self._advance(None)
             for stream in self._streams.values():
                 stream.close()
@@ -280,14 +280,14 @@ class ProgressEngine:
     def _fail(self, error: Exception) -> None:
         self._failure = self._failure or error
         for stream in self._streams.values():
-            stream.withdraw()
+            stream.withdraw()  # before any sender learns of it, and changes its tensor
         for memory in self.memories:
             memory.shut()
         self._mailbox.news = True
         self._announce()
 
     def _advance(self, timeout: float | None) -> float:
-        """Lead or follow for one turn; the seconds blocked."""
+        """Lead or follow for one turn; return the seconds blocked."""
         started = time.perf_counter()
         if self._leading:
             self._followers += 1
@@ -297,10 +297,10 @@ class ProgressEngine:
                 self._followers -= 1
             return time.perf_counter() - started
         self._leading = True
-        copying = list(self._copying)
-        self._lock.release()
+        copying = list(self._copying)  # as of now: without the lock it may change
+        self._lock.release()  # others may send and post while this flow is blocked
         try:
-            ready = self._selector.select(0 if copying else timeout)
+            ready = self._selector.select(0 if copying else timeout)  # copies need no event
         finally:
             blocked = time.perf_counter() - started
             self._lock.acquire()
@@ -320,12 +320,12 @@ class ProgressEngine:
         return blocked
 
     def _hand_over(self) -> None:
-        """Leaving flows let a follower take the lead."""
+        """Let a follower take the lead, from a flow that stops waiting."""
         if self._followers and not self._leading:
             self._changed.notify()
 
     def _announce(self) -> None:
-        """Something was finished: let the flows that wait look again."""
+        """Let the flows that wait look again, if something was finished."""
         if not self._mailbox.news:
             return
         self._mailbox.news = False
@@ -336,7 +336,7 @@ class ProgressEngine:
     def _wake_leader(self) -> None:
         """Interrupt the flow that is blocked in the selector, if there is one."""
         if self._leading and not self._woken:
-            self._woken = True
+            self._woken = True  # one byte wakes it, however many ask
             self._wake_out.send(b"\0")
 
     def _serve(self, stream: Stream, events: int) -> None:
@@ -349,7 +349,7 @@ class ProgressEngine:
                 stream.read()
         except OSError as error:
             reason = str(error) if isinstance(error, StreamEnded) else f"its connection: {error}"
-            if not stream.farewell:
+            if not stream.farewell:  # else it has left, and nothing is lost
                 self._drop(stream, reason, lost=True)
         if stream.farewell:
             self._drop(stream, LEFT, lost=False)
@@ -392,7 +392,7 @@ _engines: weakref.WeakSet[ProgressEngine] = weakref.WeakSet()
 
 
 def _release_after_fork() -> None:
-    """A data loader's worker would keep the streams of its dead rank open."""
+    """Close a forked process's sockets: a data loader would keep those of a dead rank open."""
     for engine in list(_engines):
         engine.release()
 

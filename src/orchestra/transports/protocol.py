@@ -54,11 +54,11 @@ class Task(Protocol[T_co]):
     """Something under way: a background flow, a collective, or a message."""
 
     def wait(self) -> T_co:
-        """Block until it ends; its result. Raises what it raised."""
+        """Block until it ends, and return its result or raise what it raised."""
         ...
 
     def done(self) -> bool:
-        """Whether `wait` would return (or raise) at once."""
+        """Return whether `wait` would return (or raise) at once."""
         ...
 
 
@@ -178,8 +178,10 @@ class Transport(ABC):
         """Seconds: monotonic on real engines, virtual under simulation."""
 
     def blocked(self) -> float:
-        """Seconds that this flow has waited and communicated so far: what a program may ask, and a
-        replay answers as it was answered then."""
+        """Return the seconds for which this flow has waited and communicated so far.
+
+        A replay gives the recorded answer, so that decisions by it are repeated.
+        """
         return self.traffic.seconds_waiting + self.traffic.seconds_communicating
 
     @abstractmethod
@@ -200,7 +202,7 @@ class Transport(ABC):
 
     @abstractmethod
     def execute(self, call: CollectiveCall, over: Transport | None = None) -> int:
-        """Carry out `call` now: the bytes of buffer used.
+        """Carry out `call` now, and return the bytes of buffer used.
 
         `over`: an interceptor of this transport, which takes its messages. None: this transport.
         """
@@ -237,6 +239,8 @@ class Transport(ABC):
     def _execute_up_to(self, last: Begun) -> None:
         assert self._foreground is not None
         while not last.finished:
+            # In the order in which they were begun, which is the same on all ranks: messages of one
+            # tag must not change places.
             begun = self._foreground.popleft()
             begun.execute(self)
             begun.finished = True
@@ -245,6 +249,7 @@ class Transport(ABC):
 
     def end_background(self) -> None:
         """End the background flows, if there are any, once all that was begun is done."""
+        # Forgotten first: a collective that is begun later makes a new flow.
         lanes, self._background = self._background or {}, None
         for background in lanes.values():
             background.end()

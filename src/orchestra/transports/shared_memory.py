@@ -75,11 +75,14 @@ class SharedMemory:
         self._peers = dict(peers)
         self._doors = [(peer, connection.fileno()) for peer, connection in peers.items()]
         for connection in peers.values():
+            # Plain blocking calls, which let go of the interpreter. With Python's own time-outs a
+            # socket is non-blocking, and `os.read` would not wait; hence SO_RCVTIMEO.
             connection.setblocking(True)
             if timeout is not None:
                 limit = struct.pack("@ll", int(timeout), int(timeout % 1 * 1e6))
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         everything = mapped(memory, memory_bytes(self.size), torch.uint8)
+        # Two turns of (a part for each rank, and one for results); two turns of small parts; flags.
         large = 2 * (self.size + 1) * CHUNK_BYTES
         self._large = everything[:large].view(2, self.size + 1, CHUNK_BYTES)
         flags = large + 2 * self.size * SMALL_BYTES
@@ -91,7 +94,7 @@ class SharedMemory:
 
     @property
     def awaited(self) -> int | None:
-        """The name of the rank that a barrier waits for."""
+        """The name of the rank that a barrier waits for; None outside of barriers."""
         if self._compiled is None:
             return self._awaited
         peer = self._compiled.awaited
@@ -129,10 +132,14 @@ class SharedMemory:
         started = time.perf_counter()
         try:
             for peer, door in self._doors:  # noqa: B007  (the handlers below name it)
+                # All write before any reads. A byte always fits into the buffer, so that no write
+                # blocks.
                 os.write(door, _ARRIVED)
             for peer, door in self._doors:
                 self._awaited = self._names[peer]
                 news = os.read(door, 1)
+                # Empty: the socket has ended. Otherwise 1 + the number of a rank that this one
+                # knows is lost.
                 if news != _ARRIVED:
                     self._lose(news[0] - 1 if news else peer)
         except BlockingIOError as error:
@@ -144,7 +151,7 @@ class SharedMemory:
             self._seconds_waiting += time.perf_counter() - started
 
     def _lose(self, lost: int) -> NoReturn:
-        """Tell the others which rank is gone, who would blame this one when it leaves."""
+        """Raise `PeerLost`; first tell the others, who would otherwise blame this rank."""
         if not self._shut:
             for _, door in self._doors:
                 with contextlib.suppress(OSError):
@@ -176,6 +183,9 @@ class SharedMemory:
                 into the place for results, shape [elements].
             take: copies the results, once all ranks have done their shares.
         """
+        # Two turns of places are enough. Chunk k + 1 overwrites the parts of chunk k - 1, whose
+        # sums all had formed before they came to barrier k; and its results only after barrier k +
+        # 1, to which each rank comes after it has taken those of k - 1.
         before: list[tuple[C, Tensor]] = []
         for chunk in chunks:
             parts, result = self.places(dtype)
@@ -210,7 +220,7 @@ class SharedMemory:
 
 
 def host_key() -> str:
-    """What tells hosts, and containers that cannot reach each other's sockets, apart.
+    """Return a text that is equal for processes that can share memory and reach each other.
 
     It is empty where no memory can be shared.
     """
@@ -248,6 +258,7 @@ def connect_host(
         listener.bind("")  # an abstract address that the kernel chooses: no file to remove
         listener.listen(size)
         own = [host, compiled_code.is_there(), token.hex(), listener.getsockname().hex()]
+        # Before anything is waited for, or all would wait for each other.
         publish(json.dumps(own).encode())
         shown = {peer: json.loads(lookup(peer)) for peer in range(size) if peer != rank}
         for peer, (other, *_) in shown.items():
@@ -269,6 +280,7 @@ def connect_host(
             if len(hello) < _HELLO.size:
                 raise ConnectionError("a rank closed its connection while the ranks connected")
             peer, proof = _HELLO.unpack(hello)
+            # An abstract address has no permissions: any process in its namespace can connect.
             if hmac.compare_digest(proof, token):
                 peers[peer] = connection
     return peers, all(compiled for _, compiled, *_ in (own, *shown.values()))
@@ -292,7 +304,7 @@ def _accepted(
 
 
 def make_memory(length: int) -> int:
-    """Make memory of `length` bytes: its file descriptor.
+    """Make memory of `length` bytes, and return its file descriptor.
 
     Raises OSError where the limits of the process (on the size of files, for one) do not allow it.
     """
@@ -306,12 +318,12 @@ def make_memory(length: int) -> int:
 
 
 def memory_bytes(size: int) -> int:
-    """How much memory `size` ranks share: twice a part for each and one for results, and flags."""
+    """Return the bytes that `size` ranks share: twice their parts and results, and flags."""
     return 2 * ((size + 1) * CHUNK_BYTES + size * SMALL_BYTES) + size * FLAG_BYTES
 
 
 def pass_on(peers: Mapping[int, socket.socket], memory: int | None) -> int:
-    """Rank 0 gives the others its `memory`: the file descriptor of each."""
+    """Pass the `memory` of rank 0 on to the others; return this rank's file descriptor."""
     if memory is not None:
         for connection in peers.values():
             socket.send_fds(connection, [b"\0"], [memory])
@@ -323,7 +335,7 @@ def pass_on(peers: Mapping[int, socket.socket], memory: int | None) -> int:
 
 
 def mapped(memory: int, length: int, dtype: torch.dtype) -> Tensor:
-    """Map `length` bytes of `memory`, whose descriptor is closed: a flat tensor."""
+    """Map `length` bytes of `memory` as a flat tensor, and close the descriptor."""
     try:
         return torch.frombuffer(mmap.mmap(memory, length), dtype=dtype)
     finally:

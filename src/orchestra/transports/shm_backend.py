@@ -156,6 +156,7 @@ class ProcessGroupSHM(_ProcessGroup):  # type: ignore[misc]
     all_to_all_single = alltoall_base
 
     def _all_to_all(self, rows: list[Tensor], wanted: list[tuple[int, int, Tensor]]) -> None:
+        # Rows may differ in length, and all ranks have to go through the same number of pieces.
         longest = torch.tensor([max(row.nbytes for row in rows)])
         self._add_up(longest, torch.maximum)
         self._copy_rows(rows, wanted, int(longest))
@@ -182,6 +183,7 @@ class ProcessGroupSHM(_ProcessGroup):  # type: ignore[misc]
     def _run(self, collective: Callable[[], object], result: Any) -> Work:
         with torch.no_grad():
             collective()
+        # The collective is over: what torch is given is a future with its result.
         done: Future[Any] = Future()
         done.set_result(result)
         work: Work = _create_work_from_future(done)
@@ -199,6 +201,7 @@ class ProcessGroupSHM(_ProcessGroup):  # type: ignore[misc]
         return self.recv(tensors, None, tag)
 
     def _moving(self, handle: Handle) -> Work:
+        # Not before the first message: scripts that only use collectives need no thread.
         if self._mover is None:
             self._mover = self._messages.spawn(_move)
         return _Message(handle)
@@ -220,7 +223,7 @@ class ProcessGroupSHM(_ProcessGroup):  # type: ignore[misc]
                 tensor.div_(self.size())
 
     def _add_up(self, flat: Tensor, combine: Operation, root: int | None = None) -> None:
-        """Replace the vector `flat` by the combination of all ranks' in the order of ranks.
+        """Replace the vector `flat` by the combination of all ranks' vectors in the order of ranks.
 
         With `root` only that rank is given the result, and the others keep their vectors.
         """
@@ -296,6 +299,8 @@ class ProcessGroupSHM(_ProcessGroup):  # type: ignore[misc]
         room = CHUNK_BYTES // rows[0].element_size()
         width = room // len(rows) // _ALIGNMENT * _ALIGNMENT
         for offset in range(0, length, width):
+            # Places take turns: the others may still read the piece before, which one barrier each
+            # allows.
             parts, _ = self._memory.places(rows[0].dtype)
             shown = parts[:, : len(rows) * width].unflatten(1, (len(rows), width))
             for number, row in enumerate(rows):
@@ -306,7 +311,7 @@ class ProcessGroupSHM(_ProcessGroup):  # type: ignore[misc]
 
 
 def _combine(combine: Operation, vectors: Tensor, out: Tensor) -> None:
-    """Combine the rows in their order."""
+    """Combine the rows of `vectors` in their order into `out`."""
     if len(vectors) == 1:
         out.copy_(vectors[0])
         return
@@ -317,7 +322,7 @@ def _combine(combine: Operation, vectors: Tensor, out: Tensor) -> None:
 
 @lru_cache(maxsize=64)  # a model has few lengths of buckets
 def _in_order(length: int, ranks: int) -> Steps:
-    """Sums in the order of the ranks."""
+    """Return the steps of a sum in the order of the ranks."""
     return Steps((0, length, rank, SO_FAR if rank > 1 else 0) for rank in range(1, ranks))
 
 

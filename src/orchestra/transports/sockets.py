@@ -83,11 +83,13 @@ class SocketTransport(Flow, Transport):
         started = time.perf_counter()
         if to == self.rank:
             send = Send(self, to, tensor, b"", memoryview(b""))
+            # A copy, since the send is finished at once, and the sender may change its tensor.
             self._engine.deliver_local(tensor.detach().clone(), tag)
             send.finished = True
         else:
             on_host = tensor
             if tensor.is_cuda:
+                # Pinned memory can be copied to and from a GPU without one more copy in between.
                 on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
                 on_host.copy_(tensor)
             send = Send(self, to, tensor, pack_header(tensor, tag), byte_view(on_host))
@@ -95,6 +97,8 @@ class SocketTransport(Flow, Transport):
             # The kernel may not read memory that a device driver has mapped.
             offer = pack_offer(tensor, tag) if large and not tensor.is_pinned() else None
             self._engine.send(send, offer)
+            # The same whether the elements were offered or sent: it says what the strategy
+            # exchanges.
             self.traffic.bytes_sent += header_bytes(tensor.dim()) + tensor.nbytes
         self.traffic.messages_sent += 1
         self.traffic.seconds_communicating += time.perf_counter() - started
@@ -113,7 +117,7 @@ class SocketTransport(Flow, Transport):
         return receive
 
     def execute(self, call: CollectiveCall, over: Transport | None = None) -> int:
-        """Carry out `call` now, in shared memory as far as it can be."""
+        """Carry out `call` now, in shared memory for the rounds that stay on this host."""
         if self.host is None:
             return execute(over or self, call)
         return self.host.execute(self, over or self, call)
@@ -182,7 +186,7 @@ class FlowTask(Generic[T]):
         return self.ended.done()
 
     def wait(self) -> T:
-        """Block until the flow ends: its result, or what it raised.
+        """Block until the flow ends; return its result, or raise what it raised.
 
         The time blocked counts as waiting of the flow that spawned it.
         """
@@ -222,6 +226,8 @@ def connect_mesh(
 
     try:
         with listener, selectors.DefaultSelector() as selector:
+            # All listen before any address is known, so that the kernel completes these connections
+            # even while `peer` is still connecting to others.
             for peer in range(rank):
                 on_wait((peer,))
                 connections[peer] = _reach(addresses[peer], rank, peer, token, tls, deadline)
@@ -248,7 +254,7 @@ def connect_mesh(
 def _reach(
     address: tuple[str, int], rank: int, peer: int, token: bytes, tls: TLS | None, deadline: float
 ) -> socket.socket:
-    """Connect `rank` with `peer`, which listens at `address`; `PeerLost` where that fails."""
+    """Connect `rank` with `peer`, which listens at `address`. Raises `PeerLost`."""
     try:
         return connect(address, rank, peer, token, tls=tls, deadline=deadline)
     except ConnectionError as error:
@@ -257,7 +263,7 @@ def _reach(
 
 
 def _not_connected(missing: Collection[int], refused: Sequence[str]) -> PeerLost:
-    """What a rank fails with to which those `missing` did not connect in time."""
+    """Return the error of a rank to which those `missing` did not connect in time."""
     first, *rest = sorted(missing)
     others = f" (nor did {', '.join(map(str, rest))})" if rest else ""
     why = "".join(f"; a connection was refused: {reason}" for reason in refused[-1:])

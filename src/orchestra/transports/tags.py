@@ -67,6 +67,7 @@ class Tag(enum.IntEnum):
     GROUP_VALUES = 50
 
     # a common step: each level of nesting takes two numbers from here
+    # Above all others, as it grows: level n takes COMMON_STEP + 2 n.
     COMMON_STEP = 64
 
 
@@ -74,5 +75,5 @@ _NAMES = {tag.value: tag.name.lower() for tag in Tag}
 
 
 def tag_name(tag: int) -> str:
-    """The name of a tag; the number of one that is not listed here."""
+    """Return the name of a tag, or its number if it is not listed here."""
     return _NAMES.get(tag, str(tag))

@@ -17,7 +17,7 @@ Batch = Any
 
 
 def tensors_of(batch: Batch) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists and mappings."""
+    """Yield every tensor in nested tuples, lists and mappings."""
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, Mapping):
@@ -29,7 +29,7 @@ def tensors_of(batch: Batch) -> Iterator[Tensor]:
 
 
 def map_tensors(batch: Batch, function: Callable[[Tensor], Any]) -> Batch:
-    """The same nest with `function` applied to every tensor."""
+    """Return the same nest with `function` applied to every tensor."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
@@ -42,7 +42,7 @@ def map_tensors(batch: Batch, function: Callable[[Tensor], Any]) -> Batch:
 
 
 def batch_samples(batch: Batch) -> int:
-    """How many samples: the first dimension of the first tensor."""
+    """Return the number of samples: the first dimension of the first tensor."""
     for tensor in tensors_of(batch):
         if tensor.dim():
             return int(tensor.shape[0])
@@ -53,7 +53,7 @@ def batch_samples(batch: Batch) -> int:
 
 
 def split_batch(batch: Batch, parts: int, setting: str = "accumulation") -> list[tuple[Batch, int]]:
-    """At most `parts` micro-batches, as even as can be, each with its number of samples.
+    """Split into at most `parts` even micro-batches, each with its number of samples.
 
     `setting` is the name of what asks for them.
     """
@@ -74,14 +74,14 @@ def split_batch(batch: Batch, parts: int, setting: str = "accumulation") -> list
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch with its tensors on `device`, where one can be computed."""
+    """Move the tensors of a batch to `device`; on CPU and meta nothing is to be done."""
     if device.type in ("cpu", "meta"):
         return batch
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def digest(item: Any, so_far: int = 0) -> int:
-    """A checksum of the tensors, numbers and texts in nested tuples, lists and mappings."""
+    """Compute a checksum of the tensors, numbers and texts in nested tuples, lists, mappings."""
     if isinstance(item, Tensor):
         if item.layout is not torch.strided:
             return so_far

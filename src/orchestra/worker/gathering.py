@@ -81,21 +81,23 @@ class Gathering(TorchDispatchMode):
         needed = {
             self._unit_of[key]: None
             for tensor in tensors_of((args, kwargs or {}))
+            # Sparse tensors have no storage.
             if tensor.layout is torch.strided
             and (key := tensor.untyped_storage()._cdata) in self._unit_of
         }
         if needed:
+            # torch numbers the backward passes under way: -1 outside of them.
             backward = torch._C._current_graph_task_id() >= 0
             self.need(needed, self.in_backward if backward else self.in_forward)
         return func(*args, **(kwargs or {}))
 
     def begin_pass(self, *, last: bool) -> None:
-        """A forward and a backward pass begin, the `last` of a step or one before it."""
+        """Begin a forward and a backward pass, the `last` of a step or one before it."""
         self.end_pass()
         self._noted, self._place, self._last = [], 0, last
 
     def end_pass(self) -> None:
-        """They have ended."""
+        """End the pass: check its order, and free all units."""
         if self._noted is None:
             return
         if not self._order and not self._agree(0):
@@ -106,15 +108,18 @@ class Gathering(TorchDispatchMode):
             raise InputError(NO_ORDER)
         self._order = order
         if self._last:
+            # A worker without samples follows the last step's events: sums have their place among
+            # gathers.
             self._events = noted
         self._free_but(())
 
     def need(self, numbers: Collection[int], wait: Wait) -> None:
-        """Return when the units `numbers` are there, which `wait` waits for."""
+        """Gather the units `numbers`, and begin to gather the next one; `wait` waits for each."""
         missing = [number for number in numbers if number not in self._there]
         if not missing:
             return
         assert self._noted is not None, "parameters are used outside of a pass"
+        # Before others are gathered, so that no more than these and the next one have memory.
         self._free_but(numbers)
         for number in missing:
             if self._arriving is None:
@@ -131,7 +136,7 @@ class Gathering(TorchDispatchMode):
             self._begin(self._order[self._place], wait)
 
     def note_sum(self, unit: Unit) -> None:
-        """The sum of the gradients of `unit` begins, which counts in backward."""
+        """Note that the sum of the gradients of `unit` begins: it has a place in the order."""
         if self._noted is not None:
             self._agree_on(-1 - unit.number, lambda until: self.in_backward(unit, until))
             self._noted.append(~unit.number)
@@ -145,7 +150,7 @@ class Gathering(TorchDispatchMode):
         self._arriving = number, self._begin_gather(unit)
 
     def _agree_on(self, event: int, wait: Callable[[Callable[[], object]], object]) -> None:
-        """In the first pass all workers have to say the same of what comes next."""
+        """In the first pass, check that all workers begin the same `event`."""
         agreed = [True]
         if not self._order:
             wait(lambda: agreed.append(self._agree(event)))
@@ -164,7 +169,7 @@ class Gathering(TorchDispatchMode):
         self._compute.needs(unit.end_slot - 1, until)
 
     def in_backward(self, unit: Unit, until: Callable[[], object]) -> None:
-        """It is needed once the slots before it have their gradients."""
+        """Charge what precedes `unit` in backward: the slots before it have their gradients."""
         if self._last and unit.first_slot:
             self._compute.reached(unit.first_slot - 1)
         self._compute.needs(self._units[-1].end_slot - 1, until)
@@ -200,19 +205,19 @@ class Gathering(TorchDispatchMode):
     # In a run of shapes
 
     def await_for(self, slot: int) -> None:
-        """In forward: the units from the last one to that of `slot`."""
+        """In forward: gather the units from the last one to that of `slot`."""
         for unit in reversed(self._units):
             if unit.end_slot > slot:
                 self.need((unit.number,), self.in_forward)
 
     def pass_backward(self, number: int) -> None:
-        """In backward: what of unit `number` is needed."""
+        """In backward: gather unit `number`, if backward needs it."""
         if number in self._guess[len(self._units) :]:
             self.need((number,), self.in_backward)
 
 
 def through_layout(layout: Layout, units: Sequence[Unit]) -> list[int]:
-    """The units that a pass through the layers in their order gathers, one after the other.
+    """Return the units that a pass through the layers in their order gathers, in turn.
 
     Backward needs no bias, nor the matrix of the first layer, whose inputs need no gradient.
     """
@@ -273,7 +278,7 @@ class ShardedWorker(Worker):
         self.gradients = ShardedGradients(module, layout, self.runtime.ranks, self.units)
 
     def values_of(self, unit: Unit) -> Tensor:
-        """Memory for the parameters of `unit`, with what this rank has of them."""
+        """Return memory for the parameters of `unit`, filled with what this rank has of them."""
         part = self.memory.hold(unit)
         part[unit.owned] = self.parameters[unit.shard]
         return part

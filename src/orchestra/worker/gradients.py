@@ -63,23 +63,23 @@ class Gradients:
         return mark
 
     def bucket(self, unit: Unit) -> Tensor:
-        """The memory in which the gradients of `unit` are summed, flat."""
+        """Return the memory in which the gradients of `unit` are summed, flat."""
         return self.storage[unit.first : unit.end]
 
     def own(self, unit: Unit) -> Tensor:
-        """The elements of `unit` of which this worker owns the sum, flat."""
+        """Return the elements of `unit` of which this worker owns the sum, flat."""
         return self.vector[unit.own : unit.own + unit.size]
 
     def keep_own(self, unit: Unit) -> None:
-        """The sum of `unit` is there: what is not `own` is not needed any more."""
+        """After the sum of `unit`: what is not `own` may be freed."""
 
     def close(self) -> None:
-        """Hear no more of the parameters' gradients."""
+        """Remove the hooks of the parameters."""
         for hook in self._hooks:
             hook.remove()
 
     def clear(self) -> None:
-        """Begin a step: no gradients."""
+        """Begin a step: drop all gradients."""
         for parameter in self.parameters:
             parameter.grad = None
         self.forget()
@@ -90,7 +90,7 @@ class Gradients:
         self.await_collection()
 
     def await_collection(self) -> None:
-        """Whatever was collected, more gradient is to come before the next exchange."""
+        """Expect further gradients before the next exchange, whatever was collected."""
         self._collected = [False] * len(self.used)
         self.square = 0.0
 
@@ -103,6 +103,8 @@ class Gradients:
             )
         self._collected[index] = True
         parameter, view = self.parameters[index], self.views[index]
+        # Each slot is written once: the copy and the scaling are one pass
+        # (docs/decisions/0007-overlap-and-segments.md).
         if parameter.grad is None:  # or no longer: the user has cleared it since
             view.zero_()
             self.used[index] = False
@@ -173,7 +175,9 @@ class Gradients:
         if weight:
             values[LOSS] = weight * loss
             values[LOSSES + rank] = loss
+            # A rank without samples has used nothing, and has no loss.
             values[-len(self.used) :] = self.used
+        # Assembled in NumPy, since single elements of a tensor are slow to write.
         self.tail.copy_(torch.from_numpy(values))
 
     def publish(self) -> tuple[float, tuple[float, ...], bool]:
@@ -189,7 +193,7 @@ class Gradients:
         return loss, tuple(losses[:-tensors]), stop > 0
 
     def forget_unused(self) -> None:
-        """Parameters that are not used have no gradient."""
+        """Set `grad` to None where no worker has used a parameter."""
         for parameter, view, used in zip(self.parameters, self.views, self.used, strict=True):
             parameter.grad = view if used else None
 
@@ -234,4 +238,4 @@ class ShardedGradients(Gradients):
         return False  # one after the other, as memory comes
 
     def forget_unused(self) -> None:
-        """None has a gradient but in `vector`."""
+        """Do nothing: gradients are in `vector` alone."""

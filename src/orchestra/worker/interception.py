@@ -99,18 +99,20 @@ class Interceptor:
     detach: Callable[[], None] = staticmethod(lambda: None)
 
     def begin(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
-        """`flow` begins `operation`; `proceed` returns its handle."""
+        """Called when `flow` begins `operation`; `proceed` returns its handle."""
         return proceed()
 
     def wait(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
-        """`flow` waits for `operation`; `proceed` returns what it gives."""
+        """Called when `flow` waits for `operation`; `proceed` returns its result."""
         return proceed()
 
     def executed(
         self, flow: Flow, operation: Operation, start: float, moving: float, sent: int
     ) -> None:
-        """The engine has executed a collective on `flow` without messages: see
-        `Transport.executed`. The operation is none that was begun."""
+        """Called when the engine has executed a collective on `flow` without messages.
+
+        See `Transport.executed`. The operation is none that was begun.
+        """
 
     def compute(self, flow: Flow, work: Work, proceed: Callable[[], T]) -> T:
         return proceed()
@@ -118,12 +120,15 @@ class Interceptor:
     def ask(
         self, flow: Flow, what: str, proceed: Callable[[], T], operation: Operation | None = None
     ) -> T:
-        """`flow` asks for what depends on chance: "now", "lost", "done" (of `operation`), "stop",
-        "seconds" (of computation) or "memory" (that ranks share)."""
+        """Called when `flow` asks for what depends on chance.
+
+        That is "now", "lost", "done" (of `operation`), "stop", "seconds" (of computation), or
+        "memory" (that ranks share).
+        """
         return proceed()
 
     def progress(self, step: int) -> None:
-        """The rank has finished `step` steps."""
+        """Called when the rank has finished `step` steps."""
 
 
 class Chain:
@@ -140,7 +145,8 @@ class Chain:
         self.interceptors = [other for other in self.interceptors if other is not interceptor]
 
     def call(self, method: str, *given: Any, proceed: Callable[[], T], **more: Any) -> T:
-        """`proceed`, through `method` of every interceptor."""
+        """Call `proceed` through `method` of every interceptor, the outermost first."""
+        # From the inside out: each one's `proceed` is the rest of the chain.
         for interceptor in reversed(self.interceptors):
             proceed = functools.partial(
                 getattr(interceptor, method), *given, proceed=proceed, **more
@@ -206,6 +212,8 @@ class InterceptedTransport(Transport):
         begun = self._begun(operation, proceed)
         if isinstance(operation.begun, Begun):
             executing = operation.begun.flow
+            # The flow behind this one, so that the watcher can follow a wait to what that one waits
+            # for.
             if isinstance(executing, InterceptedHandle):
                 operation.flow = executing.operation.flow
         return begun
@@ -238,6 +246,7 @@ class InterceptedTransport(Transport):
     def spawn(self, function: Callable[[Transport], T]) -> Task[T]:
         flow = self.flow.begin(function)
 
+        # Flows are named by their function.
         @functools.wraps(function)
         def intercepted(transport: Transport) -> T:
             self.chain.enter(flow)
@@ -336,7 +345,7 @@ class InterceptedReporter(PassingReporter):
 
 
 def intercepted(runtime: Runtime, *interceptors: Interceptor) -> Runtime:
-    """`runtime` behind `interceptors`, the outermost first, and those that it has already."""
+    """Put `interceptors`, the outermost first, before those that `runtime` has already."""
     transport, compute, reporter = runtime.transport, runtime.compute, runtime.reporter
     inner: Sequence[Interceptor] = ()
     if isinstance(transport, InterceptedTransport):

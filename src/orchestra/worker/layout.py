@@ -51,7 +51,7 @@ class Layout:
 
     @staticmethod
     def of_module(module: nn.Module) -> Layout:
-        """The layout of the trainable parameters of `module`; a tied one stands once."""
+        """Lay out the trainable parameters of `module`; a tied one stands once."""
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad][::-1]
         if not named:
             raise InputError("the model has no parameter that needs a gradient: nothing to train")
@@ -71,11 +71,11 @@ class Layout:
         return Layout(tuple(slots), offset, first.dtype, first.device)
 
     def allocate(self, extra: int = 0) -> Tensor:
-        """A zeroed flat vector of this layout, with `extra` elements behind it."""
+        """Return a zeroed flat vector of this layout, with `extra` elements behind it."""
         return torch.zeros(self.size + extra, dtype=self.dtype, device=self.device)
 
     def views(self, vector: Tensor) -> list[Tensor]:
-        """The tensors inside `vector`, in the layout's order, sharing its memory."""
+        """Return the tensors inside `vector`, in the layout's order, sharing its memory."""
         return [vector[s.offset : s.offset + s.size].view(s.shape) for s in self.slots]
 
 
@@ -117,7 +117,7 @@ class FlatModel:
 
 
 def buffer_places(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """Name, owner and attribute of each buffer (BatchNorm statistics and the like) in its state."""
+    """Return name, owner and attribute of each persistent buffer (as BatchNorm's statistics)."""
     persistent = module.state_dict(keep_vars=True).keys()
     return [
         (name, module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
@@ -168,7 +168,7 @@ class Share:
 
 
 def bucket_edges(layout: Layout, limit: int | None) -> list[tuple[int, int]]:
-    """The starts (slot, element) of runs of whole slots of about `limit` bytes, and the end.
+    """Return the starts (slot, element) of runs of whole slots of about `limit` bytes, and the end.
 
     None: one run.
     """
@@ -184,7 +184,7 @@ def bucket_edges(layout: Layout, limit: int | None) -> list[tuple[int, int]]:
 def cut_into_units(
     layout: Layout, limit: int | None, share: Share, *, divisible: bool
 ) -> list[Unit]:
-    """Units of about `limit` bytes; if `divisible`, owners may have a part of a tensor.
+    """Cut into units of about `limit` bytes; if `divisible`, owners may have a part of a tensor.
 
     They follow the layout, not the modules: what lies side by side is used one after the other.
     """
@@ -207,7 +207,7 @@ def cut_into_units(
 
 
 def shard_size(units: Sequence[Unit]) -> int:
-    """The elements that this worker owns of all `units`."""
+    """Return how many elements this worker owns of all `units`."""
     return units[-1].at + units[-1].size
 
 
@@ -226,14 +226,15 @@ class UnitMemory:
             for slot in layout.slots[unit.first_slot : unit.end_slot]:
                 start = slot.offset - unit.first
                 self.views.append(part[start : start + slot.size].view(slot.shape))
+            # Views keep their offsets and shapes, and are valid again once the storage has memory.
             part.untyped_storage().resize_(0)
             self.parts.append(part)
 
     def hold(self, unit: Unit) -> Tensor:
-        """The part of `unit`, with memory: what it holds is arbitrary if there was none.
+        """Return the part of `unit`, with memory, whose content is arbitrary if there was none.
 
-        It is another tensor on that memory: once a transport has looked at one through NumPy, torch
-        does not give its memory back.
+        It is another tensor on that memory: torch does not resize the storage of a tensor that was
+        shown to NumPy, as transports do.
         """
         part = self.parts[unit.number]
         if not self._held[unit.number]:

@@ -31,7 +31,7 @@ class Compute(Protocol):
 
     @property
     def seconds(self) -> float:
-        """Charged so far on this rank."""
+        """Seconds charged so far on this rank."""
         ...
 
     @property
@@ -40,7 +40,7 @@ class Compute(Protocol):
         ...
 
     def run(self, work: Work, function: Callable[[], T]) -> T:
-        """Do `function`, and let the clock advance by what `work` costs on this engine."""
+        """Run `function`, and let the clock advance by what `work` costs on this engine."""
         ...
 
     def reached(self, slot: int) -> None:
@@ -70,7 +70,7 @@ class Reporter(Protocol):
         fraction: float | None = None,
         counters: Counters | None = None,
     ) -> None:
-        """This rank has finished `step` steps of its own; `samples` it has consumed so far.
+        """Tell that this rank has finished `step` steps of its own, and consumed `samples`.
 
         `fraction` is the part of the run's budget that the cluster has consumed; `counters` are the
         latest.
@@ -78,19 +78,19 @@ class Reporter(Protocol):
         ...
 
     def phase(self, name: str) -> None:
-        """What the rank is doing, in words ("set-up", "training", "evaluating", "leaving")."""
+        """Tell what the rank is doing ("set-up", "training", "evaluating", "leaving")."""
         ...
 
     def expendable(self, yes: bool) -> None:
-        """Whether the run can go on without this rank, from now on."""
+        """Tell whether the run can go on without this rank, from now on."""
         ...
 
     def notice(self, text: str) -> None:
-        """One line for the user ("going on without rank 3")."""
+        """Show the user one line ("going on without rank 3")."""
         ...
 
     def stop_requested(self) -> bool:
-        """Whether the user asked for an orderly stop (Ctrl-C)."""
+        """Return whether the user asked for an orderly stop (Ctrl-C)."""
         ...
 
 

@@ -36,7 +36,7 @@ class NoValues(InputError):
 
 
 def _same(self: Shape, *_: object, **__: object) -> Shape:
-    """What changes values leaves the shape as it is."""
+    """Return the shape itself: operations that change values leave it as it is."""
     return self
 
 
@@ -55,6 +55,7 @@ class Shape(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        # One object stands for all tensors of a dtype and shape.
         if func in _LIKE and isinstance(args[0], Shape) and not kwargs:
             return args[0]
         if func is torch.cat and all(tensor.dim() == 1 for tensor in args[0]):
@@ -118,12 +119,13 @@ class Shape(Tensor):
         key = (place.start, place.stop, place.step) if isinstance(place, slice) else place
         if not isinstance(place, slice | int):
             return super().__getitem__(place)
+        # Slices are kept: a strategy asks for the same ones in each step, on all ranks.
         if key not in self._parts:
             self._parts[key] = super().__getitem__(place)
         return self._parts[key]
 
     def __setitem__(self, *_: Any) -> None:
-        """There is nothing to be set."""
+        """Do nothing: there are no values to set."""
 
     def reshape(self, *shape: Any) -> Any:
         return self if shape == (-1,) and self.dim() == 1 else super().reshape(*shape)
@@ -132,7 +134,7 @@ class Shape(Tensor):
         return self if shape == (-1,) and self.dim() == 1 else super().view(*shape)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Every device is this one."""
+        """Return itself for any device; other conversions as usual."""
         if args and isinstance(args[0], torch.device) and len(args) == 1 and not kwargs:
             return self
         return super().to(*args, **kwargs)
@@ -147,7 +149,7 @@ class Shape(Tensor):
     # In place, and with a number or a tensor of as many elements
 
     def _with(self, other: Any) -> Any:
-        """What this and `other` together give."""
+        """Return the shape of an operation on this and `other`: the one of more dimensions."""
         if isinstance(other, Tensor) and other.dim() > self.dim():
             return other
         return self
@@ -209,14 +211,14 @@ class SharedShapes:
 
     @cached_property
     def moments(self) -> torch.optim.Optimizer:
-        """`optimizer`, after a step."""
+        """The optimizer after one step, so that it has moments to hand over."""
         for parameter in self.named.values():
             parameter.grad = torch.empty_like(parameter)
         self.optimizer.step()
         return self.optimizer
 
     def stops(self, step: int, wish: bool) -> bool:
-        """Whether all ranks stop after their `step`: one that none has begun when one wishes to."""
+        """Return whether all ranks stop after `step`: the first that none had begun at the wish."""
         self.newest_step = max(self.newest_step, step)
         if self.stop_at is None and wish:
             self.stop_at = self.newest_step + 1
@@ -245,13 +247,13 @@ class ShapeGradients(Gradients):
         return self._shared.views
 
     def _nothing(self, *_: object, **__: object) -> None:
-        """Nothing has to be moved."""
+        """Do nothing: there are no values to move."""
 
     clear = forget = await_collection = collect = collect_each = _nothing
     collect_rest = forget_unused = _nothing
 
     def pass_backward(self) -> None:
-        """All slots are ready, in their order."""
+        """Report all slots as ready, in their order."""
         if self.on_ready is not None:
             self.on_ready(0, len(self.used))
 
@@ -259,7 +261,7 @@ class ShapeGradients(Gradients):
         self._stop = stop
 
     def publish(self) -> tuple[float, tuple[float, ...], bool]:
-        """All wish to stop after the same step, so that nobody has to be told."""
+        """Return no losses, and the wish to stop, which all have after the same step."""
         return 0.0, (), self._stop
 
 
@@ -280,7 +282,7 @@ class ShapeWorker(Worker):
         self.gradients = ShapeGradients(self._shared)
 
     def lay_out_gradients(self, units: Sequence[Unit] | None) -> None:
-        """There is no memory to be saved."""
+        """Do nothing: shapes have no memory to save."""
 
     @property
     def buffers(self) -> list[tuple[str, Tensor]]:

@@ -68,7 +68,7 @@ class Snapshots:
         self._next: dict[tuple[str, int], int] = {}
 
     def skip(self, samples: int) -> None:
-        """Due points up to `samples` are behind a run that resumes there."""
+        """Skip due points up to `samples`, at which a run resumes."""
         self._behind = sum(point <= samples for point in self.due)
 
     def offer(
@@ -94,7 +94,7 @@ class Snapshots:
         self.parts += [replace(p, values=p.values.detach().clone()) for p in self._placed(part)]
 
     def conclude(self, kind: str, values: Tensor) -> list[Contribution]:
-        """What this rank has to give to the final model; not a copy."""
+        """Return this rank's parts of the final model, without a copy."""
         return self._placed(Contribution(len(self.due), 0, 0.0, 0, values.detach(), 1.0, kind))
 
     def _placed(self, part: Contribution) -> list[Contribution]:
@@ -106,7 +106,7 @@ class Snapshots:
         ]
 
     def renew(self, samples: int, values: Tensor, *, offset: int = 0, weight: float = 1.0) -> None:
-        """Copy again what was last copied at `samples`, if it was: more has arrived since."""
+        """Copy again what was copied at `samples`, if it was, as more has arrived since."""
         for place, part in enumerate(self.parts):
             if (part.kind, part.samples, part.offset) == ("parameters", samples, offset):
                 seconds = self._now() - self.started
@@ -131,9 +131,10 @@ class Mean:
         self.square = torch.zeros(size, dtype=torch.float64)
 
     def add(self, part: Contribution) -> None:
-        """One more vector."""
+        """Add one more vector."""
         total, weight = self.total[part.covered], self.weight[part.covered]
         values = part.values.double().cpu()
+        # The first vector of an element has no distance from its mean.
         before = torch.where(weight > 0, total / weight, values)
         total += part.weight * values
         weight += part.weight
@@ -156,7 +157,7 @@ class Mean:
 
 
 def buffers_vector(named: Buffers) -> Tensor | None:
-    """All buffers of a module end to end, in float64; None if it has none."""
+    """Return all buffers of a module end to end, in float64; None if it has none."""
     buffers = [buffer.detach().double().reshape(-1) for _, buffer in named]
     return torch.cat(buffers) if buffers else None
 
@@ -167,6 +168,7 @@ def set_buffers(buffers: Buffers, parts: Sequence[Contribution]) -> None:
     if not parts or own is None:
         return
     first, mean = own.cpu(), Mean(len(own))
+    # Backwards, so that the first part is written last.
     for part in reversed(parts):
         first[part.covered] = part.values
     for part in parts:

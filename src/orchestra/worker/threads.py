@@ -12,24 +12,28 @@ VARIABLE = "OMP_NUM_THREADS"
 
 
 def usable_cores() -> tuple[int, ...]:
-    """The numbers of the cores that this process may run on."""
+    """Return the numbers of the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
 
 
 def shares_of_cores(usable: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
-    """How many threads each rank gets, at least one: each core is divided among the ranks that may
-    use it. `usable` are the host and the usable cores of each rank."""
+    """Return how many threads each rank gets, at least one.
+
+    Each core is divided among the ranks that may use it. `usable` are the host and the usable
+    cores of each rank.
+    """
     users = Counter((host, core) for host, cores in usable for core in cores)
     return [
+        # Exact fractions: ten float tenths add up to less than 1, and `int` would make 0 of it.
         max(1, int(sum((Fraction(1, users[host, core]) for core in cores), Fraction())))
         for host, cores in usable
     ]
 
 
 def chosen_threads(environ: Mapping[str, str]) -> int | None:
-    """What the user asks for with `OMP_NUM_THREADS`, whose first number counts; None: nothing.
+    """Return what the user asks for with `OMP_NUM_THREADS` (its first number); None: nothing.
 
     torchrun sets it to 1 itself where it starts several processes and finds it unset. So a 1 in a
     process of torchrun is the user's only where torchrun was started with it.
@@ -43,8 +47,9 @@ def chosen_threads(environ: Mapping[str, str]) -> int | None:
 
 
 def _parent_began_with(name: str) -> bool:
-    """Whether the parent process was started with this variable; True where that cannot be told."""
+    """Return whether the parent process was started with this variable; True if not known."""
     try:
+        # As it was when the process started: what torchrun has set since is not in it.
         entries = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
     except OSError:
         return True

@@ -171,7 +171,7 @@ class Worker(FlatModel):
 
     @property
     def everyone(self) -> Group:
-        """All ranks that are still there."""
+        """The group of all ranks that are not lost."""
         gone, everyone = self.transport.lost(), _all_of(self.runtime.ranks)
         return Group(tuple(r for r in everyone.ranks if r not in gone)) if gone else everyone
 
@@ -181,14 +181,14 @@ class Worker(FlatModel):
         return self._own_optimizer is not None
 
     def make_queue(self, shares: tuple[float, ...]) -> WorkQueue | None:
-        """A queue of what is left of the data, for ranks with these shares of a step.
+        """Make a queue of what is left of the data, for ranks with these shares of a step.
 
         None where each worker gets a part of its own in place of it.
         """
         return None if self.queue_of is None else self.queue_of(self.step.consumed, shares)
 
     def set_workers(self, ranks: Sequence[int]) -> None:
-        """The ranks that have data from now on."""
+        """Set the ranks that have data from now on."""
         self.workers = Group(tuple(ranks))
 
     def begin_phase(self, workers: Sequence[int]) -> None:
@@ -203,7 +203,7 @@ class Worker(FlatModel):
         self.phase += 1
 
     def move_parameters(self, vector: Tensor) -> Tensor:
-        """Let the parameters be views of `vector`, flat, and take its values: nothing is copied.
+        """Make the parameters views of `vector`, flat, with its values: nothing is copied.
 
         Returns the vector that they were views of. Not in a loop of the user's own, which may hold
         views of it.
@@ -213,6 +213,7 @@ class Worker(FlatModel):
         for parameter, view in zip(
             self.gradients.parameters, self.layout.views(vector), strict=True
         ):
+            # The parameters stay the same objects, to which hooks and optimizers refer.
             parameter.data = view
         return before
 
@@ -221,14 +222,16 @@ class Worker(FlatModel):
         step.stop = self.reporter.stop_requested()
         self.step = step
         self.set_rates(step.rates)
+        # Stands for what a worker does around the gradient: on real engines it takes its time
+        # there.
         self.compute.run(Work("step", step.samples), lambda: None)
 
     def set_rates(self, rates: Sequence[float]) -> None:
-        """The learning rates of the step, before what a strategy makes of them."""
+        """Set the learning rates of the step, scaled by `rate_scale`."""
         self.step.rates = tuple(rate * self.rate_scale for rate in rates)
 
     def backward(self, batch: Batch | None) -> None:
-        """Gradient of the mean loss over `batch`, still where autograd puts it; None: nothing."""
+        """Compute the gradient of the mean loss over `batch`; it stays where autograd puts it."""
         self.gradients.clear()
         if batch is None:
             return
@@ -238,7 +241,7 @@ class Worker(FlatModel):
         self.check_loss(self.step.loss)
 
     def micro_batches(self, batch: Batch) -> list[tuple[Batch, int]]:
-        """What `batch` is split into, each with its number of samples."""
+        """Split `batch` for accumulation; return each part with its number of samples."""
         return split_batch(batch, self.accumulation) if self.accumulation > 1 else [(batch, 1)]
 
     def _accumulate(self, batch: Batch) -> float:
@@ -254,29 +257,30 @@ class Worker(FlatModel):
         return mean
 
     def loss_of(self, module: nn.Module, batch: Batch) -> Tensor:
-        """The mean loss of `module` over `batch`, in the run's precision."""
+        """Return the mean loss of `module` over `batch`, computed in the run's precision."""
         assert self._loss is not None
         if self.arriving is None or module is not self.module:
             with self.casting():
                 return self._loss(module, batch)
         with self.casting(), AwaitParameters(self.gradients.parameters, self.arriving):
             loss = self._loss(module, batch)
+        # All that are left: nobody waits for parameters after the forward pass.
         self.arriving.await_for(0)
         return loss
 
     def casting(self) -> contextlib.AbstractContextManager[object]:
-        """The run's precision, for a forward pass inside."""
+        """Return a context in which a forward pass has the run's precision."""
         if self._precision == "bf16":
             return torch.autocast(self.layout.device.type, dtype=torch.bfloat16)
         return contextlib.nullcontext()
 
     def named_parameters(self) -> dict[str, Tensor]:
-        """The trainable parameters by name, in the layout's order."""
+        """Return the trainable parameters by name, in the layout's order."""
         names = (slot.name for slot in self.layout.slots)
         return dict(zip(names, self.gradients.parameters, strict=True))
 
     def local_optimizer(self) -> torch.optim.Optimizer:
-        """An optimizer of all parameters on this rank: the user's own, or one from the spec."""
+        """Return an optimizer of all parameters on this rank: the user's own, or a new one."""
         parameters = self.named_parameters()
         optimizer = self._own_optimizer
         if optimizer is None:
@@ -286,7 +290,7 @@ class Worker(FlatModel):
         return optimizer
 
     def update_locally(self, optimizer: torch.optim.Optimizer) -> None:
-        """One step of `optimizer` at the step's learning rates."""
+        """Take one step of `optimizer` at the step's learning rates."""
         set_rates(optimizer, self.step.rates)
         self.compute.run(Work("update", self.layout.size), optimizer.step)
 
@@ -321,6 +325,8 @@ class AwaitParameters(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._slots = {id(parameter): slot for slot, parameter in enumerate(parameters)}
         self._arriving = arriving
+        # Slots are in reverse of the forward pass, so that whoever waits for one waits for all
+        # after it.
         self._needed = len(parameters)  # those from here on are there
 
     def __torch_dispatch__(

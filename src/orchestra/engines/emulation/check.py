@@ -44,7 +44,7 @@ class Row:
 
     @property
     def off(self) -> float:
-        """By which part of what is described the measured value is above it."""
+        """The relative excess of the measured value over the described one."""
         return self.measured / self.described - 1
 
     @property
@@ -109,7 +109,7 @@ def _bandwidth(cluster: Cluster, network: Network, name: str) -> Row:
 def connected(
     network: Network, source: Node, target: Node, closing: ExitStack
 ) -> tuple[socket.socket, socket.socket]:
-    """The two ends of a connection between two nodes, both in this process."""
+    """Connect two nodes; return both ends, which are in this process."""
     with network.namespaces[target.name].inside():
         listener = closing.enter_context(socket.create_server((network.addresses[target.name], 0)))
     with network.namespaces[source.name].inside():
@@ -119,7 +119,7 @@ def connected(
 
 
 def _pass(one: socket.socket, two: socket.socket, size: int) -> float:
-    """Seconds until `size` bytes have come."""
+    """Send `size` bytes; return the seconds until they have come."""
     piece, rest = bytes(1 << 16), size
 
     def send() -> None:
@@ -152,6 +152,8 @@ def _latencies(cluster: Cluster, network: Network, tell: Tell) -> Iterator[Row]:
         held = 0.0 if network.netem else described
         measured = _one_way(network, first, node, held=held)
         if not network.netem:
+            # Without latency, but with pauses as long: what is left does not contain the time to
+            # wake up.
             measured -= _one_way(network, first, node, pause=described)
         texts = SECONDS.write(described), SECONDS.write(float(f"{measured:.3g}"))
         yield Row(f"{first.name} to {node.name}", described, measured, texts)
@@ -160,7 +162,7 @@ def _latencies(cluster: Cluster, network: Network, tell: Tell) -> Iterator[Row]:
 def _one_way(
     network: Network, source: Node, target: Node, *, held: float = 0.0, pause: float = 0.0
 ) -> float:
-    """Seconds of a small message, half of the way there and back; the median.
+    """Measure the seconds of a small message one way: the median half of a round trip.
 
     Each message is `held` by its transport so long, and sent after a `pause`, which does not count.
     """
@@ -232,7 +234,7 @@ def _speeds(cluster: Cluster) -> list[Row]:
 
 
 def _computed(spinning: Mapping[str, Sequence[subprocess.Popen[bytes]]]) -> dict[str, float]:
-    """Processor seconds so far, by node (proc(5): the first number of schedstat, in ns)."""
+    """Return processor seconds so far, by node (proc(5): first number of schedstat, in ns)."""
     return {
         name: sum(
             int(Path(f"/proc/{process.pid}/schedstat").read_text().split()[0]) / 1e9

@@ -77,7 +77,7 @@ def run_command(cluster: Cluster, ranks: int, command: Sequence[str]) -> None:
 
 
 def variables(rank: int, places: Sequence[Place]) -> dict[str, str]:
-    """What torchrun says of `rank`, and which interface leads to the other nodes."""
+    """Return the variables of torchrun for `rank`, and the interface to the other nodes."""
     place = places[rank]
     threads = {"OMP_NUM_THREADS": str(place.threads)}
     own = torchrun_variables(rank, len(places), places[0].address, place.interface)
@@ -114,7 +114,7 @@ def _pass_on(stream: IO[str], out: IO[str], prefix: str) -> None:
 
 
 def _first_failure(processes: Sequence[subprocess.Popen[str]]) -> tuple[int, str] | None:
-    """Wait for all of them, or for one to fail: which, and how."""
+    """Wait until all have ended, or one has failed; return which, and how."""
     waiting = ThreadPoolExecutor(len(processes))
     ends = {waiting.submit(process.wait): rank for rank, process in enumerate(processes)}
     waiting.shutdown(wait=False)
@@ -154,7 +154,7 @@ def torchrun_variables(rank: int, ranks: int, master: str, interface: str) -> di
 
 
 def compose_text(cluster: Cluster, ranks: int, command: Sequence[str]) -> str:
-    """The compose file: a service for each node, which runs `command` as its rank.
+    """Write the compose file: a service for each node, which runs `command` as its rank.
 
     Raises:
         InputError: several ranks share a node, or the nodes are not all at one switch.
@@ -187,7 +187,7 @@ def compose_text(cluster: Cluster, ranks: int, command: Sequence[str]) -> str:
 
 
 def service_name(node: Node) -> str:
-    """By which other containers find a node: in lower case, as in host names."""
+    """Return the name by which other containers find a node: in lower case, as host names are."""
     return re.sub(r"[^a-z0-9-]", "-", node.name.lower())
 
 
@@ -212,7 +212,7 @@ def _service(rank: int, nodes: Sequence[Node], command: Sequence[str]) -> dict[s
 
 
 def shaping_script(node: Node) -> str:
-    """Shell commands that shape both directions of the node's link, and go on with the command."""
+    """Return shell commands that shape both directions of a node's link, then run the command."""
     lines = ["set -e"]
     if node.up is not None and node.down is not None:
         lines += [

@@ -69,6 +69,7 @@ class Namespace:
     def __init__(self) -> None:
         before = os.open(_OWN_NAMESPACE, os.O_RDONLY)
         try:
+            # `unshare` moves the calling thread: it goes back as soon as the new one is open.
             leave_namespace()
             try:
                 self.descriptor = os.open(_OWN_NAMESPACE, os.O_RDONLY)
@@ -79,11 +80,11 @@ class Namespace:
 
     @property
     def path(self) -> str:
-        """By which other processes of this machine open it."""
+        """The path by which other processes of this machine open it."""
         return f"/proc/{os.getpid()}/fd/{self.descriptor}"
 
     def inside(self) -> AbstractContextManager[None]:
-        """See the function."""
+        """Enter the namespace in this thread: see the function `inside`."""
         return inside(self.path)
 
     def ip(self, lines: Sequence[str]) -> None:
@@ -130,7 +131,7 @@ class LinkCounters:
 
     @property
     def on_the_wire(self) -> int:
-        """The bytes that count against a link's bandwidth."""
+        """The bytes that count against a link's bandwidth, as token buckets do."""
         return self.bytes + WIRE_BYTES * self.frames
 
     @property
@@ -147,7 +148,7 @@ class Meters:
     interfaces: Mapping[str, Mapping[str, str]]
 
     def read(self) -> dict[str, LinkCounters]:
-        """What each end has sent so far."""
+        """Read what each end has sent so far."""
         found = {}
         for path, names in self.interfaces.items():
             with inside(path):
@@ -200,7 +201,7 @@ class Network:
         end.namespace.ip([f"link set {end.interface} {'down' if cut else 'up'}"])
 
     def meters(self) -> Meters:
-        """The counters of all ends, by the name of their channel."""
+        """Return the counters of all ends, by the name of their channel."""
         interfaces: dict[str, dict[str, str]] = {}
         for name, end in self.ends.items():
             interfaces.setdefault(end.namespace.path, {})[end.interface] = name
@@ -264,6 +265,7 @@ class Network:
         port = f"port-{index}"
         self._add_end(cluster, f"{node.name} up", namespace, NODE_END)
         self._add_end(cluster, f"{node.name} down", self._fabric, port)
+        # The far end is made in the node's namespace, so that all nodes can call it eth0.
         cable = f"link add name {port} type veth peer name {NODE_END} netns {namespace.path}"
         return [cable, *self._port(port, node.switch)]
 
@@ -309,7 +311,7 @@ class Network:
 
 
 def token_bucket(bandwidth: float) -> str:
-    """The queueing discipline that lets `bandwidth` bytes a second through."""
+    """Return the queueing discipline that lets `bandwidth` bytes a second through."""
     rate = min(bandwidth, _MOST_RATE)
     burst = max(_LEAST_BURST, int(rate * _BURST_SECONDS))
     queue = max(_LEAST_QUEUE, int(rate * _QUEUE_SECONDS))
@@ -318,7 +320,7 @@ def token_bucket(bandwidth: float) -> str:
 
 
 def _up(interface: str) -> list[str]:
-    """Without addresses of IPv6, whose announcements would be counted, too."""
+    """Return commands that bring `interface` up, without IPv6, whose announcements would count."""
     quiet = [f"link set {interface} addrgenmode none"] if _IPV6.exists() else []
     return [*quiet, f"link set {interface} up"]
 

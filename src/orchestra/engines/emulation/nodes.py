@@ -102,7 +102,7 @@ class EmulatedCluster:
         return found
 
     def changes(self) -> list[Change]:
-        """What is changed from outside, rising; ranks see to delays of messages themselves."""
+        """Return what is changed from outside, by time; ranks delay their messages themselves."""
         found = []
         for node in {node.name: node for node in self.nodes}.values():
             for at, factor in _beginning_as_described(self.cluster.speed_changes(node)):
@@ -152,7 +152,7 @@ class EmulatedCluster:
 
 
 def _beginning_as_described(changes: Changes) -> Changes:
-    """Without a first one that changes nothing."""
+    """Return `changes` without a first one that changes nothing."""
     return changes[1:] if changes[0] == (0.0, 1.0) else changes
 
 
@@ -195,7 +195,7 @@ class Schedule:
 
 
 def share_of(node: Node) -> float:
-    """How much of the processor a node has, in cores of this machine."""
+    """Return how much of the processor a node has, in cores of this machine."""
     assert node.speed is not None  # see require_room
     return node.cores * node.speed
 
@@ -248,7 +248,7 @@ def require_room(cluster: Cluster, nodes: Sequence[Node]) -> None:
 
 
 def not_emulated(emulated: EmulatedCluster, *, native: bool) -> list[str]:
-    """What the emulation leaves out or does otherwise, a line each, for the record."""
+    """Return a line for each thing that the emulation leaves out or does otherwise."""
     cluster, nodes, lines = emulated.cluster, emulated.nodes, []
     if any(any(place.latencies) for place in emulated.places()):
         lines.append("latencies are added in the transport, as this kernel has no netem")

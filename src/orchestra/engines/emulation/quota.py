@@ -77,7 +77,7 @@ class Quotas:
             (group / f"cpu.cfs_{name}_us").write_text(str(value))
 
     def members(self, node: str, rank: int) -> Path:
-        """The file that takes the processes of `rank`, which is on `node`."""
+        """Return the file that takes the processes of `rank`, which is on `node`."""
         group = self.folder / node / f"r{rank}"
         group.mkdir(exist_ok=True)
         return group / "cgroup.procs"
@@ -88,7 +88,7 @@ class Quotas:
                 os.kill(int(process), number)
 
     def throttled(self, node: str) -> tuple[int, float]:
-        """How often the quota has held up the processes of `node`, and for how many seconds."""
+        """Return how often the quota has held up processes of `node`, and for how many seconds."""
         text = (self.folder / node / "cpu.stat").read_text()
         stat = dict(line.split() for line in text.splitlines())
         if self._version == 2:
@@ -98,6 +98,8 @@ class Quotas:
     def close(self) -> None:
         """End all processes inside, and remove the groups."""
         assert self._guard.stdin is not None
+        # The guard removes the groups, as it does when this process dies: there is one way to do
+        # it.
         self._guard.stdin.close()
         self._guard.wait()
         os.close(self._lock)
@@ -114,13 +116,15 @@ class Quotas:
 
 
 def quota_and_period(cores: float) -> tuple[int, int]:
-    """Microseconds of computing in every so many microseconds."""
+    """Return a quota and its period in microseconds, for `cores` cores."""
+    # As short as the kernel's least quota allows: with the usual 100 ms a slow node would stand
+    # still for longer than most steps take.
     period = min(max(_PERIOD, int(_LEAST_QUOTA / cores)), _MOST_PERIOD)
     return max(_LEAST_QUOTA, round(cores * period)), period
 
 
 def hierarchy() -> tuple[Path, int]:
-    """The folder for the groups of runs, and the version of control groups.
+    """Return the folder for the groups of runs, and the version of control groups.
 
     Raises:
         InputError: there are none that limit the processor.
@@ -143,7 +147,7 @@ def hierarchy() -> tuple[Path, int]:
 
 
 def sweep(root: Path | None = None) -> list[str]:
-    """Remove what runs have left whose launcher and guard are gone; what that was."""
+    """Remove what runs have left whose launcher and guard are gone; return what that was."""
     root = root or hierarchy()[0]
     removed = []
     for folder in sorted(root.glob(f"{PREFIX}*")):
@@ -159,7 +163,7 @@ def sweep(root: Path | None = None) -> list[str]:
 
 
 def remove(folder: Path) -> int:
-    """End the processes in the group of a run, and remove it; how many there were.
+    """End the processes in the group of a run, and remove it; return how many there were.
 
     Raises `RunFailed` for one that does not end.
     """
@@ -172,7 +176,7 @@ def remove(folder: Path) -> int:
 
 
 def _claimed(root: Path) -> tuple[Path, int]:
-    """A new folder that no sweep takes for left over, and its lock."""
+    """Make a folder that no sweep takes for left over; return it with its lock."""
     while True:
         folder = root / f"{PREFIX}{os.getpid()}-{secrets.token_hex(3)}"
         folder.mkdir()
@@ -182,7 +186,7 @@ def _claimed(root: Path) -> tuple[Path, int]:
 
 
 def _locked(folder: Path) -> int | None:
-    """The lock of a folder; None while somebody has it."""
+    """Take the lock of a folder; None while somebody has it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:

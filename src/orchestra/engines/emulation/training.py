@@ -102,7 +102,7 @@ class RankResult:
 def program(
     runtime: Runtime, assignment: tuple[Run, Path, tuple[float, ...], Meters]
 ) -> RankResult:
-    """The program of each rank."""
+    """Run the program of each rank, and read the links' counters."""
     from orchestra.engines.emulation.traffic import MeteredReporter
 
     run, folder, bandwidths, meters = assignment
@@ -113,7 +113,7 @@ def program(
 
 
 def best_node(cluster: Cluster) -> str:
-    """Where one process computes fastest with all cores; of equal nodes the first by name."""
+    """Return where one process with all cores is fastest; of equal nodes the first by name."""
     return min(cluster.nodes, key=lambda node: (-node.cores * (node.speed or 0.0), node.name)).name
 
 
@@ -137,7 +137,7 @@ def keep_counters(
 
 
 def carried(emulated: EmulatedCluster, ran: Sequence[RankResult]) -> Links:
-    """What the links carried from when all ranks train until none does.
+    """Return what the links carried from when all ranks train until none does.
 
     Where they pause together, at a checkpoint, what follows counts as well.
     """
@@ -145,6 +145,8 @@ def carried(emulated: EmulatedCluster, ran: Sequence[RankResult]) -> Links:
     found = []
     for name, end in emulated.network.ends.items():
         frames, size = (
+            # Counters only rise: the highest first reading is the last one before training, the
+            # highest second one is after all.
             max(getattr(each.after[name], what) for each in ran)
             - max(getattr(each.before[name], what) for each in ran)
             for what in ("frames", "bytes")

@@ -79,7 +79,7 @@ class RankSpec:
 
     @property
     def held(self) -> Latencies | None:
-        """How long messages wait before they leave; None where none does."""
+        """How long messages wait before they leave; None if none does."""
         if self.place is not None:
             return self.place.held()
         return Latencies(self.latencies) if any(self.latencies) else None
@@ -110,7 +110,7 @@ class BadFrame(Exception):
 
 
 def pack(message: Message, payload: bytes = b"") -> bytes:
-    """The frame of `message`, with `payload` beside it."""
+    """Return the frame of `message`, with `payload` beside it."""
     text = json.dumps(message).encode()
     return _LENGTHS.pack(len(text), len(payload)) + text + payload
 
@@ -211,7 +211,7 @@ class Control:
         )
 
     def attach(self, transport: SocketTransport, probe: Callable[[], Signs]) -> None:
-        """This rank is connected: from now on orders reach its transport."""
+        """Let orders reach the transport of this rank, which is connected now."""
         with self._changed:
             self._probe, self._transport = probe, transport
             if self._cause is not None:
@@ -219,7 +219,7 @@ class Control:
         self._send({"kind": "connected"})
 
     def connecting(self, to: tuple[int, ...]) -> None:
-        """This rank waits for the ranks `to`, to connect with them."""
+        """Tell in beats that this rank waits for the ranks `to`, to connect with them."""
         self._probe = lambda: (to, to, "to connect")
 
     # The way out
@@ -237,7 +237,7 @@ class Control:
             raise RunEnded(cause)
 
     def fail(self, failure: Failure) -> str:
-        """Report why the program ended; the first cause of the run's end."""
+        """Report why the program ended; return the first cause of the run's end."""
         self._failing = True
         self._send({"kind": "failure", "failure": asdict(failure)})
         self._wait_for(lambda: False)
@@ -348,7 +348,7 @@ class Control:
         self._leave_at = time.monotonic() + seconds
 
     def _check_watcher(self) -> None:
-        """A host that loses its power or its network does not close its connections."""
+        """Leave if the watcher is silent: a host without power closes no connections."""
         patience = self._spec.limits.patience
         if not self._spec.local and time.monotonic() - self._heard_at > patience:
             self._orphaned(f"rank 0, which watches over the run, is silent for {patience:g} s")
@@ -363,14 +363,14 @@ class Control:
             first_line = reason.split("\n", 1)[0]
             with contextlib.suppress(OSError):
                 os.write(sys.stderr.fileno(), f"orchestra: {first_line}\n".encode())
-        os._exit(1)
+        os._exit(1)  # the program may be stuck in native code
 
     def _beat(self) -> None:
         progress, waits_for, what = self._probe()
         with self._sending:  # which guards the news, too: any thread of the program may beat
             state = self._state
             news = (progress, state.step, state.samples, state.phase)
-            self._activity += news != self._last_news
+            self._activity += news != self._last_news  # no clock is compared between hosts
             self._last_news = news
             beat = replace(state, activity=self._activity, waits_for=waits_for, waits_what=what)
             self._send({"kind": "beat", "beat": asdict(beat)})

@@ -54,25 +54,25 @@ class Progress:
             self.live.stop()
 
     def skip(self) -> None:
-        """One more run was done before."""
+        """Count one more run that was done before."""
         self._done += 1
         self._show()
 
     def begin(self, what: str) -> None:
-        """A run begins: `what` names it."""
+        """Show that the run named `what` begins."""
         self.what = what
         self._run_began = time.monotonic()
         self._show()
 
     def finish(self, outcome: str, *, failed: bool = False) -> None:
-        """It has ended: `outcome` says how, in one line."""
+        """Show that the run has ended; `outcome` says how, in one line."""
         self._seconds.append(time.monotonic() - self._run_began)
         if failed or self.live is None:
             self._print(f"{self._done + 1}/{self._total} {self.what}: {outcome}")
         self.skip()
 
     def tell(self, text: str) -> None:
-        """A notice for the user."""
+        """Print a notice for the user."""
         self._print(text if self.live is not None else f"orchestra: {text}")
 
     def _print(self, line: str) -> None:
@@ -107,7 +107,7 @@ class Lines:
         self._told_at: float | None = None
 
     def __call__(self, what: str, part: float) -> None:
-        """`what` is under way; `part` of it is done."""
+        """Show that `part` of `what` is done, if the last line was long enough ago."""
         now = self._clock()
         if self._told_at is None or now - self._told_at >= LINE_SECONDS:
             self._told_at = now
@@ -207,6 +207,7 @@ class Display:
         if self._loss is not None:
             parts.append(f"loss {self._loss:.4f}")
         steps = {rank: beat.step for rank, beat in self._beats.items()}
+        # A step less than that: beats do not come at one moment.
         enough = BEHIND * max(steps.values()) - 1
         behind = [str(rank) for rank, done in steps.items() if done < enough]
         if slow := self._slow.present:
@@ -217,7 +218,7 @@ class Display:
 
 
 def _bars() -> bars.Progress:
-    """The bars, which rich draws; it is imported only where there is a terminal."""
+    """Make the bars, which rich draws; it is imported only where there is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
     from rich.table import Column
@@ -243,5 +244,5 @@ def _bars() -> bars.Progress:
 
 
 def _state(fraction: float) -> dict[str, Any]:
-    """What a bar shows; it moves to and fro while nothing is known."""
+    """Return what a bar shows; it moves to and fro while the fraction is not known."""
     return {"completed": fraction, "total": 1.0 if fraction else None}

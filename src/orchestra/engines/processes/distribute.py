@@ -129,7 +129,7 @@ class Channel(Interceptor):
 
 
 def runtime_beside_loops(*, patience: float = 60.0, host: str | None = None) -> Runtime:
-    """Collective, over all ranks: a runtime for what a framework sends beside the loops.
+    """Collective, over all ranks: return the runtime for what a framework sends beside loops.
 
     Always the same one. See `distribute` for the arguments.
     """
@@ -150,7 +150,7 @@ class _Unwatched(SilentReporter):
 
 
 def _alone() -> Runtime:
-    """One process that nobody launched: no watcher, no threads, no seeds touched."""
+    """Make the runtime of a single process: no watcher, no threads, no seeds touched."""
     listener = listen()
     transport = connect_mesh(0, [address_of(listener)], listener, b"alone", timeout=1.0)
     native = Native(HashStore, 0, 1, host="127.0.0.1", device=0, timeout=60.0)
@@ -191,6 +191,8 @@ class _Process:
                 target=self._run, args=(take_part,), name="orchestra", daemon=True
             )
             self._thread.start()
+            # The rank's program only waits in its thread. The script runs here, in the main thread,
+            # where signals and the user's code expect to be.
             self._runtime = self._begun.result()
             self._hook = sys.excepthook
             sys.excepthook = self._note
@@ -211,7 +213,7 @@ class _Process:
             raise self._error
 
     def _cause_came(self, cause: str) -> None:
-        """The script may be stuck, and torchrun ends all processes once the first one leaves."""
+        """Print the cause at once: torchrun may end this process before the script reacts."""
         if self._first_of_node and not self._over.is_set():
             self._tell(cause)
 
@@ -221,18 +223,18 @@ class _Process:
 
     @classmethod
     def this(cls, patience: float, host: str | None) -> _Process:
-        """The one of this process, which joins the run at the first call."""
+        """Return this process's object; the first call joins the run."""
         if cls.taken is None:
             cls.taken = cls(patience, host)
         return cls.taken
 
     def channel(self) -> Runtime:
-        """The runtime of the next loop, whose messages no other loop sees."""
+        """Return the runtime of the next loop, whose messages no other loop sees."""
         return intercepted(self._runtime, Channel(next(self._channels)))
 
     @functools.cached_property
     def beside(self) -> Runtime:
-        """The runtime of what is sent beside all loops."""
+        """The runtime for what is sent beside all loops."""
         return self.channel()
 
     def begin_loop(
@@ -280,6 +282,7 @@ class _Process:
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         self._error = error
+        # These only follow from another rank's failure, whose message is printed at the end.
         if not isinstance(error, (PeerLost, RunAborted)):
             self._hook(kind, error, traceback)
 

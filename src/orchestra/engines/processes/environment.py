@@ -33,7 +33,7 @@ def memory_is_shared(environ: Mapping[str, str]) -> bool:
 
 
 def latencies_of(environ: Mapping[str, str], ranks: int) -> tuple[float, ...]:
-    """Seconds that a message to each of `ranks` ranks waits, as `orchestra emulation run` says.
+    """Return the seconds that a message to each rank waits, as `orchestra emulation run` says.
 
     Raises `InputError` where they are no such numbers.
     """
@@ -86,7 +86,7 @@ class Launched:
 
 
 def detect(environ: Mapping[str, str]) -> Launched | None:
-    """This process as the environment variables describe it; None if they do not.
+    """Return this process as the environment variables describe it; None if they do not.
 
     Raises `InputError` if they are incomplete, or contradict each other.
     """
@@ -105,7 +105,7 @@ def detect(environ: Mapping[str, str]) -> Launched | None:
 
 
 def rank() -> int:
-    """The number of this process among those that the launcher started, from 0.
+    """Return the number of this process among those that the launcher started, from 0.
 
     0 in a process that nobody launched. Known before `orchestra.distribute` and after it.
     """
@@ -114,13 +114,13 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """How many processes the launcher started, dedicated servers included; 1 without a launcher."""
+    """Return how many processes the launcher started, servers included; 1 without a launcher."""
     launched = detect(os.environ)
     return 1 if launched is None else launched.ranks
 
 
 def is_first() -> bool:
-    """True for rank 0, which is never a dedicated server: the one to log and save.
+    """Return True on rank 0, which is never a dedicated server: the one to log and save.
 
     With one process, always.
     """
@@ -135,7 +135,7 @@ class _Variables:
     launcher: str
 
     def text(self, *names: str, remedy: str = "start all ranks with one launcher") -> str:
-        """The first of `names` that is set."""
+        """Return the first of `names` that is set."""
         for name in names:
             if self.environ.get(name):
                 return self.environ[name]
@@ -171,7 +171,7 @@ def _torchrun(variables: _Variables) -> Launched:
 
 
 def _one_a_pod(variables: _Variables, rank: str, ranks: str, prefix: str) -> Launched:
-    """A PyTorchJob without torchrun: one process a pod."""
+    """Describe a process of a PyTorchJob without torchrun: one process a pod."""
     processes = variables.environ.get("PET_NPROC_PER_NODE") or "1"
     if processes != "1":
         raise InputError(
@@ -213,12 +213,13 @@ def _slurm(variables: _Variables) -> Launched:
         local_rank=local_rank,
         local_ranks=_slurm_local_ranks(variables, local_rank),
         address=variables.environ.get("MASTER_ADDR") or first_host(variables.text(*nodes)),
+        # From the job's number, which all tasks know: jobs on one host seldom get the same port.
         port=variables.default("MASTER_PORT", _FIRST_PORT + job % _PORTS),
     )
 
 
 def _slurm_local_ranks(variables: _Variables, local_rank: int) -> int:
-    """The tasks of this node in a list such as "2(x3),1"; the least possible without one."""
+    """Return the tasks of this node from a list such as "2(x3),1"; without one the least."""
     tasks = variables.environ.get("SLURM_STEP_TASKS_PER_NODE")
     if not tasks:
         return variables.default("SLURM_NTASKS_PER_NODE", local_rank + 1)
@@ -232,7 +233,7 @@ def _slurm_local_ranks(variables: _Variables, local_rank: int) -> int:
 
 
 def first_host(nodes: str) -> str:
-    """The first of a Slurm list of nodes such as `gpu[03-07,12],cpu1`."""
+    """Return the first of a Slurm list of nodes such as `gpu[03-07,12],cpu1`."""
     match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\])?([^\[,]*)", nodes)
     if match is None:
         raise InputError(f"the list of nodes {nodes!r} names none")
@@ -241,7 +242,7 @@ def first_host(nodes: str) -> str:
 
 
 def numeric(host: str) -> str:
-    """The numeric form of `host`, an address or a name of this machine."""
+    """Return the numeric form of `host`, an address or a name of this machine."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -255,7 +256,7 @@ def numeric(host: str) -> str:
 
 
 def towards(host: str, port: int) -> str:
-    """The local address of the interface that reaches `host`; loopback for loopback."""
+    """Return the local address of the interface that reaches `host`; loopback for loopback."""
     address = numeric(host)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

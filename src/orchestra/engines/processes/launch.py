@@ -80,6 +80,7 @@ def enter(spec: RankSpec, job: Job) -> None:
     os.close(server._forkserver_alive_fd)
     server._forkserver_alive_fd = None
     die_with_parent()
+    # The fork server has the environment of the first run in this process.
     os.environ.clear()
     os.environ.update(job.environment)
     if spec.ranks == 1:
@@ -164,7 +165,7 @@ def _check_may_launch(ranks: int) -> None:
 
 
 def _placed(spec: RankSpec, place: Place) -> RankSpec:
-    """`spec` with the address, the threads and the memory of its emulated node."""
+    """Return `spec` with the address, the threads and the memory of its emulated node."""
     return replace(
         spec, place=place, host=place.address, local_rank=place.local_rank, threads=place.threads,
         shared_memory=spec.shared_memory and place.shared_memory,
@@ -183,7 +184,7 @@ def _pickled(program: Callable[..., Any], argument: Any) -> bytes:
 
 
 def _main_module(payload: bytes) -> dict[str, str]:
-    """Where a rank finds the launcher's main module; nothing if it does not need it."""
+    """Return where a rank finds the launcher's main module; empty if it does not need it."""
     if b"__main__" not in payload:
         return {}
     data = spawn.get_preparation_data("rank")
@@ -200,6 +201,7 @@ def _main_module(payload: bytes) -> dict[str, str]:
 def _start(watcher: Watcher, spec: RankSpec, job: Job) -> None:
     context = get_context("forkserver")
     server: Any = forkserver._forkserver
+    # multiprocessing's fork server and `__main__` are shared by all threads of this process.
     with _starting, _without_main():
         context.set_forkserver_preload(PRELOADED)
         is_first = server._forkserver_pid is None
@@ -222,7 +224,7 @@ def _start(watcher: Watcher, spec: RankSpec, job: Job) -> None:
 
 
 def _start_fork_server() -> None:
-    """Without a file in the temporary folder, which a killed launcher would leave there.
+    """Start the fork server without a file that a killed launcher would leave behind.
 
     Folder and socket are reached through open descriptors instead of their names (Linux): names of
     sockets are limited to 107 bytes, and those of temporary folders are not.
@@ -263,7 +265,7 @@ def _without_main() -> Iterator[None]:
 
 @contextmanager
 def _store_path() -> Iterator[str]:
-    """A file for the rendezvous of process groups that leaves nothing behind, come what may."""
+    """Provide a file for the rendezvous of process groups that is gone with this process."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("orchestra-store")
         try:

@@ -66,7 +66,7 @@ class Place:
             os.close(descriptor)
 
     def held(self) -> Latencies | None:
-        """How long messages wait; None where none does."""
+        """Return how long messages wait; None if none does."""
         return (
             Latencies(self.latencies, self.delays) if any(self.latencies) or self.delays else None
         )
@@ -80,12 +80,12 @@ class Latencies:
         self._began: float | None = None
 
     def begin(self, now: float) -> None:
-        """The stopwatch starts for the first time."""
+        """Note when the stopwatch starts for the first time: `delays` count from there."""
         if self._began is None:
             self._began = now
 
     def seconds(self, target: int, now: float) -> float:
-        """The latency of a message to `target` that is sent `now`."""
+        """Return the latency in seconds of a message to `target` that is sent `now`."""
         usual = self._usual[target]
         if self._began is None or not self._delays:
             return usual

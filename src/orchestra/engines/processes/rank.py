@@ -83,8 +83,9 @@ class Watched(Interceptor):
             self._completed += 1
 
     def signs(self) -> Signs:
-        """How many operations were completed, and what the main flow waits for."""
+        """Return how many operations were completed, and what the main flow waits for."""
         flow = self._main
+        # A flow that waits for a background flow waits for whatever that one waits for.
         while flow.waiting is not None and flow.waiting.flow is not None:
             flow = flow.waiting.flow
         waiting, memory = flow.waiting, None
@@ -110,7 +111,7 @@ def run_rank(
     on_orphaned: Callable[[str], None] | None = None,
     on_cause: Callable[[str], None] | None = None,
 ) -> Any:
-    """Be the rank that `spec` describes until its program has ended; what the program returned.
+    """Be the rank that `spec` describes, and return what its program returned.
 
     Args:
         load: gives the program and its argument; its errors count as the program's.
@@ -122,6 +123,8 @@ def run_rank(
     """
     with contextlib.ExitStack() as resources:
         control = Control(spec, on_orphaned, on_cause)
+        # After the connection to the watcher, which thus stays outside of the emulated network, and
+        # before the listener, which is to be inside.
         if spec.place is not None:
             spec.place.enter()
         listener = resources.enter_context(listen(spec.host))
@@ -211,7 +214,7 @@ def _connected(
 
 
 def _signs(watched: Watched, compute: TimedCompute, transport: SocketTransport) -> Signs:
-    """What a beat says of the rank: see `Control.attach`."""
+    """Return what a beat says of the rank: see `Control.attach`."""
     completed, waits_for, what = watched.signs()
     moved = transport.acknowledged_bytes() if sys.platform == "linux" else 0
     return (completed, compute.calls, moved), waits_for, what
@@ -303,7 +306,7 @@ def _run_beside(watcher: Watcher, run: Callable[[], Any]) -> Outcome:
 
 
 def _connect_store(launched: Launched, limits: Limits, host: str | None) -> Store:
-    """The store at the master's address; rank 0 opens it where the launcher has not."""
+    """Connect to the store at the master's address; rank 0 opens it if the launcher has not."""
     opens = launched.rank == 0 and not launched.hosted
     listener = _listen(launched, host) if opens else None
     try:
@@ -327,7 +330,7 @@ def _connect_store(launched: Launched, limits: Limits, host: str | None) -> Stor
 
 
 def _listen(launched: Launched, host: str | None) -> socket.socket | None:
-    """The port of the store; None where this process has a store there already."""
+    """Listen on the port of the store; None if this process has a store there already."""
     address = numeric(host or launched.address)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
@@ -350,7 +353,7 @@ def _spec(
     tls: TLS | None,
     threads: int | None,
 ) -> RankSpec:
-    """This rank, with what rank 0 has published in the `store`."""
+    """Describe this rank, with what rank 0 has published in the `store`."""
     try:
         published = json.loads(store.get("watcher"))
     except RuntimeError as error:

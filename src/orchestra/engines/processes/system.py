@@ -49,13 +49,14 @@ def is_stopped(pid: int) -> bool:
 
 
 def exit_status(pid: int, *, within: float = 0.0) -> int | None:
-    """The exit status of child process `pid`, negative for a signal; it remains to be waited for.
+    """Return the exit status of child `pid`, negative for a signal, without reaping it.
 
     Waits up to `within` seconds. None while it runs, or where it is no child of this process.
     """
     deadline = time.monotonic() + within
     while True:
         try:
+            # WNOWAIT leaves the child to `multiprocessing`, which started it and reaps it.
             ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return None
@@ -69,7 +70,7 @@ def exit_status(pid: int, *, within: float = 0.0) -> int | None:
 
 @contextmanager
 def handling(handlers: Mapping[signal.Signals, Callable[[], None]]) -> Iterator[None]:
-    """While inside, each signal calls its handler; only a main thread can arrange that."""
+    """Let each signal call its handler inside the block; without effect outside a main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -85,14 +86,14 @@ def handling(handlers: Mapping[signal.Signals, Callable[[], None]]) -> Iterator[
 
 
 def kernel() -> str:
-    """Equal for two processes whose numbers of cores mean the same cores; empty if not known."""
+    """Return a text equal for processes that number the same cores alike; empty if not known."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
 
 
 def machine() -> str:
-    """Equal for two processes that see each other's process ids; empty where that is not known."""
+    """Return a text equal for processes that see each other's ids; empty if not known."""
     with contextlib.suppress(OSError):
         if boot := kernel():
             return f"{boot}:{Path('/proc/self/ns/pid').readlink()}"
@@ -106,15 +107,18 @@ def die_with_parent() -> None:
 
 
 def now() -> float:
-    """Seconds on the clock that all processes of this machine share."""
+    """Return seconds on the clock that all processes of this machine share."""
     return time.monotonic()
 
 
 def busy_seconds(
     text: str, cores: tuple[int, ...], ticks: int, places: tuple[int, ...] = _WORKING
 ) -> float:
-    """Processor seconds of all programs on `cores` since the start, from the `text` of /proc/stat,
-    which counts `ticks` a second; `places` are the fields that count."""
+    """Return processor seconds of all programs on `cores` since the start of the system.
+
+    They are read from the `text` of /proc/stat, which counts `ticks` a second; `places` are the
+    fields that count.
+    """
     wanted = {f"cpu{core}" for core in cores}
     lines = (line.split() for line in text.splitlines())
     fields = (line[1:] for line in lines if line and line[0] in wanted)
@@ -132,7 +136,7 @@ class UsageMeter:
     switches: int = 0
 
     def running(self, running: bool) -> None:
-        """Starts it, or stops it: what a `Runtime` calls its stopwatch."""
+        """Start or stop the meter, as a `Runtime` does with its stopwatch."""
         sign = -1 if running else 1
         self.passed += sign * time.monotonic()
         self.own += sign * time.process_time()
@@ -147,7 +151,7 @@ class UsageMeter:
             self.busy = self.stolen = None
 
     def usage(self) -> Usage:
-        """All so far; not while it runs."""
+        """Return all use so far; not while it runs."""
         cores = len(usable_cores())
         return Usage(machine(), cores, self.passed, self.own, self.busy, self.stolen, self.switches)
 
@@ -191,7 +195,8 @@ class TimedCompute:
 
 
 def peak_memory() -> int:
-    """The most bytes of memory that this process has had so far, Python and torch included."""
+    """Return the peak memory of this process in bytes, Python and torch included."""
+    # In bytes on macOS, in KiB on Linux.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -202,6 +207,8 @@ def keep_freed_memory() -> None:
     Else the activations of a step may be given back to the system after it, and every page of them
     be taken from there anew, and filled with zeros, in the next.
     """
+    # Blocks up to this size come from the heap. Setting it also turns off glibc's dynamic
+    # adjustment.
     _mallopt(_M_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
     _mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def program(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
-    """The program of each rank; here, so that a launcher can name it without importing torch."""
+    """Run the program of each rank; it is here so that a launcher names it without torch."""
     from orchestra.trainer.program import train
 
     meter = UsageMeter()
@@ -65,7 +65,7 @@ def train_run(
 
 
 def has_validation(task: str) -> bool:
-    """Whether the task has validation data; a rank finds out, so that torch stays out of here.
+    """Return whether the task has validation data; asks a rank, as torch stays out of here.
 
     Raises `InputError` for a task that cannot be made.
     """
@@ -132,7 +132,7 @@ def take_part(
 def program_unless_completed(
     runtime: Runtime, assignment: tuple[Run, Path, bool]
 ) -> dict[str, Any] | None:
-    """`program`, its report as plain data, unless rank 0 knows that this was done before."""
+    """Run `program`, unless rank 0 knows that this was done before; report as plain data."""
     import torch
 
     from orchestra.collectives import Group, broadcast
@@ -144,7 +144,7 @@ def program_unless_completed(
 
 
 def lacking(run: Run) -> str | None:
-    """What this machine lacks for `run`, None if nothing. Imports torch only where it has to."""
+    """Return what this machine lacks for `run`; None if nothing. Imports torch only if needed."""
     if run.training.device != "cuda":
         return None
     import torch

@@ -152,17 +152,17 @@ class Watcher:
         self._order(watch)
 
     def abandon(self) -> None:
-        """Kill all ranks; returns when they are gone."""
+        """Kill all ranks, and wait until they are gone."""
         self._abandoned = True
         self._order(lambda: None)
         self._thread.join()
 
     def rely_on(self, server: int) -> None:
-        """Watch over the fork server, process `server`: without it no rank starts, or ends."""
+        """Watch over the fork server, process `server`: without it no rank starts or is reaped."""
         self._server, self._server_runs_at = server, time.monotonic()
 
     def server_lost(self, error: Exception) -> str:
-        """Why the run failed where the fork server did not start a rank, but gave `error`."""
+        """Return why the run failed, after the fork server gave `error` in place of a rank."""
         status = None if self._server is None else exit_status(self._server, within=1.0)
         how = f"does not answer: {error}" if status is None else events.exit_text(status)
         return self.detector.cause or f"{SERVER} {how}"
@@ -172,7 +172,7 @@ class Watcher:
         self._order(lambda: self._observe(events.Failed(rank, events.describe(error))))
 
     def interrupt(self) -> None:
-        """The user pressed Ctrl-C. Safe in a signal handler."""
+        """Note that the user pressed Ctrl-C. Safe in a signal handler."""
         self._order(lambda: self._observe(events.Interrupted()))
 
     def join(self) -> None:
@@ -183,7 +183,7 @@ class Watcher:
             raise self._crash
 
     def outcome(self, read: Callable[[bytes], Any]) -> Outcome:
-        """The outcome of a run whose ranks are gone; `read` decodes the result of a rank.
+        """Return the outcome of a run whose ranks are gone; `read` decodes a rank's result.
 
         Raises `InputError` or `RunFailed` with the cause, where it has failed.
         """
@@ -205,7 +205,7 @@ class Watcher:
         )
 
     def _order(self, order: Callable[[], None]) -> None:
-        self._orders.append(order)
+        self._orders.append(order)  # first, so that the byte below finds it
         with contextlib.suppress(OSError):  # the thread has ended
             self._wake_out.send(b"\0")
 
@@ -234,7 +234,7 @@ class Watcher:
         self._selector.close()
 
     def _take_orders(self) -> None:
-        self._wake_in.recv(1024)
+        self._wake_in.recv(1024)  # before the orders: a later one sends a byte of its own
         while self._orders:
             self._orders.pop(0)()
 
@@ -250,7 +250,7 @@ class Watcher:
             self._broadcast({"kind": "watching"})
 
     def _look_after_server(self, now: float, within: float = 0.0) -> None:
-        """The fork server has to run: named where it does not, and ended with its ranks."""
+        """Check that the fork server runs; otherwise end the run by its name."""
         if self._server is None:
             return
         status = exit_status(self._server, within=within)
@@ -316,7 +316,7 @@ class Watcher:
 
     def _drain(self, link: _Link) -> None:
         while link.connection.fileno() >= 0:
-            link.connection.setblocking(False)
+            link.connection.setblocking(False)  # else `read` waits up to SEND_SECONDS
             before = link.frames.received
             self._read(link)
             if link.frames.received == before:

@@ -49,16 +49,17 @@ class Queued:
         self._queue = queue
 
     def done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return whether `wait` would return at once."""
         kernel = self._queue.kernel
         kernel.catch_up()
         return self.finished_at <= kernel.now()
 
     def wait(self) -> int:
-        """Let virtual time pass until it is done; the bytes of buffer used."""
+        """Let virtual time pass until it is done; returns the bytes of buffer used."""
         queue = self._queue
         kernel = queue.kernel
         flow, started = kernel.current, kernel.here()
+        # Again: a group's queue that is taken back makes `through` infinite once more.
         while self.through > kernel.now():
             self.waiting = *self.waiting, flow
             if queue.group is not None:
@@ -74,12 +75,12 @@ class Queued:
         return self.buffer_bytes
 
     def finish(self, time: float) -> None:
-        """It is done at `time`, now or later."""
+        """Note that it is done at `time`, now or later."""
         self.finished_at, self.through = time, self._queue.kernel.now()
         self.resume()
 
     def resume(self) -> None:
-        """Let those go on that wait for it."""
+        """Resume the flows that wait for it."""
         waiting, self.waiting = self.waiting, ()
         for flow in waiting:
             self._queue.kernel.resume(flow)
@@ -125,7 +126,7 @@ class BackgroundQueue:
         port.meter.uncounted.append(self._count)
 
     def begin(self, given: Contribution) -> Queued:
-        """One more, behind the others, at the present of the flow that begins it."""
+        """Queue a collective behind the others, at the present time of the flow that begins it."""
         task = Queued(self, given, self.kernel.here())
         if given.placed.goes_ahead and given.call.vector.is_meta:
             if self._rendezvous.group_queue(given.placed).add(self, task):
@@ -139,11 +140,11 @@ class BackgroundQueue:
 
     @property
     def is_steady(self) -> bool:
-        """Whether what it computes takes the seconds that are known of it, and no more."""
+        """Whether its computations take exactly the seconds that are known beforehand."""
         return self.processor.undisturbed() and not self._caches.is_cold
 
     def settle(self) -> None:
-        """Take out what is through by now."""
+        """Remove tasks that are through by now, and count their seconds."""
         tasks, now, place = self.tasks, self.kernel.now(), self.place
         uncounted = self._uncounted
         while tasks and tasks[0].through <= now:
@@ -156,7 +157,7 @@ class BackgroundQueue:
                 task.resume()
 
     def _count(self) -> None:
-        """Count what is through by now: somebody wants to know."""
+        """Count bytes and messages of what is through by now, before somebody reads them."""
         self.settle()
         for placed, times in self._uncounted.items():
             placed.count(placed.place[self.rank], self._port, times, arriving=True)
@@ -165,7 +166,7 @@ class BackgroundQueue:
     # As a part of the group's queue, which is taken back
 
     def leave_group(self) -> None:
-        """It executes what is not through by itself."""
+        """Leave the group's queue: this queue executes what is not through by itself."""
         self.settle()
         self.group = None
         for task in self.tasks:
@@ -193,6 +194,7 @@ class BackgroundQueue:
         """Let the first of them begin at `time`, now or later."""
         self._started = time
         if time > self.kernel.now() and not self.is_steady:
+            # How long it takes is known only when it is its turn.
             self.kernel.call_at(time, self._start, time)
         else:
             beginning = self.tasks[0].given.placed.beginning
@@ -218,7 +220,7 @@ class BackgroundQueue:
             self.kernel.at(time, self._exchange_messages)
 
     def through(self) -> None:
-        """The first of them has been executed."""
+        """Note that the first task has been executed."""
         assert self._member is not None
         self._member.count(self._port)
         _, communicating = self._member.seconds

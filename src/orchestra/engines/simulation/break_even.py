@@ -72,15 +72,16 @@ class BreakEven:
 
 
 def search(faster: Callable[[float], bool]) -> tuple[Literal["below", "above"], float] | bool:
-    """The factor on the bandwidth at which `faster(factor)` changes, and on which side it holds.
+    """Find the factor on the bandwidth at which `faster(factor)` changes, and the side it holds on.
 
     From a factor of 1 the search goes up first if it holds there, else down, and then the other
-    way. Whether it holds, where it is the same as far as that goes.
+    way. Returns a bool if it is the same everywhere within `FURTHEST` strides.
     """
     now = faster(1.0)
     for sign in (1, -1) if now else (-1, 1):
         for stride in range(1, FURTHEST + 1):
             if faster(STRIDE ** (sign * stride)) is not now:
+                # Bisect in the exponent: bandwidths are searched by ratios.
                 inner, outer = float(sign * (stride - 1)), float(sign * stride)
                 for _ in range(HALVINGS):
                     middle = (inner + outer) / 2
@@ -103,7 +104,7 @@ class Question:
 
 
 def find_break_even(runtime: Runtime, question: Question) -> BreakEven:
-    """Program of a process: the answer."""
+    """Answer the question; the program of a process."""
     from orchestra.worker.runtime import SilentReporter
 
     name = question.plain.run.training.cluster
@@ -137,7 +138,7 @@ def find_break_even(runtime: Runtime, question: Question) -> BreakEven:
 
 
 def _step_seconds(rival: Rival, cluster: Cluster, reporter: Reporter) -> float:
-    """Of a step, in a simulation of time alone.
+    """Return the seconds of a step, in a simulation of time alone.
 
     Raises:
         InputError: the strategy or the task needs values.

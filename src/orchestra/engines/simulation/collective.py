@@ -36,7 +36,7 @@ class Contribution(NamedTuple):
 
     @property
     def result_known_without_messages(self) -> bool:
-        """Whether what each rank gets is known without messages, once all have begun."""
+        """Whether the result of each rank is known without messages, once all have begun."""
         schedule = self.placed.plan.schedule
         summed = schedule.all_reduce or (schedule.synchronizing and self.call.vector.is_meta)
         return summed and self.placed.plan.is_synchronizing
@@ -74,7 +74,7 @@ class Member:
         return self._collective.waits(self.index)
 
     def finish(self, waiting: float, communicating: float) -> None:
-        """It is through, after so many seconds."""
+        """Note that the rank is through, after so many seconds of waiting and communicating."""
         if not self.done:
             assert self._collective is not None
             self._at_once = self._collective.evaluated
@@ -83,7 +83,7 @@ class Member:
             self._then()
 
     def leave(self) -> None:
-        """It has nothing to do with the collective any more."""
+        """Detach from the collective."""
         self.done = True
         self._collective = None  # a cycle would be left to the garbage collector
 
@@ -208,11 +208,13 @@ class Collective:
         collectives = [self]
         if self._before is not None and self._before._ahead:
             collectives.insert(0, self._before)  # even if it is over: others queued up behind it
+        # The older one last: the times from before it are those that count.
         for each in reversed(collectives):
             for slow_start, used_at in each._used:
                 slow_start.used_at = used_at
         now = self._kernel.now()
         arrivals = [m.arrived for each in collectives for m in each._members.values()]
+        # A world of its own, in which nobody else sends: until now that was so.
         scene = Scene(Events(min([now, *arrivals])), replays=True)
         fluid = Fluid(scene.events)
         participants = [each for one in collectives for each in one._replay(scene, fluid)]
@@ -225,6 +227,7 @@ class Collective:
         """Let those who have come begin again, when they came, among the events of `scene`."""
         self._ahead = False
         for timer in self._timers:
+            # What was told of the ends does not hold any more.
             timer.cancel()
         self._messages = messages = Messages(self.placed, scene)
         for stream in self.placed.streams.values():
@@ -240,8 +243,9 @@ class Collective:
         return participants
 
     def _evaluate(self) -> None:
-        """All are there: when each is through."""
+        """Compute when each rank is through, now that all have come."""
         members = [self._members[place] for place in range(len(self._members))]
+        # By places, as the arrays of `rounds` are.
         arrivals = [member.arrived for member in members]
         rates = tuple(member.processor.rate for member in members)
         before = self._before
@@ -262,6 +266,7 @@ class Collective:
         members = [self._members[place] for place in range(len(self._members))]
         self.usage = ends.usage
         columns = (ends.clock, ends.waiting, ends.communicating)
+        # One event for all who are through at one time; they go on in the order of their places.
         together: dict[float, list[tuple[Member, float, float]]] = {}
         for member, clock, *seconds in zip(members, *(c.tolist() for c in columns), strict=True):
             together.setdefault(clock, []).append((member, *seconds))
@@ -272,7 +277,7 @@ class Collective:
             self._timers.append(timer)
 
     def _use_connections(self, ends: Ends) -> bool:
-        """Whether they all have started when they are used first."""
+        """Note when long links are used; returns False if one of them would start slowly."""
         first, last = ends.carried.tolist()
         slow_starts = self.placed.slow_starts.items()
         if not all(slow_start.is_over(first[number]) for number, slow_start in slow_starts):
@@ -284,6 +289,7 @@ class Collective:
 
     def _through(self, participant: Participant) -> None:
         """Those who are through at the same instant go on in the order of their places."""
+        # At the end of this instant, when all who are through at it are known.
         if not self._ended:
             self._kernel.call_at(self._kernel.now(), self._finish_ended, None)
         self._ended.append(participant)

@@ -44,7 +44,7 @@ class Context(Protocol):
         ...
 
     def join(self) -> None:
-        """Nothing of it is left after this; its life is over."""
+        """Wait until nothing of it is left; its life is over."""
         ...
 
 
@@ -57,6 +57,8 @@ class ThreadContext:
         self._baton.acquire()
         self._life = life
         self._thread = threading.current_thread()
+        # Handlers of signals run in the main thread. A signal that came just before it waited, or
+        # that the kernel gave to another thread, does not wake it from a lock.
         self._timeout = LOOK_UP if life is None else -1.0
         if life is not None:
             self._thread = threading.Thread(target=self._live, name=name, daemon=True)
@@ -91,6 +93,7 @@ class ThreadContext:
     def _take_over(self) -> None:
         """From the one that runs: it is the turn of this one."""
         assert self._thread.native_id is not None
+        # Before the baton: the kernel chooses a core at the moment in which it wakes the thread.
         self._affinity.bring_here(self._thread.native_id)
         self._baton.release()
 
@@ -116,6 +119,7 @@ class GreenletContext:
             own.parent = following._greenlet  # goes on when this one ends
 
         own = greenlet(live, self._first._greenlet)
+        # To its first line and back, so that it lies on the stack of its maker alone.
         own.switch()
         return GreenletContext(own, self._first)
 
@@ -123,14 +127,14 @@ class GreenletContext:
         other._greenlet.switch()
 
     def await_turn(self) -> None:
-        """It is: what interrupts a greenlet goes on in its parent."""
+        """Do nothing: an exception in a greenlet goes on in its parent, so that it is its turn."""
 
     def join(self) -> None:
         assert self._greenlet.dead
 
 
 def _reader() -> Callable[[], int] | None:
-    """What tells which core runs it; None where there is no such thing."""
+    """Return a function that gives the number of its caller's core; None if there is none."""
     if sys.platform != "linux":
         return None
     read: Callable[[], int] | None = getattr(ctypes.CDLL(None), "sched_getcpu", None)
@@ -159,6 +163,7 @@ class Affinity:
         self._restrict(0, self._cores)
 
     def _restrict(self, thread: int, cores: set[int]) -> None:
+        # On a single core there is nothing to choose, and two system calls a turn are saved.
         if len(self._cores) > 1:
             try:
                 os.sched_setaffinity(thread, cores)

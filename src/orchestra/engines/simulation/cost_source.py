@@ -32,7 +32,7 @@ class CostSource:
 
 
 def own_calibration() -> Path:
-    """Where the figures of this machine are kept.
+    """Return the path at which the figures of this machine are kept.
 
     Raises:
         InputError: the user has no place to keep anything.
@@ -44,7 +44,7 @@ def own_calibration() -> Path:
 
 
 def key_of(task: str, optimizer: Optimizer, precision: str) -> tuple[str, str, str]:
-    """What decides how long a step takes; learning rates do not."""
+    """Return what decides how long a step takes; learning rates do not."""
     arguments = {name: value for name, value in optimizer.arguments.items() if name != "lr"}
     groups = tuple(group.match for group in optimizer.groups)
     text = repr(replace(optimizer, arguments=arguments)) + (f" by {groups}" if groups else "")
@@ -52,7 +52,7 @@ def key_of(task: str, optimizer: Optimizer, precision: str) -> tuple[str, str, s
 
 
 def cost_source_of(run: Run) -> CostSource:
-    """The figures that `run` asks for with `calibration`; the machine's own where it says auto.
+    """Find the figures that `run` asks for with `calibration`; with auto the machine's own.
 
     Raises:
         InputError: a file that is not there, damaged, or without the task of the run.

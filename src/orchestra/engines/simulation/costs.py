@@ -41,15 +41,15 @@ class Costs(Protocol):
         ...
 
     def seconds(self, work: Work, threads: int = 1) -> float:
-        """With so many threads, always above 0."""
+        """Return the seconds with `threads` threads, always above 0."""
         ...
 
     def ready(self, slot: int) -> float:
-        """What part of a gradient's seconds has passed when `slot` has its gradient."""
+        """Return the part of a gradient's seconds that has passed when `slot` has its gradient."""
         ...
 
     def needed(self, slot: int) -> float:
-        """What part of a gradient's seconds has passed when the forward pass needs `slot`."""
+        """Return the part of a gradient's seconds that has passed when forward needs `slot`."""
         ...
 
 
@@ -80,6 +80,8 @@ class CalibratedCosts(Costs):
         match work.kind:
             case "gradient":
                 parts = self._accumulation
+                # Each micro-batch is charged by its own size: small batches take longer for a
+                # sample.
                 return parts * self._task.seconds("gradient", work.amount / parts, threads)
             case "forward" | "backward":
                 share = self._share(work.kind, work.parameters)
@@ -105,7 +107,7 @@ class CalibratedCosts(Costs):
 
     @functools.cache  # noqa: B019 - lives as long as the simulation
     def _share(self, kind: str, names: tuple[str, ...]) -> float:
-        """What part of a gradient's seconds one pass of the stage with these parameters takes."""
+        """Return the part of a gradient's seconds that a pass of a stage's parameters takes."""
         if kind == "forward":
             share = sum(self._parameters[name].forward for name in names)
             whole = self._turn
@@ -116,7 +118,7 @@ class CalibratedCosts(Costs):
 
     @functools.cached_property
     def _backward(self) -> dict[str, float]:
-        """Of each parameter: from the gradient that was ready before its own to its own."""
+        """Each parameter's part of backward: from the gradient before its own to its own."""
         before, found = self._turn, {}
         rising: list[Parameter] = sorted(self._parameters.values(), key=lambda p: p.ready)
         for parameter in rising:
@@ -155,6 +157,7 @@ class AssumedCosts:
         self._stages = stages
         elements = [slot.size for slot in layout.slots]  # the last parameter first, as in backward
         whole = sum(elements)
+        # The forward pass takes the first third.
         self._ready = [1 / 3 + 2 / 3 * done / whole for done in accumulate(elements)]
         self._needed = [1 / 3 - done / whole / 3 for done in accumulate(elements)]
 
@@ -178,7 +181,7 @@ class AssumedCosts:
 
 
 def assumed_costs(run: Run) -> AssumedCosts:
-    """The operations of a gradient of the task of `run`, as it says, or counted on a batch."""
+    """Make costs from the operations of the task's gradient, as it says or counted on a batch."""
     task = load_task(run.task)
     module = task.model() if run.training.tensors == "real" else meta_model(task)
     flops = task.sample_flops or _counted(run, task, module)
@@ -187,7 +190,7 @@ def assumed_costs(run: Run) -> AssumedCosts:
 
 
 def _counted(run: Run, task: Task, module: nn.Module) -> float:
-    """Operations of a sample's gradient."""
+    """Count the operations of a sample's gradient."""
     size = run.training.batch_size
     batch = open_samples(task.train, run.seed, task.collate).read(0, size)
     device = next(module.parameters()).device
@@ -248,7 +251,7 @@ class SimulatedCompute:
         return self._seconds
 
     def run(self, work: Work, function: Callable[[], T]) -> T:
-        """Do `function`, and let virtual time pass.
+        """Run `function`, and let virtual time pass.
 
         Raises:
             ValueError: the cost model says that it takes no time.
@@ -293,6 +296,7 @@ class SimulatedCompute:
         self._pass(self._costs.needed(slot))
         began = self._kernel.here()
         wait()
+        # `run` counts all until the gradient's end, the wait included.
         self._seconds -= self._kernel.here() - began
         self.main_seconds -= self._kernel.here() - began
 

@@ -71,14 +71,14 @@ class Faults:
         self._schedule(cluster)
 
     def ended(self, event: Finished | Failed) -> None:
-        """The program of a rank has come to its end; the run goes on until that is known."""
+        """Note that the program of a rank has ended; the run goes on until that is known."""
         self._watch()
         self._unheard[event.rank] = event
         self._kernel.outstanding += 1
         self._hear(event.rank)
 
     def _hear(self, rank: int) -> None:
-        """Take in the end of `rank`, once word of it gets through."""
+        """Let the watcher hear of the end of `rank`, if no link on the way is cut."""
         if self._world.reaches(rank, 0):
             self._ended.add(rank)
             event = self._unheard.pop(rank)
@@ -130,7 +130,7 @@ class Faults:
             self._observe(Exited(rank, -signal.SIGKILL))
 
     def _lose(self, rank: int, reason: str, *, at_once: bool) -> None:
-        """`rank` is no more; the others learn it at once, or from the ends of their connections."""
+        """End `rank`; the others learn it at once, or from the ends of their connections."""
         self._ended.add(rank)
         if self._unheard.pop(rank, None) is not None:
             self._kernel.outstanding -= 1
@@ -144,6 +144,8 @@ class Faults:
     # The watcher
 
     def _watch(self) -> None:
+        # Beats cost events, so they are only heard while something is wrong, and until a
+        # consequence would be reported.
         self._until = self._kernel.now() + self._detector.limits.cause + 2 * BEAT_SECONDS
         if not self._watching:
             self._watching = True

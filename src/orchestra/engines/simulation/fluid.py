@@ -65,35 +65,44 @@ class Fluid:
         back: tuple[Resource, ...] = (),
         weight: float = 1.0,
     ) -> Activity:
-        """Let an activity of `amount` begin; `then` is called when it ends.
+        """Start an activity of `amount`, and call `then` when it ends.
 
         It crosses each of `resources` once, and its acknowledgements those `back`. An amount of 0
         ends at the present time, but after this call.
         """
         assert 0 <= amount < inf, f"an amount of {amount}"
         now = self._events.now()
+        # An activity of 0 crosses nothing, so that it changes no shares.
         path = tuple(resources) if amount else ()
         self._started += 1
         self._running += 1
         activity = Activity(self._started, amount, path, then, now, weight)
+        # One that ends at this instant on the same resources hands on its rate, as long as all that
+        # determines the rate is equal. Messages of one connection follow each other like this, and
+        # nothing is shared anew (docs/decisions/0085-successors-on-the-links.md).
         places = self._places.get(path)
         if places and (not amount or (places[-1].back, places[-1].weight) == (back, weight)):
             self._take_place(activity, places.pop(), now)
             return activity
+        # Before rates are looked at: acknowledgements may lower capacities.
         if back and amount:
             activity.back = back
             for resource in back:
                 self._acknowledge(resource, 1)
+        # The rate that it would have alone.
         rate = inf
         for resource in path:
             if resource.capacity < rate:
                 rate = resource.capacity
+        # A tight resource has nothing to spare. Only without one is it worth adding up what is
+        # used.
         tight = [resource for resource in path if resource.tight and resource.activities]
         crowded = tight or [r for r in path if r.activities and not r.fits(rate)]
         for resource in path:
             if resource.activities:
                 self._part_beside(resource, 1)
             else:
+                # It was idle, so that what is known of its last activities no longer holds.
                 resource.fastest = 0.0
                 resource.tight = False
             resource.activities[activity] = None
@@ -101,6 +110,7 @@ class Fluid:
                 resource.equal.newcomers.append(activity)
         for resource in crowded:
             self._share_anew(resource)
+        # Nobody else is affected: no shares have to be computed.
         if not crowded:
             self._change_rate(activity, rate, now)
             if activity.finish < self._alarm_at:
@@ -108,14 +118,15 @@ class Fluid:
         return activity
 
     def cancel(self, activity: Activity) -> None:
-        """End `activity` now: its `then` is not called any more."""
+        """End `activity` now, without calling its `then`."""
+        # It may have ended at this instant already, with the call still to come.
         activity.then = lambda: None
         if activity.running:
             self._end(activity)
             self._release([activity])
 
     def set_capacity(self, resource: Resource, capacity: float) -> None:
-        """Let `resource` have another capacity from now on; at 0 all that crosses it stalls."""
+        """Change the capacity of `resource` from now on; at 0 all activities on it stall."""
         assert 0 <= capacity < inf, f"{resource.name} gets the capacity {capacity}"
         resource.nominal = capacity
         resource.capacity = capacity * self._carries if resource.acknowledged else capacity
@@ -123,7 +134,7 @@ class Fluid:
             self._share_anew(resource)
 
     def _acknowledge(self, resource: Resource, change: int) -> None:
-        """So many activities more have acknowledgements on `resource`.
+        """Add `change` to the number of activities that have acknowledgements on `resource`.
 
         While there are any, they are assumed to take as much as those of data at its capacity.
         """
@@ -141,6 +152,8 @@ class Fluid:
             self._part_beside(resource)
 
     def _change_rate(self, activity: Activity, rate: float, now: float) -> None:
+        # From the last change of the rate, not by small steps, in which rounding errors would add
+        # up.
         activity.left = left = activity.left_at(now)
         activity.updated_at = now
         activity.rate = rate
@@ -156,11 +169,11 @@ class Fluid:
             return
         else:
             activity.finish = now + left / rate
+        # Earlier entries of this activity stay in the heap, and are recognized by another `finish`.
         heapq.heappush(self._ends, (activity.finish, activity.order, activity))
 
     def _end(self, activity: Activity) -> None:
-        """It has nothing left, and keeps its rate until another one takes its place or it is
-        released."""
+        """Mark `activity` as ended; it keeps its rate until it is replaced or released."""
         self._running -= 1
         activity.running = False
         activity.finish = inf
@@ -169,7 +182,7 @@ class Fluid:
         activity.left = 0.0
 
     def _take_place(self, activity: Activity, before: Activity, now: float) -> None:
-        """Let `activity` go on where `before` ends: nobody else notices."""
+        """Let `activity` take over the rate of `before`, which ends now: no other rate changes."""
         activity.back, before.back = before.back, ()
         equal = None
         for resource in activity.resources:
@@ -184,7 +197,8 @@ class Fluid:
             self._stale[equal] = None
 
     def _release(self, ended: Sequence[Activity]) -> None:
-        """Let others have what these had, where that held them back."""
+        """Remove `ended`, and share anew the resources on which they held others back."""
+        # All are removed first, so that nothing below counts one that has ended.
         for activity in ended:
             for resource in activity.resources:
                 del resource.activities[activity]
@@ -192,6 +206,7 @@ class Fluid:
             for resource in activity.back:
                 self._acknowledge(resource, -1)
             for resource in activity.resources:
+                # Where a resource is not tight nobody can gain from what becomes free.
                 if resource.tight and resource.activities:
                     self._share_anew(resource)
                 elif resource.equal is not None:
@@ -203,18 +218,22 @@ class Fluid:
         resource.tight = True
         self._part_beside(resource)
         if not self._dirty:
+            # At the end of this instant, so that whatever else happens at it is shared out
+            # together.
             self._events.at(self._events.now(), self._solve)
         self._dirty[resource] = None
 
     def _solve(self) -> None:
-        """Share out all resources that are connected with those where something has changed."""
+        """Compute new shares for all activities connected with resources that have changed."""
         now = self._events.now()
         dirty, self._dirty = self._dirty, {}
+        # Equal shares first, as those that have to be parted take part in the sharings below.
         begun = next(MARKS)
         for seed in dirty:
             if seed.equal is not None and not self._share_equally(seed.equal, now):
                 self._part(seed.equal)
         for seed in dirty:
+            # A higher mark: the sharing from an earlier seed has reached this one.
             if seed.equal is None and seed.mark < begun and seed.activities:
                 self._share_out(seed, now)
         self._set_alarm()
@@ -234,6 +253,7 @@ class Fluid:
             self._join(shared.resources[0], shared.activities, now)
             return
         for activity in shared.activities:
+            # A change of rate costs an entry in the heap: equal rates are left alone.
             if activity.share != activity.rate:
                 self._change_rate(activity, activity.share, now)
 
@@ -247,16 +267,22 @@ class Fluid:
         self._look_up_first(equal, now)
 
     def _share_equally(self, equal: EqualShares, now: float) -> bool:
-        """Whether those that have come share nothing else, either: then all have their shares."""
+        """Give newcomers their equal shares, if no other resource can hold them back.
+
+        Returns whether that was possible.
+        """
         resource = equal.resource
         rate = equal.fair_rate()
         newcomers = [activity for activity in equal.newcomers if activity.running]
         equal.newcomers.clear()
+        # Half of the number at which they join, so that groups near it do not join and part all the
+        # time.
         if 2 * len(resource.activities) < sharing.LEAST or not resource.capacity:
             return False
         for activity in newcomers:
             set_limit(activity, resource)
         limit = min((activity.limit / activity.weight for activity in newcomers), default=inf)
+        # Another resource may hold one of them back at this rate.
         if min(limit, equal.limit) * ROUNDING < rate:
             return False
         self.shares += 1 + len(newcomers)
@@ -266,9 +292,10 @@ class Fluid:
         return True
 
     def _look_up_first(self, equal: EqualShares, now: float) -> None:
-        """Of all that share equally only the first knows when it ends."""
+        """Set the end of the activity that ends first; the others' ends stay infinite."""
         first = equal.first()
         if equal.head is not None and equal.head is not first:
+            # Its entry in the heap becomes obsolete.
             equal.head.finish = inf
         equal.head = first
         if first is not None:
@@ -277,7 +304,7 @@ class Fluid:
             heapq.heappush(self._ends, (first.finish, first.order, first))
 
     def _part_beside(self, resource: Resource, further: int = 0) -> None:
-        """Part those for whom `resource`, with so many activities more, may be too little."""
+        """Part equal shares that `resource`, with `further` more activities, may hold back."""
         if self._equal and resource.equal is None:
             fair: float | None = None
             for activity in resource.activities:
@@ -291,7 +318,7 @@ class Fluid:
                         self._share_anew(equal.resource)
 
     def _part(self, equal: EqualShares) -> None:
-        """Each goes on by itself, at the rate that it has."""
+        """Dissolve `equal`: each of its activities gets a rate and an end of its own again."""
         now = self._events.now()
         self._equal -= 1
         equal.resource.equal = None
@@ -307,6 +334,8 @@ class Fluid:
 
     def _set_alarm(self) -> None:
         ends = self._ends
+        # At least half of the entries are obsolete here, so that rebuilding costs O(1) for each
+        # push.
         if len(ends) > 64 + 2 * self._running:
             self._ends = ends = [entry for entry in ends if entry[2].finish == entry[0]]
             heapq.heapify(ends)
@@ -333,9 +362,11 @@ class Fluid:
                     self._end(each)
                 ended += over
         for activity in ended:
+            # What the calls below start on the same resources may take these places (`start`).
             self._places.setdefault(activity.resources, []).append(activity)
         for activity in ended:
             activity.then()
+        # Those whose places nobody has taken.
         self._release([activity for left in self._places.values() for activity in left])
         self._places.clear()
         for equal in self._stale:
@@ -347,13 +378,14 @@ class Fluid:
 
 
 def _are_equal(shared: Shared) -> bool:
-    """Whether these are many, and one resource alone holds them back, each by its weight."""
+    """Return whether these are many, and one resource alone holds them back, each by its weight."""
     if len(shared.activities) < sharing.LEAST or len(shared.resources) != 1:
         return False
     (resource,) = shared.resources
     if not resource.tight or not resource.capacity:
         return False
     rate = shared.activities[0].share / shared.activities[0].weight
+    # Some have less: their own limit holds them back.
     if any(abs(a.share - rate * a.weight) * 1e12 > a.share for a in shared.activities):
         return False
     for activity in shared.activities:

@@ -68,20 +68,20 @@ class GroupQueue:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether anything of it has been begun that is not over."""
+        """Whether anything in it has been begun and is not over."""
         return bool(self._entries) and self._kernel.now() < self._entries[-1].over
 
     def uses(self, links: Iterable[Resource]) -> bool:
-        """Whether it is ahead on one of `links`."""
+        """Return whether it is ahead on one of `links`."""
         return self.is_ahead and any(link in self._links for link in links)
 
     def disturbed_by(self, rank: int) -> bool:
-        """Whether a flow of `rank` may keep one of its threads from a core of the same node."""
+        """Return whether a flow of `rank` may keep one of its threads from a core of the node."""
         queues = self._on_node.get(self._nodes[rank], ())
         return not all(queue.processor.undisturbed() for queue in queues)
 
     def add(self, queue: BackgroundQueue, task: Queued) -> bool:
-        """Take in what a rank begins. False: its own queue executes it, as do those of others."""
+        """Take in what a rank begins; False if the ranks' own queues have to execute it."""
         if queue.group is not self and not self._admit(queue, task.given.placed):
             self.rewind()
             return False
@@ -90,6 +90,7 @@ class GroupQueue:
             self.rewind()
             return False
         entry.tasks[queue.place] = task
+        # As of now: with a queue of its own the thread would be busy, or would have to be woken.
         task.follows = bool(queue.tasks) and queue.tasks[-1].through > self._kernel.now()
         queue.tasks.append(task)
         queue.position += 1
@@ -98,7 +99,7 @@ class GroupQueue:
         return True
 
     def _admit(self, queue: BackgroundQueue, placed: PlacedPlan) -> bool:
-        """Take `queue` in, if it has nothing else to do; False: it cannot be."""
+        """Take `queue` in; False if it has something else to do, or its costs are not known."""
         if queue.group is not None:
             queue.group.rewind()
         place = placed.place[queue.rank]
@@ -110,7 +111,7 @@ class GroupQueue:
         return True
 
     def _entry(self, queue: BackgroundQueue, given: Contribution) -> Entry | None:
-        """What `given` is a part of; None: its times cannot be evaluated ahead."""
+        """Return the entry of `given`; None if its times cannot be evaluated ahead."""
         if queue.position - self._first == len(self._entries) and not self._append(given):
             return None
         entry, before = self._entries[queue.position - self._first], self._before
@@ -128,6 +129,7 @@ class GroupQueue:
             self._first += len(self._entries)
             self._entries.clear()
             self._links.clear()
+            # All before are over: the links belong to whoever comes, and have to be claimed anew.
             ahead, self._before = self._rendezvous.goes_ahead(placed)
             before = placed if self._before is None else self._before.placed
         if ahead and not placed.begins_elsewhere(before) and not self._rendezvous.is_open(given):
@@ -161,6 +163,7 @@ class GroupQueue:
         usage = None if self._before is None else self._before.usage
         if before is not None:
             follows = np.array([task.follows for task in tasks])
+            # The thread turns to it when it has been begun and the one before is done.
             started = np.where(follows, np.maximum(started, before.finished), started)
             usage = before.ends.usage
         joined = started + placed.beginning / rates
@@ -196,7 +199,7 @@ class GroupQueue:
             task.resume()  # who waits looks again: it may have been taken back
 
     def waits(self, queue: BackgroundQueue) -> Wait:
-        """Whom the rank of `queue` waits for, and for what."""
+        """Return whom the rank of `queue` waits for, and for what."""
         for entry in self._entries:
             missing = [r for place, r in enumerate(self._ranks) if place not in entry.tasks]
             if missing:
@@ -210,12 +213,14 @@ class GroupQueue:
         """
         entries = deque(self._entries if self.is_ahead else ())
         queues, before = self._queues, self._before
+        # First, so that what follows finds no queue to take back once more.
         self._reset()
         now = self._kernel.now()
         for queue in queues.values():
             queue.leave_group()
         while len(entries) > 1 and entries[1].over <= now:
             entries.popleft()
+        # Now rebuild what there would be without this queue, from the times that were evaluated.
         through, free = np.full(len(self._ranks), -inf), np.zeros(len(self._ranks))
         while entries and entries[0].over < inf and through.max() <= now:
             entry = entries.popleft()
@@ -234,5 +239,6 @@ class GroupQueue:
         places = [place for place in places if through[place] <= now]
         if following is not None and places:
             self._rendezvous.begin_ahead(following.given, before, joining=True)
+            # In the order in which they would have come.
             for place in sorted(places, key=lambda place: through[place]):
                 queues[place].join_first(float(free[place]))

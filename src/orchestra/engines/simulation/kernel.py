@@ -25,7 +25,7 @@ Wait = tuple[tuple[int, ...], str]
 
 
 class Timer:
-    """A call that is due; it may be cancelled until then."""
+    """A scheduled call, which can be cancelled until it is made."""
 
     __slots__ = ("_call",)
 
@@ -33,7 +33,7 @@ class Timer:
         self._call: Call | None = call
 
     def cancel(self) -> None:
-        """Let it pass without effect."""
+        """Make `fire` do nothing."""
         self._call = None
 
     def fire(self, _: object) -> None:
@@ -55,7 +55,7 @@ class Events:
         return self._now
 
     def at(self, time: float, call: Call) -> Timer:
-        """Let `call` happen at `time`, after all that is already due then."""
+        """Schedule `call` at `time`, after everything that is already scheduled for that time."""
         timer = Timer(call)
         self.call_at(time, timer.fire, None)
         return timer
@@ -63,21 +63,23 @@ class Events:
     def call_at(self, time: float, call: Callable[[T], object], argument: T) -> None:
         """Like `at`, for `call(argument)`, which cannot be cancelled: cheaper, for each message."""
         assert time >= self._now, f"{time} lies before {self._now}"
+        # The sequence number breaks ties, so that runs are deterministic and calls are never
+        # compared.
         heapq.heappush(self._due, (time, next(self._sequence), call, argument))
 
     def after(self, seconds: float, call: Call) -> Timer:
-        """Let `call` happen so many seconds from now."""
+        """Schedule `call` in `seconds` seconds of virtual time."""
         return self.at(self._now + seconds, call)
 
     def run_until(self, until: float) -> None:
-        """Make all calls that are due by the time `until`, which it is then."""
+        """Make all calls that are due by `until`, then set the clock to `until`."""
         while self._due and self._due[0][0] <= until:
             self._now, _, call, argument = heapq.heappop(self._due)
             call(argument)
         self._now = until
 
     def left(self) -> Iterator[tuple[float, Callable[[Any], object], Any]]:
-        """What is still due, in its order: time, call and argument."""
+        """Yield the calls that are still due, in their order: time, call and argument."""
         for time, _, call, argument in sorted(self._due, key=lambda due: due[:2]):
             yield time, call, argument
 
@@ -90,16 +92,16 @@ class Processor(Protocol):
         """Its speed while no other thread runs on it, where a core of speed 1 has the rate 1."""
 
     def undisturbed(self) -> bool:
-        """Whether it computes at that rate, whatever the others do."""
+        """Return whether it computes at `rate` whatever other flows do."""
 
     def start(self, seconds: float, then: Call) -> None:
-        """Compute what takes so many seconds on a core of speed 1; `then` is called at its end."""
+        """Compute `seconds` core-seconds (of a core of speed 1), then call `then`."""
 
     def spend(self, seconds: float) -> None:
-        """Let the present flow compute what takes so many seconds on a core of speed 1."""
+        """Let the current flow compute `seconds` core-seconds (of a core of speed 1)."""
 
     def compute(self, seconds: float) -> None:
-        """The same with all of its threads."""
+        """Like `spend`, with all threads of the flow."""
 
 
 class Flow:
@@ -148,7 +150,7 @@ class Flow:
         try:
             kernel.entered(self)
             self.result = self._function()
-            kernel.catch_up()
+            kernel.catch_up()  # it ends when the world's clock has reached its own
         except BaseException as error:
             self.error = error
             if isinstance(error, KeyboardInterrupt):  # no failure of this flow
@@ -214,9 +216,9 @@ class Kernel(Events):
         return flow
 
     def add_thread(self, rank: int, count: int = 1) -> None:
-        """So many threads more of `rank` compute now and then, without a flow."""
+        """Count `count` further threads of `rank` that compute without a flow of their own."""
         self.flows_of[rank] += count
-        self.started_of[rank] += max(count, 0)
+        self.started_of[rank] += max(count, 0)  # a negative count ends threads
         self.changes += 1
 
     def resume(self, flow: Flow) -> None:
@@ -250,14 +252,14 @@ class Kernel(Events):
                 self.resume(flow)
 
     def is_held(self, rank: int) -> bool:
-        """Whether `rank` stands still."""
+        """Return whether `rank` is stopped by `hold`."""
         return rank in self._held
 
     def kill(self, rank: int) -> None:
         """From an event: the flows of `rank` never go on any more."""
         for flow in [flow for flow in self.flows if flow.rank == rank]:
             flow.dead = True
-            self._dead.append(flow)
+            self._dead.append(flow)  # `abort` still has to unwind its context
             self._remove(flow)
 
     def park(self) -> None:
@@ -269,9 +271,9 @@ class Kernel(Events):
         flow = self.current
         self._check()
         following = self._next()
-        if following is not flow.context:
+        if following is not flow.context:  # else this flow goes on without a switch
             flow.context.pass_to(following)
-            self.current = flow
+            self.current = flow  # others have set it meanwhile
             self._check()
             self._on_turn(flow)
 
@@ -313,7 +315,7 @@ class Kernel(Events):
     def leave(self, flow: Flow) -> Context:
         """From a flow that has ended: whose turn comes next."""
         if self._aborted is not None:
-            return self.launcher
+            return self.launcher  # `abort` unwinds one flow after the other
         try:
             for call in flow.on_end:
                 call(flow)
@@ -343,14 +345,14 @@ class Kernel(Events):
 
     def fail(self, error: BaseException) -> None:
         """From a flow or an event: the run ends here; `run` raises `error`."""
-        self.failure = self.failure or error
+        self.failure = self.failure or error  # later ones may be consequences of the first
 
     def abort(self, reason: str) -> None:
         """From the launcher, after `run`: unwind every flow that is left."""
         self._aborted = RunAborted(reason)
         left, self.flows = [*self.flows, *self._dead], []
         for flow in left:
-            self._pass_to(flow.context)
+            self._pass_to(flow.context)  # where `_check` raises
             flow.context.join()
 
     def _pass_to(self, context: Context) -> None:
@@ -365,14 +367,14 @@ class Kernel(Events):
                 return away()
             except BaseException as error:
                 self.fail(error)
-                away = self.launcher.await_turn
+                away = self.launcher.await_turn  # a flow still runs: the turn is not passed twice
 
     def _check(self) -> None:
         if self._aborted is not None:
             raise self._aborted
 
     def _next(self) -> Context:
-        """Carry out what is due until a flow is to go on; the launcher, once the run is over."""
+        """Make due calls until a flow is ready: its context, or the launcher's after the end."""
         while (self._living or self.outstanding) and self.failure is None:
             if self._ready:
                 return self._ready.popleft().context

@@ -57,7 +57,7 @@ class Memory:
                 raise InputError(complaint)
 
     def _complaint(self, node: Node, ranks: Sequence[int]) -> str | None:
-        """Why `ranks` have no room on `node`; None if they have, or its memory is not known."""
+        """Say why `ranks` have no room on `node`; None if they have, or its memory is not known."""
         if node.memory is None:
             return None
         devices = max(1, node.devices)
@@ -70,7 +70,7 @@ class Memory:
         return None
 
     def best_node(self, cluster: Cluster, costs: Costs) -> Node:
-        """Where a step of the whole batch takes the least time, of the nodes that have room for it.
+        """Return the node with room where a step of the whole batch takes the least time.
 
         A step is the gradient of the global batch, the optimizer's update and what surrounds them,
         with all cores of the node, or one device. Of equal ones the first by name: the order of the
@@ -86,8 +86,10 @@ class Memory:
         return min(cluster.nodes, key=preference)
 
     def speed_alone(self, node: Node, costs: Costs) -> float:
-        """Samples/s of one process on `node`, with all of its cores or one device, that takes steps
-        of the global batch; durations as the cost model says, without jitter."""
+        """Return samples/s of one process on `node` that takes steps of the global batch.
+
+        It has all cores, or one device. Durations are the cost model's, without jitter.
+        """
         training = self._run.training
         threads = node.threads(1, training.threads)
         seconds = sum(costs.seconds(work, threads) for work in self._step)
@@ -95,7 +97,7 @@ class Memory:
 
     @functools.cached_property
     def _step(self) -> tuple[Work, ...]:
-        """What a step of the global batch consists of."""
+        """The work of a step of the global batch."""
         batch = self._run.training.batch_size * self._run.training.ranks
         size = Layout.of_module(self._module).size
         return Work("gradient", batch), Work("update", size), Work("step", batch)
@@ -118,7 +120,7 @@ class Memory:
         )
 
     def _of(self, rank: int) -> Counter[str]:
-        """The bytes of one rank, by what they are for."""
+        """Return the bytes of one rank, by what they are for."""
         sizes, layout = self._sizes(rank)
         kept = kept_bytes(self._run, rank, sizes, layout)
         samples = self._samples(rank)
@@ -126,13 +128,13 @@ class Memory:
         return kept
 
     def _samples(self, rank: int) -> float:
-        """Whose activations are there at a time."""
+        """Return the samples whose activations a rank holds at a time."""
         training = self._run.training
         batches = self._strategy.footprint(rank, training.ranks).batches
         return batches * training.batch_size / training.accumulation
 
     def _sizes(self, rank: int) -> tuple[Sizes, Layout]:
-        """Those of what `rank` trains, and its layout."""
+        """Return the sizes of what `rank` trains, and its layout."""
         part = None
         if self._strategy.divides_model:
             ranks = len(self._strategy.roles(self._run.training.ranks).shares)
@@ -161,7 +163,7 @@ class Memory:
                 return self._task.model()
 
     def _loss_beside(self, model: nn.Module) -> Callable[[nn.Module], Tensor]:
-        """The loss of a module on one batch, where `model` is."""
+        """Return a function: the loss of a module on one batch, on the device of `model`."""
         device = next(model.parameters()).device
         batch = map_tensors(self._batch, lambda tensor: tensor.to(device))
         return lambda module: self._task.loss(module, batch)
@@ -185,8 +187,10 @@ class Memory:
 
 
 def saved_bytes(module: nn.Module, loss: Callable[[nn.Module], Tensor]) -> int:
-    """Of what autograd keeps between the forward pass and the backward pass of `loss`, each storage
-    once, without the parameters and buffers of `module`."""
+    """Count the bytes that autograd keeps between forward and backward of `loss`.
+
+    Each storage counts once; those of the parameters and buffers of `module` do not.
+    """
     storages: dict[int, torch.UntypedStorage] = {}  # kept, so that no two have one address
 
     def pack(tensor: Tensor) -> Tensor:

@@ -72,6 +72,8 @@ class Message:
 
     def end(self) -> None:
         assert self.arriving is not None
+        # The payload is a copy already (`SimulatedTransport.send`): it is handed over as it is
+        # unless the receive names memory of its own.
         if self.arriving.tensor is not self.payload:
             self.arriving.tensor.copy_(self.payload)
         self._sending.finish()
@@ -119,7 +121,7 @@ class Meter:
         return self._began is not None
 
     def settle(self) -> None:
-        """Count what is through by now."""
+        """Count the messages of collectives that are through by now."""
         for call in self.uncounted:
             call()
 
@@ -129,7 +131,7 @@ class Meter:
             self.sent[target] += size
 
     def count_all(self, sent: Mapping[int, int], times: int = 1) -> None:
-        """So many bytes go to each rank, several times."""
+        """Count `times` times the bytes that `sent` has for each rank."""
         if self._began is not None:
             for target, size in sent.items():  # faster than `Counter.update`
                 self.sent[target] += times * size
@@ -179,7 +181,7 @@ class Net:
         self._draw_share = draw_share
 
     def stream(self, source: int, target: int) -> Stream:
-        """The stream from one rank to another."""
+        """Return the stream from one rank to another; it is made when it is first used."""
         key = source, target
         if key not in self.streams:
             route = self._route(source, target)
@@ -209,12 +211,14 @@ class Port:
         self.bytes_sent = 0
         self.shares: Counter[tuple[tuple[int, ...], int]] = Counter()  # of memory, by ranks and tag
         self._cold = False
+        # Looked up by what has happened: with many servers a rank has many flows, and asking each
+        # of them after every message was slow (docs/decisions/0103-who-is-woken.md).
         self._asleep: dict[object, dict[Flow, Callable[[], bool]]] = {}  # by what they wait for
         net.ports.append(self)
 
     @property
     def signal_seconds(self) -> float:
-        """Processor seconds of a flow that tells another one of its rank a number of 8 bytes."""
+        """Processor seconds for telling another flow of this rank a number of 8 bytes."""
         local = self.net.overhead.local
         return 0.0 if local is None else local.at(8)
 
@@ -225,11 +229,14 @@ class Port:
 
     @property
     def shares_caches(self) -> bool:
-        """Whether it matters which flow of this rank is the first to send or receive."""
+        """Whether the order in which flows of this rank send and receive changes their costs."""
         return self.net.overhead.cold > 0 and self.net.kernel.flows_of[self.rank] > 1
 
     def keep_order(self) -> None:
-        """The present flow is not ahead of others that share its caches."""
+        """Let the current flow catch up with virtual time, if others share its caches."""
+        # Only the first message of a step is cold. A flow that is ahead must not take that from a
+        # message that another flow sends before it in virtual time
+        # (docs/decisions/0029-shapes-only.md).
         if self.shares_caches:
             self.net.kernel.catch_up()
 
@@ -239,12 +246,12 @@ class Port:
         return self._cold and self.net.overhead.cold > 0
 
     def warm_up(self) -> float:
-        """The seconds that the message under way takes more, if it is the first."""
+        """Return the extra seconds of the message under way: 0 but for the first of a step."""
         cold, self._cold = self._cold, False
         return self.net.overhead.cold if cold else 0.0
 
     def spend(self, seconds: float, traffic: Traffic) -> None:
-        """Let the present flow compute for so many seconds of a core of speed 1, to communicate."""
+        """Let the current flow compute `seconds` core-seconds, counted in `traffic`."""
         if seconds > 0:
             kernel = self.net.kernel
             started = kernel.here()
@@ -254,9 +261,9 @@ class Port:
     def sleep_until(
         self, condition: Callable[[], bool], waits: Callable[[], Wait], what: object
     ) -> float:
-        """Park the present flow until `condition` is true after a `wake`; the seconds that pass.
+        """Park the current flow until `condition` is true at a call of `wake(what)`.
 
-        `wake` is called with `what`. Meanwhile `waits` tells whom it waits for.
+        Meanwhile `waits` tells whom it waits for. Returns the virtual seconds that pass.
         """
         if condition():
             return 0.0
@@ -270,7 +277,7 @@ class Port:
         return kernel.here() - started
 
     def wake(self, what: object) -> None:
-        """Resume whoever waited for `what`, and for what is so now."""
+        """Resume the flows that sleep for `what` and whose condition is true now."""
         asleep = self._asleep.get(what)
         if asleep is None:
             return
@@ -282,7 +289,7 @@ class Port:
             del self._asleep[what]
 
     def wake_all(self) -> None:
-        """Resume whoever waited for what is so now."""
+        """Resume all sleeping flows whose condition is true now."""
         for what in list(self._asleep):
             self.wake(what)
 

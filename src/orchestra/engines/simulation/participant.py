@@ -79,8 +79,9 @@ class Scene:
         self.replays = replays
 
     def enter_world(self, world: Events, fluid: Fluid, streams: Collection[Stream]) -> None:
-        """Go on at the present time of the `world`."""
+        """Replay up to the present time of `world`, and go on there."""
         self.events.run_until(world.now())
+        # Only packets on their way move over. Other events are ends of computations (see below).
         left = [(time, call, packet) for time, call, packet in self.events.left() if packet]
         for stream in streams:  # all of them, before one crosses again: they may share links
             stream.suspend()
@@ -138,8 +139,9 @@ class Participant:
         self._computes_until = 0.0  # in a replay, or ahead of the events
 
     def go_on(self) -> None:
-        """Take steps, until one takes time."""
+        """Take steps until one of them takes time."""
         self._time = max(self._time, self._scene.events.now())
+        # At most one step: a step that takes time, or waits, calls `go_on` again at its end.
         for seconds in self._steps:
             if seconds is not BLOCKED:
                 self._compute(seconds)
@@ -150,10 +152,11 @@ class Participant:
         """After a replay: compute what is left."""
         left = self._computes_until - self._scene.events.now()
         if left > 0:
+            # Seconds of this processor into core-seconds, which it may now have to share.
             self._processor.start(left * self._processor.rate, self.go_on)
 
     def _compute(self, seconds: float) -> None:
-        """Compute for so many seconds, once the events have caught up."""
+        """Compute for `seconds` core-seconds, once the events have caught up with this rank."""
         events = self._scene.events
         if self._time > events.now():
             self._computes_until = self._time
@@ -166,14 +169,14 @@ class Participant:
             self._processor.start(seconds, self.go_on)
 
     def _goes_ahead(self, seconds: float) -> bool:
-        """Whether it need not wait for the end of so many seconds of computation."""
+        """Go ahead of the events by `seconds` of computation; False if it has to wait instead."""
         if self._processor.undisturbed():
             self._time += seconds / self._processor.rate
             return True
         return seconds == 0
 
     def _take_part(self) -> Iterator[float | None]:
-        """The executor's steps, with the seconds of computation that it has to wait for."""
+        """Take the executor's steps; yield seconds of computation to wait for, or `BLOCKED`."""
         messages, own = self._messages, self.index
         streams = messages.placed.streams
         counts: dict[tuple[int, int], int] = defaultdict(int)
@@ -218,11 +221,14 @@ class Participant:
                 continue
             self.communicating += self._time - began
         if self._time > self._scene.events.now():
+            # `then` has to be called at the time of the end, so wait until the events are there.
             yield 0.0
 
     def _take(self, packet: Packet, seconds: float) -> Iterator[float | None]:
-        """Wait for `packet`, and compute for so many seconds from its first byte on."""
+        """Wait for `packet`, and compute for `seconds` from its first byte on."""
         began, steady = self._time, self._processor.undisturbed()
+        # Where others may slow it down it computes from the first byte on, else that follows from a
+        # maximum.
         if not steady and packet.began == inf:
             packet.at_begin.append(self.go_on)
             yield BLOCKED

@@ -95,6 +95,7 @@ class Plan:
         for place in stages.sections:
             used = buffer_bytes(length * itemsize)
             self.buffer_bytes[place] = max(self.buffer_bytes[place], used)
+        # An empty piece makes no message: a rank could be through before its neighbour has begun.
         self.is_synchronizing = schedule.all_reduce or (
             schedule.synchronizing and bool(np.diff(cuts).all())
         )
@@ -117,7 +118,8 @@ class Plan:
         return receives[source] | sends[target]
 
     def goes_both_ways(self, pair: tuple[int, int], number: int) -> bool:
-        """Whether others go the other way as message `number` of a pair does."""
+        """Return whether other messages go the other way at the same time as `number` of a pair."""
+        # So it is in a ring, whose messages need not be listed then.
         if self._both_ways[0] and self._both_ways.all():
             return True
         return self._messages_both_ways[pair][number]
@@ -138,18 +140,20 @@ class Plan:
         return all(np.bincount(places, minlength=1).max() <= 1 for places in ends)
 
     def peers(self, *, last: bool) -> Integers:
-        """Whom each rank sends to, and receives from, first or last; shape [2, ranks]."""
+        """Return whom each rank sends to, and receives from, first or last; shape [2, ranks]."""
+        # Of several assignments to one place the last one counts: backwards, that is the first
+        # message.
         source, target = self._transfers[:2, :: 1 if last else -1]
         peers = np.full((2, self.schedule.ranks), -1)
         peers[0, source], peers[1, target] = target, source
         return peers
 
     def frame_bytes(self, elements: int) -> int:
-        """Of a message with its header."""
+        """Return the bytes of a message of `elements` with its header."""
         return elements * self.itemsize + HEADER
 
     def parts(self, rank: int, first: int = 0, end: int | None = None) -> Iterator[RoundPart]:
-        """What `rank` does in each round, from `first` to before `end`."""
+        """Yield what `rank` does in each round, from `first` to before `end`."""
         for number in range(len(self.rounds))[first:end]:
             if number not in self._parts:
                 parts: dict[int, RoundPart] = defaultdict(lambda: RoundPart([], []))
@@ -165,35 +169,36 @@ class Plan:
                 yield part
 
     def steps(self, rank: int, first: int = 0, end: int | None = None) -> Iterator[Step]:
-        """What the executor does on `rank` in these rounds."""
+        """Yield what the executor does on `rank` in these rounds."""
         return collective.steps(self.parts(rank, first, end), self.cuts, self.segment)
 
     def phases(self, stage: NodeStage, rank: int, costs: MemoryCosts) -> Sequence[Phase]:
-        """What `rank` does in `stage`."""
+        """Return what `rank` does in `stage`."""
         cuts = (0, self.length) if self.schedule.slots else self.cuts
         return stage.phases(rank, cuts, self.itemsize, costs)
 
     def _place_of(self, rank: Integers) -> Integers:
-        """A number for each pair of a round and the `rank` of a transfer in it."""
+        """Return a number for each combination of a transfer's round and its `rank`."""
         return self._number * self.schedule.ranks + rank
 
     def _by_pair(self, pair: Integers, amount: Integers) -> dict[tuple[int, int], int]:
-        """`amount`, summed by the pair that it goes between."""
+        """Return `amount` summed by (source, target)."""
         sums = np.bincount(pair, amount)
         pairs = np.flatnonzero(sums)
         ends = (divmod(pair, self.schedule.ranks) for pair in pairs.tolist())
         return dict(zip(ends, sums[pairs].astype(np.int64).tolist(), strict=True))
 
     def _by(self, rank: Integers, *amounts: Integers) -> list[list[int]]:
-        """Each of `amounts`, summed by the rank that it falls to."""
+        """Return each of `amounts` summed by `rank`."""
         sums = (np.bincount(rank, amount, self.schedule.ranks) for amount in amounts)
         return [each.astype(np.int64).tolist() for each in sums]
 
     def _buffers(self) -> list[int]:
-        """What the executor allocates beside the vector: all slots, or two messages a reduce."""
+        """Return the bytes that the executor allocates on each rank beside the vector."""
         ranks = self.schedule.ranks
         if self._slot_bytes:
             return [ranks * self._slot_bytes] * ranks
+        # Two segments for each: one is filled while the other is added. Copies arrive in place.
         reduces = self._transfers[4] == REDUCE
         scratch = np.minimum(self._elements[reduces], 2 * self.segment) * self.itemsize
         places = self._place_of(self._transfers[1])[reduces]

@@ -38,7 +38,7 @@ class Cores:
         self._having: dict[Thread, None] = {}  # a set in the order of insertion
 
     def start(self, thread: Thread, seconds: float, then: Call) -> None:
-        """Let `thread` compute for so many seconds of a core of speed 1."""
+        """Let `thread` compute `seconds` core-seconds, then call `then`."""
         assert thread.then is None, "a thread does one piece of work at a time"
         thread.left, thread.then = seconds, then
         if thread.held:
@@ -49,7 +49,7 @@ class Cores:
             self._run(thread)
 
     def hold(self, thread: Thread) -> None:
-        """Let `thread` stand still; another one gets its core."""
+        """Stop `thread`; another one gets its core."""
         thread.held = True
         if thread in self._waiting:
             self._waiting.remove(thread)
@@ -77,6 +77,7 @@ class Cores:
             thread.core, thread.until = self._best_for(thread), self._kernel.now() + self._slice
             self._free.remove(thread.core)
             if self._last.get(thread.core, thread) is not thread:
+                # Caches are filled by the core itself, as slowly as it computes everything else.
                 thread.left += self._refill
             self._last[thread.core] = thread
             self._run(thread)
@@ -105,7 +106,8 @@ class Cores:
             self._release(thread)
 
     def _set_alarm(self, thread: Thread) -> None:
-        """At the end of its slice, it may be somebody else's turn."""
+        """Let `thread` give way at the end of its slice, if somebody waits by then."""
+        # Alarms exist only while somebody waits: on free cores a slice costs no event.
         if thread.alarm is None:
             time = max(self._kernel.now(), thread.until)
             thread.alarm = self._kernel.at(time, lambda: self._give_way(thread))
@@ -184,7 +186,7 @@ class Thread:
         self._team = team
 
     def change_speed(self, speed: float) -> None:
-        """From an event: from now on it computes at another rate."""
+        """From an event: compute at another rate from now on."""
         self.rate = speed
         if not self.held or self._cores is not None:
             self._fluid.set_capacity(self.resources[0], speed)
@@ -192,7 +194,7 @@ class Thread:
             self._set_team(speed)
 
     def hold(self) -> None:
-        """From an event: it computes nothing, and others have its core."""
+        """From an event: compute nothing, and leave the core to others."""
         self.held = True
         self._set_team(0.0)
         if self._cores is None:
@@ -201,7 +203,7 @@ class Thread:
             self._cores.hold(self)
 
     def let_go(self) -> None:
-        """From an event: it goes on where it was held."""
+        """From an event: go on where it was held."""
         self.held = False
         self._set_team(self.rate)
         if self._cores is None:
@@ -210,8 +212,9 @@ class Thread:
             self._cores.let_go(self)
 
     def start(self, seconds: float, then: Call) -> None:
-        """Compute what takes so many seconds on a core of speed 1; `then` is called at its end."""
+        """Compute `seconds` core-seconds (of a core of speed 1), then call `then`."""
         if self.undisturbed():
+            # A core of its own: nothing can change the rate, so that the fluid need not know.
             self._kernel.after(seconds / self.rate, then)
         elif self._cores is None:
             self._fluid.start(seconds, self.resources, then)
@@ -219,9 +222,10 @@ class Thread:
             self._cores.start(self, seconds, then)
 
     def spend(self, seconds: float) -> None:
-        """Let the present flow compute for so many seconds of a core of speed 1."""
+        """Let the current flow compute `seconds` core-seconds (of a core of speed 1)."""
         kernel, flow = self._kernel, self._kernel.current
         if self.undisturbed():
+            # The flow goes ahead of the world's clock without a switch (`Kernel.catch_up`).
             flow.ahead = kernel.here() + seconds / self.rate
             return
         kernel.catch_up()
@@ -229,7 +233,7 @@ class Thread:
         kernel.park()
 
     def compute(self, seconds: float) -> None:
-        """`spend`, with all of its threads: done when the last one is."""
+        """Like `spend`, with all threads of the flow: done when the last one is."""
         kernel, flow, team = self._kernel, self._kernel.current, self._team
         if team is None:
             self.spend(seconds)
@@ -243,6 +247,7 @@ class Thread:
             if not left:
                 kernel.resume(flow)
 
+        # The flow's own thread and its further ones, which share the node's cores with other ranks.
         self._fluid.start(team.width * seconds, (team.own, team.together), end)
         self.start(seconds, end)
         kernel.park()

@@ -47,7 +47,7 @@ class Rendezvous:
         self._queues: dict[int, GroupQueue] = {}  # by group
 
     def group_queue(self, placed: PlacedPlan) -> GroupQueue:
-        """What executes collectives of the ranks of `placed` ahead of the world."""
+        """Return the queue that executes collectives of the ranks of `placed` ahead of time."""
         if placed.group not in self._queues:
             self._queues[placed.group] = GroupQueue(self, self._kernel, placed)
         return self._queues[placed.group]
@@ -106,6 +106,8 @@ class Rendezvous:
         if key not in self._open:  # whose ranks may have joined it just now
             self._open[key] = None if message_by_message else self._begin(given)
         collective = self._open[key]
+        # All ranks agree on a tag's collectives in their order, so that the count tells the end of
+        # this one.
         self._joined[key] += 1
         if self._joined[key] == len(placed.ranks):
             del self._open[key], self._joined[key]
@@ -115,11 +117,11 @@ class Rendezvous:
         return collective.join(placed.place[rank], given, processor, then, arrived)
 
     def is_open(self, given: Contribution) -> bool:
-        """Whether some ranks have joined the collective, and others are still to come."""
+        """Return whether some ranks have joined the collective, and others are still to come."""
         return (given.placed.group, given.call.tag) in self._open
 
     def disturb(self, links: Iterable[Resource]) -> None:
-        """A message is about to cross `links`."""
+        """Before a message crosses `links`: let what was evaluated ahead go on in the world."""
         self._rewind(links)
         if self._claims:
             for link in links:
@@ -128,7 +130,7 @@ class Rendezvous:
                     claim.enter_world()
 
     def flow_began(self, rank: int) -> None:
-        """A further flow of `rank` computes from now on."""
+        """After a further flow of `rank` has begun: its cores may not be free any more."""
         for queue in self._queues.values():
             if queue.is_ahead and (queue.disturbed_by(rank) or self._crowded((rank,))):
                 queue.rewind()
@@ -137,7 +139,7 @@ class Rendezvous:
                 claim.enter_world()
 
     def _rewind(self, links: Iterable[Resource]) -> None:
-        """Somebody else is about to use `links`."""
+        """Take back queues that are ahead on `links`, which somebody else is about to use."""
         for queue in self._queues.values():
             if queue.uses(links):
                 queue.rewind()
@@ -151,7 +153,10 @@ class Rendezvous:
     def begin_ahead(
         self, given: Contribution, before: Collective | None, *, joining: bool = False
     ) -> Collective:
-        """A collective that is evaluated ahead of the world, behind `before`; `joining` follows."""
+        """Make a collective that is evaluated ahead of the world, behind `before`.
+
+        With `joining` ranks are still to join it.
+        """
         collective = Collective(self._kernel, given, ahead=True, before=before)
         self._claims.update(dict.fromkeys(given.placed.links, collective))
         if joining:
@@ -159,16 +164,17 @@ class Rendezvous:
         return collective
 
     def goes_ahead(self, placed: PlacedPlan) -> tuple[bool, Collective | None]:
-        """Whether `placed` can be evaluated ahead of the world now, and behind what."""
+        """Return whether `placed` can be evaluated ahead of the world now, and behind what."""
         self._rewind(placed.links)
         ahead = placed.contention_free and not self.faults and not self._crowded(placed.ranks)
+        # Nobody else's message may be on the links, since its end would depend on what is sent now.
         ahead = ahead and not any(map(attrgetter("activities"), placed.links))
         now = self._kernel.now()
         ahead = ahead and all(each.is_over(now) for each in placed.slow_starts.values())
         return self._predecessor(placed) if ahead else (False, None)
 
     def _predecessor(self, placed: PlacedPlan) -> tuple[bool, Collective | None]:
-        """Whether `placed` may follow what has claimed its links; if so, the last of these."""
+        """Return whether `placed` may follow what has claimed its links, and the last of these."""
         before = None
         for claim in dict.fromkeys(map(self._claims.get, placed.links)):
             if claim is not None and claim.is_ahead:

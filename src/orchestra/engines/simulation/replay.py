@@ -90,7 +90,7 @@ def replay_run(
 
 
 def program(runtime: Runtime, assignment: Assignment) -> Replayed | Exception:
-    """What the process of the replay runs; here, so that a launcher can name it."""
+    """Run the replay; the program of its process, here so that a launcher can name it."""
     training = replace(
         assignment.run.training, trace_steps=0, record_order=False, tensorboard=False
     )
@@ -157,11 +157,11 @@ class Halt:
 
     @property
     def reached(self) -> bool:
-        """Whether every worker was there."""
+        """Whether every worker has come to step `until`."""
         return self._until is not None and not self._missing
 
     def passed(self, rank: int, step: int) -> None:
-        """In the flow of `rank`: it has done `step` steps."""
+        """Called in the flow of `rank` when it has done `step` steps."""
         if step == self._until and rank in self._missing:
             self._keep(rank)
             self._missing.discard(rank)
@@ -169,7 +169,7 @@ class Halt:
                 raise RunFailed("the replay was to stop here")
 
     def conclude(self) -> dict[int, int]:
-        """Keep the states of the ranks that serve, too; the steps of the workers."""
+        """Keep the states of the ranks that serve, too; return the steps of the workers."""
         for rank in self.sessions:
             if checkpoints.rank_file(rank) not in self._digests:
                 self._keep(rank)
@@ -178,12 +178,12 @@ class Halt:
         return {rank: min(steps, self._until) for rank, steps in self.steps().items()}
 
     def steps(self) -> dict[int, int]:
-        """Of each rank that has computed gradients, how many."""
+        """Return how many gradients each rank has computed, without those that have none."""
         done = {rank: session.position.steps for rank, session in sorted(self.sessions.items())}
         return {rank: steps for rank, steps in done.items() if steps}
 
     def _keep(self, rank: int) -> None:
-        """What the rank holds, as a checkpoint would keep it, and its gradient."""
+        """Write what the rank holds, as a checkpoint would keep it, and its gradient."""
         session = self.sessions[rank]
         state = session.checkpoint_state() | {"gradients": session.worker.gradients.vector}
         name = checkpoints.rank_file(rank)

@@ -69,7 +69,7 @@ class Rolls:
         self._first = 0
 
     def take_in(self, array: Floats, shift: int) -> tuple[Floats, bool]:
-        """An array equal to `array`, and whether it is the one before, rolled by `shift`."""
+        """Return an array equal to `array`, and whether it is the last one rolled by `shift`."""
         columns = array.shape[1]
         first = (self._first - shift) % columns
         view = self._twice[:, first : first + columns]
@@ -126,11 +126,13 @@ class Ring:
 
     def pass_rounds(self, segments: Sequence[Segment]) -> None:
         """Bring all ranks to the end of these rounds, of a segment each."""
+        # Of each round, how far those after it have the same seconds, rolled.
         alike_until = [len(segments)] * len(segments)
         for number in range(len(segments) - 1, 0, -1):
             alike_until[number - 1] = alike_until[number] if segments[number].rolled else number
         done, between = 0, 1
         while done < len(segments):
+            # Three rounds are noted: two differences tell whether times grow evenly.
             start, stop = done + between, done + between + 3
             if stop > len(segments) or alike_until[start] < stop:
                 self._evaluate(segments[done:stop], np.maximum)
@@ -140,6 +142,8 @@ class Ring:
                 noted = [self._note(segment) for segment in segments[start:stop]]
                 skipped = self._skip(noted, alike_until[start] - stop)
             done = stop + skipped
+            # Where nothing could be skipped look less and less often: a look costs more than a
+            # round.
             between = 0 if skipped else min(2 * between + 1, MAX_BETWEEN)
 
     def _evaluate(self, segments: Sequence[Segment], maximum: Maximum) -> None:
@@ -161,6 +165,8 @@ class Ring:
             maximum(began, gone, out=began)
             add(began, segment.crossing, out=gone)
             maximum(gone, left, out=gone)
+            # Brings messages into the order of their receivers without an indexed copy (see
+            # `__init__`).
             first[:] = last
             maximum(left, arriving, out=moving)
             subtract(moving, left, out=left)  # from here on `left` holds what was waited
@@ -175,7 +181,7 @@ class Ring:
                 clock[:] = moving
 
     def _note(self, segment: Segment) -> Floats:
-        """Evaluate a round: `clock` and `gone` after it, and the margins of all maxima in it."""
+        """Evaluate a round; return `clock` and `gone` after it, and the margins of its maxima."""
         margins: list[Floats] = []
 
         def maximum(one: Floats, other: Floats, out: Floats) -> None:
@@ -186,18 +192,20 @@ class Ring:
         return np.array([self._clock, self.gone, *margins])
 
     def _skip(self, noted: Sequence[Floats], most: int) -> int:
-        """Skip as many rounds, up to `most`, as will go on like the last three; how many."""
+        """Skip as many rounds, up to `most`, as go on like the last three; return how many."""
         tolerance = SAME * np.spacing(self._clock.max())
         first, second, third = noted
         if not self._grows_alike(first[:1], second[:1], third[:1], tolerance):
             return 0  # of the clocks alone that is soon known
         if not self._grows_alike(first, second, third, tolerance):
             return 0
+        # Growth in a round, followed along a piece, which has moved on by `shift` ranks.
         now = third - _rolled(second, self.shift)
         margins, changes = third[2:], now[2:]
         moving = np.abs(changes) > tolerance
         if (moving & (np.sign(margins - changes) != np.sign(margins))).any():
             return 0  # decided otherwise a round before
+        # These margins shrink: the first to reach 0 ends the regularity.
         closing = moving & (margins * changes < 0)
         rounds = int(min(most, (margins[closing] / -changes[closing]).min(initial=most)))
         latest = margins[0] + rounds * np.maximum(changes[0], 0.0)
@@ -209,13 +217,13 @@ class Ring:
         return rounds
 
     def _grows_alike(self, first: Floats, second: Floats, third: Floats, tolerance: float) -> bool:
-        """Whether all have grown as much in the last round as in the one before it."""
+        """Return whether all have grown as much in the last round as in the one before it."""
         before = _rolled(second, self.shift)
         growth, earlier = third - before, before - _rolled(first, 2 * self.shift)
         return bool(np.abs(growth - earlier).max() <= tolerance)
 
     def _waits(self, margins: Floats, changes: Floats, rounds: int) -> Floats:
-        """What each rank waits in the next `rounds`: for what arrives, and for what is to go."""
+        """Return the seconds that each rank waits in the next `rounds`, to receive and to send."""
         # The maxima of `_evaluate`, in order: when a message begins, and is all there; the wait
         # for what arrives (2); when that is taken in; the wait until the own one has left (4).
         of_waits = margins[2::2]

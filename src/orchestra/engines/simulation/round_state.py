@@ -55,7 +55,7 @@ class Usage:
         return cls(*np.full((2, ranks), -inf), *np.full((2, ranks), NOBODY))
 
     def later(self, seconds: float) -> Usage:
-        """The same, so much later."""
+        """Return the same, `seconds` later."""
         return Usage(self.up + seconds, self.down + seconds, self.to, self.by)
 
     def copy(self) -> Usage:
@@ -112,7 +112,7 @@ class State:
         return other
 
     def _forget(self, up: Floats, down: Floats) -> None:
-        """Messages are on the links until `up` and `down`, and cannot be changed any more."""
+        """Take messages on the links until `up` and `down` as given: none can be met now."""
         self._crossed = np.array([up, down])
         self._unmet = self._crossed.copy()  # when they would have, were they not met here
         self._before = np.full_like(self._crossed, -inf)  # when those before them had crossed
@@ -142,6 +142,7 @@ class State:
             there = clock[segment.source] + segment.leaving[0]
             clock[segment.source] += segment.leaving[1]
             began, crossed = self._cross((number, place), segment, there)
+            # The network and the sender's processor work at the same time: the later one decides.
             ended = np.maximum(crossed, clock[segment.source])
             usage.up[segment.source] = usage.down[segment.target] = ended
             if self.connections is not None:
@@ -162,6 +163,7 @@ class State:
     def _carry(self, of: Connections, way: Integers, there: Floats, ended: Floats) -> None:
         """Messages whose first byte could be `there` use the connections `way`. Raises `Met`."""
         sent = there - of.latency[way]
+        # A connection that has paused starts slowly, which only a `Stream` knows.
         if (sent - self.carried[1, way] > of.pauses[way]).any():
             raise Met(None)
         self.carried[0, way] = np.minimum(self.carried[0, way], sent)
@@ -175,9 +177,9 @@ class State:
     def _cross(
         self, key: tuple[int, int], segment: Segment, there: Floats
     ) -> tuple[Floats, Floats]:
-        """When each message, whose first byte could be `there`, begins to arrive; and has crossed.
+        """Compute when each message begins to arrive, and when it has crossed.
 
-        `key` is the round, and the segment in it.
+        `there` is when its first byte could be there; `key` is the round, and the segment in it.
         """
         source, target, usage = segment.source, segment.target, self.usage
         ends = (np.array([[0], [1]]), np.array([source, target]))
@@ -185,16 +187,21 @@ class State:
         usage.to[source], usage.by[target] = target, source
         busy = np.maximum(usage.up[source], usage.down[target])
         began = np.where(same, np.maximum(there, busy), there)
+        # Compared with when the earlier one would have crossed if this one were not there.
         meets = ~same & (there < self._unmet[ends] * EARLY)
         self._note(np.where(meets, there, inf), ends)
         shares_until = np.where(meets, self._crossed[ends], -inf).max(axis=0)
+        # At half of the bandwidth for d seconds, a message takes d / 2 seconds longer.
         alone = began + segment.crossing + np.maximum(shares_until - began, 0.0) / 2
+        # Three at a time, or one that overtakes another: neither is modelled here.
         third = began < self._before[ends] * EARLY
         if third.any() or (alone < shares_until * EARLY).any():
             raise Met(None)
         met = self._meetings.begins.get(key, np.full(ends[1].shape, inf))[:, : len(source)]
         # First as if they were met at their other end only, then at both.
         times = np.array([*met[::-1], met.min(axis=0)])
+        # What is left of it at `times` takes twice as long from there on: times + 2 (alone -
+        # times).
         shared = np.minimum(2 * alone - times, began + 2 * segment.crossing)
         *unmet, crossed = np.where(times < alone, shared, alone)
         self._before[ends] = self._crossed[ends]
@@ -204,10 +211,10 @@ class State:
         return began, crossed
 
     def _note(self, begins: Floats, ends: tuple[Integers, Integers]) -> None:
-        """The next messages begin then on the links at these `ends`, where they share them.
+        """Note when the next messages begin on the links at `ends`; infinite where they share none.
 
         Raises:
-            Met: that is new.
+            Met: an earlier round was evaluated without knowing it.
         """
         changed = begins != self._met[ends]
         if not changed.any():

@@ -62,7 +62,7 @@ class Ends:
     carried: Floats
 
     def later(self, seconds: float) -> Ends:
-        """The same, so much later."""
+        """Return the same, `seconds` later."""
         clock, usage = self.clock + seconds, self.usage.later(seconds)
         return Ends(clock, self.waiting, self.communicating, usage, self.carried + seconds)
 
@@ -125,6 +125,7 @@ class PlacedPlan:
         )
         self.beginning = net.overhead.collective if self.links or not plan.stages else 0.0
         capacities = {link.capacity for link in self.links}
+        # Two messages that share a link have half of it each only where no other link is narrower.
         self._halves = len(capacities) == 1
         self._steps: dict[int, Sequence[ChargedStep]] = {}
         self.first_peers = plan.peers(last=False)
@@ -143,9 +144,9 @@ class PlacedPlan:
         self._known: deque[tuple[Usage, Floats, Ends | None]] = deque(maxlen=MAX_KEPT)
 
     def shares_fairly(self, place: int) -> bool:
-        """Whether chance has no part in what messages of the rank there have of a link.
+        """Return whether messages of the rank at `place` get even shares of links.
 
-        Else their times could not be evaluated over arrays. Outside of the stopwatch nothing is
+        Random ones could not be evaluated over arrays. Outside of the stopwatch nothing is
         drawn, so that runs with and without an evaluation agree.
         """
         return self.contention_free or not self.net.ports[self.ranks[place]].meter.running
@@ -158,7 +159,7 @@ class PlacedPlan:
             port.mailbox.count(source, times * size, times * seconds)
 
     def may_follow(self, before: PlacedPlan) -> bool:
-        """Whether `usage` after that one says all of the links of this one."""
+        """Return whether `usage` after `before` describes all links that both use."""
         if before is self:
             return True
         if before not in self._follows:
@@ -170,15 +171,15 @@ class PlacedPlan:
         return self._follows[before]
 
     def begins_elsewhere(self, before: PlacedPlan) -> bool:
-        """Whether ranks first send to others than they do last in `before`."""
+        """Return whether ranks first send to others than they do last in `before`."""
         if before not in self._elsewhere:
             first, last = self.first_peers, before.plan.peers(last=True)
             self._elsewhere[before] = not np.array_equal(first, last)
         return self._elsewhere[before]
 
     def may_meet(self, index: int, time: float, before: Usage) -> bool:
-        """Whether what the rank at place `index` sends first, from `time` on, shares a link with
-        what is on the links `before`."""
+        """Return whether what place `index` first sends, from `time` on, may share a link with
+        messages of `before`."""
         target = self.first_peers[0, index]
         if target == NOBODY or (before.to[index], before.by[target]) == (target, index):
             return False
@@ -236,11 +237,14 @@ class PlacedPlan:
         Given by place when each rank arrives and at what rate it computes, and the links `before`.
         Training repeats itself: the last results are kept.
         """
+        # All seconds below are divided by the rates.
         if rates != self._rates:
             self._rates, self._turns = rates, _turns(self._segments(np.array(rates)))
             self._known.clear()
         arrivals = np.array(arrivals)
         begin = float(arrivals.min())
+        # Relative to the first, so that the same step at another time is found among the known
+        # ones.
         clock = arrivals - begin
         usage = Usage.none(len(clock)) if before is None else before.later(-begin)
         tolerance = SAME * np.spacing(arrivals.max())
@@ -261,6 +265,9 @@ class PlacedPlan:
                 if is_ring:
                     state.pass_ring(segments)
                 else:
+                    # A message of this round may turn out to be met by a later one. The evaluation
+                    # then returns to this state. An effect never precedes its cause, so that it
+                    # settles after a few returns.
                     kept[number] = state.copy()
                     state.pass_round(number, segments)
                 number += 1
@@ -297,6 +304,7 @@ class PlacedPlan:
                     break
                 rows = rows[np.argsort(rows[:, 0])]
                 source, target = rows[:, 0], rows[:, 1]
+                # All send to whom they sent before: messages queue up, and none meets another one.
                 follows = bool(((to[source] == target) & (by[target] == source)).all())
                 to[source], by[target] = target, source
                 way = np.searchsorted(codes[order], source * ranks + target)
@@ -327,6 +335,7 @@ class PlacedPlan:
         reduces = rows[:, 4] == REDUCE
         adding = np.where(reduces, overhead.add * payload, 0.0)
         held = payload + HEADER > overhead.buffer
+        # The receiver adds to what it sends itself, once that has left (as in `butterfly`).
         freed = reduces & (own[target] == rows[:, 2:4]).all(axis=1)
         shift = 0
         all_alike = held.all() or not held.any()
@@ -354,7 +363,7 @@ class PlacedPlan:
 
 
 def _turns(rounds: Iterable[list[Segment]]) -> list[Turn]:
-    """The rounds one by one; those of a ring at once, but for the last of them."""
+    """Group rounds of a ring, but for its last one; other rounds stay one by one."""
     turns: list[Turn] = []
     for shift, group in groupby(rounds, _shift):
         *others, last = group
@@ -362,6 +371,7 @@ def _turns(rounds: Iterable[list[Segment]]) -> list[Turn]:
             turns.append((True, [segment for (segment,) in others]))
         else:
             turns += [(False, segments) for segments in others]
+        # As any other round, since what follows may meet its messages.
         turns.append((False, last))
     return turns
 

@@ -56,7 +56,7 @@ class NodeStage:
     def phases(
         self, place: int, cuts: Sequence[int], itemsize: int, costs: MemoryCosts
     ) -> Sequence[Phase]:
-        """What the rank at `place` does, with a vector whose pieces begin at `cuts`."""
+        """Return what the rank at `place` does with a vector whose pieces begin at `cuts`."""
         shown, formed, taken, whole = (
             costs.copy * itemsize * elements for elements in self._elements(place, cuts)
         )
@@ -65,6 +65,9 @@ class NodeStage:
             begin = Phase(costs.collective + shown + barrier, costs.wake)
             return begin, Phase(whole, None)
         chunks = ceil(cuts[-1] * itemsize / CHUNK_BYTES)
+        # A pipeline: only the first chunk's showing and the last one's taking overlap with nothing.
+        # Those between are charged in one go, and not with an event for each barrier
+        # (docs/decisions/0082-shared-memory-in-virtual-time.md).
         first, last = shown / chunks, taken / chunks
         between = shown - first + formed + taken - last + chunks * barrier
         return (
@@ -74,8 +77,8 @@ class NodeStage:
         )
 
     def _elements(self, place: int, cuts: Sequence[int]) -> tuple[float, float, float, float]:
-        """Elements that it shows, reads for its share of the sums, and takes; and what it reads
-        where each rank adds up everything by itself."""
+        """Return the elements that it shows, reads for its share of the sums, and takes, and those
+        that it reads where each rank adds up everything by itself."""
         ranks, length = len(self.places), cuts[-1]
         stage = self.stage
         if stage is None:
@@ -89,7 +92,7 @@ class NodeStage:
 
 
 def buffer_bytes(vector_bytes: int) -> int:
-    """What a rank uses of the memory."""
+    """Return the bytes of shared memory that a rank uses for a vector."""
     return vector_bytes if vector_bytes <= SMALL_BYTES else 4 * min(vector_bytes, CHUNK_BYTES)
 
 
@@ -109,7 +112,7 @@ class NodeStages:
         return bool(self.sections)
 
     def hold(self, rounds: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which transfers, each in one of `rounds` and from one of `places`, are in memory."""
+        """Return which transfers, given by round and source, go through memory."""
         held = np.zeros((rounds.max(initial=-1) + 1, places.max(initial=-1) + 1), dtype=np.bool_)
         for place, sections in self.sections.items():
             for section in sections:
@@ -120,8 +123,10 @@ class NodeStages:
 
 @functools.lru_cache(maxsize=64)
 def node_stages(schedule: Schedule, hosts: tuple[Hashable, ...]) -> NodeStages:
-    """The stages of `schedule`, whose rank at each place shares memory with those whose host is
-    equal to its own in `hosts`; none of them does where that is empty."""
+    """Return the stages of `schedule`, where ranks with equal `hosts` share memory.
+
+    With no `hosts` nobody does.
+    """
     places_of: dict[Hashable, list[int]] = defaultdict(list)
     for place, host in enumerate(hosts):
         places_of[host].append(place)
@@ -151,7 +156,7 @@ def node_stages(schedule: Schedule, hosts: tuple[Hashable, ...]) -> NodeStages:
 def _with_rounds_of_their_own(
     schedule: Schedule, groups: Sequence[Sequence[int]]
 ) -> list[Sequence[int]]:
-    """Those of `groups` that have a round with transfers among themselves alone."""
+    """Return those of `groups` that have a round with transfers among themselves alone."""
     group_of = np.zeros(schedule.ranks, dtype=np.int64)
     for number, places in enumerate(groups):
         group_of[places] = number
@@ -167,7 +172,7 @@ def _with_rounds_of_their_own(
 
 
 class Barriers:
-    """Lets those who wait for each other go on together, among `events`."""
+    """Barriers in virtual time: who waits at one goes on when all have arrived."""
 
     def __init__(self, events: Events) -> None:
         self._events = events
@@ -176,7 +181,7 @@ class Barriers:
     def arrive(
         self, key: Hashable, count: int, place: int, time: float, wake: float, then: Call
     ) -> None:
-        """The one at `place` is there from `time` on, of `count` that wait for each other.
+        """Let `place` wait from `time` on until `count` have arrived at the barrier `key`.
 
         All go on, in the order of their places, `wake` seconds after the last one's time.
         """
@@ -257,6 +262,7 @@ def _form(stage: Stage, vectors: Mapping[int, Tensor], cuts: Sequence[int]) -> N
     if next(iter(vectors.values())).is_meta:
         return  # shapes only
     with torch.no_grad():
+        # Copies, since sums of one rank read the vectors of the others as they were.
         results = {place: vector.clone() for place, vector in vectors.items()}
         for place, result in results.items():
             stage.whole[place].form(vectors, result, cuts, 0, cuts[-1])

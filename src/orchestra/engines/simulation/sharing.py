@@ -56,7 +56,7 @@ class Resource:
         return f"Resource({self.name!r}, {self.capacity!r})"
 
     def fits(self, rate: float) -> bool:
-        """Whether one more may have `rate` without taking anything from the others."""
+        """Return whether one more may have `rate` without taking anything from the others."""
         if self.tight:
             return False
         if (len(self.activities) + 1) * max(rate, self.fastest) <= self.capacity:
@@ -67,7 +67,7 @@ class Resource:
         return used + rate <= self.capacity * ROUNDING
 
     def carries(self, capacity: float) -> bool:
-        """Whether less than `capacity` is used."""
+        """Return whether less than `capacity` is used."""
         if len(self.activities) * self.fastest * ROUNDING < capacity:
             return True  # without adding up
         used = 0.0
@@ -76,7 +76,7 @@ class Resource:
         return used * ROUNDING < capacity
 
     def fits_shares(self, mark: int) -> bool:
-        """Whether it has room for what the sharing `mark` gives to some of the activities on it."""
+        """Return whether it has room for the shares that the sharing `mark` gives to activities."""
         used = 0.0
         for activity in self.activities:
             if activity.mark == mark:
@@ -86,11 +86,12 @@ class Resource:
         return used <= self.capacity * ROUNDING
 
     def fair_share(self, further: int = 0) -> float:
-        """What each has, and `further` ones, where all have the same; 0 where one has more.
+        """Return the rate of each, with `further` more, if all get the same; 0 if one has more.
 
         Those that share another resource equally do not, if it becomes their `limit`.
         """
         fair = self.capacity / (len(self.activities) + further)
+        # `fastest` only rises as activities come and go: look again before it decides anything.
         if self.fastest > fair * ROUNDING:
             self.fastest = max(
                 activity.rate
@@ -149,7 +150,8 @@ class Activity:
         return self.rate if self.equal is None else self.weight * self.equal.rate
 
     def left_at(self, time: float) -> float:
-        """Of the amount, at a `time` since the rate last changed."""
+        """Return what is left of the amount at `time`, which is not before `updated_at`."""
+        # Exactly 0: the product below may leave a remainder by rounding.
         if time >= self.finish:
             return 0.0
         if self.equal is not None:
@@ -189,7 +191,7 @@ class EqualShares:
         self._ends: list[tuple[float, int, Activity]] = []
 
     def given_at(self, time: float) -> float:
-        """What one of weight 1 would have got that was there from the beginning."""
+        """Return the amount that one of weight 1 would have got by `time` since the beginning."""
         return self._given + self.rate * (time - self._updated_at)
 
     def change_rate(self, rate: float, now: float) -> None:
@@ -198,7 +200,7 @@ class EqualShares:
         self.rate = rate
 
     def take_in(self, activities: Iterable[Activity], now: float) -> None:
-        """These share, too; `limit` of each says what it can have at most."""
+        """Add `activities`, whose `limit` is the most that each can have."""
         given = self.given_at(now)
         for activity in activities:
             activity.until = given + activity.left_at(now) / activity.weight
@@ -210,26 +212,31 @@ class EqualShares:
             for other in activity.resources:
                 if other is not self.resource:
                     other.fastest = max(other.fastest, activity.limit)
+            # `until` does not depend on the rate, so that the heap stays in order when that
+            # changes.
             heapq.heappush(self._ends, (activity.until, activity.order, activity))
 
     def fair_rate(self) -> float:
-        """What all that cross the resource now have for a weight of 1."""
+        """Return the rate for a weight of 1 if all that cross the resource share it."""
         activities = self.resource.activities
         if self.weight is not None and all(a.weight == self.weight for a in self.newcomers):
             return self.resource.capacity / (len(activities) * self.weight)
         return self.resource.capacity / sum([activity.weight for activity in activities])
 
     def first(self) -> Activity | None:
-        """The one that ends first."""
+        """Return the running activity that ends first; None if there is none."""
         ends = self._ends
+        # Entries of those that have ended elsewhere (cancelled, parted) are removed only here.
         while ends and not (ends[0][2].running and ends[0][2].equal is self):
             heapq.heappop(ends)
         return ends[0][2] if ends else None
 
     def end(self, now: float) -> list[Activity]:
-        """All that end now, with the first one, in the order of their start."""
+        """Remove all that end together with the first one, and return them by their start."""
         first = self.first()
         assert first is not None
+        # Not `given_at(now)`, which rounding may put just before `until` of those that end
+        # together.
         self._given, self._updated_at = first.until, now
         ended = []
         while first is not None and first.until <= self._given:
@@ -258,6 +265,7 @@ def share(seed: Resource, mark: int) -> Shared:
     loose: list[Resource] = []
     seed.mark = mark
     reached = [seed]
+    # Breadth first over tight resources: only these pass a change on to other activities.
     for resource in reached:  # it grows
         for activity in resource.activities:
             if activity.mark == mark:
@@ -272,8 +280,11 @@ def share(seed: Resource, mark: int) -> Shared:
                         limit = other.capacity
                 elif other.mark != mark:
                     other.mark = mark
+                    # A loose one is checked for room afterwards (`Shared.overfull`) in place of
+                    # being filled.
                     (reached if other.tight else loose).append(other)
             activity.limit = limit
+            # Still rising, for `_fill`.
             activity.share = -1.0
             activities.append(activity)
     shared = [resource for resource in reached if len(resource.activities) > 1]
@@ -284,6 +295,7 @@ def share(seed: Resource, mark: int) -> Shared:
 def _fill(activities: list[Activity], shared: list[Resource]) -> None:
     levels: list[Level] = []
     for index, common in enumerate(shared):
+        # The level of a resource: the rate for a weight of 1 at which it is used up.
         common.tight = False
         common.open = len(common.activities)
         common.rising = sum(activity.weight for activity in common.activities)
@@ -291,10 +303,14 @@ def _fill(activities: list[Activity], shared: list[Resource]) -> None:
         levels.append((common.capacity / common.rising, index, common))
     heapq.heapify(levels)
     limited = [activity for activity in activities if activity.limit < inf]
+    # The lowest limit last, for `pop`.
     limited.sort(key=lambda activity: activity.limit / activity.weight, reverse=True)
+    # Invariant: all that still rise have `reached` times their weight, and `reached` never falls.
     reached = 0.0
     while True:
         level, resource = _lowest(levels)
+        # The same level but for rounding: equal activities have to get equal shares, to the bit, or
+        # they would end at different instants.
         if level <= reached * ROUNDING:
             level = reached
         if limited and limited[-1].limit / limited[-1].weight <= level * ROUNDING:
@@ -322,6 +338,8 @@ def _lowest(levels: list[Level]) -> tuple[float, Resource | None]:
         if not resource.open:
             heapq.heappop(levels)
             continue
+        # Levels only rise: who stops leaves the others at least as much as before. So an entry is a
+        # lower bound, and is corrected when it comes first.
         level = resource.spare / resource.rising
         if level <= noted * ROUNDING:
             return level, resource

@@ -164,6 +164,7 @@ class Simulation:
             gc.unfreeze()
             if failure is not None and self._live is not None:
                 self._write(self._live)
+            # Also after a good end: background flows may be left, which have to be unwound.
             self._kernel.abort(failure or "the run has ended")
             self._streams.give(None)
         meters = [port.meter for port in self._world.net.ports]
@@ -182,24 +183,24 @@ class Simulation:
         )
 
     def count(self, rank: int, samples: int) -> int:
-        """Rank `rank` has consumed so many samples; what all have together."""
+        """Note the samples that `rank` has consumed; return those of all ranks together."""
         self._whole += samples - self._samples[rank]
         self._samples[rank] = samples
         return self._whole
 
     def notice(self, text: str) -> None:
-        """One line for the user."""
+        """Show the user one line."""
         self._notices.append(text)
         self._outer.notice(text)
 
     def look(self, fraction: float | None) -> None:
-        """A rank has finished a step: from time to time, write down how far all are."""
+        """Called after a rank's step: from time to time, write down how far all are."""
         self._fraction = fraction
         if self._live is not None and self._live.due():
             self._write(self._live)
 
     def _write(self, live: LiveFile) -> None:
-        """Without whom they wait for: in the midst of a flow's turn that need not be settled."""
+        """Write the live file, without whom ranks wait for: a flow's turn is under way."""
         for rank, reporter in enumerate(self._reporters):
             beat = Heartbeat(
                 rank,
@@ -231,7 +232,7 @@ class Simulation:
             self._kernel.fail(_RankFailed(flow.rank, flow.error))
 
     def _heartbeat(self, rank: int) -> Heartbeat:
-        """The heartbeat of `rank`; `activity` changes as long as anything goes on."""
+        """Return the heartbeat of `rank`; `activity` changes as long as anything goes on."""
         reporter, wait = self._reporters[rank], self._kernel.wait_of(rank)
         for_ranks, what = wait or ((), "")
         self._beats += wait is None
@@ -280,6 +281,8 @@ class Simulation:
 
         @functools.cache
         def generator(rank: int, number: int) -> numpy.random.Generator:
+            # By rank and flow, and not in one sequence: the order of turns must not change what is
+            # drawn.
             further = (number,) if number else ()
             return numpy.random.default_rng((self._seed, rank, *further))
 
@@ -311,7 +314,7 @@ class Simulation:
         return lambda flow: factors[min(reporter.current_step, len(factors) - 1)]
 
     def _on_turn(self, flow: Flow) -> None:
-        """Threads have intra-op thread counts of their own, and main flows random streams.
+        """Set the number of intra-op threads, and a main flow's random streams.
 
         The counts are those of the arithmetic on this machine, whatever a rank is charged for.
         """
@@ -322,7 +325,7 @@ class Simulation:
             self._streams.give(flow.rank)
 
     def _share(self, make: Callable[[], T]) -> T:
-        """Made once, by the first rank; the random streams go on as if each rank had made it.
+        """Make a value once for all ranks; random streams go on as if each had made it.
 
         An `IterableDataset` keeps its place in itself, so that each rank needs one of its own.
         """

@@ -49,26 +49,32 @@ class SlowStart:
         self.used_at = -inf
 
     def is_over(self, time: float) -> bool:
-        """Whether a message that is sent then has the whole bandwidth."""
+        """Return whether a message that is sent at `time` has the whole bandwidth."""
         has_started = self._window >= self._bandwidth * self._round_trip
         return has_started and time - self.used_at <= self.pause
 
     def stall(self, size: float, time: float) -> float:
-        """Seconds for which a message of `size` bytes on the wire, sent then, has to wait for
-        acknowledgements in all."""
+        """Send `size` bytes (on the wire) at `time`.
+
+        Returns the seconds that they wait for acknowledgements, in all.
+        """
         if time - self.used_at > self.pause:
             self._window = self._first
         self.use(time)
         window, seconds, rest = self._window, 0.0, size
+        # Each round trip: a window's bytes leave, then the sender waits for the first
+        # acknowledgement. Every byte acknowledged lets two follow, until the window is bandwidth x
+        # round trip, from where on acknowledgements come in time.
         while window < self._bandwidth * self._round_trip and rest > window:
             seconds += self._round_trip - window / self._bandwidth
             rest -= window
             window *= 2
+        # It grows by each byte that was acknowledged: by all of this message's, once it is through.
         self._window = min(self._window + size, self._bandwidth * self._round_trip)
         return seconds
 
     def use(self, time: float) -> None:
-        """It carries something until then."""
+        """Note that the connection carries something until `time`."""
         self.used_at = max(self.used_at, time)
 
 
@@ -158,6 +164,7 @@ class Stream:
         self.bandwidth = min(resource.nominal for resource in route.resources)
         self.slow_start = route.slow_start
         self._route = route
+        # Both directions share a resource, as on a radio channel: acknowledgements always compete.
         self._half_duplex = not set(route.resources).isdisjoint(route.back)
         assert len({*route.resources}) == len(route.resources), "a link is crossed twice"
         self._net = net
@@ -180,19 +187,22 @@ class Stream:
         self._on_free = self._free
 
     def send(self, load: Load, time: float) -> None:
-        """Let `load` follow those before it; it is sent at `time`, now or later.
+        """Send `load` at `time`, now or later, behind those before it.
 
         Its first byte is there after the latency.
         """
+        # A constant latency keeps the order of sending, so that an arrival can be told ahead.
         if self._delay is None and self.slow_start is None:
             self._events.call_at(time + self.latency, self.arrive, load)
+        # A flow that is ahead may not fix the arrival yet: others of its rank may still send before
+        # it in virtual time (docs/decisions/0105-long-links-in-order.md).
         elif time > self._events.now():
             self._events.call_at(time, self._depart, load)  # behind others that are sent before
         else:
             self._depart(load)
 
     def _depart(self, load: Load) -> None:
-        """`load` is sent now, on a way that takes some longer than others."""
+        """Send `load` now, on a route whose latency is not the same for all messages."""
         time = self._events.now()
         arrival = time + self.latency
         if self._delay is not None:
@@ -200,11 +210,12 @@ class Stream:
         if self.slow_start is not None:
             self._net.before_arrival(self.resources)  # it matters already now what they carry
             arrival += self.slow_start.stall(self.on_wire(load.frame_bytes, None), time)
+        # A TCP connection keeps the order: a delayed message holds up those behind it.
         self._last = arrival = max(self._last, arrival)
         self._events.call_at(arrival, self.arrive, load)
 
     def arrive(self, load: Load) -> None:
-        """The first byte of `load` is there, or would be if none were before it."""
+        """Queue `load`: its first byte has arrived, or would have if nothing were before it."""
         if self._closed is not None:
             load.fail(self._closed)
             return
@@ -214,31 +225,35 @@ class Stream:
             self._begin(load)
 
     def suspend(self) -> None:
-        """Take what crosses off the links, until `enter` lets the rest of it cross."""
+        """Take the message that crosses off the links, until `enter` lets its rest cross."""
+        # One that has crossed only waits for its sender, and uses no link.
         if self._crossing is not None and not self._queue[0].crossed:
             self._rest = self._crossing.left_at(self._events.now())
             self._fluid.cancel(self._crossing)
 
     def enter(self, events: Events, fluid: Fluid) -> None:
-        """Go on among these `events`, whose present time is the same."""
+        """Continue on `events` and `fluid`, whose present time is the same."""
         self._events, self._fluid = events, fluid
         if self._rest is not None:
             rest, self._rest = self._rest, None
             self._cross(rest)
 
     def leave(self, load: Load, time: float) -> None:
-        """The sender has done its part of `load` at `time`, now or later."""
+        """Note that the sender has done its part of `load` at `time`, now or later."""
         load.left_at = time
         if load.crossed:
             self._end_once_left(load)
 
     def go_on(self) -> None:
-        """The target takes in messages again."""
+        """Continue after the target was held: it takes in messages again."""
         if self._queue and self._crossing is None:
             self._begin(self._queue[0])
 
     def close(self, error: Exception) -> Load | None:
-        """Nothing arrives any more; senders learn of `error`. The message that this cuts off."""
+        """Let nothing arrive any more, and tell senders of `error`.
+
+        Returns the message that this cuts off in the middle, if any.
+        """
         self._closed = error
         cut_off = None
         if self._crossing is not None:
@@ -250,7 +265,7 @@ class Stream:
         return cut_off
 
     def moved(self) -> float:
-        """Of the message that crosses, the bytes until now."""
+        """Return the bytes on the wire of the message under way that have crossed until now."""
         if self._crossing is None:
             return 0.0
         load, left = self._queue[0], self._crossing.left_at(self._events.now())
@@ -261,20 +276,25 @@ class Stream:
             return  # a rank that stands still takes in nothing
         load.begin()
         self._began = self._events.now()
+        # In a collective acknowledgements are counted with the bytes (`on_wire`), by what the
+        # schedule sends both ways; then evaluation over arrays gives the same times
+        # (docs/decisions/0095-tcp.md).
         self._back = self._route.back if load.both_ways is None else ()
         self._weight = self._route.weight
         if self._draw_share is not None and not load.fair:
             self._weight *= self._draw_share()
         whole = first = self.on_wire(load.frame_bytes, load.both_ways)
+        # In two parts: when the first has crossed, the rest is in the sender's kernel.
         if load.held_bytes:
             first *= load.held_bytes / load.frame_bytes
         self._after = whole - first
         self._cross(first)
 
     def on_wire(self, frame_bytes: int, both_ways: bool | None) -> float:
-        """Bytes on each link; with those of acknowledgements, where messages go `both_ways`.
+        """Return the bytes of a frame on each link.
 
-        None: these are for whom they meet.
+        They include those of acknowledgements if messages go `both_ways`. With None, for a message
+        that is none of a collective, acknowledgements are charged where they cross.
         """
         counted = both_ways or (self._half_duplex and both_ways is not None)
         others = self._route.acknowledgements if counted else 0.0
@@ -300,6 +320,7 @@ class Stream:
         self._end_once_left(load)
 
     def _end_once_left(self, load: Load) -> None:
+        # The sender's processor and the network work at the same time: the later one decides.
         if load.left_at <= self._events.now():
             self._end(load)
         elif load.left_at < inf:

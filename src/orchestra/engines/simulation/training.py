@@ -74,7 +74,7 @@ def train_run(
 
 
 def record_from(assignment: Assignment, outcome: Outcome) -> RunRecord:
-    """The record of what was assigned, from what became of it; files go into its folder.
+    """Make the record of a simulated run from its outcome; files go into its folder.
 
     Raises:
         InputError: it could not be begun.
@@ -102,7 +102,7 @@ def record_from(assignment: Assignment, outcome: Outcome) -> RunRecord:
 
 
 def _used(run: Run, outcome: Outcome, ranks: int) -> list[Node]:
-    """The node of each rank."""
+    """Return the node of each rank."""
     cluster = load_cluster(run.training.cluster, where="cluster", folder=Path())
     if outcome.node is not None:
         return [node for node in cluster.nodes if node.name == outcome.node]
@@ -121,7 +121,7 @@ class Assignment:
 
 
 def assigned(run: Run, folder: Path, pace: Pace | None = None) -> Assignment:
-    """The assignment to simulate `run`, whose records are to go into `folder`.
+    """Make the assignment to simulate `run`, whose records are to go into `folder`.
 
     Raises:
         InputError: the strategy cannot run on that many ranks, or there is no such calibration.
@@ -131,12 +131,12 @@ def assigned(run: Run, folder: Path, pace: Pace | None = None) -> Assignment:
 
 
 def program(runtime: Runtime, assignment: Assignment) -> Outcome:
-    """What the process of the simulation runs; here, so that a launcher can name it."""
+    """Run the simulation; the program of its process, here so that a launcher can name it."""
     return carried_out(assignment, runtime.reporter)
 
 
 def carried_out(assignment: Assignment, reporter: Reporter) -> Outcome:
-    """Simulate what is assigned in this process; what became of it."""
+    """Simulate what is assigned in this process, and return the outcome."""
     run, folder = assignment.run, assignment.folder
     cluster = load_cluster(run.training.cluster, where="cluster", folder=Path())
     roles = roles_of(run.strategy, run.training.ranks)
@@ -207,7 +207,7 @@ def simulate_run(
 
 
 def _charges(run: Run, source: CostSource) -> tuple[Costs, Overhead, Sharing, Jitter]:
-    """What computing, messages and shared cores cost in `run`: as calibrated, else as assumed."""
+    """Return the costs of computing, messages and shared cores, calibrated or assumed."""
     from orchestra.cluster.costs import EVENLY
     from orchestra.cluster.nodes import ASSUMED
     from orchestra.engines.simulation.costs import OVERHEAD, CalibratedCosts, assumed_costs
@@ -232,7 +232,7 @@ def described_speeds(
     samples: int,
     threads: int | None,
 ) -> tuple[float, ...]:
-    """Gradients of `samples` samples that each of `ranks` ranks computes in a second, all at once.
+    """Return the gradients of `samples` samples that each rank computes in a second, all at once.
 
     Jitter and faults are left out: nobody can plan for them.
     """
@@ -288,7 +288,7 @@ def keep_links(folder: Path, cluster: Cluster, outcome: Outcome, wire: float) ->
 def links_of(
     cluster: Cluster, sent: Sequence[Mapping[int, int]], seconds: float, wire: float
 ) -> Links:
-    """What each link carried, where rank i sent `sent[i]` bytes to each other rank.
+    """Return what each link carried, if rank i sent `sent[i]` bytes to each other rank.
 
     `wire` are bytes on a link between nodes for each byte of a message.
     """
@@ -308,7 +308,7 @@ def links_of(
 
 
 def _within_reach(cluster: Cluster, ranks: int) -> list[Channel]:
-    """The channels of nodes with ranks, loopbacks of those with several only, and of switches."""
+    """Return channels of switches, of nodes with ranks, and loopbacks of nodes with several."""
     on = Counter(node.name for node in cluster.nodes_of(ranks))
     between = {*on, *(switch.name for switch in cluster.switches)} if len(on) > 1 else set()
     found = []

@@ -62,12 +62,14 @@ class SimulatedTransport(Transport):
         assert 0 <= to < self.size, f"there is no rank {to} among {self.size}"
         port, traffic = self._port, self._flow.traffic
         sending = Sending(self._flow, port, tensor, to)
+        # The sender may change its tensor long before the message arrives in virtual time.
         payload = tensor.detach().clone()
         traffic.messages_sent += 1
         overhead = port.net.overhead
         if to == self.rank:
             if overhead.local is not None:
                 port.spend(overhead.local.at(tensor.nbytes), traffic)
+            # Other flows read the mailbox too: nothing may be in it before its time.
             self._kernel.catch_up()
             port.mailbox.deliver_local(payload, tag)
             sending.finished = True
@@ -82,6 +84,8 @@ class SimulatedTransport(Transport):
             return sending
         port.meter.count(to, size)
         both_ways = None if self._sent is None else self._goes_both_ways(*self._sent, to)
+        # Chance is drawn only while the stopwatch runs, so that runs with and without evaluation
+        # draw the same (docs/decisions/0115-unlike-shares.md).
         fair = not port.meter.running
         if self._sent is not None:
             fair = self._sent[0].shares_fairly(self._sent[0].place[self.rank])
@@ -90,6 +94,7 @@ class SimulatedTransport(Transport):
         port.keep_order()
         cost = port.net.message_cost(size)
         port.spend(cost.send_setup + port.warm_up(), traffic)
+        # The rest of the processor time passes while the first bytes are on their way.
         stream.send(message, self._kernel.here())
         port.spend(cost.send_rest, traffic)
         if size <= overhead.buffer:
@@ -100,7 +105,7 @@ class SimulatedTransport(Transport):
         return sending
 
     def _goes_both_ways(self, placed: PlacedPlan, sent: Counter[int], to: int) -> bool:
-        """Whether others go the other way as the next message to that rank does; see `Load`."""
+        """Count the next message to rank `to`, and return its `both_ways`; see `Load`."""
         sent[to] += 1
         pair = placed.place[self.rank], placed.place[to]
         return placed.plan.goes_both_ways(pair, sent[to] - 1)
@@ -153,7 +158,7 @@ class SimulatedTransport(Transport):
             self._queue = None
 
     def execute(self, call: CollectiveCall, over: Transport | None = None) -> int:
-        """Without messages where all ranks meet; with a vector of no elements there are none."""
+        """Carry out a collective, without messages if all of its ranks meet; see `Transport`."""
         schedule, vector = call.schedule, call.vector
         assert schedule is not None
         together = schedule.all_reduce or schedule.synchronizing
@@ -164,6 +169,7 @@ class SimulatedTransport(Transport):
         port.keep_order()
         waited, start = traffic.seconds_waiting, kernel.here()
         port.spend(port.warm_up() + given.placed.beginning, traffic)
+        # In a reduce-scatter each rank has other values, which only messages bring.
         moves_values = not (schedule.all_reduce or vector.is_meta)
         by_messages = call.message_by_message or moves_values or self._rendezvous.faults
         member = self._join(given, by_messages)
@@ -246,6 +252,7 @@ class SimulatedTransport(Transport):
             elif is_ahead:
                 kernel.resume(flow)
 
+        # By an event, and not in a turn of its own, which would cost a switch of threads.
         is_ahead = flow.ahead > kernel.now()
         if is_ahead:
             kernel.at(flow.ahead, join)
@@ -303,7 +310,7 @@ class SimulatedTransport(Transport):
             self.traffic.seconds_communicating += moving
 
     def _may_sleep_through(self) -> bool:
-        """Whether nothing that happens meanwhile changes how long it takes to take a message in."""
+        """Return whether the seconds to take a message in are known before it arrives."""
         port = self._port
         alone = self._kernel.current.processor.undisturbed()
         return alone and not (port.is_cold or port.shares_caches)
@@ -317,12 +324,13 @@ class SimulatedTransport(Transport):
         traffic.seconds_waiting += begun - started
         if receive.frame_bytes and receive.error is None:
             seconds = self._port.net.message_cost(receive.frame_bytes).receiving
+            # Receiving overlaps with arrival: it has been under way since the first byte came.
             flow.ahead = begun + seconds / flow.processor.rate
             receive.frame_bytes = 0
         traffic.seconds_communicating += kernel.here() - begun
 
     def _sleep(self, operation: Operation, condition: Callable[[], bool]) -> float:
-        """Let virtual time pass until `condition`; how much did."""
+        """Let virtual time pass until `condition` is true; returns the seconds."""
         return self._port.sleep_until(condition, lambda: self._signs(operation), operation)
 
     def test(self, operation: Operation) -> bool:

@@ -81,7 +81,7 @@ class Until:
         self._inner.expendable(yes)
 
     def notice(self, text: str) -> None:
-        """Notices of trials are in their records."""
+        """Do nothing: notices of trials are in their records."""
 
     def stop_requested(self) -> bool:
         over = self._reached >= self._part or time.monotonic() > self._deadline
@@ -89,7 +89,7 @@ class Until:
 
 
 def try_all(runtime: Runtime, work: Trials) -> list[tuple[int, Tried]]:
-    """Program of a process: the trials that are its own, by their places in `work`."""
+    """Take trials until none is left, and return them by their places; program of a process."""
     if work.threads is not None:
         os.environ[VARIABLE] = str(work.threads)
     runtime.reporter.phase("training")
@@ -98,6 +98,7 @@ def try_all(runtime: Runtime, work: Trials) -> list[tuple[int, Tried]]:
         if time.monotonic() > work.deadline or runtime.reporter.stop_requested():
             break
         try:
+            # Exclusive creation is atomic: of several processes one gets the trial.
             (work.claims / str(place)).touch(exist_ok=False)
         except FileExistsError:
             continue

@@ -53,6 +53,7 @@ class World:
         draw_share: Callable[[int, int], float] | None = None,
     ) -> None:
         faults = bool(cluster.faults)
+        # A fault may change a speed or stop a rank at any time: then nothing is told ahead.
         self._goes_ahead = not faults
         self._reference_flops = reference_flops
         self._sharing = sharing
@@ -63,6 +64,7 @@ class World:
         self.rendezvous = Rendezvous(kernel, self._crowded, faults=faults)
         delay = (lambda a, b, time: cluster.delay(a, b, ranks, time)) if faults else None
         self.net = Net(kernel, self.fluid, overhead, self._route, delay, draw_share)
+        # Connections of their own on the same links, as torch.distributed has them.
         self._native = Net(kernel, self.fluid, overhead, self._route, delay, draw_share)
         for net in (self.net, self._native):
             net.before_arrival = self.rendezvous.disturb
@@ -91,6 +93,8 @@ class World:
             self._ranks_of[node.name].append(rank)
         for node in self._by_name.values():
             widths = [self._widths[rank] for rank in self._ranks_of[node.name]]
+            # Otherwise all threads of the node have cores for themselves, and a team would change
+            # nothing.
             if max(widths) > 1 and len(widths) > 1 and sum(widths) > self._at_once(node):
                 self._teams[node.name] = Resource(f"{node.name} teams", self._together(node))
         for rank in range(ranks):
@@ -133,7 +137,7 @@ class World:
         return Team(own, self._teams[node.name], width)
 
     def _has_room(self, name: str) -> bool:
-        """`_count_room`, as long as no flow has begun or ended."""
+        """Return `_count_room`, computed again only when a flow has begun or ended."""
         counted, room = self._room.get(name, (-1, False))
         if counted != self.kernel.changes:
             room = self._count_room(self._by_name[name])
@@ -141,32 +145,35 @@ class World:
         return room
 
     def _count_room(self, node: Node) -> bool:
-        """Whether there is a core for every flow of `node`, and for one that may begin.
+        """Return whether `node` has a core for each of its flows, and for one that may begin.
 
         Where threads take turns, a core that another one had before has to be refilled, even if it
         is free now.
         """
         if node.name in self._teams or not self._goes_ahead:
             return False
+        # `_threads` counts all that there have been, since each may have left its data in a core's
+        # caches.
         if node.name in self._turns and self._threads[node.name] >= node.slots:
             return False
         return self._fit(node, 1)
 
     def _fit(self, node: Node, further: int = 0) -> bool:
-        """Whether there is a core for every flow of `node`, and for `further` ones."""
+        """Return whether there is a core for every flow of `node`, and for `further` ones."""
         flows = self._native_threads[node.name] + further
         flows += sum(self.kernel.flows_of[rank] for rank in self._ranks_of[node.name])
         return flows * self._speed(node) <= self._cores[node.name].capacity * ROUNDING
 
     def native(self, rank: int) -> BeginNativeAllReduce:
-        """What begins an all-reduce of torch.distributed on `rank`, on a thread of its own.
+        """Return a function that begins an all-reduce of torch.distributed on `rank`.
 
-        It replaces a contiguous tensor by its sum over all ranks, one after the other, beside what
-        the flows of the rank do. It is a ring on connections of its own: what the backends do
-        depends on their version, the message and the links, and with large tensors gloo and NCCL do
-        that.
+        It replaces a contiguous tensor by its sum over all ranks, one tensor after the other, on a
+        thread beside the flows of the rank. It is a ring on connections of its own: what the
+        backends do depends on their version, the message and the links, and with large tensors gloo
+        and NCCL do that.
         """
         self._native_threads[self.nodes[rank].name] += 1
+        # What is known of free cores has to be counted anew.
         self.kernel.changes += 1
         port, caches = self._native.ports[rank], self.net.ports[rank]
         new_transport = functools.partial(SimulatedTransport, port, self.rendezvous)
@@ -183,7 +190,7 @@ class World:
         return begin
 
     def _crowded(self, ranks: Ranks) -> bool:
-        """Whether a flow of one of `ranks` may have to wait for a core of its node."""
+        """Return whether a flow of one of `ranks` may have to wait for a core of its node."""
         changes, crowded = self._known_crowded.get(ranks, (-1, False))
         if changes != self.kernel.changes:
             nodes = {self.nodes[rank].name: self.nodes[rank] for rank in ranks}
@@ -192,31 +199,34 @@ class World:
         return crowded
 
     def _speed(self, node: Node) -> float:
-        """Seconds of the cost model's machine that a core of `node` now does in a second."""
+        """Return the core-seconds (of a core of speed 1) that a core of `node` does in a second."""
         factor = self._speeds.get(node.name, 1.0)
         return node.speed_beside(self._reference_flops) * factor
 
     def _together(self, node: Node) -> float:
-        """What all cores of `node` do in a second."""
+        """Return what all cores of `node` do in a second, in seconds of a core of speed 1."""
         return self._speed(node) * self._at_once(node)
 
     def _at_once(self, node: Node) -> float:
-        """What all cores of `node` do together, where one does 1 by itself."""
+        """Return how many times as much as one core by itself all cores of `node` do together."""
         return max(1.0, node.slots * self._sharing.speed)
 
     def _route(self, source: int, target: int) -> Route:
         here, there = self.nodes[source], self.nodes[target]
         path = self._cluster.path(here, there)
         resources = tuple(self._resource(channel) for channel in path.channels)
+        # The bandwidth of a loopback is measured with all that it takes: no headers are added.
         if here.name == there.name or not self._cluster.tcp:
             return Route(resources, path.latency)
         tcp, back = self._overhead.tcp, self._cluster.path(there, here)
         round_trip = path.latency + back.latency
         bandwidth = min(channel.bandwidth for channel in path.channels)
+        # At most a window is in flight: that limits the connection like one more link.
         if bandwidth * round_trip > tcp.window:
             bandwidth = tcp.window / round_trip
             name = f"window of rank {source} to rank {target}"
             resources = (*resources, Resource(name, bandwidth))
+        # The weight of a share: SimGrid's CM02 with weight-S (docs/decisions/0095-tcp.md).
         delay = path.latency + sum(tcp.queue / channel.bandwidth for channel in path.channels)
         is_long = bandwidth * round_trip > max(LONG, tcp.first_window)
         return Route(
@@ -243,7 +253,7 @@ class World:
     # What goes wrong, from events
 
     def change_speed(self, node: Node, factor: float) -> None:
-        """The cores of `node` compute so many times as fast as usual."""
+        """Let the cores of `node` compute `factor` times as fast as usual."""
         self._speeds[node.name] = factor
         for rank in self._ranks_of[node.name]:
             for thread in self._threads_of[rank]:
@@ -254,28 +264,28 @@ class World:
             self.fluid.set_capacity(self._teams[node.name], self._together(node))
 
     def change_bandwidth(self, channel: Channel, factor: float) -> None:
-        """`channel` carries so many times as much as usual; 0: nothing."""
+        """Let `channel` carry `factor` times as much as usual; 0: nothing."""
         self._bandwidths[channel.name] = factor
         if channel in self._channels:
             self._set_bandwidth(channel)
 
     def reaches(self, source: int, target: int) -> bool:
-        """Whether the way from one rank to another is cut nowhere."""
+        """Return whether no link on the way from one rank to another is cut."""
         path = self._cluster.path(self.nodes[source], self.nodes[target])
         return all(self._bandwidths.get(channel.name, 1.0) > 0 for channel in path.channels)
 
     def latency(self, source: int, target: int) -> float:
-        """Seconds until the first byte from one rank is at another."""
+        """Return the seconds until the first byte from one rank is at another."""
         return self._cluster.path(self.nodes[source], self.nodes[target]).latency
 
     def hold(self, rank: int) -> None:
-        """`rank` stands still: it computes nothing, and takes in nothing."""
+        """Stop `rank`: it computes nothing, and takes in nothing."""
         self.kernel.hold(rank)
         for thread in self._threads_of[rank]:
             thread.hold()
 
     def let_go(self, rank: int) -> None:
-        """`rank` goes on."""
+        """Let `rank` go on after `hold`."""
         for thread in self._threads_of[rank]:
             thread.let_go()
         self.kernel.let_go(rank)
@@ -283,7 +293,7 @@ class World:
             stream.go_on()
 
     def kill(self, rank: int, reason: str) -> dict[int, Load | None]:
-        """`rank` is no more, what it sent is lost: the message that this cuts off, by target."""
+        """End `rank`; what it has sent is lost. Returns the messages cut off, by target."""
         self.hold(rank)
         self.kernel.kill(rank)
         error = PeerLost(rank, reason)
@@ -294,7 +304,7 @@ class World:
         }
 
     def part(self, rank: int, lost: int, reason: str, cut_off: Load | None = None) -> None:
-        """`rank` learns that another one is lost, in the midst of a message perhaps."""
+        """Tell `rank` that `lost` is gone; `cut_off` is a message from there that was under way."""
         port, streams = self.net.ports[rank], self.net.streams
         arriving = cut_off.arriving if isinstance(cut_off, Message) else None
         port.mailbox.depart(lost, reason, arriving, lost=True)
@@ -303,7 +313,7 @@ class World:
         port.wake_all()
 
     def moved(self, rank: int) -> float:
-        """Bytes that have crossed of messages to and from `rank` that are under way."""
+        """Return the bytes that have crossed of messages under way to and from `rank`."""
         return sum(s.moved() for s in (*self._streams(source=rank), *self._streams(target=rank)))
 
     def _streams(self, *, source: int | None = None, target: int | None = None) -> list[Stream]:
