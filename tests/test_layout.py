@@ -183,6 +183,25 @@ def test_what_autograd_added_to_a_view_is_scaled_in_place() -> None:
         assert torch.equal(view, torch.zeros(view.shape) if gradient is None else gradient * 0.5)
 
 
+def test_gradients_that_are_kept_are_copied_when_somebody_looks() -> None:
+    module, layout, gradients = flat_model()
+    x = randn(4, 5)
+    expected = expected_gradients(module, x)
+    gradients.clear()
+    backward(module, x)
+    gradients.keep()
+    assert not gradients.vector.any()
+    for slot, parameter in zip(layout.slots, gradients.parameters, strict=True):
+        gradient = expected[slot.name]
+        assert (parameter.grad is None) == (gradient is None)
+        assert gradient is None or torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]
+    for name, view in named(layout, gradients.current()).items():
+        gradient = expected[name]
+        assert torch.equal(view, torch.zeros(view.shape) if gradient is None else gradient)
+    gradients.clear()
+    assert gradients.current().any(), "nothing was kept since, so that nothing is copied"
+
+
 def test_without_samples_the_gradient_is_zero() -> None:
     _, _, gradients = flat_model()
     gradients.vector.fill_(7.0)

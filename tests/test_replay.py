@@ -82,6 +82,13 @@ def test_two_arrivals_in_another_order_give_other_parameters(tmp_path: Path) -> 
     assert orchestra.replay(tmp_path / "run", out=tmp_path / "replay", quiet=True).equal is False
 
 
+def test_a_state_has_the_gradient_of_a_worker_that_exchanges_none(tmp_path: Path) -> None:
+    recorded("LocalSGD(4)", tmp_path / "run", ranks=2)
+    stopped = orchestra.replay(tmp_path / "run", until=3, out=tmp_path / "at-3", quiet=True)
+    for rank in (0, 1):
+        assert float(stopped.states[rank]["gradients"].abs().sum()) > 0
+
+
 def test_it_stops_where_asked_and_hands_over_all_states(tmp_path: Path) -> None:
     strategy = f"{SERVER}(consistency='asynchronous')"
     recorded(strategy, tmp_path / "run", ranks=3)

@@ -163,11 +163,10 @@ def hand_over_moments(
 
 def keep_gradient(worker: Worker) -> None:
     """Keep this worker's own gradient; one of no samples counts for nothing."""
-    worker.gradients.collect_rest()
     if not worker.step.samples:
         # So that its optimizer leaves all parameters alone.
         worker.gradients.used = [False] * len(worker.gradients.used)
-    worker.gradients.forget_unused()
+    worker.gradients.keep()
 
 
 def swap_with_neighbours(

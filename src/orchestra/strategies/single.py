@@ -38,9 +38,8 @@ class Single(Strategy[SingleState]):
         return SingleState(worker.local_optimizer())
 
     def reduce(self, worker: Worker, state: SingleState) -> None:
-        """Collect the gradient; nothing is exchanged."""
-        worker.gradients.collect_rest()
-        worker.gradients.forget_unused()
+        """Nothing is exchanged."""
+        worker.gradients.keep()
 
     def update(self, worker: Worker, state: SingleState) -> None:
         worker.clip()

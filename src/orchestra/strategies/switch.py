@@ -281,7 +281,7 @@ class Switch(Phased[SwitchState]):
             return
         square = 0.0
         if self.when.reads_gradients:  # before it may be clipped
-            square = float(worker.gradients.vector.double().square().sum())
+            square = float(worker.gradients.current().double().square().sum())
         state.steps += 1
         # Rules that count do so before a phase inside may begin, and with it a queue, by them.
         if self.when.counts:

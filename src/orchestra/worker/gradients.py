@@ -38,6 +38,7 @@ class Gradients:
         self.square = 0.0
         self.last_backward = True  # of a step; those before it only accumulate
         self._collected = [False] * len(layout.slots)
+        self._kept = False
         self._own_tail = np.zeros(len(self.tail))
         self.on_ready: Callable[[int, int], None] | None = None
         self.on_backward: Callable[[], None] | None = None
@@ -92,6 +93,7 @@ class Gradients:
     def await_collection(self) -> None:
         """Expect further gradients before the next exchange, whatever was collected."""
         self._collected = [False] * len(self.used)
+        self._kept = False
         self.square = 0.0
 
     def collect(self, index: int, scale: float) -> None:
@@ -130,6 +132,25 @@ class Gradients:
         for index, collected in enumerate(self._collected):
             if not collected:
                 self.collect(index, scale)
+
+    def keep(self) -> None:
+        """Leave gradients where autograd put them, for an optimizer on this rank alone.
+
+        The copy into the flat vector would take as long as the optimizer's step.
+        `current` makes it.
+        """
+        self._kept = True
+        if self.measures_square:
+            self.collect_rest()
+        for parameter, used in zip(self.parameters, self.used, strict=True):
+            if not used:
+                parameter.grad = None
+
+    def current(self) -> Tensor:
+        """Return the flat vector, with gradients that were kept apart."""
+        if self._kept:
+            self.collect_rest()
+        return self.vector
 
     def _collect_all(self, scale: float) -> bool:
         """`collect` for all slots at once; False: some have no gradient, or the square is wanted.

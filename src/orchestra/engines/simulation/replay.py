@@ -185,7 +185,7 @@ class Halt:
     def _keep(self, rank: int) -> None:
         """Write what the rank holds, as a checkpoint would keep it, and its gradient."""
         session = self.sessions[rank]
-        state = session.checkpoint_state() | {"gradients": session.worker.gradients.vector}
+        state = session.checkpoint_state() | {"gradients": session.worker.gradients.current()}
         name = checkpoints.rank_file(rank)
         self._digests[name] = checkpoints.write_rank(self._folder, STATES, rank, capture(state))
 
