@@ -156,11 +156,12 @@ def test_parts_by_links_end_together_or_are_none() -> None:
 def test_parts_cover_a_slice_within_their_bounds(
     sizes: list[int], servers: int, least: int, further: int
 ) -> None:
-    """Each part but the last of a slice has its share of it, and is too short without its end."""
+    """Each part but the last of a slice has its share of all, and is too short without its end."""
     spans, size = laid_out(sizes)
     slices = place(spans, size, servers, divisible=True)
     most = least + further
     parts = cut_into_parts(slices, least, most)
+    share = min(most, max(least, size / MOST_PARTS))
     for number, owned in enumerate(slices):
         own = [part for part in parts if part.place == number]
         if not owned.pieces:
@@ -169,15 +170,16 @@ def test_parts_cover_a_slice_within_their_bounds(
         assert [part.number for part in own] == [*range(len(own))]
         assert (own[0].first, own[-1].end) == (owned.first, owned.end)
         assert all(one.end == other.first for one, other in itertools.pairwise(own))
-        share = min(most, max(least, (owned.end - owned.first) / MOST_PARTS))
         for part in own[:-1]:
             assert part.end - part.first >= share
             last = owned.pieces[part.pieces[1] - 1]
             assert last.first - part.first < share + 1
 
 
-def test_a_long_slice_has_few_parts() -> None:
+def test_a_large_model_has_few_parts() -> None:
     spans = [(i * 64, 64) for i in range(4096)]
     whole = place(spans, 4096 * 64, 1, divisible=True)
     assert len(cut_into_parts(whole, 64, 1 << 20)) == MOST_PARTS
+    slices = place(spans, 4096 * 64, 16, divisible=True)
+    assert len(cut_into_parts(slices, 64, 1 << 20)) == MOST_PARTS
     assert len(cut_into_parts(whole, 64, 1024)) == 4096 * 64 // 1024  # a bucket is the most

@@ -19,8 +19,8 @@ last bits: a cut at a multiple of every kernel's run leaves each element in its 
 """
 
 MOST_PARTS = 32
-"""Parts of a long slice, which bound what is left to exchange after backward to 3 % of it. More
-would cost a server time for each, and a simulation a message for each."""
+"""Parts of a large model, so that 3 % of it are left to exchange after backward. More would cost a
+server time for each, and a simulation a message for each."""
 
 Spans = tuple[tuple[int, int], ...]
 
@@ -69,14 +69,14 @@ class Part:
 
 
 def cut_into_parts(slices: Sequence[Slice], least: int, most: int) -> list[Part]:
-    """Cut `slices` into runs of whole pieces, some `MOST_PARTS` of each slice.
+    """Cut `slices` into runs of whole pieces, some `MOST_PARTS` together.
 
-    A run ends with the first piece that takes it to its share of the slice, which is `least`
-    elements for short slices, and `most` for very long ones.
+    A run ends with its slice, or with the first piece that takes it to a share of all elements,
+    which is `least` elements for small models, and `most` for very large ones.
     """
     parts = []
+    limit = min(most, max(least, -(-(slices[-1].end - slices[0].first) // MOST_PARTS)))
     for place, part in enumerate(slices):
-        limit = min(most, max(least, -(-(part.end - part.first) // MOST_PARTS)))
         edges = [(0, part.first)]
         for index, piece in enumerate(part.pieces[1:], start=1):
             if piece.first - edges[-1][1] >= limit:
