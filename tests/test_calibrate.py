@@ -347,6 +347,15 @@ def test_costs_of_shared_memory_follow_from_what_was_measured() -> None:
         assert getattr(found, field.name) == pytest.approx(getattr(costs, field.name))
 
 
+def test_a_barrier_takes_no_longer_than_the_collective_of_two() -> None:
+    """More ranks were disturbed: what they take more is no barrier, and copies keep their time."""
+    small, large = contention.SMALL, 1 << 20
+    times = {(2, small): (1e-5, 0.0), (4, small): (1e-3, 0.0), (2, large): (1e-3, 0.0)}
+    found = contention.memory_costs([times] * 4)
+    assert (found.barrier, found.collective) == (1e-5, 0.0)
+    assert found.copy == pytest.approx((1e-3 - 2 * 1e-5) / (contention.PASSES * large))
+
+
 def test_a_run_is_simulated_by_the_figures_that_it_names(tmp_path: Path) -> None:
     path = kept(CALIBRATION, tmp_path)
     run = run_of(AllReduce(), 2, steps=3, batch_size=4, calibration=str(path))

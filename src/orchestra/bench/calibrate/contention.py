@@ -98,8 +98,11 @@ def memory_costs(measured: Sequence[Times]) -> MemoryCosts:
 
     most = len(measured)
     used = mean(2, SMALL, 0)
-    barrier = max((mean(most, SMALL, 0) - used) / (most - 2), 0.0)
-    collective = max(used - barrier, 0.0)
+    # Between two ranks a collective has one barrier, which takes no longer than all of it. Where
+    # other programs ran beside more ranks, the difference alone would say so, and leave the copies
+    # below no time.
+    barrier = min(max((mean(most, SMALL, 0) - used) / (most - 2), 0.0), used)
+    collective = used - barrier
     copies = []
     for ranks, size in measured[0]:
         if size > SMALL:
