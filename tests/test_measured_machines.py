@@ -128,4 +128,5 @@ def test_an_emulated_cluster_is_found_again(tmp_path: Path) -> None:
         assert node.down is not None
         assert node.up.bandwidth == pytest.approx(2.5e6, rel=0.3)
         assert node.down.bandwidth == pytest.approx(2.5e6, rel=0.3)
-        assert node.up.latency + 1e-5 >= 2e-3
+        # What messages take of a processor is taken off, and two digits are written.
+        assert node.up.latency >= 1.9e-3
