@@ -183,13 +183,13 @@ def test_what_autograd_added_to_a_view_is_scaled_in_place() -> None:
         assert torch.equal(view, torch.zeros(view.shape) if gradient is None else gradient * 0.5)
 
 
-def test_gradients_that_are_kept_are_copied_when_somebody_looks() -> None:
+def test_gradients_left_in_place_are_copied_when_somebody_looks() -> None:
     module, layout, gradients = flat_model()
     x = randn(4, 5)
     expected = expected_gradients(module, x)
     gradients.clear()
     backward(module, x)
-    gradients.keep()
+    gradients.leave_in_place()
     assert not gradients.vector.any()
     for slot, parameter in zip(layout.slots, gradients.parameters, strict=True):
         gradient = expected[slot.name]
@@ -199,7 +199,7 @@ def test_gradients_that_are_kept_are_copied_when_somebody_looks() -> None:
         gradient = expected[name]
         assert torch.equal(view, torch.zeros(view.shape) if gradient is None else gradient)
     gradients.clear()
-    assert gradients.current().any(), "nothing was kept since, so that nothing is copied"
+    assert gradients.current().any(), "nothing was left in place since, so that nothing is copied"
 
 
 def test_without_samples_the_gradient_is_zero() -> None:

@@ -166,7 +166,7 @@ def keep_gradient(worker: Worker) -> None:
     if not worker.step.samples:
         # So that its optimizer leaves all parameters alone.
         worker.gradients.used = [False] * len(worker.gradients.used)
-    worker.gradients.keep()
+    worker.gradients.leave_in_place()
 
 
 def swap_with_neighbours(

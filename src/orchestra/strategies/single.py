@@ -39,7 +39,7 @@ class Single(Strategy[SingleState]):
 
     def reduce(self, worker: Worker, state: SingleState) -> None:
         """Nothing is exchanged."""
-        worker.gradients.keep()
+        worker.gradients.leave_in_place()
 
     def update(self, worker: Worker, state: SingleState) -> None:
         worker.clip()

@@ -38,7 +38,7 @@ class Gradients:
         self.square = 0.0
         self.last_backward = True  # of a step; those before it only accumulate
         self._collected = [False] * len(layout.slots)
-        self._kept = False
+        self._in_place = False
         self._own_tail = np.zeros(len(self.tail))
         self.on_ready: Callable[[int, int], None] | None = None
         self.on_backward: Callable[[], None] | None = None
@@ -93,7 +93,7 @@ class Gradients:
     def await_collection(self) -> None:
         """Expect further gradients before the next exchange, whatever was collected."""
         self._collected = [False] * len(self.used)
-        self._kept = False
+        self._in_place = False
         self.square = 0.0
 
     def collect(self, index: int, scale: float) -> None:
@@ -133,13 +133,13 @@ class Gradients:
             if not collected:
                 self.collect(index, scale)
 
-    def keep(self) -> None:
+    def leave_in_place(self) -> None:
         """Leave gradients where autograd put them, for an optimizer on this rank alone.
 
         The copy into the flat vector would take as long as the optimizer's step.
         `current` makes it.
         """
-        self._kept = True
+        self._in_place = True
         if self.measures_square:
             self.collect_rest()
         for parameter, used in zip(self.parameters, self.used, strict=True):
@@ -147,8 +147,8 @@ class Gradients:
                 parameter.grad = None
 
     def current(self) -> Tensor:
-        """Return the flat vector, with gradients that were kept apart."""
-        if self._kept:
+        """Return the flat vector, with gradients that were left in place."""
+        if self._in_place:
             self.collect_rest()
         return self.vector
 

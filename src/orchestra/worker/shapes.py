@@ -250,7 +250,7 @@ class ShapeGradients(Gradients):
         """Do nothing: there are no values to move."""
 
     clear = forget = await_collection = collect = collect_each = _nothing
-    collect_rest = forget_unused = _nothing
+    collect_rest = forget_unused = leave_in_place = _nothing
 
     def pass_backward(self) -> None:
         """Report all slots as ready, in their order."""
