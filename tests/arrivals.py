@@ -91,7 +91,7 @@ class Arrivals(WithoutTime):
         )  # fmt: skip
         return Here(encode_request(Request(worker, Kind.PUSH, push)), worker)
 
-    def send(self, tensor: Tensor, to: int, tag: int) -> Here:
+    def send(self, tensor: Tensor, to: int, tag: int, **options: Any) -> Here:
         if tag == Tag.VALUES:
             self.given[to] = tensor.clone()
         elif tensor.numel() > PAUSE_NUMBERS:

@@ -208,8 +208,17 @@ class Port(WithoutTime):
         self.flow = Flow(rank, self)
         self.traffic = Traffic()
 
-    def send(self, tensor: Tensor, to: int, tag: int) -> Send:
+    def send(
+        self,
+        tensor: Tensor,
+        to: int,
+        tag: int,
+        *,
+        buffer: Tensor | None = None,
+        more: bool = False,
+    ) -> Send:
         assert tensor.is_contiguous()
+        tensor = tensor if buffer is None else buffer.copy_(tensor)
         send = Send(self.flow, to, tensor, b"", memoryview(b""))
         mailbox = self.network.mailboxes[self.rank]
         if to == self.rank:

@@ -26,7 +26,9 @@ from orchestra.transports.sockets import SocketTransport, connect_mesh
 T = TypeVar("T")
 TOKEN = b"the run's token"
 SHARES_MEMORY = False
-"""Whether the ranks of a mesh usually copy large messages from each other's memory."""
+"""Whether large messages between the ranks of a mesh usually go in shared memory."""
+SEGMENT_BYTES = 32 << 20
+"""Of the segment that each rank has for each other one from the beginning."""
 
 
 def in_threads(functions: Sequence[Callable[[], T]]) -> list[T]:
@@ -75,7 +77,7 @@ def connect(
 def mesh(
     size: int, tls: TLS | None = None, memory: bool | None = None
 ) -> Iterator[list[SocketTransport]]:
-    """`memory`: whether they copy large messages from each other's memory, if not as usual."""
+    """`memory`: whether large messages go in shared memory, if not as usual."""
     transports = connect(size, tls)
     try:
         if SHARES_MEMORY if memory is None else memory:
@@ -87,11 +89,18 @@ def mesh(
 
 
 def share_memory(transports: Sequence[SocketTransport]) -> None:
-    """Let ranks offer large messages to all others, of which those elsewhere do this as well."""
+    """Let large messages go in shared memory; ranks elsewhere have to call this as well.
+
+    Returns when each rank has a segment for messages to each other one.
+    """
+    outboxes = []
     for transport in transports:
         transport.share_memory(range(transport.size))
-    streams = [s for transport in transports for s in transport._engine._streams.values()]
-    while not all(stream.takes_offers for stream in streams):
+        for rank, stream in transport._engine._streams.items():
+            assert transport._engine.segment(rank, SEGMENT_BYTES) is None  # there is none yet
+            assert stream.outbox is not None
+            outboxes.append(stream.outbox)
+    while not all(segment.is_mapped for outbox in outboxes for segment in outbox._segments):
         for transport in transports:
             transport._engine.check(range(transport.size))
 

@@ -21,9 +21,9 @@ class Noted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def send(self, tensor: Tensor, to: int, tag: int) -> Handle:
+    def send(self, tensor: Tensor, to: int, tag: int, **options: Any) -> Handle:
         self.sent.append((self.inner.rank, to, tag, tensor.nbytes))
-        return self.inner.send(tensor, to, tag)
+        return self.inner.send(tensor, to, tag, **options)
 
     def spawn(self, function: Callable[[Any], Any]) -> Task[Any]:
         return self.inner.spawn(lambda transport: function(Noted(transport, self.sent)))

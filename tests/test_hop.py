@@ -172,7 +172,7 @@ class Scripted:
         into.fill_(self.update)
         return Here(into)
 
-    def send(self, tensor: Tensor, to: int, tag: int) -> Any:
+    def send(self, tensor: Tensor, to: int, tag: int, **options: Any) -> Any:
         self.sent.append((to, tag, tensor))
         return Here(tensor)
 

@@ -136,11 +136,11 @@ class Suspended:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
-    def send(self, tensor: Tensor, to: int, tag: int) -> Any:
+    def send(self, tensor: Tensor, to: int, tag: int, **options: Any) -> Any:
         self._sent += 1
         if self._suspended and self._sent == 2:
             assert self._until.wait(60)
-        return self._transport.send(tensor, to, tag)
+        return self._transport.send(tensor, to, tag, **options)
 
 
 @pytest.mark.parametrize("consistency", [Asynchronous(), Synchronous()])

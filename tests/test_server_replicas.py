@@ -96,7 +96,7 @@ class Script:
         source, place, request = following
         return Here(encode_request(request, place), source)
 
-    def send(self, tensor: Tensor, to: int, tag: int) -> Here:
+    def send(self, tensor: Tensor, to: int, tag: int, **options: Any) -> Here:
         self.sent.append((to, tag))
         if tag in (Tag.VALUES, Tag.BACKUP_VALUES):
             self.values[to] = tensor.tolist()

@@ -97,7 +97,7 @@ class Nowhere:
         self.traffic = Traffic()
         self.tensor = torch.zeros(1)
 
-    def send(self, tensor: Tensor, to: int, tag: int) -> Self:
+    def send(self, tensor: Tensor, to: int, tag: int, **options: Any) -> Self:
         return self
 
     def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> Self:

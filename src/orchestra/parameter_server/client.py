@@ -202,7 +202,7 @@ class Client:
         # The request comes last: a server that reads it has the whole gradient, and never waits
         # for the rest of one whose worker was suspended in mid-message.
         if gradient is not None:
-            sending.append(transport.send(gradient, rank, Tag.GRADIENT))
+            sending.append(transport.send(gradient, rank, Tag.GRADIENT, more=True))
         sending.append(self._send(request, place, rank))
         return arriving, sending
 

@@ -240,12 +240,17 @@ class HeldSlice:
             replies, key=lambda r: r.worker == own and not isinstance(r.content, Answer)
         ):
             worker, content, handles = reply.worker, reply.content, []
-            values = self._values_of(reply) if reply.values and not self.early else None
+            values, buffer = None, None
+            if reply.values and not self.early:
+                values, buffer = self._values_of(reply)
             if content is not None:
-                handles.append(transport.send(encode_reply(content), worker, self._tags[0]))
+                head = encode_reply(content)
+                more = values is not None
+                handles.append(transport.send(head, worker, self._tags[0], more=more))
             if values is not None:
                 for first, end in self._spans:
-                    handles.append(transport.send(values[first:end], worker, self._tags[1]))
+                    part, copy = values[first:end], None if buffer is None else buffer[first:end]
+                    handles.append(transport.send(part, worker, self._tags[1], buffer=copy))
             self._sending[worker] = handles
 
     def finish_sending(self) -> None:
@@ -256,25 +261,30 @@ class HeldSlice:
                     handle.wait()
         self._sending.clear()
 
-    def _values_of(self, reply: Reply) -> Tensor:
+    def _values_of(self, reply: Reply) -> tuple[Tensor, Tensor | None]:
+        """Return what a worker is given, and a buffer for it if it may change meanwhile."""
         if isinstance(reply.content, Answer):
-            given = self._given
-            return self._copy_for(reply.worker) if given is None else given[reply.worker]
+            if self._given is not None:
+                return self._given[reply.worker], None
+            if self.elastic or self.compensation is not None:
+                return self._copy_for(reply.worker), None
+            # The worker's gradient is used up, so that its memory can take a copy of the values:
+            # a slow worker holds up nobody.
+            self.charge("encode", self.values.numel(), lambda: None)  # by `send`
+            return self._source, self._buffers.pop(reply.worker)
         if reply.content is None:
-            return self.values
+            return self.values, None
         assert self._agreed is not None
-        return self._agreed
+        return self._agreed, None
 
     def _copy_for(self, worker: int) -> Tensor:
-        """Copy the values, so that a slow worker holds up nobody."""
-        # The worker's gradient is used up, and its buffer takes the values. DC-ASGD keeps that as
-        # w_bak, without a further copy.
-        copy = self._buffers[worker]
+        copy = self._buffers[worker]  # the gradient there is used up
         if self.elastic:
             return copy
         self.charge("encode", copy.numel(), lambda: copy.copy_(self._source))
         if self.compensation is not None:
-            self.compensation.give(worker, copy)  # its next gradient comes in a new buffer
+            # As w_bak, without a further copy: the worker's next gradient comes in a new buffer.
+            self.compensation.give(worker, copy)
         return copy
 
     def _update(self, transport: Transport, update: Update) -> None:

@@ -4,16 +4,16 @@
 
 All integers are little-endian. A farewell is a header of its own kind, without payload.
 
-Between processes of one host a large message is an offer: one more number behind the dimensions
-says where its elements lie in the memory of the sender. The receiver copies them from there and
-says that it has taken them. Which memory can be read, each end finds out once: it is shown a key
-there, and says whether it can read it.
+Between processes of one host the elements of a large message are in memory that both have mapped:
+one more number behind the dimensions says in which segment. The sender tells of each new segment,
+and the receiver says when it has mapped it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
 import selectors
 import socket
 import ssl
@@ -27,17 +27,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from orchestra.transports.large_messages import OfferedMemory, PeerMemory
+from orchestra.transports.large_messages import Outbox, PeerSegments, Segment
 
 if TYPE_CHECKING:
     from orchestra.transports.matching import Incoming, Mailbox, Send
 
 MESSAGE = 1
 FAREWELL = 2
-OFFER = 3  # a message whose elements are in the sender's memory
-TAKEN = 4  # the oldest message offered has been copied
-KEY = 5  # process, address, and the key that is there
-READABLE = 6  # the key can be read
+SHARED = 3  # a message whose elements are in a segment
+SEGMENT = 4  # a new segment, whose number is the tag: process, descriptor, and key
+MAPPED = 5  # the segment with this number can be used
 
 # The position of a dtype in this list is its code on the wire: only append.
 _NAMES = (
@@ -47,20 +46,18 @@ _NAMES = (
 DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _NAMES.split())
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _FIXED = struct.Struct("<BBBqQ")
-_KEY = struct.Struct("<qq16s")
+_SEGMENT = struct.Struct("<qq16s")
 
 # Bytes in one call of the kernel: enough to hide its cost, few enough that both directions and
 # all streams take turns.
 CALL_BYTES = 1 << 20
-COPIED_BYTES = 1 << 22  # from another process in one turn
 INBOX_BYTES = 1 << 16  # read ahead of a header: small messages then need one call each
 # Of the rest of a message, how much has to be there before the kernel wakes its rank: a segment of
 # TCP is 1.4 KB, and Python takes longer for it than a link does.
 LOW_WATER = 1 << 16
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
-# From here on a message is offered to a rank of the same host: measured there and back, offers are
-# as fast from 256 KB on, and take less processor time from 512 KB on (decision 83).
-OFFERED_BYTES = 1 << 19
+# From here on a message to a rank of the same host goes in a segment (decision 123).
+SHARED_BYTES = 1 << 17
 
 
 class MalformedFrame(ConnectionError):
@@ -75,12 +72,12 @@ class Header(NamedTuple):
     shape: tuple[int, ...]
     tag: int
     payload_bytes: int
-    address: int = 0
+    segment: int = -1
 
     @property
     def head_bytes(self) -> int:
         """Bytes on the wire before the first element."""
-        return header_bytes(len(self.shape) + (self.kind == OFFER))
+        return header_bytes(len(self.shape) + (self.kind == SHARED))
 
     @property
     def frame_bytes(self) -> int:
@@ -98,9 +95,9 @@ def pack_header(tensor: Tensor, tag: int) -> bytes:
     return _pack(MESSAGE, tensor, tag, tuple(tensor.shape))
 
 
-def pack_offer(tensor: Tensor, tag: int) -> bytes:
-    """Return the frame that offers `tensor`, which must not change until it has been taken."""
-    return _pack(OFFER, tensor, tag, (*tensor.shape, tensor.data_ptr()))
+def pack_shared(tensor: Tensor, tag: int, segment: Segment) -> bytes:
+    """Return the frame of a message whose elements are in `segment`."""
+    return _pack(SHARED, tensor, tag, (*tensor.shape, segment.number))
 
 
 def _pack(kind: int, tensor: Tensor, tag: int, numbers: tuple[int, ...]) -> bytes:
@@ -108,20 +105,15 @@ def _pack(kind: int, tensor: Tensor, tag: int, numbers: tuple[int, ...]) -> byte
     return fixed + struct.pack(f"<{len(numbers)}q", *numbers)
 
 
-def pack_signal(kind: int) -> bytes:
+def pack_signal(kind: int, number: int = 0) -> bytes:
     """A frame without content; FAREWELL says: I leave on purpose."""
-    return _FIXED.pack(kind, 0, 0, 0, 0)
+    return _FIXED.pack(kind, 0, 0, number, 0)
 
 
-def pack_key(memory: OfferedMemory) -> bytes:
-    """Return the frame that tells the other end where a key lies in this process's memory."""
-    content = _KEY.pack(memory.pid, memory.address, memory.key)
-    return _FIXED.pack(KEY, 0, len(content) // 8, 0, 0) + content
-
-
-def unpack_key(header: Header) -> PeerMemory:
-    """Return the memory in which the other end says that its key lies."""
-    return PeerMemory(*_KEY.unpack(struct.pack("<4q", *header.shape)))
+def pack_segment(segment: Segment) -> bytes:
+    """Return the frame that tells the other end of a new segment."""
+    content = _SEGMENT.pack(os.getpid(), segment.descriptor, segment.key)
+    return _FIXED.pack(SEGMENT, 0, len(content) // 8, segment.number, 0) + content
 
 
 def unpack_header(buffer: memoryview) -> Header | None:
@@ -132,18 +124,18 @@ def unpack_header(buffer: memoryview) -> Header | None:
     if len(buffer) < _FIXED.size:
         return None
     kind, code, dimensions, tag, payload_bytes = _FIXED.unpack_from(buffer)
-    if not MESSAGE <= kind <= READABLE or code >= len(DTYPES):
+    if not MESSAGE <= kind <= MAPPED or code >= len(DTYPES):
         raise MalformedFrame(f"a frame of kind {kind} with dtype code {code}")
     if len(buffer) < header_bytes(dimensions):
         return None
     shape = struct.unpack_from(f"<{dimensions}q", buffer, _FIXED.size)
     dtype = DTYPES[code]
-    shape, address = (shape[:-1], shape[-1]) if kind == OFFER and shape else (shape, 0)
-    if kind in (MESSAGE, OFFER) and math.prod(shape) * dtype.itemsize != payload_bytes:
+    shape, segment = (shape[:-1], shape[-1]) if kind == SHARED and shape else (shape, -1)
+    if kind in (MESSAGE, SHARED) and math.prod(shape) * dtype.itemsize != payload_bytes:
         raise MalformedFrame(f"{payload_bytes} bytes for {dtype} of shape {shape}")
-    if kind == KEY and len(shape) != _KEY.size // 8:
-        raise MalformedFrame(f"a key of {len(shape)} numbers")
-    return Header(kind, dtype, shape, tag, payload_bytes, address)
+    if kind == SEGMENT and len(shape) != _SEGMENT.size // 8:
+        raise MalformedFrame(f"a segment with {len(shape)} numbers")
+    return Header(kind, dtype, shape, tag, payload_bytes, segment)
 
 
 def byte_view(tensor: Tensor) -> memoryview:
@@ -185,9 +177,8 @@ class Stream:
     Attributes:
         events: the selector's events for this stream.
         backlog: what is still to be written.
-        offered: messages that the other end has still to take from this end's memory.
-        takes_offers: the other end can read this end's memory.
-        taken_bytes: of the messages that it has taken from there.
+        outbox: the segments for large messages to a rank of the same host.
+        shared_bytes: of the messages that went in segments.
         farewell: the other end has said that it leaves.
         read_wants_write: under TLS, reading goes on once something can be written.
     """
@@ -198,9 +189,8 @@ class Stream:
         self.rank = rank
         self.events = selectors.EVENT_READ
         self.backlog: deque[Send | Signal] = deque()
-        self.offered: deque[Send] = deque()
-        self.takes_offers = False
-        self.taken_bytes = 0
+        self.outbox: Outbox | None = None
+        self.shared_bytes = 0
         self.incoming: Incoming | None = None
         self.farewell = False
         self.encrypted = isinstance(connection, ssl.SSLSocket)
@@ -214,13 +204,7 @@ class Stream:
         self._filled = 0
         self._has_low_water = not self.encrypted and connection.family in _INTERNET
         self._low_water = 1
-        self._own_memory: OfferedMemory | None = None
-        self._peer_memory: PeerMemory | None = None
-
-    @property
-    def copies(self) -> bool:
-        """A message is being copied from the other end's memory, which no selector sees."""
-        return self.incoming is not None and self.incoming.header.kind == OFFER
+        self._segments = PeerSegments()
 
     @property
     def wants_write(self) -> bool:
@@ -231,15 +215,17 @@ class Stream:
         """Return when the first message that has to wait may leave; infinite if there is none."""
         return next((send.due for send in self.backlog if send.due > now), math.inf)
 
-    def show_memory(self) -> None:
-        """Let the other end find out whether it can read the memory of this process."""
-        self._own_memory = OfferedMemory()
-        self._signal(pack_key(self._own_memory))
-
-    def withdraw(self) -> None:
-        """Invalidate all offers: what the other end copies from now on does not count."""
-        if self._own_memory is not None:
-            self._own_memory.close()
+    def segment(self, length: int) -> Segment | None:
+        """Return a segment for a message of `length` bytes, now this message's; None: it has to
+        go over the socket."""
+        if self.outbox is None:
+            return None
+        segment = self.outbox.take(length)
+        if segment is None or segment.capacity >= 4 * length:
+            new = self.outbox.grow(length)
+            if new is not None:
+                self.backlog.append(Signal(pack_segment(new)))
+        return segment
 
     def write(self) -> bool:
         """Hand over what the kernel takes. True if a send was finished that a flow waits for.
@@ -253,7 +239,7 @@ class Stream:
                 if self.encrypted:  # an SSLSocket has no sendmsg
                     count = self.connection.send(send.header or send.payload[:CALL_BYTES])
                 else:
-                    count = self.connection.sendmsg((send.header, send.payload[:CALL_BYTES]))
+                    count = self.connection.sendmsg(self._gathered())
             except _NOT_NOW:
                 break
             except OSError:
@@ -261,16 +247,27 @@ class Stream:
                     while self.read():
                         pass
                 raise
-            send.payload = send.payload[max(count - len(send.header), 0) :]
-            send.header = send.header[count:]
-            if not send.header and not send.payload:
-                self.backlog.popleft()
-                if not isinstance(send, Signal) and send.offers:
-                    self.offered.append(send)
-                    continue  # finished once TAKEN arrives
-                send.finished = True
-                news = news or send.awaited
+            while count:
+                send = self.backlog[0]
+                rest = max(count - len(send.header), 0)
+                send.header, count = send.header[count:], rest
+                rest = max(count - len(send.payload), 0)
+                send.payload, count = send.payload[count:], rest
+                if not send.header and not send.payload:
+                    self.backlog.popleft()
+                    send.finished = True
+                    news = news or send.awaited
         return news
+
+    def _gathered(self) -> list[bytes | memoryview]:
+        """Return what leaves in one call: small messages together with the one behind them."""
+        first = self.backlog[0]
+        parts: list[bytes | memoryview] = [first.header, first.payload[:CALL_BYTES]]
+        if len(first.payload) < CALL_BYTES and len(self.backlog) > 1:
+            second = self.backlog[1]
+            if second.due <= first.due:
+                parts += [second.header, second.payload[: CALL_BYTES - len(first.payload)]]
+        return parts
 
     def _signal(self, frame: bytes) -> None:
         self.backlog.append(Signal(frame))
@@ -286,9 +283,6 @@ class Stream:
         self.read_wants_write = False
         while moved < CALL_BYTES or self._decrypted():
             message = self.incoming
-            if message is not None and self.copies:
-                moved += self._copy(message)
-                continue
             if message is None:
                 place = self._inbox[self._filled :]
             else:
@@ -310,7 +304,7 @@ class Stream:
                     seconds = self._mailbox.blocked - self._blocked
                     self._mailbox.count(self.rank, message.frame_bytes, seconds)
                 self._complete_if_full(message)
-            if count < len(place) and not self.encrypted and not self.copies:
+            if count < len(place) and not self.encrypted:
                 break  # the kernel had no more: a further call would only say so
         self._set_low_water()
         return moved
@@ -319,7 +313,7 @@ class Stream:
         """Let the kernel wake this rank when the rest of a message is there, or a good part of it,
         and not for each of its segments."""
         missing, message = 1, self.incoming
-        if message is not None and not self.copies:
+        if message is not None:
             missing = min(message.header.payload_bytes - self._position, LOW_WATER)
         if missing != self._low_water and self._has_low_water:
             self._low_water = missing
@@ -334,13 +328,13 @@ class Stream:
             if header is None:
                 break
             start += header.head_bytes
-            if header.kind not in (MESSAGE, OFFER):
+            if header.kind == SHARED:
+                self._take_shared(header)
+                continue
+            if header.kind != MESSAGE:
                 self._hear(header)
                 continue
             message = self.incoming = self._mailbox.begin(self.rank, header)
-            self._position = 0
-            if self.copies:
-                break
             count = min(header.payload_bytes, self._filled - start)
             message.view[:count] = self._inbox[start : start + count]
             start += count
@@ -354,38 +348,21 @@ class Stream:
     def _hear(self, signal: Header) -> None:
         if signal.kind == FAREWELL:
             self.farewell = True
-        elif signal.kind == KEY:
-            memory = unpack_key(signal)
-            if memory.is_open():
-                self._peer_memory = memory
-                self._signal(pack_signal(READABLE))
-        elif signal.kind == READABLE:
-            self.takes_offers = True
-        elif self.offered:
-            send = self.offered.popleft()
-            self.taken_bytes += send.tensor.nbytes
-            send.finished = True
-            self._mailbox.news = self._mailbox.news or send.awaited
+        elif signal.kind == SEGMENT:
+            told = _SEGMENT.unpack(struct.pack("<4q", *signal.shape))
+            if self._segments.map(signal.tag, *told):
+                self._signal(pack_signal(MAPPED, signal.tag))
+        elif self.outbox is not None:
+            self.outbox.mapped(signal.tag)
 
-    def _copy(self, message: Incoming) -> int:
-        """Copy the next part of a message from the other end's memory; return the bytes copied."""
-        memory, header = self._peer_memory, message.header
-        if memory is None:
-            raise MalformedFrame("an offer, but no key that can be read")
-        length = min(COPIED_BYTES, header.payload_bytes - self._position)
-        into = message.tensor.data_ptr() + self._position
-        try:
-            count = memory.read(header.address + self._position, into, length)
-        except OSError as error:
-            raise StreamEnded(f"its memory cannot be read: {error.strerror}") from error
-        self._position += count
-        if self._position == header.payload_bytes:
-            if not memory.is_open():  # else the tensor may have changed while it was read
-                raise StreamEnded("its connection closed")
-            self._complete_if_full(message)
-            self._parse()  # what else has come counts, even if the other end does not read this:
-            self._signal(pack_signal(TAKEN))
-        return count
+    def _take_shared(self, header: Header) -> None:
+        """Deliver a message that is in a segment."""
+        if not self._segments.holds(header.segment, header.payload_bytes):
+            raise MalformedFrame("a message in a segment that is not mapped")
+        content = self._segments.message(
+            header.segment, header.dtype, header.shape, header.payload_bytes
+        )
+        self._mailbox.complete(self._mailbox.begin(self.rank, header, content))
 
     def _complete_if_full(self, message: Incoming) -> None:
         if self._position == message.header.payload_bytes:
@@ -394,7 +371,8 @@ class Stream:
 
     def close(self) -> None:
         """Give the socket back; what the kernel has taken is still delivered."""
-        self.withdraw()
+        if self.outbox is not None:
+            self.outbox.close()
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
         self.connection.close()

@@ -1,112 +1,187 @@
-"""Memory for large messages: that of another process of this host, and what is kept for the next.
+"""Memory for large messages: shared with another process of this host, and kept for the next.
 
-`process_vm_readv` (Linux) copies once, from the memory of the sender into that of the receiver,
-while the sender does something else. That it reads the right process, and a tensor that is still
-being sent, is known by a key: 16 random bytes in the sender's memory, which are zeroed before it
-gives up what it has offered.
+A sender copies a large message into a segment, memory that both ends map, and is done with it. The
+receiver is handed a tensor in the segment itself, or copies it into place in the thread that waits
+for it. Once nobody has that tensor any more, a byte at the end of the segment says so, and the
+sender uses the segment again. A message that is in a segment does not depend on its sender.
+
+A segment is a memfd, which has no name. The sender tells its descriptor, which the receiver opens
+through /proc, and a key: 16 random bytes that lie in it, by which the receiver knows that it has
+opened the right one. Only what the receiver has mapped carries messages.
 
 The allocator gives tensors of more than 32 MB back to the system when they are freed, and takes
 every page of the next one anew, filled with zeros: several times what it takes to copy a message.
-So their memory is taken from the system once.
+So the memory of messages that come over sockets is taken from the system once.
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
+import contextlib
+import functools
 import mmap
 import os
 import secrets
 import weakref
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from orchestra.transports.shared_memory import make_memory
+
 LEAST_BYTES = 32 << 20
 """Of smaller tensors the allocator keeps the memory, once `keep_freed_memory` was called."""
 KEPT_BYTES = 256 << 20
 """That lie here unused, at most; the oldest go first."""
+SEGMENT_BYTES = 256 << 20
+"""Of the segments for one receiver together, unless a single one is larger."""
 
 KEY_BYTES = 16
-_PR_SET_PTRACER = 0x59616D61
+_END_BYTES = KEY_BYTES + 1  # behind the place for a message: the key, and whether it is in use
+_FREE, _USED = 0, 1
 
 
-class _Vector(ctypes.Structure):
-    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
-
-
-_vectors = ctypes.POINTER(_Vector)
-_libc = ctypes.CDLL(None, use_errno=True)
-_read = getattr(_libc, "process_vm_readv", None)
-if _read is not None:
-    _read.restype = ctypes.c_ssize_t
-    _read.argtypes = [
-        ctypes.c_int, _vectors, ctypes.c_ulong, _vectors, ctypes.c_ulong, ctypes.c_ulong
-    ]  # fmt: skip
-
-
-class OfferedMemory:
-    """This process's end: the key for one receiver.
+class Segment:
+    """Memory for one message at a time, as its sender has it.
 
     Attributes:
-        pid: of this process.
-        address: where the key lies.
-        key: its bytes while the memory is open.
+        number: by which both ends know it.
+        capacity: bytes of the largest message.
+        descriptor: of the memfd, until the receiver has mapped it.
+        key: what proves to the receiver that it has opened this segment.
+        is_mapped: the receiver has mapped it.
     """
+
+    def __init__(self, number: int, capacity: int) -> None:
+        self.number = number
+        self.capacity = capacity
+        self.key = secrets.token_bytes(KEY_BYTES)
+        self.is_mapped = False
+        self.descriptor = make_memory(capacity + _END_BYTES)
+        self._memory = mmap.mmap(self.descriptor, capacity + _END_BYTES)
+        self._memory[capacity:-1] = self.key
+        self._place = torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    @property
+    def is_free(self) -> bool:
+        """True once the receiver has no tensor in it."""
+        return self._memory[-1] == _FREE
+
+    def take(self) -> None:
+        """Claim a free segment for the next message."""
+        self._memory[-1] = _USED
+
+    def fill(self, tensor: Tensor) -> None:
+        """Copy a contiguous CPU `tensor` into it."""
+        content = tensor.detach().reshape(-1).view(torch.uint8)
+        self._place[: tensor.nbytes].copy_(content)
+
+    def give_up_descriptor(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor = -1
+
+
+class Outbox:
+    """The segments for messages to one receiver. The caller holds a lock."""
 
     def __init__(self) -> None:
-        self.pid = os.getpid()
-        self.key = secrets.token_bytes(KEY_BYTES)
-        self._place = ctypes.create_string_buffer(self.key, KEY_BYTES)
-        self.address = ctypes.addressof(self._place)
+        self._segments: list[Segment] = []
+        self._refused = False
+
+    def take(self, length: int) -> Segment | None:
+        """Return a segment for a message of `length` bytes, claimed; None where there is none."""
+        fitting = [s for s in self._segments if s.capacity >= length and s.is_mapped and s.is_free]
+        if not fitting:
+            return None
+        segment = min(fitting, key=lambda segment: segment.capacity)
+        segment.take()
+        return segment
+
+    def grow(self, length: int) -> Segment | None:
+        """Return a new segment, of which the receiver is to be told, if one is worth having.
+
+        There is one at a time that the receiver has not mapped: a receiver that cannot map any
+        never gets a second one.
+        """
+        # Pages that no message has touched take no memory, and powers of two fit messages of many
+        # lengths.
+        capacity = max(1 << (length - 1).bit_length(), mmap.PAGESIZE)
+        total = sum(segment.capacity for segment in self._segments)
+        waits = any(not segment.is_mapped for segment in self._segments)
+        if self._refused or waits or (self._segments and total + capacity > SEGMENT_BYTES):
+            return None
+        try:
+            segment = Segment(len(self._segments), capacity)
+        except (OSError, ValueError):  # a limit of the process: messages go over the socket
+            self._refused = True
+            return None
+        self._segments.append(segment)
+        return segment
+
+    def mapped(self, number: int) -> None:
+        """Note that the receiver has mapped this segment."""
+        if 0 <= number < len(self._segments):
+            self._segments[number].is_mapped = True
+            self._segments[number].give_up_descriptor()
 
     def close(self) -> None:
-        """Zero the key: what is read from now on does not count."""
-        ctypes.memset(self._place, 0, KEY_BYTES)
+        for segment in self._segments:
+            segment.give_up_descriptor()
+        self._segments = []
 
 
-class PeerMemory:
-    """The memory of process `pid`, which has shown `key` at `address`."""
+class PeerSegments:
+    """The segments of one sender, as the receiver has them."""
 
-    def __init__(self, pid: int, address: int, key: bytes) -> None:
-        self._pid = pid
-        self._address = address
-        self._key = key
-        self._found = ctypes.create_string_buffer(KEY_BYTES)
+    def __init__(self) -> None:
+        self._mapped: dict[int, mmap.mmap] = {}
+        self._watched: dict[int, weakref.ref[memoryview]] = {}  # messages that somebody may have
 
-    def read(self, address: int, into: int, length: int) -> int:
-        """Copy up to `length` bytes from `address` there to `into` here; return how many.
-
-        Raises OSError where they cannot be read.
-        """
-        if _read is None:
-            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-        own, other = _Vector(into, length), _Vector(address, length)
-        count = int(_read(self._pid, ctypes.byref(own), 1, ctypes.byref(other), 1, 0))
-        # 0 bytes: nothing is mapped there (any more). errno says nothing then.
-        if count <= 0:
-            reason = ctypes.get_errno() if count else errno.EFAULT
-            raise OSError(reason, os.strerror(reason))
-        return count
-
-    def is_open(self) -> bool:
-        """Return whether the key is still there: then all that was read until now is as offered."""
-        try:
-            count = self.read(self._address, ctypes.addressof(self._found), KEY_BYTES)
-        except OSError:
+    def map(self, number: int, process: int, descriptor: int, key: bytes) -> bool:
+        """Map the segment that `process` has open as `descriptor`; False where that fails."""
+        memory = _opened(process, descriptor)
+        if memory is None or memory[-_END_BYTES:-1] != key:
             return False
-        return count == KEY_BYTES and self._found.raw == self._key
+        self._mapped[number] = memory
+        return True
+
+    def holds(self, number: int, length: int) -> bool:
+        """True if there can be a message of `length` bytes in this segment."""
+        memory = self._mapped.get(number)
+        return memory is not None and length <= len(memory) - _END_BYTES
+
+    def message(
+        self, number: int, dtype: torch.dtype, shape: tuple[int, ...], length: int
+    ) -> Tensor:
+        """Return the message in this segment, which is free again when nobody has the tensor."""
+        memory = self._mapped[number]
+        content = memoryview(memory)[:length]  # lives as long as a tensor has this memory
+        release = functools.partial(_release, memory, os.getpid())
+        # Not `weakref.finalize`, which takes as long as all else here.
+        self._watched[number] = weakref.ref(content, release)
+        return torch.frombuffer(content, dtype=dtype).view(shape)
 
 
-def let_siblings_read() -> None:
-    """Let the launcher and all that it started read this process's memory.
+def _opened(process: int, descriptor: int) -> mmap.mmap | None:
+    # Another namespace of process numbers, other users, seccomp: messages go over the socket.
+    path = Path(f"/proc/{process}/fd/{descriptor}")
+    with contextlib.suppress(OSError, ValueError):
+        if not str(path.readlink()).startswith("/memfd:"):  # what it is should not be opened
+            return None
+        own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return mmap.mmap(own, os.fstat(own).st_size)
+        finally:
+            os.close(own)
+    return None
 
-    Needed where Yama restricts ptrace (`ptrace_scope` 1); no effect on kernels without Yama.
-    """
-    if hasattr(_libc, "prctl"):
-        # The declared process and its descendants may read: the parent has started the other ranks.
-        _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
+
+def _release(memory: mmap.mmap, process: int, message: weakref.ref[memoryview]) -> None:
+    # A forked process (of a data loader) has a copy of every tensor, and may not free this one.
+    if os.getpid() == process:
+        memory[-1] = _FREE
 
 
 class KeptMemory:
@@ -125,9 +200,9 @@ class KeptMemory:
             memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
             self._free.remove(memory)
-        bytes_of = np.frombuffer(memory, np.uint8)  # lives as long as a tensor has this memory
-        weakref.finalize(bytes_of, self._keep, memory).atexit = False
-        return torch.from_numpy(bytes_of).view(dtype).view(shape)
+        content = np.frombuffer(memory, np.uint8)  # lives as long as a tensor has this memory
+        weakref.finalize(content, self._keep, memory).atexit = False
+        return torch.from_numpy(content).view(dtype).view(shape)
 
     def _keep(self, memory: mmap.mmap) -> None:
         self._free.append(memory)

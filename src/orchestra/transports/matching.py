@@ -83,15 +83,15 @@ class Operation:
 class Send(Operation):
     """Bytes on their way to one rank: what the kernel has not taken of `header` and `payload`.
 
-    Where it `offers`, the receiver copies `tensor`, and says so. It leaves no earlier than `due`, a
-    time of `perf_counter`.
+    Where it `is_shared`, the elements are where the receiver finds them. It leaves no earlier than
+    `due`, a time of `perf_counter`.
     """
 
     to: int
     tensor: Tensor
     header: bytes
     payload: memoryview
-    offers: bool = False
+    is_shared: bool = False
     due: float = 0.0
 
     @property
@@ -139,7 +139,8 @@ class Receive(Operation):
         assert landed is not None
         if self.into is None:
             return landed
-        # It came before the receive was posted, or `into` is on a GPU: the waiting flow copies.
+        # It came before the receive was posted, or in a segment, or `into` is on a GPU: the waiting
+        # flow copies.
         if landed is not self.into:
             self.into.detach().view(-1).copy_(landed.view(-1))
             self.landed = self.into
@@ -214,10 +215,10 @@ class Mailbox:
         receive = self._claim(source, header.tag)
         taker = receive if receive is not None and self._fits(receive, source, header) else None
         into = None if taker is None else taker.into
-        if into is not None and not into.is_cuda:
-            landing = into
-        elif into is None and content is not None:
+        if content is not None:
             landing = content
+        elif into is not None and not into.is_cuda:
+            landing = into
         elif into is not None:
             landing = torch.empty(header.shape, dtype=header.dtype, pin_memory=True)
         else:

@@ -23,7 +23,7 @@ import torch
 
 from orchestra.errors import PeerLost
 from orchestra.transports.framing import FAREWELL, Signal, Stream, StreamEnded, pack_signal
-from orchestra.transports.large_messages import let_siblings_read
+from orchestra.transports.large_messages import Outbox, Segment
 from orchestra.transports.matching import LEFT, Flow, Mailbox, Operation, Receive, Send
 from orchestra.transports.shared_memory import SharedMemory
 
@@ -60,20 +60,26 @@ class ProgressEngine:
             peer: Stream(connection, peer, self._mailbox)
             for peer, connection in connections.items()
         }
-        self._copying: set[Stream] = set()
         for stream in self._streams.values():
             self._selector.register(stream.connection, stream.events, stream)
         _engines.add(self)
 
     def share_memory(self, neighbours: Collection[int]) -> None:
-        """Offer large messages to those of `neighbours` that can read this process's memory."""
+        """Let large messages to `neighbours` go in memory that they map, too."""
         with self._lock:
-            near = self._streams.keys() & set(neighbours)
-            if near:
-                let_siblings_read()
-            for rank in near:
-                self._streams[rank].show_memory()
-                self._serve(self._streams[rank], selectors.EVENT_WRITE)
+            for rank in self._streams.keys() & set(neighbours):
+                self._streams[rank].outbox = Outbox()
+
+    def segment(self, to: int, length: int) -> Segment | None:
+        """Return a segment for a message to rank `to`; None where it has to go over the socket."""
+        stream = self._streams.get(to)
+        if stream is None or stream.outbox is None:
+            return None
+        with self._lock:
+            segment = stream.segment(length)
+            if stream.wants_write and to in self._streams:  # the other end is told of a new one
+                self._serve(stream, selectors.EVENT_WRITE)
+            return segment
 
     def hold(self, latency: Callable[[int, float], float]) -> None:
         """From now on, let a message to rank r that is sent at time t (of `perf_counter`) leave
@@ -81,22 +87,19 @@ class ProgressEngine:
         self._latency = latency
         threading.Thread(target=self._see_off, name="latency", daemon=True).start()
 
-    def send(self, send: Send, offer: bytes | None = None) -> None:
-        """Queue `send`, and hand over at once what the kernel takes.
-
-        `offer` goes in place of its bytes to a rank that can read the memory of this process.
-        """
+    def send(self, send: Send, *, more: bool = False) -> None:
+        """Queue `send`, and hand over at once what the kernel takes; with `more`, at the next."""
         with self._lock:
             self._raise_failure()
             if send.to in self._mailbox.gone:
                 send.fail(PeerLost(send.to, self._mailbox.gone[send.to]))
                 return
             stream = self._streams[send.to]
-            if offer is not None and stream.takes_offers:
-                send.header, send.payload, send.offers = offer, memoryview(b""), True
+            if send.is_shared:
+                stream.shared_bytes += send.tensor.nbytes
             if not (self._latency is not None and self._keep_back(stream, send)):
                 stream.backlog.append(send)
-                if len(stream.backlog) == 1:  # else the selector waits to write
+                if not more and not stream.events & selectors.EVENT_WRITE:
                     self._serve(stream, selectors.EVENT_WRITE)
             self._announce()
 
@@ -236,7 +239,7 @@ class ProgressEngine:
 
     def acknowledged_bytes(self) -> int:
         """Bytes of all flows that the other ends have confirmed, hellos included: their kernels, or
-        those who took them from the memory of this process.
+        for those in segments, that they were handed over.
 
         Linux only, and before `close`: a check on `Traffic.bytes_sent`.
         """
@@ -246,8 +249,8 @@ class ProgressEngine:
                 stream.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
                 for stream in streams
             ]
-            taken = sum(stream.taken_bytes for stream in streams)
-        return taken + sum(
+            shared = sum(stream.shared_bytes for stream in streams)
+        return shared + sum(
             int(struct.unpack_from("Q", info, TCP_INFO_BYTES_ACKED)[0]) for info in infos
         )
 
@@ -267,7 +270,7 @@ class ProgressEngine:
         for stream in list(self._streams.values()):
             stream.backlog.append(Signal(pack_signal(FAREWELL)))
             self._serve(stream, selectors.EVENT_WRITE)
-        while self._failure is None and any(s.backlog or s.offered for s in self._streams.values()):
+        while self._failure is None and any(s.backlog for s in self._streams.values()):
             remaining = deadline - time.perf_counter()
             if remaining <= 0:
                 return
@@ -279,8 +282,6 @@ class ProgressEngine:
 
     def _fail(self, error: Exception) -> None:
         self._failure = self._failure or error
-        for stream in self._streams.values():
-            stream.withdraw()  # before any sender learns of it, and changes its tensor
         for memory in self.memories:
             memory.shut()
         self._mailbox.news = True
@@ -297,10 +298,9 @@ class ProgressEngine:
                 self._followers -= 1
             return time.perf_counter() - started
         self._leading = True
-        copying = list(self._copying)  # as of now: without the lock it may change
         self._lock.release()  # others may send and post while this flow is blocked
         try:
-            ready = self._selector.select(0 if copying else timeout)  # copies need no event
+            ready = self._selector.select(timeout)
         finally:
             blocked = time.perf_counter() - started
             self._lock.acquire()
@@ -313,9 +313,6 @@ class ProgressEngine:
                 self._woken = False
             elif stream.rank in self._streams:  # else dropped since
                 self._serve(stream, events)
-        for stream in copying:
-            if stream in self._copying:
-                self._serve(stream, selectors.EVENT_READ)
         self._announce()
         return blocked
 
@@ -361,19 +358,13 @@ class ProgressEngine:
                 stream.events = events
                 self._selector.modify(stream.connection, events, stream)
                 self._wake_leader()  # not every selector sees the change while it blocks
-            if not stream.copies:
-                self._copying.discard(stream)
-            elif stream not in self._copying:
-                self._copying.add(stream)
-                self._wake_leader()  # no selector sees what is left to copy
 
     def _drop(self, stream: Stream, reason: str, *, lost: bool) -> None:
         del self._streams[stream.rank]
-        self._copying.discard(stream)
         self._selector.unregister(stream.connection)
         stream.close()
         self._mailbox.depart(stream.rank, reason, stream.incoming, lost=lost)
-        for send in (*stream.offered, *stream.backlog):
+        for send in stream.backlog:
             if isinstance(send, Send):
                 send.fail(PeerLost(stream.rank, reason))
         if lost:

@@ -153,10 +153,24 @@ class Transport(ABC):
         """Payload and headers sent by all flows of this rank."""
 
     @abstractmethod
-    def send(self, tensor: Tensor, to: int, tag: int) -> Handle:
+    def send(
+        self,
+        tensor: Tensor,
+        to: int,
+        tag: int,
+        *,
+        buffer: Tensor | None = None,
+        more: bool = False,
+    ) -> Handle:
         """Start sending a contiguous `tensor`; it may be changed after `wait` returned.
 
         Sending to oneself is allowed (a server beside a worker): the tensor is copied at once.
+
+        Args:
+            buffer: `tensor` may be changed as soon as this returns; `buffer`, which is like it, may
+                be used until `wait` returned (a buffered send, as of MPI).
+            more: another message to the same rank follows at once, and may take this one along, as
+                with `MSG_MORE` of a socket.
         """
 
     @abstractmethod

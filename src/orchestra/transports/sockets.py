@@ -21,11 +21,11 @@ from torch import Tensor
 from orchestra.errors import PeerLost
 from orchestra.transports.collective import execute
 from orchestra.transports.framing import (
-    OFFERED_BYTES,
+    SHARED_BYTES,
     byte_view,
     header_bytes,
     pack_header,
-    pack_offer,
+    pack_shared,
 )
 from orchestra.transports.handshake import TLS, Reception, connect, remaining
 from orchestra.transports.host import Host
@@ -42,6 +42,7 @@ from orchestra.transports.protocol import (
 
 T = TypeVar("T")
 
+_NOTHING = memoryview(b"")
 STRANGERS = 64
 """Connections that have not said hello, beside those of the ranks; more push out the oldest."""
 
@@ -77,32 +78,52 @@ class SocketTransport(Flow, Transport):
     def bytes_sent(self) -> int:
         return sum(flow.traffic.bytes_sent for flow in self._engine.flows)
 
-    def send(self, tensor: Tensor, to: int, tag: int) -> Send:
+    def send(
+        self,
+        tensor: Tensor,
+        to: int,
+        tag: int,
+        *,
+        buffer: Tensor | None = None,
+        more: bool = False,
+    ) -> Send:
         assert tensor.is_contiguous(), "only contiguous tensors can be sent"
         assert 0 <= to < self.size, f"there is no rank {to} among {self.size}"
         started = time.perf_counter()
         if to == self.rank:
-            send = Send(self, to, tensor, b"", memoryview(b""))
+            send = Send(self, to, tensor, b"", _NOTHING)
             # A copy, since the send is finished at once, and the sender may change its tensor.
             self._engine.deliver_local(tensor.detach().clone(), tag)
             send.finished = True
         else:
-            on_host = tensor
-            if tensor.is_cuda:
-                # Pinned memory can be copied to and from a GPU without one more copy in between.
-                on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                on_host.copy_(tensor)
-            send = Send(self, to, tensor, pack_header(tensor, tag), byte_view(on_host))
-            large = tensor.nbytes >= OFFERED_BYTES and not tensor.is_cuda
-            # The kernel may not read memory that a device driver has mapped.
-            offer = pack_offer(tensor, tag) if large and not tensor.is_pinned() else None
-            self._engine.send(send, offer)
-            # The same whether the elements were offered or sent: it says what the strategy
-            # exchanges.
+            in_segment = self._in_segment(tensor, to, tag)
+            if in_segment is None and buffer is not None:
+                tensor = buffer.copy_(tensor)
+            send = in_segment or self._over_socket(tensor, to, tag)
+            self._engine.send(send, more=more)
+            # The same in a segment and over the socket: it says what the strategy exchanges.
             self.traffic.bytes_sent += header_bytes(tensor.dim()) + tensor.nbytes
         self.traffic.messages_sent += 1
         self.traffic.seconds_communicating += time.perf_counter() - started
         return send
+
+    def _in_segment(self, tensor: Tensor, to: int, tag: int) -> Send | None:
+        """Copy `tensor` to where rank `to` finds it, if it is on this host; `to` has to be told."""
+        if tensor.nbytes < SHARED_BYTES or tensor.is_cuda:
+            return None
+        segment = self._engine.segment(to, tensor.nbytes)
+        if segment is None:
+            return None
+        segment.fill(tensor)  # without the engine's lock: other flows go on
+        return Send(self, to, tensor, pack_shared(tensor, tag, segment), _NOTHING, is_shared=True)
+
+    def _over_socket(self, tensor: Tensor, to: int, tag: int) -> Send:
+        on_host = tensor
+        if tensor.is_cuda:
+            # Pinned memory can be copied to and from a GPU without one more copy in between.
+            on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            on_host.copy_(tensor)
+        return Send(self, to, tensor, pack_header(tensor, tag), byte_view(on_host))
 
     def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> Receive:
         """Start receiving; see `Transport.receive`.
@@ -127,8 +148,8 @@ class SocketTransport(Flow, Transport):
         return host.share(like, group.ranks, tag)
 
     def share_memory(self, neighbours: Collection[int]) -> None:
-        """From now on, carry out collectives with `neighbours` in memory that they share, and let
-        them read large messages out of the memory of this process."""
+        """From now on, carry out collectives and send large messages to `neighbours` in memory that
+        they share."""
         self.host = Host(self._engine, frozenset(neighbours))
         self._engine.share_memory(neighbours)
 

@@ -72,10 +72,6 @@ class Message:
 
     def end(self) -> None:
         assert self.arriving is not None
-        # The payload is a copy already (`SimulatedTransport.send`): it is handed over as it is
-        # unless the receive names memory of its own.
-        if self.arriving.tensor is not self.payload:
-            self.arriving.tensor.copy_(self.payload)
         self._sending.finish()
         self._target.mailbox.complete(self.arriving)
         if self.arriving.receive is not None:

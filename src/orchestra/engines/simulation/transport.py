@@ -56,7 +56,15 @@ class SimulatedTransport(Transport):
         self._port.meter.settle()
         return self._port.bytes_sent
 
-    def send(self, tensor: Tensor, to: int, tag: int) -> Sending:
+    def send(
+        self,
+        tensor: Tensor,
+        to: int,
+        tag: int,
+        *,
+        buffer: Tensor | None = None,
+        more: bool = False,
+    ) -> Sending:
         """Start sending a contiguous `tensor`; see `Transport.send`."""
         assert tensor.is_contiguous(), "only contiguous tensors can be sent"
         assert 0 <= to < self.size, f"there is no rank {to} among {self.size}"
