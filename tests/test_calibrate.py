@@ -449,7 +449,14 @@ def measured() -> Calibration:
         patch.setattr("orchestra.bench.calibrate._most_in_need", lambda *_: None)
         patch.setattr(bench, "waited", lambda ranks: 0.2)
         calibration = calibrate([subject], 0.01, lambda what, _: told.append(what))
-    assert set(told) <= {"messages", "shared memory", "cores at once", "one thread more", TASK}
+    assert set(told) <= {
+        "messages",
+        "messages in memory",
+        "shared memory",
+        "cores at once",
+        "one thread more",
+        TASK,
+    }
     return calibration
 
 

@@ -189,7 +189,7 @@ def test_files_of_ranks_that_are_killed_go_with_the_calibration(
         left[0].mkdir()
         raise RunFailed("a rank was killed")
 
-    steps = lambda measurements, *_: measurements[3].measure(0.0, 0.0, print)  # noqa: E731
+    steps = lambda measurements, *_: measurements[4].measure(0.0, 0.0, print)  # noqa: E731
     monkeypatch.setattr(bench, "measure_all", steps)
     monkeypatch.setattr(bench, "run_ranks", killed)
     with pytest.raises(RunFailed, match="was killed"):

@@ -11,7 +11,7 @@ import torch
 from tests.simulated import FREE, cluster, run_ranks
 
 from orchestra.cluster import Cluster, Death, SlowDown
-from orchestra.cluster.costs import MemoryCosts
+from orchestra.cluster.costs import Line, MemoryCosts, Overhead
 from orchestra.collectives import execute
 from orchestra.engines.simulation.shared_memory import node_stages
 from orchestra.errors import PeerLost
@@ -39,6 +39,7 @@ def ends(
     elements: int,
     on: str | Cluster,
     delays: Sequence[float] = (),
+    overhead: Overhead = OVERHEAD,
 ) -> list[float]:
     """When each rank is through with a collective that it begins after its delay."""
 
@@ -50,7 +51,7 @@ def ends(
         execute(runtime.transport, vector, schedule, Group(tuple(range(runtime.ranks))), TAG)
         return runtime.transport.now()
 
-    outcome = run_ranks(schedule.ranks, program, on, OVERHEAD)
+    outcome = run_ranks(schedule.ranks, program, on, overhead)
     assert outcome.failure is None, outcome.failure
     return list(outcome.results)
 
@@ -126,6 +127,58 @@ def test_without_shared_memory_messages_cross_the_loopback() -> None:
     nodes = tuple(replace(node, devices=2) for node in on_devices.nodes)
     found = ends(ALL_REDUCE["ring"](2), LARGE, replace(on_devices, nodes=nodes))
     assert found == pytest.approx([expected] * 2, rel=1e-4)
+
+
+NEAR = replace(
+    FREE,
+    send=Line(1.0, 1e-6),
+    receive=Line(2.0, 2e-6),
+    in_memory=replace(COSTS, send=Line(0.1, 1e-7), receive=Line(0.2, 2e-7)),
+)
+"""With messages in memory that cost a tenth of those over sockets."""
+
+
+def test_a_message_in_memory_costs_what_was_measured_there() -> None:
+    """Its sender is free at once, though nothing is buffered; between nodes when it has arrived."""
+
+    def program(runtime: Runtime) -> list[float]:
+        transport, vector = runtime.transport, torch.ones(LARGE, device="meta")
+        if runtime.rank == 0:
+            handle = transport.send(vector, 1, TAG)
+            sent = transport.now()
+            handle.wait()
+            return [sent, transport.now()]
+        transport.receive(0, TAG).wait()
+        return [transport.now()]
+
+    size = BYTES + 27
+    near = run_ranks(2, program, "one_host(2)", NEAR).results
+    assert near[0] == pytest.approx([0.1 + 1e-7 * size] * 2, rel=1e-6)
+    arrives = 0.1 + 15e-6
+    assert near[1] == pytest.approx([arrives + 0.2 + 2e-7 * size], rel=1e-6)
+    far = run_ranks(2, program, "one_host(2, shared_memory=False)", NEAR).results
+    sent = 1 + 1e-6 * size
+    assert far[0] == pytest.approx([sent, max(sent, 1 + 15e-6 + size / 3e9)], rel=1e-6)
+    assert far[1] == pytest.approx([1 + 15e-6 + 2 + 2e-6 * size], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["ring", "halving_doubling", "tree", "parallel"])
+@pytest.mark.parametrize("buffer", [0, 1 << 20])
+def test_messages_in_memory_and_between_nodes_agree_with_those_one_by_one(
+    name: str, buffer: int
+) -> None:
+    on = replace(cluster("lan_1gbit(nodes=2, cores=2)"), placement="packed")
+    delays = [0.25, 1.0, 3.0, 0.5]
+
+    def found(costs: Overhead, on: Cluster) -> list[float]:
+        return ends(ALL_REDUCE[name](4), LARGE, on, delays, replace(costs, buffer=buffer))
+
+    at_once = found(NEAR, on)
+    one_by_one = found(NEAR, replace(on, faults=(SlowDown("worker-0", factor=2, at=1e9),)))
+    assert at_once == pytest.approx(one_by_one, rel=1e-9)
+    as_over_sockets = found(replace(NEAR, in_memory=COSTS), on)
+    # All messages of halving-doubling are between nodes here.
+    assert (max(at_once) < max(as_over_sockets)) == (name != "halving_doubling")
 
 
 SCHEDULES = [

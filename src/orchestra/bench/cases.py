@@ -345,7 +345,8 @@ def predicted(case: Case, calibration: Calibration) -> tuple[float, float]:
     stage = costs.seconds("gradient", batch * ranks / MICROBATCHES, threads) / ranks / speed
     overhead = calibration.overhead(costs)
     alpha, beta = _way(case, overhead.wire)
-    one_way = calibration.messages.one_way
+    near = calibration.near if cluster is None else None
+    one_way = (near or calibration.messages).one_way
     terms = Terms(
         ranks=ranks,
         workers=workers,

@@ -179,10 +179,12 @@ def print_calibration(calibration: Calibration) -> None:
             ("", "amount", "1 thread", "spread", *more),
             _task_rows(task),
         )
-    messages = calibration.messages
+    messages, near = calibration.messages, calibration.near
     rows = [
         *_rows("send", "bytes", messages.send),
         *_rows("receive", "bytes", messages.receive),
+        *(_rows("send in memory", "bytes", near.send) if near else ()),
+        *(_rows("receive in memory", "bytes", near.receive) if near else ()),
         *_rows("to itself", "bytes", messages.local),
         ("around a message", "", _seconds(messages.handling), ""),
         ("an all-reduce itself", "", _seconds(messages.collective), ""),
@@ -200,7 +202,7 @@ def print_calibration(calibration: Calibration) -> None:
     print_table("a message, and work on float32", ("", "amount", "seconds", "spread"), rows)
     print(
         f"A thread keeps a core for {_seconds(calibration.time_slice)} if another one waits. "
-        f"A send of up to {messages.buffer_bytes / 1e6:.1f} MB is over at once."
+        f"A send over sockets of up to {messages.buffer_bytes / 1e6:.1f} MB is over at once."
     )
     print(f"This machine as a cluster: {calibration.cluster}")
 

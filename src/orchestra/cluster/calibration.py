@@ -192,14 +192,26 @@ def at_threads(measured: Sequence[tuple[int, float]], threads: int) -> float:
 
 
 @dataclass(frozen=True)
-class Messages:
+class MessageTimes:
     """What a message between two ranks of the machine takes, over the bytes with its header.
 
     Attributes:
         send: processor seconds of the sender.
         receive: processor seconds of the receiver, who was asleep; without adding.
-        local: processor seconds of a message between two flows of one rank, at both ends.
         one_way: seconds from the sender's call to the receiver's having it.
+    """
+
+    send: Curve
+    receive: Curve
+    one_way: Curve
+
+
+@dataclass(frozen=True)
+class Messages(MessageTimes):
+    """The same of messages over sockets, and what else is known of messages.
+
+    Attributes:
+        local: processor seconds of a message between two flows of one rank, at both ends.
         handling: processor seconds of a strategy around a message, at both ends together.
         collective: processor seconds of an all-reduce beside its messages and additions.
         buffer_bytes: up to this size a send is over at once, whatever the receiver does.
@@ -207,10 +219,7 @@ class Messages:
         bandwidth: bytes/s that all ranks of the machine together can be taken to move.
     """
 
-    send: Curve
-    receive: Curve
     local: Curve
-    one_way: Curve
     handling: float
     collective: float
     buffer_bytes: int
@@ -229,6 +238,7 @@ class Calibration:
         time_slice: seconds for which a thread keeps a core while others wait for it.
         work: seconds over elements of each kind of work that is the same for every task.
         messages: through sockets over loopback.
+        near: messages between ranks that share memory; None in a file of an earlier version.
         in_memory: collectives in shared memory; None in a file of an earlier version.
         quality: of all but the tasks, which have their own; None in a file of an earlier version.
     """
@@ -243,6 +253,7 @@ class Calibration:
     tasks: tuple[TaskCosts, ...] = ()
     quality: Quality | None = None
     in_memory: MemoryCosts | None = None
+    near: MessageTimes | None = None
 
     def quality_of(self, task: TaskCosts) -> Quality:
         """How far the figures that a simulation of `task` goes by can be trusted, all together."""
@@ -267,16 +278,24 @@ class Calibration:
         """What messages cost beside the links that they cross, in a training of `task`."""
         add = self.work["add"]
         (fewer, short), (more, long) = add.points[0], add.points[-1]
+        handling = self.messages.handling / 2
+        in_memory = self.in_memory or MemoryCosts()
+        if self.near is not None:
+            in_memory = dataclasses.replace(
+                in_memory,
+                send=self.near.send.plus(handling),
+                receive=self.near.receive.plus(handling),
+            )
         return Overhead(
-            send=self.messages.send.plus(self.messages.handling / 2),
-            receive=self.messages.receive.plus(self.messages.handling / 2),
+            send=self.messages.send.plus(handling),
+            receive=self.messages.receive.plus(handling),
             add=(long - short) / (more - fewer) / 4,
             buffer=self.messages.buffer_bytes,
             wire=WIRE,
             local=self.messages.local,
             cold=task.cold,
             collective=self.messages.collective,
-            in_memory=self.in_memory or MemoryCosts(),
+            in_memory=in_memory,
         )
 
     def sharing(self, task: TaskCosts) -> Sharing:

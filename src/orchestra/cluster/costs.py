@@ -53,8 +53,8 @@ EVENLY = Sharing()
 
 @dataclass(frozen=True, repr=False)
 class MemoryCosts(Settings):
-    """What a collective in shared memory costs each of its ranks, in processor seconds; and `wake`,
-    which passes.
+    """What collectives in shared memory cost each of their ranks, and messages in shared memory
+    their ends, in processor seconds; and `wake`, which passes.
 
     The defaults are assumed, near what machines of two cores gave.
     """
@@ -63,6 +63,10 @@ class MemoryCosts(Settings):
     barrier: float = quantity(SECONDS, 10e-6, "of a barrier, for each other rank", low=0)
     copy: float = quantity(SECONDS_PER_BYTE, 0.2e-9, "of a pass over a vector", low=0)
     wake: float = quantity(SECONDS, 30e-6, "from the last rank's coming until all go on", low=0)
+    send: Cost | None = setting(
+        None, "of a message's sender, over its bytes; none: all messages are those of sockets"
+    )
+    receive: Cost | None = setting(None, "of a message's receiver")
 
 
 @dataclass(frozen=True, repr=False)
@@ -112,16 +116,26 @@ class Overhead(Settings):
     _: KW_ONLY
     cold: float = quantity(SECONDS, 0.0, "of a step with messages beside both alone", low=0)
     collective: float = quantity(SECONDS, 0.0, "of an all-reduce beside its messages", low=0)
-    in_memory: MemoryCosts = setting(MemoryCosts(), "of collectives in shared memory")
+    in_memory: MemoryCosts = setting(MemoryCosts(), "of what is in shared memory")
     tcp: Tcp = setting(Tcp(), "what TCP takes of the links")
 
-    def message(self, frame_bytes: int) -> MessageCost:
-        """What a message of `frame_bytes` bytes costs, its header included."""
-        first = self.send.at(0)
+    def message(self, frame_bytes: int, near: bool = False) -> MessageCost:
+        """What a message of `frame_bytes` bytes costs, its header included.
+
+        `near`: its ranks share memory.
+        """
+        send, receive = self.send, self.receive
+        if near:
+            send, receive = self.in_memory.send or send, self.in_memory.receive or receive
+        first = send.at(0)
         # Measured costs may fall with the size, by chance.
-        rest = max(self.send.at(frame_bytes) - first, 0.0)
-        receiving = self.receive.at(frame_bytes)
-        return MessageCost(first, rest, receiving)
+        rest = max(send.at(frame_bytes) - first, 0.0)
+        return MessageCost(first, rest, receive.at(frame_bytes))
+
+    def is_buffered(self, frame_bytes: int, near: bool = False) -> bool:
+        """Return whether a sender is free at once, whatever the receiver does."""
+        in_segment = near and self.in_memory.send is not None
+        return in_segment or frame_bytes <= self.buffer
 
 
 class MessageCost(NamedTuple):

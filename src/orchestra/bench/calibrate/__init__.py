@@ -21,7 +21,13 @@ from orchestra.bench.calibrate.contention import (
     memory_costs,
     ranks_wanted,
 )
-from orchestra.bench.calibrate.messages import SIZES, measure_messages, messages_of
+from orchestra.bench.calibrate.messages import (
+    SIZES,
+    mean_times,
+    measure_messages,
+    measure_near,
+    messages_of,
+)
 from orchestra.bench.calibrate.training import Workload, measure_task
 from orchestra.bench.timing import Progress, run_ranks, waited
 from orchestra.cluster.calibration import Calibration, TaskCosts
@@ -97,13 +103,14 @@ def calibrate(
     limit = LIMIT * len(subjects) if limit is None else limit
     with tempfile.TemporaryDirectory(prefix="orchestra-calibrate-") as folder:
         kept = measure_all(_measurements(subjects, seconds, folder), limit, on_progress)
-    messages, memory, slices = kept[:3]
+    messages, near_messages, memory, slices = kept[:4]
     first, second = messages.value
+    near = mean_times(*near_messages.value)
     time_slice = statistics.median(itertools.chain(*slices.value))
     machine = environment()
     del machine["command"], machine["modules"]
-    spread = statistics.median((*first.send.spread, *first.receive.spread))
-    quality = _quality([messages, memory, slices], spread)
+    spread = statistics.median((*first.times.send.spread, *first.times.receive.spread))
+    quality = _quality([messages, near_messages, memory, slices], spread)
     return Calibration(
         measured_at=quality.measured_at,
         machine=machine,
@@ -111,11 +118,12 @@ def calibrate(
         busy_with_others=max(one.waited for one in kept),
         time_slice=time_slice,
         work=first.work,
-        messages=messages_of(first, second, len(usable_cores())),
+        messages=messages_of(first, second, near, len(usable_cores())),
+        near=near,
         in_memory=memory_costs(memory.value),
         tasks=tuple(
             _costs(steps, speeds, time_slice)
-            for steps, speeds in zip(kept[3::2], kept[4::2], strict=True)
+            for steps, speeds in zip(kept[4::2], kept[5::2], strict=True)
         ),
         quality=quality,
     )
@@ -130,7 +138,10 @@ def _measurements(subjects: Sequence[Workload], seconds: float, folder: str) -> 
         return seconds, until
 
     found = [
-        _measurement("messages", 3.0, measure_messages, general, 2, 3 * len(SIZES)),
+        _measurement(
+            "messages", 3.0, measure_messages, general, 2, 3 * len(SIZES), shared_memory=False
+        ),
+        _measurement("messages in memory", 1.5, measure_near, general, 2, 3 * len(SIZES)),
         _measurement("shared memory", 1.5, measure_memory, general, ranks_wanted(cores), CASES),
         _measurement("one thread more", 0.5, measure_slices, general, cores + 1, 1),
     ]
@@ -151,6 +162,7 @@ def _measurement(
     argument: Callable[[float], Any],
     ranks: int,
     total: int,
+    shared_memory: bool = True,
 ) -> Measurement:
     """Run `program`, which counts up to `total`, on so many ranks; each that measures returns a
     value and under what conditions (`stopwatch.Kept`), the others None."""
@@ -163,6 +175,7 @@ def _measurement(
             steps=total,
             on_progress=lambda _, part: tell(part),
             limit=max(end - time.monotonic(), 0.0),
+            shared_memory=shared_memory,
         )
         found = [result for result in results if result is not None]
         if not found or (len(found) < ranks and program is not measure_task):

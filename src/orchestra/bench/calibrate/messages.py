@@ -23,7 +23,7 @@ from orchestra.bench.timing import (
     run_ranks,
     total,
 )
-from orchestra.cluster.calibration import Curve, Messages
+from orchestra.cluster.calibration import Curve, Messages, MessageTimes
 from orchestra.collectives import Group, all_reduce
 from orchestra.engines.processes.environment import Launched
 from orchestra.schedules import ALL_REDUCE
@@ -51,15 +51,13 @@ LONG_AGO = 0.002
 
 
 @dataclass(frozen=True)
-class MessageTimes:
+class Found:
     """What one of the two ranks found out.
 
     `two_rounds` and `one_round` are processor seconds of all-reduces over two ranks.
     """
 
-    send: Curve
-    receive: Curve
-    one_way: Curve
+    times: MessageTimes
     local: Curve
     work: dict[str, Curve]
     two_rounds: float
@@ -67,23 +65,20 @@ class MessageTimes:
     buffer_bytes: int
 
 
-def measure_messages(runtime: Runtime, allowed: tuple[float, float]) -> tuple[MessageTimes, Kept]:
+def measure_near(runtime: Runtime, allowed: tuple[float, float]) -> tuple[MessageTimes, Kept]:
+    """On two ranks that share memory: back and forth in every size."""
+    kept, (seconds, until) = Kept(), allowed
+    budget = Budget(until, PASSES * len(SIZES))
+    with kept.watched(2):
+        return _in_every_size(runtime, seconds, budget), kept
+
+
+def measure_messages(runtime: Runtime, allowed: tuple[float, float]) -> tuple[Found, Kept]:
     """On two ranks: back and forth in every size; then, on the first alone, the rest."""
-    torch.set_num_threads(1)
     transport, kept, (seconds, until) = runtime.transport, Kept(), allowed
     budget = Budget(until, PASSES * (len(SIZES) + len(SMALL)) + KINDS * len(ELEMENTS) + 1)
-    runtime.reporter.phase("training")  # so that memory is kept as it is there
-    done = itertools.count(1)
-
-    def between(size: int) -> Sequence[list[float]]:
-        times = back_and_forth(transport, (0, 1), size, seconds / PASSES, budget.share())
-        runtime.reporter.progress(step=next(done), samples=0)
-        return times
-
     with kept.watched(2):
-        send, receive, one_way = _best_of_passes(
-            SIZES, between, lambda: total(transport, budget.over) > 0, header_bytes(1)
-        )
+        times = _in_every_size(runtime, seconds, budget)
         two_rounds, one_round = _all_reduces(transport, budget.share())
     buffer_bytes = _buffer_bytes(transport)
     work, local = {}, curve_of({1: [1.0]})
@@ -96,8 +91,23 @@ def measure_messages(runtime: Runtime, allowed: tuple[float, float]) -> tuple[Me
         with kept.watched(1):
             work = elementwise(seconds, kept, budget)
     total(transport)  # the other rank waits for this one
-    found = MessageTimes(send, receive, one_way, local, work, two_rounds, one_round, buffer_bytes)
-    return found, kept
+    return Found(times, local, work, two_rounds, one_round, buffer_bytes), kept
+
+
+def _in_every_size(runtime: Runtime, seconds: float, budget: Budget) -> MessageTimes:
+    torch.set_num_threads(1)
+    transport = runtime.transport
+    runtime.reporter.phase("training")  # so that memory is kept as it is there
+    done = itertools.count(1)
+
+    def between(size: int) -> Sequence[list[float]]:
+        times = back_and_forth(transport, (0, 1), size, seconds / PASSES, budget.share())
+        runtime.reporter.progress(step=next(done), samples=0)
+        return times
+
+    return MessageTimes(
+        *_best_of_passes(SIZES, between, lambda: total(transport, budget.over) > 0, header_bytes(1))
+    )
 
 
 def _best_of_passes(
@@ -259,29 +269,36 @@ def elementwise(seconds: float, kept: Kept, budget: Budget) -> dict[str, Curve]:
     return curves
 
 
-def messages_of(first: MessageTimes, second: MessageTimes, cores: int) -> Messages:
+def messages_of(first: Found, second: Found, near: MessageTimes, cores: int) -> Messages:
     """The mean of what both ranks measured.
 
     Between ranks of one machine only processors move bytes: the bandwidth that all of them share
-    is set to what `cores` pairs would move whose slower end is the limit.
+    is set to what `cores` pairs would move whose slower end is the limit, and which share memory.
     """
-    send, receive = _mean(first.send, second.send), _mean(first.receive, second.receive)
-    one_way = _mean(first.one_way, second.one_way)
+    times = mean_times(first.times, second.times)
     one = statistics.mean((first.one_round, second.one_round))
     two = statistics.mean((first.two_rounds, second.two_rounds))
     round_seconds = two - one  # the second round of a ring adds nothing
-    transported = send.at(REDUCED) + receive.at(REDUCED)
-    small, large = one_way.points[0][0], one_way.points[-1][0]
+    transported = times.send.at(REDUCED) + times.receive.at(REDUCED)
+    small, large = near.one_way.points[0][0], near.one_way.points[-1][0]
     return Messages(
-        send=send,
-        receive=receive,
+        send=times.send,
+        receive=times.receive,
+        one_way=times.one_way,
         local=first.local,
-        one_way=one_way,
         handling=max(round_seconds - transported, 0.0),
         collective=max(one - round_seconds - first.work["add"].at(REDUCED / 4), 0.0),
         buffer_bytes=first.buffer_bytes,
-        latency=max(one_way.at(small) - send.at(small) - receive.at(small), 1e-6),
-        bandwidth=cores * large / max(send.at(large), receive.at(large)),
+        latency=max(near.one_way.at(small) - near.send.at(small) - near.receive.at(small), 1e-6),
+        bandwidth=cores * large / max(near.send.at(large), near.receive.at(large)),
+    )
+
+
+def mean_times(one: MessageTimes, other: MessageTimes) -> MessageTimes:
+    return MessageTimes(
+        _mean(one.send, other.send),
+        _mean(one.receive, other.receive),
+        _mean(one.one_way, other.one_way),
     )
 
 

@@ -106,6 +106,7 @@ def launch(
     on_event: Callable[[Event | Notice], None] | None = None,
     limit: float | None = None,
     places: Sequence[Place] = (),
+    shared_memory: bool = True,
 ) -> Outcome:
     """Run `program(runtime, argument)` on `ranks` processes of this machine.
 
@@ -122,6 +123,7 @@ def launch(
         limit: seconds after which all ranks are killed, whatever they do; the result of each that
             has delivered none is then None.
         places: the emulated node of each rank; by default all are on this machine as it is.
+        shared_memory: whether ranks may share memory, where `ORCHESTRA_SHARED_MEMORY` allows it.
 
     Raises `InputError` for a program that cannot be sent to a rank, or one that a rank's program
     raised in its phase "set-up", and `RunFailed` with the first cause in its first line; the
@@ -139,12 +141,13 @@ def launch(
     interrupts = {signal.SIGINT: watcher.interrupt, signal.SIGTERM: watcher.interrupt}
     with _store_path() as store_path, handling(interrupts):
         job = Job(payload, main, dict(os.environ), store_path)
+        shared_memory = shared_memory and memory_is_shared(os.environ)
         watcher.start()
         try:
             for rank in range(ranks):
                 spec = RankSpec(
                     rank, ranks, rank, watcher.address, LOOPBACK, token, limits,
-                    tls=tls, threads=threads, shared_memory=memory_is_shared(os.environ),
+                    tls=tls, threads=threads, shared_memory=shared_memory,
                 )  # fmt: skip
                 _start(watcher, _placed(spec, places[rank]) if places else spec, job)
             watcher.join()

@@ -143,8 +143,8 @@ class Net:
     `delay` tells how many seconds later a message from one rank to another arrives if it is sent at
     a time; without it no message is delayed. `draw_share` draws the weight of the next message
     between two ranks, where it shares a link; without it weights are even. `before_arrival` is
-    called before a message begins to cross these links. `message_cost` gives the costs of one of so
-    many bytes, its header included.
+    called before a message begins to cross these links. `message_cost` gives the costs of one, from
+    its bytes with the header, and whether its ranks share memory.
 
     Attributes:
         nodes: the name of each rank's node.
@@ -169,12 +169,25 @@ class Net:
         self.ports: list[Port] = []
         self.nodes: list[str] = []
         self.hosts: list[Hashable] = []
+        self._host_numbers: list[int] = []
         self.shared: dict[tuple[tuple[int, ...], int, int], Tensor] = {}  # by ranks, tag, number
         self.shown: dict[Hashable, dict[int, Tensor]] = {}  # by stage and place
         self.streams: dict[tuple[int, int], Stream] = {}
         self._route = route
         self._delay = delay
         self._draw_share = draw_share
+
+    def host(self, rank: int) -> int:
+        """Return a number that is equal for ranks that share memory."""
+        if not self._host_numbers:
+            hosts = self.hosts or range(len(self.ports))
+            numbers = {host: number for number, host in enumerate(hosts)}
+            self._host_numbers = [numbers[host] for host in hosts]
+        return self._host_numbers[rank]
+
+    def is_near(self, source: int, target: int) -> bool:
+        """Return whether two ranks share memory."""
+        return self.host(source) == self.host(target)
 
     def stream(self, source: int, target: int) -> Stream:
         """Return the stream from one rank to another; it is made when it is first used."""

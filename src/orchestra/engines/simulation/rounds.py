@@ -93,6 +93,7 @@ class PlacedPlan:
         self.ranks = ranks
         self.plan = plan
         self.place = {rank: place for place, rank in enumerate(ranks)}
+        self._host = np.array([net.host(rank) for rank in ranks])  # equal: they share memory
         self.streams = {
             (source, target): net.stream(ranks[source], ranks[target])
             for source, target in plan.streamed
@@ -215,15 +216,16 @@ class PlacedPlan:
         plan, overhead = self.plan, self.net.overhead
         for kind, number, peer, first, end, _ in plan.steps(index, begin, stop):
             frame_bytes = plan.frame_bytes(end - first)
+            near = peer >= 0 and self._host[index] == self._host[peer]
             if kind is SEND:
-                cost = self.net.message_cost(frame_bytes)
+                cost = self.net.message_cost(frame_bytes, near)
                 yield kind, number, peer, frame_bytes, cost.send_setup, cost.send_rest
             elif kind is TAKE:
-                receiving = self.net.message_cost(frame_bytes).receiving
+                receiving = self.net.message_cost(frame_bytes, near).receiving
                 yield kind, number, peer, frame_bytes, receiving, 0.0
             elif kind is ADD:
                 yield kind, number, peer, 0, overhead.add * (end - first) * plan.itemsize, 0.0
-            elif kind is FREE and frame_bytes > overhead.buffer:
+            elif kind is FREE and not overhead.is_buffered(frame_bytes, near):
                 yield kind, number, peer, 0, 0.0, 0.0
 
     def ends(
@@ -329,12 +331,14 @@ class PlacedPlan:
         source, target = rows[:, 0], rows[:, 1]
         arriving = np.argsort(target)
         payload = np.minimum(rows[:, 5] - number * plan.segment, plan.segment) * plan.itemsize
-        distinct, kinds = np.unique(payload + HEADER, return_inverse=True)
-        charges = [self.net.message_cost(int(frame)) for frame in distinct]
+        near = self._host[source] == self._host[target]
+        distinct, kinds = np.unique(2 * (payload + HEADER) + near, return_inverse=True)
+        charges = [self.net.message_cost(int(each) // 2, bool(each % 2)) for each in distinct]
         first, rest, receiving = np.array(charges)[kinds].T
         reduces = rows[:, 4] == REDUCE
         adding = np.where(reduces, overhead.add * payload, 0.0)
-        held = payload + HEADER > overhead.buffer
+        buffered = [overhead.is_buffered(int(each) // 2, bool(each % 2)) for each in distinct]
+        held = ~np.array(buffered)[kinds]
         # The receiver adds to what it sends itself, once that has left (as in `butterfly`).
         freed = reduces & (own[target] == rows[:, 2:4]).all(axis=1)
         shift = 0

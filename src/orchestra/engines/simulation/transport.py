@@ -100,12 +100,13 @@ class SimulatedTransport(Transport):
         message = Message(header, payload, sending, port.net.ports[to], both_ways, fair=fair)
         stream = port.net.stream(self.rank, to)
         port.keep_order()
-        cost = port.net.message_cost(size)
+        near = port.net.is_near(self.rank, to)
+        cost = port.net.message_cost(size, near)
         port.spend(cost.send_setup + port.warm_up(), traffic)
         # The rest of the processor time passes while the first bytes are on their way.
         stream.send(message, self._kernel.here())
         port.spend(cost.send_rest, traffic)
-        if size <= overhead.buffer:
+        if overhead.is_buffered(size, near):
             sending.finished = True
         elif both_ways is None:  # in a collective the sender waits for all of it, as over arrays
             message.held_bytes = size - int(overhead.buffer)
@@ -309,13 +310,19 @@ class SimulatedTransport(Transport):
             begun = self._sleep(receive, lambda: receive.finished or receive.frame_bytes > 0)
             self.traffic.seconds_waiting += begun
         if receive.frame_bytes and receive.error is None:
-            seconds = self._port.net.message_cost(receive.frame_bytes).receiving
+            seconds = self._seconds_to_take(receive)
             self._port.keep_order()
             self._port.spend(seconds + self._port.warm_up(), self.traffic)
             receive.frame_bytes = 0
         if not receive.finished:
             moving = self._sleep(receive, lambda: receive.finished)
             self.traffic.seconds_communicating += moving
+
+    def _seconds_to_take(self, receive: matching.Receive) -> float:
+        net = self._port.net
+        return net.message_cost(
+            receive.frame_bytes, net.is_near(receive.source, self.rank)
+        ).receiving
 
     def _may_sleep_through(self) -> bool:
         """Return whether the seconds to take a message in are known before it arrives."""
@@ -331,7 +338,7 @@ class SimulatedTransport(Transport):
         begun = max(started, receive.began_at if receive.frame_bytes else kernel.here())
         traffic.seconds_waiting += begun - started
         if receive.frame_bytes and receive.error is None:
-            seconds = self._port.net.message_cost(receive.frame_bytes).receiving
+            seconds = self._seconds_to_take(receive)
             # Receiving overlaps with arrival: it has been under way since the first byte came.
             flow.ahead = begun + seconds / flow.processor.rate
             receive.frame_bytes = 0
