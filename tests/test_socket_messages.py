@@ -34,7 +34,7 @@ from orchestra.transports.sockets import SocketTransport
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["sockets", "memory"])
 def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether large messages are copied from the memory of the sender changes nothing."""
+    """Whether large messages are in shared memory changes nothing."""
     monkeypatch.setattr(meshes, "SHARES_MEMORY", request.param)
 
 

@@ -207,7 +207,7 @@ class Transport(ABC):
         """For each rank that sent messages large enough to take time: their bytes, and the seconds
         for which one was on its way while this rank was ready to read it.
 
-        Of all flows. What ranks of one host read from each other's memory is not counted.
+        Of all flows. What ranks of one host send each other in shared memory is not counted.
         """
 
     @abstractmethod
