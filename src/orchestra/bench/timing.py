@@ -142,7 +142,7 @@ class Budget:
 
     @property
     def over(self) -> bool:
-        """Whether the time has passed: what can be left out is left out."""
+        """True if the time has passed: what can be left out is left out."""
         return self.clock() >= self.until
 
     def share(self) -> float:

@@ -56,7 +56,7 @@ class Lasting(Fault):
             )
 
     def holds(self, time: float) -> bool:
-        """Whether it is there at `time`."""
+        """Return whether it is there at `time`."""
         return self.at <= time < (math.inf if self.until is None else self.until)
 
     @property

@@ -90,7 +90,7 @@ def load_cluster(text: str, *, where: str, folder: Path) -> Cluster:
 
 
 def is_file(text: str) -> bool:
-    """Whether `text` is the path of a cluster's file, not the name of a preset."""
+    """Return whether `text` is the path of a cluster's file, not the name of a preset."""
     return isinstance(text, str) and text.endswith((".yaml", ".yml"))
 
 

@@ -121,7 +121,7 @@ def _check_gives_batches(loader: object) -> None:
 
 
 def _is_standard(loader: DataLoader[Any]) -> bool:
-    """Whether an epoch of `loader` is each sample once, in order or shuffled, in batches."""
+    """Return whether an epoch of `loader` is each sample once, in order or shuffled, in batches."""
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         return False
     sampler = loader.sampler
@@ -131,7 +131,7 @@ def _is_standard(loader: DataLoader[Any]) -> bool:
 
 
 def _has_sampler(loader: Loader) -> TypeGuard[DataLoader[Any]]:
-    """Whether a sampler chooses the samples of each batch before they are loaded."""
+    """Return whether a sampler chooses the samples of each batch before they are loaded."""
     return (
         isinstance(loader, DataLoader)
         and loader.batch_sampler is not None

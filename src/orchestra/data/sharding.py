@@ -27,7 +27,7 @@ class Sharding(Settings, ABC):
     """A rule that splits the training samples between the workers; every sample has one owner."""
 
     needs_labels: ClassVar[bool] = True
-    """Whether `split` looks at the labels."""
+    """True if `split` looks at the labels."""
 
     @abstractmethod
     def split(self, labels: Indices, shares: Sequence[float], seed: int) -> list[Indices]:

@@ -75,7 +75,7 @@ class Comparison:
 
     @property
     def well(self) -> bool:
-        """Whether every run was completed."""
+        """True if every run was completed."""
         return not self.stopped and all(record.status == "completed" for record in self.records)
 
 

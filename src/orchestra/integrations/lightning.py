@@ -127,7 +127,7 @@ class OrchestraStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether Lightning deals out the data of a loader that it asks for now: those of
+        """True if Lightning deals out the data of a loader that it asks for now: those of
         training, which is the only one before `distribute`, are Orchestra's to deal out."""
         return self._batches is not None or not self._trainer.training
 

@@ -189,7 +189,7 @@ class _Loader:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the Trainer has had all batches of its epoch, where their number is known."""
+        """True if the Trainer has had all batches of its epoch, where their number is known."""
         try:
             return self._given == len(self)
         except TypeError:

@@ -50,7 +50,7 @@ class WorkerGroup:
         return workers if own in workers else (own,)
 
     def is_several(self) -> bool:
-        """Whether there are other members."""
+        """Return whether there are other members."""
         return len(self.ranks) > 1
 
     def gather(self, tensor: Tensor, group: None = None) -> list[Tensor]:

@@ -40,7 +40,7 @@ def adaptive(search: Standing, best: Entry | None) -> str | None:
 
 
 def _suits(entry: Entry, best: Entry) -> bool:
-    """Whether it can be a candidate beside `best`: it differs in the strategy alone."""
+    """Return whether it can be a candidate beside `best`: it differs in the strategy alone."""
     own, other = entry.candidate, best.candidate
     alike = (own.nodes, own.batch, own.rate) == (other.nodes, other.batch, other.rate)
     given = own.run.training.shares == other.run.training.shares

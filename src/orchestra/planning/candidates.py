@@ -91,7 +91,7 @@ class Candidate:
 
     @property
     def exact(self) -> bool:
-        """Whether it learns what one process with the same batch does, but for rounding."""
+        """True if it learns what one process with the same batch does, but for rounding."""
         strategy = self.run.strategy
         if isinstance(strategy, AllReduce | ParameterServer):
             together = isinstance(strategy, AllReduce) or strategy.consistency == "synchronous"
@@ -143,13 +143,13 @@ class Space:
 
     @property
     def mixed(self) -> bool:
-        """Whether nodes are unlike in what they compute."""
+        """True if nodes are unlike in what they compute."""
         kinds = {(node.speed, node.flops, node.slots, node.devices) for node in self.cluster.nodes}
         return len(kinds) > 1
 
     @property
     def several(self) -> bool:
-        """Whether candidates differ in their nodes; else in the ranks of a single one."""
+        """True if candidates differ in their nodes; else in the ranks of a single one."""
         return len(self.cluster.nodes) > 1
 
     @property

@@ -59,7 +59,7 @@ class Check:
 
     @property
     def agrees(self) -> bool | None:
-        """Whether the predicted first one was first, or as good as; None where nobody can tell."""
+        """True if the predicted first one was first, or as good as; None where nobody can tell."""
         times = {name: value for name, value in self.measured.items() if value is not None}
         if self.failure is not None or not times:
             return None

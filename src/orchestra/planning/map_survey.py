@@ -94,7 +94,7 @@ class Survey(Search):
         return fmean(known) if known and not self.fell_short(entry, seeds) else None
 
     def fell_short(self, entry: Entry, seeds: Sequence[int] | None = None) -> bool:
-        """Whether `entry` had all samples with one of `seeds`, and did not reach the target."""
+        """Return whether `entry` missed the target with one of `seeds` after all samples."""
         assert self.target is not None
         return any(
             reached(points, self.target) is None

@@ -284,7 +284,7 @@ class Standing:
         return max(spread, fmean(each.spacing for each in times) / 2)
 
     def is_close(self) -> bool:
-        """Whether the first two that are left are closer than two standard errors of that."""
+        """Return whether the first two that are left differ by less than two standard errors."""
         pair = [entry for entry in self.ranking() if entry.dropped is None][:2]
         errors = [(self.uncertainty(each) or 0.0) ** 2 / len(self.times(each)) for each in pair]
         times = [self.time(each) or 0.0 for each in pair]

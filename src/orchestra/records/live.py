@@ -101,7 +101,7 @@ def remove_live(folder: Path) -> None:
 
 
 def under_way(folder: Path, live: Live | None, now: float) -> bool:
-    """Whether a process is at work in `folder` at the time `now`, in seconds since 1970.
+    """Return whether a process is at work in `folder` at the time `now`, in seconds since 1970.
 
     A lock on the folder is certain. Some file systems have none, and other machines do not show
     theirs: then the run has to have written its file a moment ago.

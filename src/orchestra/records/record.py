@@ -118,7 +118,7 @@ class RunRecord:
 
     @property
     def mixed(self) -> bool:
-        """Whether its nodes are known to be unlike in what they do alone."""
+        """True if its nodes are known to be unlike in what they do alone."""
         return len({float(f"{speed:.3g}") for speed in self.alone.values()}) > 1
 
     def summary(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class RunRecord:
 
     @property
     def disturbed(self) -> bool:
-        """Whether other programs took a notable part of the machine: its seconds are too long."""
+        """True if other programs took a notable part of the machine: its seconds are too long."""
         return self.busy_with_others is not None and self.busy_with_others > NOTABLE
 
 

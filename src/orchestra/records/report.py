@@ -103,7 +103,7 @@ _RISING = ("accuracy", "r2", "f1", "score")
 
 
 def is_rising(name: str) -> bool | None:
-    """Whether more is better of the figure `name`; None where its name does not tell."""
+    """Return whether more is better of the figure `name`; None where its name does not tell."""
     words = name.lower()
     if any(word in words for word in _RISING):
         return True
@@ -188,7 +188,7 @@ class CounterSeries:
         self._apart = self._next = 0.0
 
     def due(self, seconds: float) -> bool:
-        """Whether a point at this moment would be kept."""
+        """Return whether a point at this moment would be kept."""
         return seconds >= self._next
 
     def add(self, counters: Counters) -> None:

@@ -145,12 +145,12 @@ class Difference:
 
     @property
     def too_coarse(self) -> bool:
-        """Whether the snapshots are too far apart to say which figure is the larger."""
+        """True if the snapshots are too far apart to say which figure is the larger."""
         return -self.above < self.mean < self.below
 
     @property
     def certain(self) -> bool:
-        """Whether the interval lies on one side of zero."""
+        """True if the interval lies on one side of zero."""
         return self.low is not None and self.high is not None and self.low * self.high > 0
 
     def texts(self, places: int | None = None) -> list[str]:

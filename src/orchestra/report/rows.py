@@ -230,7 +230,7 @@ class Row:
 
     @property
     def single(self) -> bool:
-        """Whether nothing is distributed: one process with all cores."""
+        """True if nothing is distributed: one process with all cores."""
         return self.record.distributed is False
 
     def values(self, read: Read) -> dict[int, float]:

@@ -32,7 +32,7 @@ MOST = 5
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether one technique paid.
+    """The verdict on one technique: whether it paid.
 
     Attributes:
         row: with it.

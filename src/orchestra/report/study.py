@@ -142,7 +142,7 @@ class Study:
 
     @cached_property
     def only_time(self) -> bool:
-        """Whether nothing was computed: runs of shapes, which have no final figures."""
+        """True if nothing was computed: runs of shapes, which have no final figures."""
         records = [run.record for row in self.rows for run in row.completed]
         return bool(records) and not any(
             record.metrics or record.final_loss is not None or record.parameters_sha256

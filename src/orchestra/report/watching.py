@@ -86,7 +86,7 @@ class RunView:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more is to come."""
+        """True if nothing more is to come."""
         return self.status in ("completed", "stopped", "failed", "cut off")
 
 

@@ -84,7 +84,7 @@ def convert(value: Any, hint: Any, leaf: Callable[[Any, Any], object] | None = N
 
 
 def wants_notation(hint: Any) -> bool:
-    """Whether text given for `hint` is the notation of an object, not a value of its own."""
+    """Return whether text given for `hint` is the notation of an object, not a value of its own."""
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     plain = [part for part in parts if _is_plain(part)]
     takes_text = any(part is str or get_origin(part) is Literal for part in plain)

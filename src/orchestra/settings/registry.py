@@ -55,7 +55,7 @@ class Registry:
         return sorted(self._all)
 
     def knows(self, name: str) -> bool:
-        """Whether `name` is known, or says itself where to import from."""
+        """Return whether `name` is known, or says itself where to import from."""
         return ":" in name or name in self._known or name in self._all
 
     def _hint(self, name: str) -> str:

@@ -248,7 +248,7 @@ class Strategy(Settings, ABC, Generic[S]):
 
     @property
     def reads_loss(self) -> bool:
-        """Whether the decisions of the strategy depend on the training loss."""
+        """True if the decisions of the strategy depend on the training loss."""
         return False
 
     @property

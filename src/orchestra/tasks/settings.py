@@ -238,8 +238,11 @@ class Synthetic(TaskSettings):
 
 
 def makes_task(target: Any) -> bool:
-    """Whether `target`, a function or a class, says that it gives a `Task`, or settings of one: by
-    its annotation, or by that of its method `build`. Nothing is called, and torch not imported."""
+    """Return whether `target`, a function or a class, says that it makes a `Task`, or settings of
+    one: by its return annotation, or by that of its method `build`.
+
+    Nothing is called, and torch is not imported.
+    """
     maker = getattr(target, "build", target) if isinstance(target, type) else target
     try:
         made = maker if isinstance(maker, type) else typing.get_type_hints(maker).get("return")

@@ -42,7 +42,7 @@ class Target(Settings):
             raise InputError("Target: give one of at_least and at_most")
 
     def reached(self, value: float) -> bool:
-        """Whether `value` of the metric is good enough."""
+        """Return whether `value` of the metric is good enough."""
         if self.at_least is not None:
             return value >= self.at_least
         assert self.at_most is not None
@@ -256,12 +256,12 @@ class Run(Settings):
 
     @property
     def steps_together(self) -> bool:
-        """Whether workers wait for one another, each with a part of the samples."""
+        """True if workers wait for one another, each with a part of the samples."""
         return self.strategy.steps_together and not self.strategy.divides_model
 
     @property
     def measures_shares(self) -> bool:
-        """Whether the parts of the ranks are to be measured, and somebody waits for somebody."""
+        """True if the parts of the ranks are to be measured, and somebody waits for somebody."""
         shares = self.training.shares
         wanted = shares.start if isinstance(shares, Balancing) else shares
         return wanted == MEASURED and self._several_together

@@ -175,7 +175,7 @@ def layer(values: Iterable[Mapping[str, Any]], mark: str, *channels: Any, **look
 
 
 def spans_much(values: Sequence[float]) -> bool:
-    """Whether a logarithmic axis shows `values` better."""
+    """Return whether a logarithmic axis shows `values` better."""
     return min(values) > 0 and max(values) / min(values) > _LOG_FROM
 
 

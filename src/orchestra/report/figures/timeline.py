@@ -108,7 +108,7 @@ def timelines(study: Study) -> Iterator[Figure]:
 
 
 def phase_text(record: RunRecord, step: int) -> str:
-    """Whether `step` was before the switch of a run, behind a title; empty without a switch."""
+    """Return the end of a title: before or after the switch `step` was; empty without a switch."""
     if record.switched_at_step is None:
         return ""
     return f", {'before' if step <= record.switched_at_step else 'after'} the switch"

@@ -73,11 +73,11 @@ class OwnLoop:
 
     @property
     def begun(self) -> bool:
-        """Whether training has begun."""
+        """True if training has begun."""
         return self.batches.begun or self.batches.steps > 0
 
     def trains(self, parameters: set[nn.Parameter]) -> bool:
-        """Whether one of `parameters` is trained here."""
+        """Return whether one of `parameters` is trained here."""
         return not parameters.isdisjoint(self._gradients.parameters)
 
     def enter(self, module: nn.Module, _: Any) -> None:
@@ -267,7 +267,7 @@ class OwnLoop:
 
 
 def may_serve(strategy: Strategy[Any], ranks: int) -> bool:
-    """Whether a rank has no data in some phase of `strategy`."""
+    """Return whether a rank has no data in some phase of `strategy`."""
     return any(len(phase.roles(ranks).workers) < ranks for phase in phases(strategy))
 
 

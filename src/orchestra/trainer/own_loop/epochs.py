@@ -100,7 +100,7 @@ class Epochs(OwnRank):
 
     @property
     def averages_gradients(self) -> bool:
-        """Whether the workers step together now, on the average of their gradients."""
+        """True if the workers step together now, on the average of their gradients."""
         return any(each.synchronous for each in self._together)
 
     # Iterating
@@ -124,7 +124,7 @@ class Epochs(OwnRank):
 
     @property
     def _uses_queue(self) -> bool:
-        """Whether workers take the batches of some phase from a queue."""
+        """True if workers take the batches of some phase from a queue."""
         return self._queued is not None and self.strategy.self_paced
 
     def _iterate(self, group: int | None) -> Generator[Any, None, None]:

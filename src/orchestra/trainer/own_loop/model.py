@@ -253,7 +253,11 @@ class BackwardPasses:
         self._ended = True
 
     def exchanges(self, at_end: Callable[[], bool]) -> bool:
-        """Whether the pass under way is the last of its step; `at_end`: are all batches taken?"""
+        """Return whether the pass under way is the last of its step, and so exchanges.
+
+        Args:
+            at_end: returns whether all batches of the epoch are taken.
+        """
         last = (self.done + 1) % self._every == 0 or (at_end() and not self._grouped)
         return last and not self.paused
 

@@ -138,12 +138,12 @@ class OwnRank:
         return self.roles.workers
 
     def is_worker(self) -> bool:
-        """Whether this rank has data in the phase under way."""
+        """Return whether this rank has data in the phase under way."""
         return self.worker.rank in self.workers
 
     @property
     def synchronous(self) -> bool:
-        """Whether the workers step together now, on the average of their gradients."""
+        """True if the workers step together now, on the average of their gradients."""
         return self.strategy.under_way(self.state).synchronous
 
     def source(self) -> WorkSource | None:
@@ -168,7 +168,7 @@ class OwnRank:
 
     @property
     def _whole(self) -> bool:
-        """Whether the user's optimizer has the moments, on a worker."""
+        """True if the user's optimizer has the moments, on a worker."""
         return self.strategy.optimizer_of(self.state) is self.optimizer
 
     def _release_moments(self) -> None:
