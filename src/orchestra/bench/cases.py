@@ -282,7 +282,7 @@ class Case:
         )
 
     def simulated(self, machine: str, calibration: str) -> Run:
-        """The same in virtual time, on its cluster or else on one that is this `machine`."""
+        """Return the same in virtual time, on its cluster or else on one that is this `machine`."""
         run = self.run
         training = replace(
             run.training,
@@ -299,9 +299,9 @@ def cases(
     ranks: Sequence[int] | None = None,
     clusters: Sequence[Path | None] = (None,),
 ) -> list[Case]:
-    """The strategies with these labels, and the controls, on every task, on every number of ranks
-    that they can run on: `ranks`, or the task's own; on this machine, or on each of the emulated
-    `clusters`, with a rank on each node.
+    """Return the strategies with these labels, and the controls, on every task, on every number of
+    ranks that they can run on: `ranks`, or the task's own; on this machine, or on each of the
+    emulated `clusters`, with a rank on each node.
 
     Raises:
         InputError: nothing is left.
@@ -318,7 +318,8 @@ def cases(
 
 
 def predicted(case: Case, calibration: Calibration) -> tuple[float, float]:
-    """Seconds a step by a closed formula, and by the step of one worker with nobody beside it.
+    """Return the seconds a step by a closed formula, and by the step of one worker with nobody
+    beside it.
 
     The formula is the usual sum: computation, plus a latency for each message and a time for each
     byte on the longest way, plus additions. alpha, beta and gamma come from the calibration, and

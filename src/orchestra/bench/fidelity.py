@@ -243,7 +243,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 
 def step_seconds(run: Run, folder: Path) -> float:
-    """Seconds of a step of the budget, from the steps that the ranks wrote down.
+    """Return the seconds of a step of the budget, from the steps that the ranks wrote down.
 
     The first quarter, in which memory is taken for the first time, does not count; nor does what
     follows the last step.
@@ -296,13 +296,13 @@ def row_of(
 
 
 def distance(one: Histogram, other: Histogram) -> float:
-    """The total variation distance: 0 for the same shares, 1 where none is common."""
+    """Return the total variation distance: 0 for the same shares, 1 where none is common."""
     values = one.keys() | other.keys()
     return sum(abs(one.get(v, 0.0) - other.get(v, 0.0)) for v in values) / 2
 
 
 def mean_and_tail(shares: Histogram) -> tuple[float, float]:
-    """The mean of the values, and their 95th percentile; 0 without any."""
+    """Return the mean of the values, and their 95th percentile; 0 without any."""
     cumulated, tail = 0.0, 0
     for value in sorted(shares):
         cumulated, tail = cumulated + shares[value], value

@@ -45,7 +45,7 @@ class BenchmarkModel:
 
 
 def images(shape: Sequence[int], samples: int) -> tuple[Tensor, Tensor]:
-    """Random inputs, [samples, *shape], and labels of ten classes."""
+    """Return random inputs, [samples, *shape], and labels of ten classes."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(samples, *shape, generator=generator)
     return inputs, torch.randint(10, (samples,), generator=generator)
@@ -61,13 +61,13 @@ def perceptron() -> nn.Module:
 
 
 def transformer() -> nn.Module:
-    """The GPT of the task `characters`: 116,705 parameters."""
+    """Return the GPT of the task `characters`: 116,705 parameters."""
     chosen = Characters()
     return GPT(VOCABULARY, chosen.context, chosen.layers, chosen.heads, chosen.width)
 
 
 def tokens(samples: int) -> tuple[Tensor, Tensor]:
-    """Random characters, [samples, context], and random ones that follow."""
+    """Return random characters, [samples, context], and random ones that follow."""
     generator = torch.Generator().manual_seed(0)
     shape = 2, samples, Characters().context
     first, second = torch.randint(VOCABULARY, shape, generator=generator)
@@ -142,7 +142,7 @@ def bench_step(
 
 
 def step_rows(subject: BenchmarkModel, ranks: int, blocks: Blocks) -> list[StepRow]:
-    """The figures of each contestant; `blocks` holds seconds of `subject.steps` steps."""
+    """Return the figures of each contestant; `blocks` holds seconds of `subject.steps` steps."""
     medians = {name: statistics.median(seconds) for name, seconds in blocks.items()}
     best = _best_peer(blocks)
     samples = ranks * subject.batch_size * subject.steps

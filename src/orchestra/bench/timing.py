@@ -83,7 +83,7 @@ def take_turns(
 
 
 def order(names: Sequence[T], number: int) -> Sequence[T]:
-    """The order in round `number`: every other one in reverse."""
+    """Return the order in round `number`: every other one in reverse."""
     return names if number % 2 else names[::-1]
 
 
@@ -95,7 +95,7 @@ def _somebody_stops(runtime: Runtime) -> bool:
 
 
 def median_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
-    """The median over the rounds of the ratios within a round."""
+    """Return the median over the rounds of the ratios within a round."""
     return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
 
 
@@ -146,7 +146,7 @@ class Budget:
         return self.clock() >= self.until
 
     def share(self) -> float:
-        """Seconds for the next figure, 0 where the time has passed."""
+        """Return the seconds for the next figure, 0 where the time has passed."""
         seconds = max(self.until - self.clock(), 0.0) / max(self.figures, 1)
         self.figures -= 1
         return seconds
@@ -185,8 +185,9 @@ class Kept:
 
 
 def waited(ranks: Sequence[Kept]) -> float:
-    """The part of the processor time that a measurement wanted and other programs took, where that
-    was worst; from what all of its `ranks` noted."""
+    """Return the part of the processor time that a measurement wanted and other programs took,
+    where that was worst; from what all of its `ranks` noted.
+    """
     parts = [kept.waiting for kept in ranks]
     for wanted in {wanted for kept in ranks for wanted in kept.meters}:
         usages = [kept.meters[wanted].usage() for kept in ranks if wanted in kept.meters]
@@ -255,14 +256,14 @@ def total(transport: Transport, own: float = 0.0, ranks: Sequence[int] | None = 
 
 
 def curve_of(times: Mapping[int, Sequence[float]]) -> Curve:
-    """The curve through the medians of repeated measurements, by amount."""
+    """Return the curve through the medians of repeated measurements, by amount."""
     amounts = sorted(times)
     points = tuple((float(n), max(statistics.median(times[n]), 1e-9)) for n in amounts)
     return Curve(points, tuple(spread(times[n]) for n in amounts))
 
 
 def spread(times: Sequence[float]) -> float:
-    """Half of the interquartile range over the median; 0 where there is only one."""
+    """Return half the interquartile range over the median; 0 where there is only one."""
     if len(times) < 2:
         return 0.0
     lower, median, upper = statistics.quantiles(times, n=4)

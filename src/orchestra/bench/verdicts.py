@@ -42,8 +42,9 @@ class Block:
         return [self.predicted[label] / real - 1 for label, real in self.medians.items()]
 
     def distances(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Shapes (rounds, pairs) and (pairs,): the logarithm of the ratio of each pair's seconds,
-        real and predicted."""
+        """Return the logarithm of the ratio of each pair's seconds: real ones, of shape (rounds,
+        pairs), and predicted ones, of shape (pairs,).
+        """
         first, second = np.triu_indices(len(self.real), 1)
         real = np.log(np.array(list(self.real.values()), dtype=float))
         predicted = np.log([self.predicted[label] for label in self.real])
@@ -59,8 +60,9 @@ class Block:
         return float(np.mean(signs)) if signs else None
 
     def regret(self) -> float:
-        """How much longer a step takes under the strategy that is predicted to be the fastest than
-        under the one that is."""
+        """Return how much longer a step takes under the strategy that is predicted to be the
+        fastest than under the one that is.
+        """
         chosen = min(self.real, key=lambda label: self.predicted[label])
         return self.medians[chosen] / min(self.medians.values()) - 1
 
@@ -77,7 +79,7 @@ class Block:
 
 
 def scatter(runs: Sequence[float]) -> float:
-    """Half of the distance between the fastest and the slowest of `runs`."""
+    """Return half the distance between the fastest and the slowest of `runs`."""
     return (max(runs) - min(runs)) / 2
 
 
@@ -100,7 +102,9 @@ class Ratios:
 
 
 def ratio_errors(blocks: Sequence[Block]) -> Ratios:
-    """Those of all pairs of `blocks`, which have at least two rounds and two strategies each."""
+    """Return those of all pairs of `blocks`, which have at least two rounds and two strategies
+    each.
+    """
     distances = [block.distances() for block in blocks]
 
     def errors(rows: Sequence[NDArray[np.intp]]) -> NDArray[np.float64]:
@@ -180,7 +184,7 @@ PREDICTORS = {
 
 
 def verdicts(rows: Sequence[FidelityRow]) -> dict[str, Verdict]:
-    """One on each predictor, by its title; controls are left out."""
+    """Return a verdict on each predictor, by its title; controls are left out."""
     strategies = [row for row in rows if row.label not in CONTROLS]
     groups: dict[tuple[str, int, str], list[FidelityRow]] = defaultdict(list)
     for row in strategies:
@@ -208,8 +212,9 @@ CASE_HEADINGS = (
 
 
 def markdown(rows: Sequence[FidelityRow], calibration: Calibration) -> str:
-    """When and where, then three tables, for docs/fidelity.md: the predictors, the controls, and
-    every case."""
+    """Return when and where, then three tables, for docs/fidelity.md: the predictors, the controls,
+    and every case.
+    """
     machine = calibration.machine
     reasons = (calibration.quality_of(task).doubts for task in calibration.tasks)
     doubts = "; ".join(dict.fromkeys(itertools.chain(*reasons)))

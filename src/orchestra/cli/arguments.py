@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         self.option("--out", "DIR", out, type=Path)
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """The arguments of a command line.
+        """Return the arguments of a command line.
 
         Raises:
             InputError: an unknown option or argument, a missing or refused value.
@@ -93,7 +93,9 @@ RUN_SETTINGS = ("engine", "cluster", "record_order")
 
 
 def entries(options: argparse.Namespace, *keys: str) -> dict[str, Entry]:
-    """What the options that are `keys` of an experiment, where given, say in place of the file."""
+    """Return what the options that are `keys` of an experiment, where given, say in place of the
+    file.
+    """
     return {
         key: Entry(value, f"--{key.replace('_', '-')}")
         for key in keys
@@ -125,7 +127,8 @@ MOST = 1000
 
 
 def numbers(text: str) -> list[int]:
-    """The numbers in `text`; before the last one `...` stands for those that continue the others.
+    """Return the numbers in `text`; before the last one `...` stands for those that continue the
+    others.
 
     They go on by equal steps where all given ones do (1,2,...,8), else by equal factors
     (1,2,4,...,256).
@@ -149,7 +152,7 @@ def numbers(text: str) -> list[int]:
 
 
 def counts(option: str, text: str, *, low: int, why: str = "") -> list[int]:
-    """The numbers in the value of `option`, each at least `low`, for the reason `why`.
+    """Return the numbers in the value of `option`, each at least `low`, for the reason `why`.
 
     Raises:
         InputError: they are no such numbers.

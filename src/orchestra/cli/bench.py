@@ -131,7 +131,8 @@ def _fidelity(arguments: Sequence[str]) -> int:
 
 
 def listed(option: str, text: str | None, known: Mapping[str, T]) -> dict[str, T]:
-    """The entries of `known` that `text`, the value of `option`, names (ring,server); None: all.
+    """Return the entries of `known` that `text`, the value of `option`, names (ring,server); None:
+    all.
 
     Raises:
         InputError: an unknown name.
@@ -144,7 +145,7 @@ def listed(option: str, text: str | None, known: Mapping[str, T]) -> dict[str, T
 
 
 def bench_parser(program: str, description: str, *, rounds: int | None = None) -> Parser:
-    """A parser with the options of every benchmark; `rounds` is the default."""
+    """Return a parser with the options of every benchmark; `rounds` is the default."""
     parser = Parser("bench", description)
     parser.prog = program
     if rounds is not None:
@@ -155,7 +156,7 @@ def bench_parser(program: str, description: str, *, rounds: int | None = None) -
 
 
 def read_options(parser: Parser, arguments: Sequence[str]) -> Namespace:
-    """The options, checked before minutes are spent."""
+    """Return the options, checked before minutes are spent."""
     options = parser.read(arguments)
     if getattr(options, "rounds", 1) < 1:
         raise InputError(f"--rounds: {options.rounds} is below 1")
@@ -167,7 +168,7 @@ def read_options(parser: Parser, arguments: Sequence[str]) -> Namespace:
 
 
 def rank_counts(text: str) -> list[int]:
-    """Numbers of ranks, such as 2,4; each at least 2."""
+    """Return numbers of ranks, such as 2,4; each at least 2."""
     return counts("--ranks", text, low=2, why=": nothing would be exchanged")
 
 

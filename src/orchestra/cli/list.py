@@ -191,7 +191,7 @@ def _print_strategies() -> None:
 
 
 def variants_of(name: str, strategy: type[Strategy[Any]]) -> tuple[tuple[str, str], ...]:
-    """Notations and when to use them; without any, the strategy as it is."""
+    """Return notations and when to use them; without any, the strategy as it is."""
     return strategy.variants or ((f"{name}()", strategy.use),)
 
 

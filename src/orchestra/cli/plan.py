@@ -137,7 +137,9 @@ def _measure(options: argparse.Namespace, launched: Launched | None) -> int:
 def planning_parser(
     command: str, description: str, epilog: str, cluster: str, minutes: float
 ) -> Parser:
-    """A parser with what plan and map have in common; `cluster` says what --cluster is there."""
+    """Return a parser with what plan and map have in common; `cluster` says what --cluster is
+    there.
+    """
     parser = Parser(command, description, epilog)
     parser.add_argument(
         "experiment", nargs="?", type=Path, metavar="EXPERIMENT", help="a YAML file"
@@ -160,7 +162,7 @@ def planning_parser(
 
 
 def experiment_of(options: argparse.Namespace) -> Experiment:
-    """The experiment that the options of `planning_parser` name.
+    """Return the experiment that the options of `planning_parser` name.
 
     Raises:
         InputError: it, or its task, is refused.
@@ -174,7 +176,7 @@ def experiment_of(options: argparse.Namespace) -> Experiment:
 
 
 def read_target(text: str) -> dict[str, object]:
-    """The target that `text` says, as in an experiment file.
+    """Return the target that `text` says, as in an experiment file.
 
     Raises:
         InputError: it is no metric, >= or <=, and a number.

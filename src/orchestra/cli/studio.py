@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _listen(port: int) -> socket.socket:
-    """A socket that listens on `port` of this machine, for itself alone.
+    """Return a socket that listens on `port` of this machine, for itself alone.
 
     Raises:
         InputError: somebody else does.

@@ -101,7 +101,7 @@ def _run(options: Namespace, launched: Launched | None) -> int:
 
 
 def resolve(options: Namespace, launched: Launched | None = None) -> Experiment:
-    """The experiment that the command line asks for."""
+    """Return the experiment that the command line asks for."""
     if options.experiment is None and not (options.task and options.strategy):
         raise InputError(
             "give an experiment file, or both --task and --strategy; see orchestra train --help"
@@ -156,7 +156,7 @@ def print_record(record: RunRecord, run: Run) -> None:
 
 
 def figures(record: RunRecord, run: Run) -> Iterator[tuple[str, str]]:
-    """What the terminal says of a run: names, and values in words."""
+    """Yield what the terminal says of a run: names, and values in words."""
     yield "status", record.status
     yield "ranks", f"{record.ranks} ({record.workers} workers, {record.servers} servers)"
     yield "length", f"{record.steps} steps, {record.samples} samples"

@@ -148,7 +148,7 @@ class ComparisonPage:
 
 
 def page_of(folder: Path) -> RunPage | ComparisonPage:
-    """What is to be shown of `folder`.
+    """Return what is to be shown of `folder`.
 
     Raises:
         InputError: it is not the folder of a run or of a comparison.
@@ -166,7 +166,7 @@ def page_of(folder: Path) -> RunPage | ComparisonPage:
 
 
 def newest(parent: Path) -> Path:
-    """The folder in `parent` in which a run or comparison was begun last.
+    """Return the folder in `parent` in which a run or comparison was begun last.
 
     Raises:
         InputError: there is none.
@@ -198,7 +198,7 @@ def follow(page: RunPage | ComparisonPage, console: Console, *, once: bool) -> i
 
 
 def _record(folder: Path) -> RunRecord | None:
-    """The record of a run that is over; a stopped one is not."""
+    """Return the record of a run that is over; a stopped one is not."""
     try:
         records = read_summary(folder / SUMMARY)
     except FileNotFoundError:

@@ -48,7 +48,7 @@ class Curve:
             raise ValueError("the seconds of a curve have to be above 0")
 
     def at(self, amount: float) -> float:
-        """Seconds for `amount`, always above 0.
+        """Return the seconds for `amount`, always above 0.
 
         The first and the last stretch go on beyond their ends; more never takes less than the
         largest amount did, and less takes at least its proportion of the smallest.
@@ -65,12 +65,12 @@ class Curve:
         return max(seconds, last) if amount > most else seconds
 
     def spread_at(self, amount: float) -> float:
-        """The spread of the repeats at a point; 0 if none were made or noted."""
+        """Return the spread of the repeats at a point; 0 if none were made or noted."""
         known = zip(self.points, self.spread, strict=False)
         return next((spread for point, spread in known if point[0] == amount), 0.0)
 
     def plus(self, seconds: float) -> Curve:
-        """The same, and `seconds` more for each amount."""
+        """Return the same, and `seconds` more for each amount."""
         return Curve(tuple((amount, value + seconds) for amount, value in self.points), self.spread)
 
 
@@ -150,7 +150,7 @@ class TaskCosts:
     def seconds(
         self, part: Literal["gradient", "update", "step"], amount: float, threads: int
     ) -> float:
-        """The seconds of `part` of a step with `threads` threads; see `at_threads`."""
+        """Return the seconds of `part` of a step with `threads` threads; see `at_threads`."""
         measured = [(t.threads, getattr(t, part).at(amount)) for t in self.timings]
         return at_threads(measured, threads)
 
@@ -171,7 +171,8 @@ class TaskCosts:
 
 
 def at_threads(measured: Sequence[tuple[int, float]], threads: int) -> float:
-    """Seconds with so many threads, where `measured` are pairs of threads and seconds from 1 on.
+    """Return the seconds with so many threads, where `measured` are pairs of threads and seconds
+    from 1 on.
 
     Between two counts the seconds are a straight line over 1 / threads. Beyond the last count, m,
     they follow Amdahl's law through the first and the last, T(n) = T(1) (s + (1 - s) / n), with
@@ -245,26 +246,28 @@ class Calibration:
     in_memory: MemoryCosts | None = None
 
     def quality_of(self, task: TaskCosts) -> Quality:
-        """How far the figures that a simulation of `task` goes by can be trusted, all together."""
+        """Return how far the figures that a simulation of `task` goes by can be trusted, all
+        together.
+        """
         known = [quality for quality in (self.quality, task.quality) if quality is not None]
         return together(known or [Quality(self.measured_at, self.busy_with_others, 0.0)])
 
     def task(self, task: str, optimizer: str, precision: str) -> TaskCosts | None:
-        """The figures of a task; None where it was not measured with these."""
+        """Return the figures of a task; None where it was not measured with these."""
         return next((t for t in self.tasks if t.key == (task, optimizer, precision)), None)
 
     def with_task(self, costs: TaskCosts) -> Calibration:
-        """A copy in which `costs` are the figures of their task."""
+        """Return a copy in which `costs` are the figures of their task."""
         others = tuple(other for other in self.tasks if other.key != costs.key)
         return dataclasses.replace(self, tasks=(*others, costs))
 
     def marked(self) -> Calibration:
-        """A copy that says of itself that it was kept although it is not to be trusted."""
+        """Return a copy that says of itself that it was kept although it is not to be trusted."""
         tasks = tuple(dataclasses.replace(t, quality=marked(t.quality)) for t in self.tasks)
         return dataclasses.replace(self, quality=marked(self.quality), tasks=tasks)
 
     def overhead(self, task: TaskCosts) -> Overhead:
-        """What messages cost beside the links that they cross, in a training of `task`."""
+        """Return what messages cost beside the links that they cross, in a training of `task`."""
         add = self.work["add"]
         (fewer, short), (more, long) = add.points[0], add.points[-1]
         return Overhead(
@@ -280,7 +283,7 @@ class Calibration:
         )
 
     def sharing(self, task: TaskCosts) -> Sharing:
-        """What becomes of cores that several threads want, in a training of `task`."""
+        """Return what becomes of cores that several threads want, in a training of `task`."""
         return Sharing(task.shared_speed, self.time_slice, task.refill)
 
     @property
@@ -291,13 +294,13 @@ class Calibration:
         return f'one_host({self.cores}, bandwidth="{bandwidth}", latency="{latency}")'
 
     def to_json(self) -> str:
-        """The text of a file that `read_calibration` understands."""
+        """Return the text of a file that `read_calibration` understands."""
         document = {"schema": SCHEMA, **dataclasses.asdict(self)}
         return json.dumps(document, indent=1) + "\n"
 
 
 def read_calibration(path: Path) -> Calibration:
-    """What was measured, from the file at `path`.
+    """Return what was measured, from the file at `path`.
 
     Raises:
         InputError: there is none, or it is damaged, or of another version.

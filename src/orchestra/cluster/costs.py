@@ -15,7 +15,7 @@ class Cost(Protocol):
     """Seconds over an amount."""
 
     def at(self, amount: float) -> float:
-        """Seconds for so many units."""
+        """Return the seconds for so many units."""
         ...
 
 
@@ -27,7 +27,7 @@ class Line(Settings):
     each: float = quantity(SECONDS_PER_BYTE, REQUIRED, "for each unit in it", low=0)
 
     def at(self, amount: float) -> float:
-        """Seconds for so many units."""
+        """Return the seconds for so many units."""
         return self.fixed + self.each * amount
 
 
@@ -116,7 +116,7 @@ class Overhead(Settings):
     tcp: Tcp = setting(Tcp(), "what TCP takes of the links")
 
     def message(self, frame_bytes: int) -> MessageCost:
-        """What a message of `frame_bytes` bytes costs, its header included."""
+        """Return what a message of `frame_bytes` bytes costs, its header included."""
         first = self.send.at(0)
         # Measured costs may fall with the size, by chance.
         rest = max(self.send.at(frame_bytes) - first, 0.0)
@@ -185,7 +185,9 @@ class Quality:
 
 
 def together(qualities: Sequence[Quality]) -> Quality:
-    """The quality of figures that are used together: the worst of each, and the oldest date."""
+    """Return the quality of figures that are used together: the worst of each, and the oldest
+    date.
+    """
     return Quality(
         measured_at=min(quality.measured_at for quality in qualities),
         waited=max(quality.waited for quality in qualities),
@@ -197,5 +199,5 @@ def together(qualities: Sequence[Quality]) -> Quality:
 
 
 def marked(quality: Quality | None) -> Quality | None:
-    """The same with the mark that it was kept anyway, where there are doubts."""
+    """Return the same with the mark that it was kept anyway, where there are doubts."""
     return replace(quality, kept_anyway=True) if quality and quality.doubts else quality

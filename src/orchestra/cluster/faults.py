@@ -140,13 +140,15 @@ FAULTS: dict[str, type[Fault]] = {
 
 
 def rank_of(name: str) -> int | None:
-    """The rank that "rank 2" means; None for the name of a node."""
+    """Return the rank that "rank 2" means; None for the name of a node."""
     match = _RANK.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def changes(faults: Iterable[tuple[Lasting, float]]) -> Changes:
-    """The product of the factors of those faults that hold, from each time at which it changes."""
+    """Return the product of the factors of those faults that hold, from each time at which it
+    changes.
+    """
     pairs = list(faults)
     times = {0.0, *(fault.at for fault, _ in pairs)}
     times |= {fault.until for fault, _ in pairs if fault.until is not None}
@@ -159,7 +161,7 @@ def changes(faults: Iterable[tuple[Lasting, float]]) -> Changes:
 
 
 def joined(spans: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """The same times covered by (from, to) that neither overlap nor touch, rising."""
+    """Return the same times covered by (from, to) that neither overlap nor touch, rising."""
     found: list[tuple[float, float]] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:

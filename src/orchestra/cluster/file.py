@@ -66,7 +66,7 @@ _FAULT = "Death: {of: worker-3, at: 90 s}"
 
 
 def load_cluster(text: str, *, where: str, folder: Path) -> Cluster:
-    """The cluster that `text` names: `lan_1gbit(nodes=8)`, or the path of a YAML file.
+    """Return the cluster that `text` names: `lan_1gbit(nodes=8)`, or the path of a YAML file.
 
     Args:
         where: opens the message of every error about `text` itself.
@@ -95,7 +95,7 @@ def is_file(text: str) -> bool:
 
 
 def read_cluster(path: Path) -> Cluster:
-    """The cluster in the file `path`.
+    """Return the cluster in the file `path`.
 
     Raises:
         InputError: one line with the file, the line, the key, what is wrong, and the remedy.
@@ -201,7 +201,7 @@ def _faults(entry: Entry | None, places: dict[Part, str]) -> Iterator[Fault]:
 
 
 def cluster_text(cluster: Cluster) -> str:
-    """The file that says `cluster` in full; `read_cluster` gives an equal one back.
+    """Return the file that says `cluster` in full; `read_cluster` gives an equal one back.
 
     Raises:
         InputError: its overhead is not made of lines.
@@ -223,7 +223,9 @@ def cluster_text(cluster: Cluster) -> str:
 
 
 def alike(nodes: Sequence[Node]) -> list[list[Node]]:
-    """`nodes` in their order, those together that follow one another and differ in name alone."""
+    """Return `nodes` in their order, those together that follow one another and differ in name
+    alone.
+    """
     return [list(group) for _, group in groupby(nodes, lambda node: replace(node, name="any"))]
 
 

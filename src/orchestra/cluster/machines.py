@@ -47,14 +47,14 @@ MIB = 2**20
 
 @cache
 def instances() -> dict[str, dict[str, str]]:
-    """The rows of the table of cloud instances, by name ("aws:g5.xlarge")."""
+    """Return the rows of the table of cloud instances, by name ("aws:g5.xlarge")."""
     text = Path(__file__).with_name("instances.csv").read_text(encoding="utf-8")
     lines = (line for line in text.splitlines() if not line.startswith("#"))
     return {row["name"]: row for row in csv.DictReader(lines)}
 
 
 def cluster_of(sources: Sequence[str], name: str) -> Cluster:
-    """The machines that `sources` name, at one switch.
+    """Return the machines that `sources` name, at one switch.
 
     Raises:
         InputError: an unknown machine or key, or a figure that nobody knows and was not given.
@@ -103,7 +103,7 @@ class Machine:
         return [f"{self.node.name}-{index}" for index in range(self.count)]
 
     def link(self, bandwidth: str, latency: str) -> Link:
-        """The link of these two quantities."""
+        """Return the link of these two quantities."""
         for key in (bandwidth, latency):
             if key not in self.links:
                 raise InputError(f"{self.source}: its {key} is not known; add ,{key}={LINKS[key]}")

@@ -32,14 +32,16 @@ class Jitter(Settings, ABC):
 
     @abstractmethod
     def factor(self, uniform: float) -> float:
-        """The factor at the quantile `uniform`, which lies between 0 and 1, both excluded."""
+        """Return the factor at the quantile `uniform`, which lies between 0 and 1, both
+        excluded.
+        """
 
     @property
     def expectation(self) -> float:
         return 1.0
 
     def draw(self, generator: Generator) -> float:
-        """A factor, from one uniform number of `generator`."""
+        """Return a factor, from one uniform number of `generator`."""
         return self.factor(max(generator.random(), _LEAST_UNIFORM))
 
 
@@ -53,7 +55,7 @@ class Normal(Jitter):
     sigma: float = setting(0.05, "standard deviation, in durations", above=0, high=100)
 
     def factor(self, uniform: float) -> float:
-        """The quantile of the truncated distribution, from the whole one's inverse."""
+        """Return the quantile of the truncated distribution, from the whole one's inverse."""
         low, high = 0.1, 1.9
         first = _NORMAL.cdf((low - 1) / self.sigma)
         inside = min(first + uniform * (1 - 2 * first), _MAX_UNIFORM)
@@ -107,7 +109,9 @@ class Drift(Settings):
     time_constant: float = quantity(SECONDS, 60.0, "after which it is forgotten", low=0.01, above=0)
 
     def factors(self, generator: Generator) -> Callable[[float], float]:
-        """The factor over time, in seconds, of one node: from normal numbers of `generator`."""
+        """Return the factor over time, in seconds, of one node: from normal numbers of
+        `generator`.
+        """
         keep = math.exp(-0.1)
         states = [generator.standard_normal()]
 
@@ -223,15 +227,16 @@ class Node(Settings):
         return None if self.price is None else read_price(self.price, where="price")[1]
 
     def speed_beside(self, flops: float) -> float:
-        """The speed of a core (or a device), relative to one of `flops` FLOP/s."""
+        """Return the speed of a core (or a device), relative to one of `flops` FLOP/s."""
         if self.speed is not None:
             return self.speed
         assert self.flops is not None
         return self.flops / flops
 
     def threads(self, ranks: int, chosen: int | None = None) -> int:
-        """The threads of each of `ranks` ranks on this node: its share of the cores, at least
-        one, or `chosen`, up to the number of cores. A rank with a device has one."""
+        """Return the threads of each of `ranks` ranks on this node: its share of the cores, at
+        least one, or `chosen`, up to the number of cores. A rank with a device has one.
+        """
         if self.devices:
             return 1
         return min(chosen or max(1, self.cores // ranks), self.cores)

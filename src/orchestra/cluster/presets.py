@@ -74,7 +74,7 @@ class Preset(Settings, ABC):
 
     @abstractmethod
     def cluster(self) -> Cluster:
-        """The cluster that the settings describe."""
+        """Return the cluster that the settings describe."""
 
     def _read(self, unit: Unit, name: str) -> float:
         where = f"{CLUSTERS.name_of(type(self))}.{name}"
@@ -277,7 +277,8 @@ class TwoSites(Lan1Gbit):
 
 
 def gpu_machine(name: str, gpus: int, node: Node, link: Link) -> tuple[list[Node], Switch]:
-    """The nodes of a machine's GPUs, and the switch that joins them, without a link of its own.
+    """Return the nodes of a machine's GPUs, and the switch that joins them, without a link of its
+    own.
 
     Args:
         node: the machine: its cores, price and watts are dealt out, its link is left out.

@@ -67,7 +67,7 @@ class Above:
 
 
 def read_platform(path: Path) -> Cluster:
-    """The cluster of the hosts in a SimGrid platform file.
+    """Return the cluster of the hosts in a SimGrid platform file.
 
     Raises:
         InputError: it is none, or a part does not fit, with its line.
@@ -92,7 +92,7 @@ class _Platform:
         """More than any message can have: all links together."""
 
     def cluster(self) -> Cluster:
-        """What the one outermost zone describes."""
+        """Return what the one outermost zone describes."""
         for element in self._root.inside:
             if element.tag not in ZONES | _IGNORED:
                 element.refuse("is no part of a platform that can be imported; remove it")

@@ -57,15 +57,15 @@ class Element:
         return self.attributes.get("id", "")
 
     def bandwidth(self, key: str) -> float:
-        """An attribute in bytes/s."""
+        """Return an attribute in bytes/s."""
         return self.quantity(key, self.attributes.get(key, ""), BANDWIDTHS)
 
     def latency(self, key: str) -> float:
-        """An attribute in seconds; 0 where it is not there."""
+        """Return an attribute in seconds; 0 where it is not there."""
         return self.quantity(key, self.attributes.get(key, "0"), TIMES)
 
     def quantity(self, key: str, text: str, units: Mapping[str, float]) -> float:
-        """The number in `text`, in terms of what its unit stands for."""
+        """Return the number in `text`, in terms of what its unit stands for."""
         match = _QUANTITY.fullmatch(text)
         if match is None or match[2] not in units:
             self.refuse(f"has a {key} {text!r}, which is no number with a known unit")
@@ -80,7 +80,7 @@ class Element:
 
 
 def parse(path: Path) -> Element:
-    """The root of a platform file; nothing else is fetched, and no entity is expanded.
+    """Return the root of a platform file; nothing else is fetched, and no entity is expanded.
 
     Raises:
         InputError: it cannot be read, is no XML, or no platform of version 4.
@@ -122,7 +122,7 @@ def parse(path: Path) -> Element:
 def routes_in(
     element: Element, names: Sequence[str], link_of: Callable[[Element], str]
 ) -> tuple[dict[Pair, list[str]], dict[Pair, Element]]:
-    """The links between each two of `names`, and the element that says so."""
+    """Return the links between each two of `names`, and the element that says so."""
     routes: dict[Pair, list[str]] = {}
     lines: dict[Pair, Element] = {}
     one_way: dict[tuple[str, str], Element] = {}
@@ -174,7 +174,7 @@ def _joined(
 
 
 def gateways_in(element: Element) -> dict[str, str]:
-    """The gateway of each zone inside `element`, by the name of the zone."""
+    """Return the gateway of each zone inside `element`, by the name of the zone."""
     found: dict[str, str] = {}
     for route in element.of("zoneRoute", "ASroute"):
         for end in ("src", "dst"):
@@ -190,7 +190,7 @@ def require_router(zone: Element, gateway: str) -> None:
 
 
 def routers_of(zone: Element) -> list[str]:
-    """The points at which a zone, or one inside it, can be entered."""
+    """Return the points at which a zone, or one inside it, can be entered."""
     if zone.tag == "cluster":
         return [router_of(zone)]
     inner = [name for each in zone.of(*ZONES) for name in routers_of(each)]
@@ -223,14 +223,14 @@ class RouteTree:
     trunk: Sequence[str] = ()
 
     def around(self, points: frozenset[str]) -> frozenset[str] | None:
-        """The smallest branch that has `points` and more; None where it is the whole."""
+        """Return the smallest branch that has `points` and more; None where it is the whole."""
         return min((each for each in self.branches if points < each), key=len, default=None)
 
 
 def tree_of(
     points: Sequence[str], routes: Mapping[Pair, Sequence[str]], root: str | None = None
 ) -> RouteTree:
-    """The tree of the `routes`, the names of the links between each two of `points`.
+    """Return the tree of the `routes`, the names of the links between each two of `points`.
 
     In a tree a link splits the points in two, and is on the routes from one part to the other and
     on no other; links whose splits do not contradict each other form a tree (P. Buneman, 1971).

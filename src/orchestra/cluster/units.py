@@ -45,7 +45,7 @@ class Unit:
     most: float
 
     def read(self, text: object, *, where: str) -> float:
-        """The quantity that `text` names, in terms of `base`, rounded once.
+        """Return the quantity that `text` names, in terms of `base`, rounded once.
 
         Raises:
             InputError: a plain number, an unknown unit, or no quantity.
@@ -64,16 +64,16 @@ class Unit:
             raise InputError(f"{where}: {text!r} is beyond any machine") from None
 
     def write(self, value: float) -> str:
-        """A text that `read` turns back into exactly `value`, which is finite."""
+        """Return a text that `read` turns back into exactly `value`, which is finite."""
         number, name = Decimal(repr(value)), self.name_for(value)
         return f"{(number / self._decimal(name)).normalize():f} {name}"
 
     def rounded(self, value: float) -> str:
-        """`value` in a text for people, with three significant digits: "1.23 MB"."""
+        """Return `value` in a text for people, with three significant digits: "1.23 MB"."""
         return self.write(float(f"{value:.3g}"))
 
     def name_for(self, value: float) -> str:
-        """The name in which `value` is a short number: "MB" for 1.2e6 bytes."""
+        """Return the name in which `value` is a short number: "MB" for 1.2e6 bytes."""
         number = Decimal(repr(value))
         if number == 0:  # the name that is nearest to one of `base`
             return min(self.written, key=lambda name: abs(self._decimal(name).log10()))
@@ -103,14 +103,14 @@ _PRICE = re.compile(r"(?P<amount>\d{1,12}(?:\.\d{1,12})?) (?P<currency>[A-Z]{3})
 
 
 def clock_text(seconds: float) -> str:
-    """A duration such as 1:05 or 2:03:04."""
+    """Return a duration such as 1:05 or 2:03:04."""
     minutes, rest = divmod(round(max(seconds, 0.0)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def read_price(text: str, *, where: str) -> tuple[float, str]:
-    """What an hour costs, and in which currency: "3.06 USD/h".
+    """Return what an hour costs, and in which currency: "3.06 USD/h".
 
     Raises:
         InputError: it is no such text.
@@ -195,7 +195,7 @@ SECONDS_PER_BYTE = Unit(
 def quantity(
     unit: Unit, default: T, meaning: str, *, low: float | None = None, above: float | None = None
 ) -> T:
-    """A field of a `Settings` class that a file gives with `unit`, and Python in its base.
+    """Return a field of a `Settings` class that a file gives with `unit`, and Python in its base.
 
     Its range is the unit's, from `low` on where that is given.
     """

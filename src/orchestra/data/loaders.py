@@ -54,7 +54,7 @@ class ShardedLoader(ABC):
 
     @abstractmethod
     def begin(self, first: int) -> Iterator[WorkerBatch]:
-        """The next epoch, from its batch number `first` on.
+        """Return the next epoch, from its batch number `first` on.
 
         The ones before are not loaded where a sampler chooses them; else they are drawn and
         dropped. What the samplers draw from the global generators is drawn in here.
@@ -140,7 +140,7 @@ def _has_sampler(loader: Loader) -> TypeGuard[DataLoader[Any]]:
 
 
 def generators_of(loader: Loader) -> list[torch.Generator]:
-    """The generators of a loader and its samplers, beside the global ones."""
+    """Return the generators of a loader and its samplers, beside the global ones."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     inner = getattr(batch_sampler, "sampler", None)
     holders = (loader, getattr(loader, "sampler", None), batch_sampler, inner)
@@ -302,19 +302,22 @@ class QueuedLoader:
 
     @staticmethod
     def of(loader: Loader, seed: int) -> QueuedLoader | None:
-        """The queue of `loader`; None if its samples have no place in an epoch, or load early."""
+        """Return the queue of `loader`; None if its samples have no place in an epoch, or load
+        early.
+        """
         if not isinstance(loader, DataLoader) or not _is_standard(loader):
             return None
         return None if loader.num_workers or not len(loader) else QueuedLoader(loader, seed)
 
     def queue(self, start: int, shares: tuple[float, ...]) -> WorkQueue | None:
-        """The samples from `start` on, with a pause at the end of each epoch; None for a worker
-        alone, which needs none."""
+        """Return the samples from `start` on, with a pause at the end of each epoch; None for a
+        worker alone, which needs none.
+        """
         sizes = tuple((rank, self._batch_size) for rank, share in enumerate(shares) if share)
         return WorkQueue(start, None, sizes, self._samples) if len(sizes) > 1 else None
 
     def load(self, item: WorkItem) -> WorkerBatch:
-        """The batch of `item`."""
+        """Return the batch of `item`."""
         self._items.append(item)
         return WorkerBatch(next(self._batches), item.samples, item.samples)
 

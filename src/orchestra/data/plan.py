@@ -28,7 +28,7 @@ class Deal(NamedTuple):
         return self.stop - self.start
 
     def part(self, rank: int) -> tuple[int, int]:
-        """The positions (start, stop) that `rank` reads."""
+        """Return the positions (start, stop) that `rank` reads."""
         start = self.start + self.before[rank]
         return start, start + self.counts[rank]
 
@@ -65,11 +65,13 @@ class Plan:
         return -(-(self.stop - self.start) // self.global_batch)
 
     def position(self, step: int) -> int:
-        """The position in the stream at which `step` begins: all before it has been consumed."""
+        """Return the position in the stream at which `step` begins: all before it has been
+        consumed.
+        """
         return min(self.start + step * self.global_batch, self.stop)
 
     def deal(self, step: int) -> Deal:
-        """What each rank reads in `step`."""
+        """Return what each rank reads in `step`."""
         deal = self._deals.get(step)
         if deal is None:
             start, stop = self.position(step), self.position(step + 1)
@@ -86,15 +88,15 @@ class Plan:
         return {}
 
     def counts(self, step: int) -> tuple[int, ...]:
-        """The samples of each rank in `step`."""
+        """Return the samples of each rank in `step`."""
         return self.deal(step).counts
 
     def part(self, step: int, rank: int) -> tuple[int, int]:
-        """The positions (start, stop) of the stream that `rank` reads in `step`."""
+        """Return the positions (start, stop) of the stream that `rank` reads in `step`."""
         return self.deal(step).part(rank)
 
     def own_part(self, step: int, rank: int) -> tuple[int, int]:
-        """The positions in the stream of the rank's own shard that it reads in `step`.
+        """Return the positions in the stream of the rank's own shard that it reads in `step`.
 
         What it read before `start` is what an equal plan would have dealt to it.
         """
@@ -124,6 +126,8 @@ def apportion(total: int, shares: tuple[float, ...]) -> tuple[int, ...]:
 
 
 def shares_of(speeds: Sequence[float]) -> tuple[float, ...]:
-    """The weights of the parts of ranks that are that fast: 1 in the mean, to three decimals."""
+    """Return the weights of the parts of ranks that are that fast: 1 in the mean, to three
+    decimals.
+    """
     mean = sum(speeds) / len(speeds)
     return tuple(max(round(speed / mean, 3), 0.001) for speed in speeds)

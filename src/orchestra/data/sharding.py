@@ -31,7 +31,7 @@ class Sharding(Settings, ABC):
 
     @abstractmethod
     def split(self, labels: Indices, shares: Sequence[float], seed: int) -> list[Indices]:
-        """The samples of each worker, whose part of the data is as large as its share.
+        """Return the samples of each worker, whose part of the data is as large as its share.
 
         Args:
             labels: of all samples, shape (samples,); zeros where they are not needed.
@@ -47,7 +47,7 @@ class IID(Sharding):
     needs_labels = False
 
     def split(self, labels: Indices, shares: Sequence[float], seed: int) -> list[Indices]:
-        """A permutation, cut by the shares."""
+        """Return a permutation, cut by the shares."""
         return _cut(_random(seed).permutation(len(labels)), shares)
 
 
@@ -132,7 +132,7 @@ def _cut(indices: Indices, shares: Sequence[float]) -> list[Indices]:
 
 
 def _in_turns(count: int, shares: Sequence[float]) -> Indices:
-    """An owner for each of `count` places; every run of places is shared as `shares` say."""
+    """Return an owner for each of `count` places; every run of places is shared as `shares` say."""
     import numpy
 
     due = [(numpy.arange(math.ceil(count * share)) + 0.5) / share for share in shares]

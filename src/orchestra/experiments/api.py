@@ -135,7 +135,9 @@ def compare(
 
 
 def _compared(task: Any, given: dict[str, Any]) -> Experiment:
-    """The experiment on `task`, or in the file that `task` names where no strategies are given."""
+    """Return the experiment on `task`, or in the file that `task` names where no strategies are
+    given.
+    """
     if "strategies" in given:
         return _experiment(None, {"task": task, **given})
     if not isinstance(task, str | Path):
@@ -218,7 +220,7 @@ def _experiment(path: Path | None, given: Mapping[str, Any]) -> Experiment:
 
 
 def notation_of(value: Any, key: str) -> Any:
-    """The notation of what Python gives as an object; plain values as they are."""
+    """Return the notation of what Python gives as an object; plain values as they are."""
     if isinstance(value, Mapping):
         inside = (lambda _: key) if key == "strategies" else str
         return {name: notation_of(item, inside(name)) for name, item in value.items()}

@@ -160,7 +160,7 @@ class _Execution:
         }
 
     def run(self) -> bool:
-        """All that is missing; whether Ctrl-C ended it early."""
+        """Return all that is missing; whether Ctrl-C ended it early."""
         with self._progress:
             for row in self.not_run:
                 what = f"{row['name']}, {ranks_text(row['ranks'])}"
@@ -177,7 +177,7 @@ class _Execution:
         return False
 
     def rows(self) -> list[RunRecord]:
-        """The records of the runs that are done, in the order of the runs."""
+        """Return the records of the runs that are done, in the order of the runs."""
         places = map(self._place, self.runs)
         records = [self._records[place] for place in places if place in self._records]
         single = {(r.ranks, r.seed): r for r in records if r.distributed is False}

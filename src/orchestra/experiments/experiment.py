@@ -71,7 +71,7 @@ class Tune(Settings):
 
 
 def grid(tune: Tune, run: Run) -> list[dict[str, Any]]:
-    """The settings of each trial of `run`, in order."""
+    """Return the settings of each trial of `run`, in order."""
     keys = [key for key in tune.settings if _has(run, key, tune.settings[key][0])]
     return [
         dict(zip(keys, values, strict=True))
@@ -80,7 +80,7 @@ def grid(tune: Tune, run: Run) -> list[dict[str, Any]]:
 
 
 def tuned(run: Run, settings: Mapping[str, Any]) -> Run:
-    """`run` with the settings of a trial.
+    """Return `run` with the settings of a trial.
 
     Raises:
         InputError: there is no such setting, or it cannot have this value.
@@ -178,8 +178,9 @@ def _require_each_once(key: str, what: str, values: tuple[int, ...]) -> None:
 
 
 def runs(experiment: Experiment) -> list[Run]:
-    """The runs of `experiment`: with the first seed all strategies on each number of ranks, then
-    with the next seed, so that a machine that grows slower does so for all of them."""
+    """Return the runs of `experiment`: with the first seed all strategies on each number of ranks,
+    then with the next seed, so that a machine that grows slower does so for all of them.
+    """
     every, device = experiment.training, experiment.training.device
     return [
         Run(label, experiment.task, strategy, seed, replace(every, ranks=ranks, device=own))
@@ -192,17 +193,17 @@ def runs(experiment: Experiment) -> list[Run]:
 
 
 def on_ranks(run: Run) -> str:
-    """The row of a run, in words."""
+    """Return the row of a run, in words."""
     return f"{run.name}, {ranks_text(run.training.ranks)}"
 
 
 def ranks_text(ranks: int) -> str:
-    """A number of ranks, in words."""
+    """Return a number of ranks, in words."""
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
 def not_run(experiment: Experiment) -> list[dict[str, Any]]:
-    """The strategies and numbers of ranks that do not go together, and why."""
+    """Return the strategies and numbers of ranks that do not go together, and why."""
     return [
         {"name": label, "ranks": ranks, "reason": reason}
         for ranks in experiment.ranks
@@ -212,8 +213,9 @@ def not_run(experiment: Experiment) -> list[dict[str, Any]]:
 
 
 def with_one_process(experiment: Experiment) -> Experiment:
-    """`experiment` with the row that no comparison goes without: one process, all cores, the same
-    global batch."""
+    """Return `experiment` with the row that no comparison goes without: one process, all cores, the
+    same global batch.
+    """
     strategies = experiment.strategies
     there = [strategies[label] for label in strategies if label not in experiment.devices]
     if any(isinstance(strategy, Single) for strategy in there):
@@ -227,7 +229,7 @@ def with_one_process(experiment: Experiment) -> Experiment:
 
 
 def alone(experiment: Experiment, run: Run) -> Experiment:
-    """The experiment that consists of `run` only."""
+    """Return the experiment that consists of `run` only."""
     return replace(
         experiment,
         strategies={run.name: run.strategy},
@@ -240,8 +242,8 @@ def alone(experiment: Experiment, run: Run) -> Experiment:
 
 
 def only_run(experiment: Experiment, source: str) -> Run:
-    """What `train` takes of an experiment: the run of its one strategy on its one number of ranks,
-    with the first seed.
+    """Return what `train` takes of an experiment: the run of its one strategy on its one number of
+    ranks, with the first seed.
 
     Raises:
         InputError: there are several; `source` opens the message.

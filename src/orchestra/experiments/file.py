@@ -49,7 +49,7 @@ KNOWN_KEYS = (*_HEAD, *TRAINING_KEYS, "parameter_groups")
 def load(
     path: Path | None, overrides: Sequence[str] = (), given: Mapping[str, Entry] | None = None
 ) -> Experiment:
-    """The experiment in the file `path`, with changes from a command line.
+    """Return the experiment in the file `path`, with changes from a command line.
 
     Modules beside the file can be imported from then on, as those beside a script can.
 
@@ -80,7 +80,7 @@ def load(
 
 
 def to_yaml(experiment: Experiment) -> str:
-    """The file that says `experiment` in full; `load` gives an equal one back."""
+    """Return the file that says `experiment` in full; `load` gives an equal one back."""
     training = experiment.training
     document: dict[str, object] = {
         "name": experiment.name,

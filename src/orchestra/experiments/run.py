@@ -91,8 +91,8 @@ def write_failure(
 
 
 def folder_for(out: str | Path | None, name: str, *, empty: bool = False) -> Path:
-    """`out`, which with `empty` must not hold anything yet; where it is None, a new folder in
-    `runs`.
+    """Return `out`, which with `empty` must not hold anything yet; where it is None, a new folder
+    in `runs`.
 
     Raises:
         InputError: it cannot be used.
@@ -113,7 +113,7 @@ def folder_for(out: str | Path | None, name: str, *, empty: bool = False) -> Pat
 
 
 def fresh_folder(parent: Path, name: str) -> Path:
-    """A new folder `name`-1, `name`-2, ... in `parent`, the first that does not exist."""
+    """Return a new folder `name`-1, `name`-2, ... in `parent`, the first that does not exist."""
     for number in count(1):
         folder = parent / f"{name}-{number}"
         try:
@@ -203,7 +203,8 @@ def clear_others(folder: Path, experiment: Experiment) -> None:
 
 
 def finished(folder: Path, *, failed: bool = False) -> list[RunRecord]:
-    """The completed runs that `summary.json` in `folder` tells of; none where there is none yet.
+    """Return the completed runs that `summary.json` in `folder` tells of; none where there is none
+    yet.
 
     With `failed` the failed ones are among them.
 
@@ -233,7 +234,9 @@ def _require_same(path: Path, old_text: str, new_text: str) -> None:
 
 
 def idle_nodes(planned: Sequence[Run]) -> list[str]:
-    """A line for each cluster that has more nodes than the largest run has ranks to spread."""
+    """Return a line for each cluster that has more nodes than the largest run has ranks to
+    spread.
+    """
     most = max((run.training.ranks for run in planned), default=0)
     described = [run.training for run in planned if run.training.engine != "processes"]
     lines = []

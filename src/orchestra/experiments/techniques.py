@@ -99,8 +99,9 @@ def on_most_ranks(
 
 
 def steps_needed(run: Run, records: Sequence[RunRecord]) -> float | None:
-    """Steps to the target, or without a target all; the mean over the seeds. None if some did not
-    reach it."""
+    """Return steps to the target, or without a target all; the mean over the seeds. None if some
+    did not reach it.
+    """
     own = [r for r in records if (r.name, r.ranks) == (run.name, run.training.ranks)]
     found = []
     for record in own:
@@ -151,7 +152,7 @@ def break_even(
 
 
 def read_techniques(folder: Path) -> list[Judged]:
-    """What `techniques.json` in `folder` holds; nothing where there is no such file."""
+    """Return what `techniques.json` in `folder` holds; nothing where there is no such file."""
     try:
         document = json.loads((folder / TECHNIQUES).read_text(encoding="utf-8"))
         judged: list[Judged] = from_plain(list[Judged], document["techniques"])

@@ -59,8 +59,9 @@ class About:
 
 
 def _settings_of(run: Run, experiment: Experiment) -> dict[str, Any]:
-    """The settings of `run` by name, as its file has them; those of the optimizer by dotted names,
-    too."""
+    """Return the settings of `run` by name, as its file has them; those of the optimizer by dotted
+    names, too.
+    """
     settings = yaml_value(to_yaml(alone(experiment, run)))
     assert isinstance(settings, dict)
     del settings["name"], settings["seeds"], settings["devices"], settings["tune"]
@@ -259,7 +260,9 @@ class Tracking:
         self._with_each(lambda tracker: tracker.finish(status, _finite(final)))
 
     def _read(self) -> dict[int, Sequence[Line]]:
-        """The new lines of each rank; without figures of a rank that has none, such as a server."""
+        """Return the new lines of each rank; without figures of a rank that has none, such as a
+        server.
+        """
         news: dict[int, Sequence[Line]] = {}
         for path in self._folder.glob("steps-rank-*.jsonl"):
             rank = int(path.stem.rpartition("-")[2])
@@ -271,7 +274,7 @@ class Tracking:
         return news
 
     def _of_now(self) -> dict[str, Any]:
-        """Speeds and shares of the time of each rank, over its last steps."""
+        """Return the speeds and shares of the time of each rank, over its last steps."""
         found: dict[str, Any] = {}
         rows = [track.row(rank, None, 0.0) for rank, track in sorted(self._tracks.items())]
         found["train/samples_per_second"] = sum(row.samples_per_second or 0.0 for row in rows)
@@ -286,7 +289,7 @@ class Tracking:
         return found
 
     def _step_at(self, samples: int) -> int:
-        """The step of the first worker at which the cluster had consumed `samples`."""
+        """Return the step of the first worker at which the cluster had consumed `samples`."""
         place = bisect_left(self._consumed, (samples, 0))
         return self._consumed[min(place, len(self._consumed) - 1)][1] if self._consumed else 0
 
@@ -358,7 +361,7 @@ def _of_step(line: Line) -> dict[str, Any]:
 
 
 def _of_record(record: RunRecord) -> dict[str, Any]:
-    """The figures of a whole run, by the split that the final ones are of."""
+    """Return the figures of a whole run, by the split that the final ones are of."""
     return {
         f"{record.judged_on}/loss": record.final_loss,
         **{f"{record.judged_on}/{name}": value for name, value in record.metrics.items()},

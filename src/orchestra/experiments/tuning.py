@@ -34,7 +34,7 @@ class Trial:
         return self.run.name, self.run.training.ranks
 
     def folder(self, comparison: Path) -> Path:
-        """The folder of the trial in that of the comparison."""
+        """Return the folder of the trial in that of the comparison."""
         return trial_folder(comparison, *self.row, self.number)
 
     def __str__(self) -> str:
@@ -52,13 +52,13 @@ class Criterion:
 
     @classmethod
     def of(cls, tune: Tune, target: Target | None) -> Criterion:
-        """The target's metric in its direction, or the loss, as `tune` has it."""
+        """Return the target's metric in its direction, or the loss, as `tune` has it."""
         if target is None or tune.by == "loss":
             return cls("loss", "loss", higher=False)
         return cls("target", target.metric, higher=target.at_least is not None)
 
     def score(self, record: RunRecord) -> float | None:
-        """The figure of a trial; None where it failed, or diverged."""
+        """Return the figure of a trial; None where it failed, or diverged."""
         if record.status != "completed":
             return None
         loss = record.final_loss if self.metric == "loss" else None
@@ -95,7 +95,7 @@ class Choice:
         return f"every trial of its tuning failed; the first: {cause}"
 
     def plain(self) -> dict[str, Any]:
-        """The entry of the choice in `tuning.json`."""
+        """Return the entry of the choice in `tuning.json`."""
         name, ranks = self.outcomes[0][0].row
         best = self.best
         entry = {
@@ -120,7 +120,9 @@ class Choice:
 
 
 def trials(experiment: Experiment) -> list[Trial]:
-    """The trials of every strategy and number of ranks, in the order in which they are run."""
+    """Return the trials of every strategy and number of ranks, in the order in which they are
+    run.
+    """
     tune = experiment.tune
     if tune is None:
         return []
@@ -136,7 +138,7 @@ def trials(experiment: Experiment) -> list[Trial]:
 def choose(
     tune: Tune, training: Training, outcomes: Sequence[tuple[Trial, RunRecord]]
 ) -> dict[tuple[str, int], Choice]:
-    """The choice of each strategy and number of ranks, by its trials."""
+    """Return the choice of each strategy and number of ranks, by its trials."""
     criterion = Criterion.of(tune, training.target)
     by_row: dict[tuple[str, int], list[tuple[Trial, RunRecord]]] = {}
     for trial, record in outcomes:

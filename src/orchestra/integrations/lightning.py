@@ -271,7 +271,7 @@ class OrchestraStrategy(ParallelStrategy):
             self._trainer.should_stop = True  # the workers have come to another fit
 
     def begin_epoch(self) -> Generator[Any, None, None]:
-        """The training batches of this worker."""
+        """Return the training batches of this worker."""
         if self._epoch is not None:  # Lightning has skipped the rest
             self._settle(over=True)
         self._epoch = iter(self._distributed)
@@ -314,7 +314,7 @@ class OrchestraStrategy(ParallelStrategy):
     # Checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The state of the agreed model; in mid-epoch the workers agree here."""
+        """Return the state of the agreed model; in mid-epoch the workers agree here."""
         self._settle()
         return super().lightning_module_state_dict()
 
@@ -348,7 +348,7 @@ class OrchestraStrategy(ParallelStrategy):
     def reduce(
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any | None = "mean"
     ) -> Tensor | Any:
-        """The same on all workers; what is no tensor stays as it is."""
+        """Return the same on all workers; what is no tensor stays as it is."""
         _check_group(group)
         if not isinstance(tensor, Tensor) or self._group is None:
             return tensor
@@ -369,7 +369,7 @@ class OrchestraStrategy(ParallelStrategy):
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
-        """All workers' tensors, of one shape, stacked."""
+        """Return all workers' tensors, of one shape, stacked."""
         _check_group(group)
         if sync_grads:
             raise InputError("all_gather(sync_grads=True): gradients do not flow to other workers")

@@ -170,7 +170,7 @@ class _Loader:
         return -(-len(self.whole) // self._workers)
 
     def skip(self, batches: int) -> _Loader:
-        """The next epoch, from its batch number `batches` on."""
+        """Return the next epoch, from its batch number `batches` on."""
         self._skipped = batches
         return self
 
@@ -213,7 +213,7 @@ class _Loader:
 
 
 def _skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
-    """What the Trainer calls to resume in the middle of an epoch: it makes a new loader."""
+    """Return what the Trainer calls to resume in the middle of an epoch: it makes a new loader."""
     if isinstance(loader, _Loader):
         return loader.skip(num_batches)
     return skip_first_batches(loader, num_batches)
@@ -253,7 +253,7 @@ class _Distributed(Trainer):
         return super().train(*args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
-        """The loader of all samples, as long as one worker's part of it."""
+        """Return the loader of all samples, as long as one worker's part of it."""
         prepared = super().get_train_dataloader()
         return _Loader(prepared, self.distribution.workers, self.args.gradient_accumulation_steps)
 

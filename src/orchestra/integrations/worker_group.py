@@ -54,7 +54,9 @@ class WorkerGroup:
         return len(self.ranks) > 1
 
     def gather(self, tensor: Tensor, group: None = None) -> list[Tensor]:
-        """The tensor of each member, in order, on the device of `tensor`; shapes may differ."""
+        """Return the tensor of each member, in order, on the device of `tensor`; shapes may
+        differ.
+        """
         transport, others = self._transport, [r for r in self.ranks if r != self._transport.rank]
         own = tensor.detach().cpu().contiguous()
         arriving = {r: transport.receive(r, Tag.OBJECTS) for r in others}
@@ -65,7 +67,9 @@ class WorkerGroup:
         return [arrived[r] if r in arrived else tensor.detach().clone() for r in self.ranks]
 
     def reduce(self, tensor: Tensor, operation: str) -> Tensor:
-        """The sum, mean ("avg"), product, min, max ... over the members; the same bits on each."""
+        """Return the sum, mean ("avg"), product, min, max ... over the members; the same bits on
+        each.
+        """
         name = operation.lower()
         is_mean = name in ("mean", "avg")
         if not is_mean and name not in _OPERATIONS:
@@ -83,7 +87,7 @@ class WorkerGroup:
         self.gather(torch.zeros(1))
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """What member `source` calls with: JSON data, such as a path or a decision."""
+        """Return what member `source` calls with: JSON data, such as a path or a decision."""
         if not self.is_several():
             return value
         root = self.ranks[source]

@@ -67,12 +67,12 @@ class Optimizer(Settings):
         _require_literals(self.arguments, self.name)
 
     def with_setting(self, name: str, value: object) -> Self:
-        """A copy with the optimizer's argument `name` set."""
+        """Return a copy with the optimizer's argument `name` set."""
         return type(self)(self.name, {**self.arguments, name: value}, self.groups)
 
     @classmethod
     def parse(cls, text: str, *, where: str) -> Self:
-        """The optimizer that `text`, such as "SGD(lr=0.1, momentum=0.9)", names.
+        """Return the optimizer that `text`, such as "SGD(lr=0.1, momentum=0.9)", names.
 
         Raises:
             InputError: not such a call; `where` opens the message.
@@ -94,7 +94,7 @@ class Schedule(Protocol):
     """The learning rate as a function of the samples that the whole cluster has consumed."""
 
     def factor(self, fraction: float) -> float:
-        """The factor of the learning rate.
+        """Return the factor of the learning rate.
 
         Args:
             fraction: samples consumed by the cluster / samples of the whole run, 0 to 1.
@@ -103,7 +103,9 @@ class Schedule(Protocol):
 
 
 def _warm(fraction: float, warmup: float) -> float:
-    """The linear warm-up's factor: from 0 at the start to 1 at `warmup`, and 1 from there on."""
+    """Return the linear warm-up's factor: from 0 at the start to 1 at `warmup`, and 1 from there
+    on.
+    """
     return fraction / warmup if fraction < warmup else 1.0
 
 

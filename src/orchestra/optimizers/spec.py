@@ -58,7 +58,7 @@ class OptimizerSpec:
 
     @staticmethod
     def from_settings(settings: OptimizerSettings, names: Sequence[str]) -> OptimizerSpec:
-        """The spec that an experiment's `optimizer` and `parameter_groups` mean for `names`.
+        """Return the spec that an experiment's `optimizer` and `parameter_groups` mean for `names`.
 
         A parameter belongs to the first group whose pattern is found in its name.
         """
@@ -85,7 +85,9 @@ class OptimizerSpec:
 
     @staticmethod
     def from_instance(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OptimizerSpec:
-        """The spec of a user's optimizer; `names` maps id(parameter) to the parameter's name."""
+        """Return the spec of a user's optimizer; `names` maps id(parameter) to the parameter's
+        name.
+        """
         groups = []
         for group in optimizer.param_groups:
             members = frozenset(names[id(p)] for p in group["params"] if id(p) in names)
@@ -145,7 +147,7 @@ class OptimizerSpec:
                 raise InputError(f"optimizer {self.cls.__name__} {reason}") from error
 
     def build(self, parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
-        """An optimizer of `parameters` (any subset, or parts, of the model's), groups kept.
+        """Return an optimizer of `parameters` (any subset, or parts, of the model's), groups kept.
 
         A group none of whose parameters is here stays, empty, so that groups keep their numbers.
         """
@@ -170,7 +172,9 @@ def get_rates(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
 
 
 def get_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The options of each parameter group without its parameters: rates, momentum and so on."""
+    """Return the options of each parameter group without its parameters: rates, momentum and so
+    on.
+    """
     return [
         {name: value for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
@@ -183,7 +187,7 @@ def set_options(optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str,
 
 
 def torch_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
-    """The classes of torch.optim by name, in the order of the names."""
+    """Return the classes of torch.optim by name, in the order of the names."""
     return {
         name: value
         for name, value in sorted(vars(torch.optim).items())
@@ -204,7 +208,7 @@ class OptimizerPart:
     tensors: Mapping[str, tuple[Tensor, int]]
 
     def moments(self) -> list[dict[str, Any]]:
-        """The name, first element and state of each tensor that was updated."""
+        """Return the name, first element and state of each tensor that was updated."""
         return [
             {"name": name, "first": first, "state": dict(self.optimizer.state[tensor])}
             for name, (tensor, first) in self.tensors.items()
@@ -215,7 +219,9 @@ class OptimizerPart:
 def join_moments(
     parts: Iterable[Mapping[str, Any]], parameters: Mapping[str, Tensor], *, elementwise: bool
 ) -> Moments:
-    """The moments of whole `parameters`, from what `OptimizerPart.moments` gave on all ranks."""
+    """Return the moments of whole `parameters`, from what `OptimizerPart.moments` gave on all
+    ranks.
+    """
     joined: Moments = {}
     for part in parts:
         whole, first = joined.setdefault(part["name"], {}), part["first"]
@@ -230,7 +236,7 @@ def join_moments(
 
 
 def export_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> Moments:
-    """The moments of `parameters` in `optimizer`; parameters never updated have none."""
+    """Return the moments of `parameters` in `optimizer`; parameters never updated have none."""
     return {
         name: dict(optimizer.state[parameter])
         for name, parameter in parameters.items()

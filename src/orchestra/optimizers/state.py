@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def capture(value: Any) -> Any:
-    """`value` as nested dicts and lists of tensors, numbers and text.
+    """Return `value` as nested dicts and lists of tensors, numbers and text.
 
     Takes dataclasses (without their transient fields), optimizers, anything with a
     `state_dict()`, mappings, sequences, tensors and plain values. Tensors are not copied.
@@ -73,7 +73,7 @@ def restore(target: Any, saved: Any) -> Any:
 
 
 def random_state() -> dict[str, Any]:
-    """The state of torch's, Python's and NumPy's global generators."""
+    """Return the state of torch's, Python's and NumPy's global generators."""
     state = _plain(torch.get_rng_state(), random, np.random)
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()

@@ -16,7 +16,7 @@ ALIKE = 2
 
 
 def adaptive(search: Standing, best: Entry | None) -> str | None:
-    """The notation of an `Auto` that begins with `best` and knows the samples of the others.
+    """Return the notation of an `Auto` that begins with `best` and knows the samples of the others.
 
     They have the nodes, batch and learning rate of `best`. None where there are no such others.
     """

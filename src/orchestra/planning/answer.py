@@ -129,7 +129,7 @@ class Plan:
 
 
 def answered(search: Search, costs: str, folder: Path) -> Plan:
-    """The answer with what was found so far."""
+    """Return the answer with what was found so far."""
     rows = rows_of(search)
     best, scaled = recommended(rows), to_scale(rows)
     scaling = {} if scaled is None else scaling_of(search, search.entries[scaled.name])
@@ -154,7 +154,7 @@ def answered(search: Search, costs: str, folder: Path) -> Plan:
 def doubts_about(
     best: Row | None, rows: Sequence[Row], entries: Mapping[str, Entry]
 ) -> Sequence[str]:
-    """What is known to be predicted too well, if the recommended row is ahead by no more."""
+    """Return what is known to be predicted too well, if the recommended row is ahead by no more."""
     beside = {name: entry.candidate.run.strategy.answers_beside for name, entry in entries.items()}
     if best is None or best.seconds is None or not beside[best.name]:
         return ()
@@ -172,8 +172,9 @@ def doubts_about(
 
 
 def rows_of(search: Standing) -> list[Row]:
-    """What is known of each candidate: the rows with a time, the shortest first; then the others,
-    the closest to the target first, and last those of which nothing is known."""
+    """Return what is known of each candidate: the rows with a time, the shortest first; then the
+    others, the closest to the target first, and last those of which nothing is known.
+    """
 
     def key(row: Row) -> tuple[int, float]:
         if row.seconds is not None:
@@ -186,7 +187,7 @@ def rows_of(search: Standing) -> list[Row]:
 
 
 def row_of(search: Standing, entry: Entry) -> Row:
-    """What is known of a candidate."""
+    """Return what is known of a candidate."""
     candidate, training = entry.candidate, entry.candidate.run.training
     time, target = search.time(entry), search.target
     rate = training.optimizer.arguments.get("lr")
@@ -215,7 +216,7 @@ def row_of(search: Standing, entry: Entry) -> Row:
 
 
 def recommended(rows: Sequence[Row]) -> Row | None:
-    """The row to train; None where none reaches the target."""
+    """Return the row to train; None where none reaches the target."""
     times = {row.name: row.seconds for row in rows if row.seconds is not None}
     if not times:
         return None
@@ -224,7 +225,7 @@ def recommended(rows: Sequence[Row]) -> Row | None:
 
 
 def headline(rows: Sequence[Row], best: Row | None, target: Target | None) -> str:
-    """The answer in one sentence."""
+    """Return the answer in one sentence."""
     if not any(row.speed for row in rows):
         reason = next((row.dropped for row in rows if row.dropped not in (None, NO_TIME)), None)
         if reason is None:
@@ -258,7 +259,7 @@ def headline(rows: Sequence[Row], best: Row | None, target: Target | None) -> st
 
 
 def time_text(row: Row) -> str:
-    """Seconds to the target with what they are known to, or how far it was simulated."""
+    """Return the seconds to the target with what they are known to, or how far it was simulated."""
     if row.seconds is not None:
         known = row.uncertainty
         return uncertain(row.seconds, known) if known else significant(row.seconds)
@@ -278,7 +279,7 @@ def target_text(target: Target) -> str:
 
 
 def real_run(experiment: Experiment, run: Run) -> Experiment:
-    """The experiment that trains `run` on real processes."""
+    """Return the experiment that trains `run` on real processes."""
     given = experiment.training
     training = replace(
         run.training,
@@ -329,7 +330,7 @@ def write_plan(plan: Plan, experiment: Experiment, entry: Entry | None) -> None:
 
 
 def to_scale(rows: Sequence[Row]) -> Row | None:
-    """The row whose scaling curve is shown."""
+    """Return the row whose scaling curve is shown."""
     best = recommended(rows)
     if best is None or best.strategy != "Single()":
         return best
@@ -338,8 +339,9 @@ def to_scale(rows: Sequence[Row]) -> Row | None:
 
 
 def scaling_of(search: Standing, entry: Entry) -> dict[int, float]:
-    """Samples/s of the strategy of `entry` by number of nodes, or of ranks on a single one; one
-    process for 1."""
+    """Return samples/s of the strategy of `entry` by number of nodes, or of ranks on a single one;
+    one process for 1.
+    """
     chosen = entry.candidate
     found: dict[int, float] = {}
     for other in search.entries.values():
@@ -363,7 +365,7 @@ CURVES = 8
 
 
 def curves_of(search: Standing, rows: Sequence[Row]) -> dict[str, list[tuple[float, float]]]:
-    """The curves of the first of `rows`, one for those that learn alike."""
+    """Return the curves of the first of `rows`, one for those that learn alike."""
     found: dict[str, list[tuple[float, float]]] = {}
     seen = set()
     for row in rows if search.target is not None else ():

@@ -89,7 +89,7 @@ def plan(
 
 
 def planned(path: Path | None, overrides: Sequence[str], given: Mapping[str, Entry]) -> Experiment:
-    """The experiment to plan for, in which strategies may be left out."""
+    """Return the experiment to plan for, in which strategies may be left out."""
     document: Mapping[str, Entry] = {}
     if path is not None:
         document = read_document(path, needs="task", example="task: digits")
@@ -155,7 +155,7 @@ def carry_out(
 
 
 def length_of(experiment: Experiment) -> Length:
-    """The samples of a whole run of `experiment`, and how many snapshots judge it.
+    """Return the samples of a whole run of `experiment`, and how many snapshots judge it.
 
     Raises:
         InputError: the task is refused, or has nothing to judge a model by.
@@ -183,7 +183,7 @@ def length_of(experiment: Experiment) -> Length:
 def calibrated(
     experiment: Experiment, folder: Path, budget: Budget, tell: Tell
 ) -> tuple[Experiment, str, list[str]]:
-    """`experiment` with the figures of this machine for its task, where it asks for them.
+    """Return `experiment` with the figures of this machine for its task, where it asks for them.
 
     They are measured if there are none, in a part of the budget; a budget too short for that leaves
     assumed figures, as the notes say.

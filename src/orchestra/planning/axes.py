@@ -45,7 +45,7 @@ class Axis:
     unit: Unit | None = None
 
     def text(self, value: float) -> str:
-        """A value as it is written: "10 Mbit/s"."""
+        """Return a value as it is written: "10 Mbit/s"."""
         return f"{value:.3g}" if self.unit is None else self.unit.rounded(value)
 
     @property
@@ -77,7 +77,7 @@ def _slowest_node(cluster: Cluster, value: float) -> Cluster:
 
 
 def _nodes(cluster: Cluster, value: float) -> Cluster:
-    """The first `value` nodes of the file; beyond its last one the nodes repeat."""
+    """Return the first `value` nodes of the file; beyond its last one the nodes repeat."""
     if not isinstance(cluster.placement, str):
         raise InputError(
             "nodes: the cluster places its ranks on nodes by name; write ranks: spread"
@@ -106,12 +106,12 @@ TITLES = {
 
 
 def slowest_link(cluster: Cluster) -> float:
-    """The least bandwidth of a link, in bytes/s."""
+    """Return the least bandwidth of a link, in bytes/s."""
     return min(link.bandwidth for link in cluster.links)
 
 
 def longest_link(cluster: Cluster) -> float:
-    """The largest latency of a link, in seconds."""
+    """Return the largest latency of a link, in seconds."""
     return max(link.latency for link in cluster.links)
 
 
@@ -129,7 +129,7 @@ class Plane:
         return xs.index(x) / (len(xs) - 1), ys.index(y) / (len(ys) - 1)
 
     def cluster(self, x: float, y: float) -> Cluster:
-        """The cluster in which the two quantities have these values.
+        """Return the cluster in which the two quantities have these values.
 
         Raises:
             InputError: there is no such cluster.
@@ -144,7 +144,7 @@ class Plane:
 
 
 def loaded(text: str) -> Cluster:
-    """The cluster that `text` names.
+    """Return the cluster that `text` names.
 
     Raises:
         InputError: there is none, or its nodes have no links.
@@ -194,7 +194,7 @@ def _plain(value: str) -> int | float | str:
 
 
 def read_axis(text: str, cluster: Cluster, points: int, *, where: str) -> Axis:
-    """The axis that `text` says: KEY, KEY=FIRST..LAST, or KEY=VALUE,VALUE,...
+    """Return the axis that `text` says: KEY, KEY=FIRST..LAST, or KEY=VALUE,VALUE,...
 
     A range has `points` values, in equal ratios. The named keys have ranges of their own.
 

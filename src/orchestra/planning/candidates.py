@@ -162,7 +162,7 @@ class Space:
         return [*powers, most]
 
     def candidates(self) -> list[Candidate]:
-        """All that is tried: the experiment's own strategies, and those of this file.
+        """Return all that is tried: the experiment's own strategies, and those of this file.
 
         A strategy that cannot run on so many ranks is left out; one without room in memory is found
         in the simulation.
@@ -190,7 +190,7 @@ class Space:
         return by_interest(found)
 
     def on_other_counts(self, candidate: Candidate) -> list[Candidate]:
-        """The strategy of `candidate`, with its batch, on each number of nodes."""
+        """Return the strategy of `candidate`, with its batch, on each number of nodes."""
         each, shares = candidate.run.strategy, candidate.run.training.shares
         return [
             other
@@ -199,7 +199,9 @@ class Space:
         ]
 
     def _alone(self, batch: float, *, kept: bool = False) -> Candidate:
-        """One process on the fastest node; `kept`: with the experiment's own learning rate."""
+        """Return one process on the fastest node; `kept`: with the experiment's own learning
+        rate.
+        """
         node, optimizer = self.fastest[0].name, self.experiment.training.optimizer
         cluster = self._written("all", "spread") if self.several else self._only((node,))
         training, rate = self._training(1, batch, cluster), 1.0
@@ -213,7 +215,9 @@ class Space:
     def _together(
         self, label: str, each: Strategy[Any], count: int, batch: float, shares: Any = None
     ) -> list[Candidate]:
-        """The strategy on the `count` fastest nodes, or ranks of one; none where it refuses."""
+        """Return the strategy on the `count` fastest nodes, or ranks of one; none where it
+        refuses.
+        """
         nodes = self.fastest[:count] if self.several else self.fastest * count
         devices = [max(node.devices, 1) if self.several else 1 for node in nodes]
         names = [n.name for n, ranks in zip(nodes, devices, strict=True) for _ in range(ranks)]
@@ -232,11 +236,13 @@ class Space:
         return Run(name, self.experiment.task, each, self.experiment.seeds[0], training)
 
     def _only(self, names: tuple[str, ...]) -> str:
-        """The file of the cluster with a rank on each of these nodes."""
+        """Return the file of the cluster with a rank on each of these nodes."""
         return self._written(str(len(dict.fromkeys(names)) if self.several else len(names)), names)
 
     def _written(self, name: str, placement: Literal["spread"] | tuple[str, ...]) -> str:
-        """The path of a file of the cluster with this placement, which is written if it is new."""
+        """Return the path of a file of the cluster with this placement, which is written if it is
+        new.
+        """
         path = self.folder / f"{name}.yaml"
         if not path.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -244,8 +250,10 @@ class Space:
         return str(path.absolute())
 
     def _training(self, ranks: int, batch: float, cluster: str, shares: Any = None) -> Training:
-        """The experiment's training in virtual time: `batch` times its samples in a step, divided
-        among `ranks`, as many samples in all, and the learning rate that goes with the batch."""
+        """Return the experiment's training in virtual time: `batch` times its samples in a step,
+        divided among `ranks`, as many samples in all, and the learning rate that goes with the
+        batch.
+        """
         given = self.experiment.training
         whole = given.ranks * given.batch_size
         of_rank = max(1, round(whole * batch / ranks))
@@ -270,8 +278,9 @@ class Space:
 
 
 def by_interest(found: Sequence[Candidate]) -> list[Candidate]:
-    """`found` so that whoever comes first shows most: one process, each strategy once on all nodes,
-    then other batches and numbers of nodes."""
+    """Return `found` so that whoever comes first shows most: one process, each strategy once on all
+    nodes, then other batches and numbers of nodes.
+    """
     seen: dict[str, int] = {}
     places = {}
     for candidate in sorted(found, key=lambda each: (each.batch != 1, -each.run.training.ranks)):
@@ -281,7 +290,7 @@ def by_interest(found: Sequence[Candidate]) -> list[Candidate]:
 
 
 def with_rates(candidate: Candidate) -> list[Candidate]:
-    """`candidate` with other learning rates."""
+    """Return `candidate` with other learning rates."""
     return [
         replace(
             candidate,

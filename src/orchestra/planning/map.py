@@ -108,7 +108,9 @@ def name_of(candidate: Candidate) -> str:
 
 
 def mapped(experiment: Experiment, cluster: Cluster, folder: Path) -> list[Candidate]:
-    """One process, and each strategy on all nodes of `cluster`, with the experiment's batch."""
+    """Return one process, and each strategy on all nodes of `cluster`, with the experiment's
+    batch.
+    """
     ranks = sum(max(node.devices, 1) for node in cluster.nodes)
     return [
         each
@@ -228,7 +230,7 @@ def _candidate(
     point: Point,
     name: str,
 ) -> Candidate:
-    """The strategy `name` on the cluster of `point`."""
+    """Return the strategy `name` on the cluster of `point`."""
     x, y = point.x, point.y
     own = folder / f"clusters/{x:g}-{y:g}"
     every = mapped(experiment, clusters[x, y], own)
@@ -237,7 +239,9 @@ def _candidate(
 
 
 def _coarse_first(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The corners of the plane first, then the points between, ever closer to one another."""
+    """Return the corners of the plane first, then the points between, ever closer to one
+    another.
+    """
     sides = [sorted({place[side] for place in places}) for side in (0, 1)]
 
     def level(position: int, size: int) -> int:
@@ -312,7 +316,7 @@ def _checked(
 
 
 def spread(drawn: Map, number: int) -> list[Point]:
-    """`number` points far from one another, each beside the others' regions as they are."""
+    """Return `number` points far from one another, each beside the others' regions as they are."""
 
     def at(point: Point) -> tuple[float, float]:
         return drawn.plane.place(point.x, point.y)
@@ -330,7 +334,7 @@ def spread(drawn: Map, number: int) -> list[Point]:
 
 
 def to_json(drawn: Map) -> str:
-    """The record of a map."""
+    """Return the record of a map."""
     axes = {
         side: {"key": axis.key, "title": axis.title, "texts": [axis.text(v) for v in axis.values],
                "values": axis.values}

@@ -47,7 +47,7 @@ class Point:
         return chosen(self.seconds, {name: name != ONE_PROCESS for name in self.seconds})
 
     def relearned(self, name: str, samples: float | None) -> Point:
-        """The same with other `samples` of a strategy, or without it, if it is not alone."""
+        """Return the same with other `samples` of a strategy, or without it, if it is not alone."""
         left = {key: value for key, value in self.seconds.items() if key != name}
         if samples is None:
             return Point(self.x, self.y, left or self.seconds, self.samples)
@@ -70,7 +70,9 @@ class Survey(Search):
                 self._learn([(source, seed, part) for source in wanted.values()], until)
 
     def _unlearned(self, seed: int, entries: Sequence[Entry]) -> dict[str, Entry]:
-        """Whose runs with `seed` have not reached the target, by name, of those that may still."""
+        """Return whose runs with `seed` have not reached the target, by name, of those that may
+        still.
+        """
         first = self.seeds[:1]
         return {
             source.name: source
@@ -104,7 +106,9 @@ class Survey(Search):
         )
 
     def survey(self, wanted: Sequence[Candidate], until: float) -> dict[str, float | None]:
-        """The samples/s of `wanted` by name, None for one that fails, as far as there is time."""
+        """Return the samples/s of `wanted` by name, None for one that fails, as far as there is
+        time.
+        """
         entries = [Entry(each) for each in wanted]
         for first in range(0, len(entries), CHUNK):
             if self.stopped or now() > until:
@@ -121,7 +125,8 @@ def learned_there(
     candidate: Callable[[Point, str], Candidate],
     until: float,
 ) -> tuple[list[Point], list[str]]:
-    """`points` with the samples that the first of each takes there, or near there; and notes.
+    """Return `points` with the samples that the first of each takes there, or near there; and
+    notes.
 
     Where a strategy is first that depends on speeds, it is trained at that point, unless it was at
     one within `NEAR`. Then another one may be first, and so on until nothing changes or `until`.
@@ -162,7 +167,7 @@ def learned_there(
 
 
 def with_nearest(point: Point, trained: Samples, place_of: Callable[[Point], Place]) -> Point:
-    """`point` with the samples of the nearest place at which each strategy was trained."""
+    """Return `point` with the samples of the nearest place at which each strategy was trained."""
     for name, places in trained.items():
         if name in point.seconds:
             nearest = min(places, key=lambda place: dist(place, place_of(point)))
@@ -190,7 +195,7 @@ def spread_out(
 
 
 def gap(place: Place, others: Sequence[Place] | Mapping[Place, object]) -> float:
-    """The distance to the nearest one of `others`."""
+    """Return the distance to the nearest one of `others`."""
     return min((dist(place, other) for other in others), default=inf)
 
 

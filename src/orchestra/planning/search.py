@@ -68,7 +68,7 @@ class Budget:
     until: float
 
     def part(self, fraction: float) -> float:
-        """The moment at which this part of it is used up."""
+        """Return the moment at which this part of it is used up."""
         return self.began + fraction * (self.until - self.began)
 
 
@@ -202,7 +202,7 @@ class Search(Standing):
                 return
 
     def _target_of(self, entry: Entry) -> Target | None:
-        """The target; where none was given, one is chosen at the end of the reference."""
+        """Return the target; where none was given, one is chosen at the end of the reference."""
         points = entry.curves.get(self.seeds[0], ())
         if (
             self.target is None
@@ -244,7 +244,9 @@ class Search(Standing):
             horizon = min(horizon, self.horizon())
 
     def _missing(self, shares: Mapping[str, float], seeds: Sequence[int]) -> list[Learning]:
-        """What is still to be learnt up to the shares of a rung, of those by whom it is learnt."""
+        """Return what is still to be learnt up to the shares of a rung, of those by whom it is
+        learnt.
+        """
         return [
             (source, seed, share)
             for name, share in shares.items()
@@ -331,7 +333,7 @@ class Search(Standing):
                     entry.curves[run.seed] = tried.points
 
     def _try(self, jobs: Sequence[Job], deadline: float) -> list[tuple[Entry, Tried]]:
-        """What became of each job; those for which there was no time have no record.
+        """Return what became of each job; those for which there was no time have no record.
 
         Those with few ranks are over sooner, and so come first.
         """
@@ -382,12 +384,14 @@ def _folder_name(name: str) -> str:
 
 
 def processes() -> int:
-    """How many simulations go on at the same time, at most."""
+    """Return how many simulations go on at the same time, at most."""
     return max(1, min(len(usable_cores()), MOST_PROCESSES))
 
 
 def short(run: Run, steps: int = 0) -> Run:
-    """A few steps of `run`, or so many, without values where its strategy does without them."""
+    """Return a few steps of `run`, or so many, without values where its strategy does without
+    them.
+    """
     training = run.training
     steps = steps or max(FEWEST_STEPS, min(SPEED_STEPS, RANK_STEPS // training.ranks))
     if isinstance(run.strategy, LocalSGD) and run.strategy.every is not None:

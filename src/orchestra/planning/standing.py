@@ -40,7 +40,7 @@ class Reached:
 
 
 def reached(points: Sequence[Point], target: Target) -> Reached | None:
-    """When the curve first crosses the target: a straight line between two snapshots.
+    """Return when the curve first crosses the target: a straight line between two snapshots.
 
     None where no snapshot reaches it. `spacing` are the seconds between the two.
     """
@@ -63,7 +63,7 @@ def reached(points: Sequence[Point], target: Target) -> Reached | None:
 
 
 def bound(target: Target) -> float:
-    """What the metric has to reach, from below or from above."""
+    """Return what the metric has to reach, from below or from above."""
     value = target.at_least if target.at_least is not None else target.at_most
     assert value is not None
     return value
@@ -75,8 +75,9 @@ def penalty(target: Target, value: float) -> float:
 
 
 def value_at(points: Sequence[Point], metric: str, samples: float) -> float | None:
-    """The metric after so many samples, on a straight line between the snapshots around; the last
-    one's beyond them, the first one's before them. None without any."""
+    """Return the metric after so many samples, on a straight line between the snapshots around; the
+    last one's beyond them, the first one's before them. None without any.
+    """
     known = [point for point in points if metric in point.metrics]
     if not known:
         return None
@@ -85,7 +86,7 @@ def value_at(points: Sequence[Point], metric: str, samples: float) -> float | No
 
 
 def best_value(points: Sequence[Point], target: Target) -> float | None:
-    """The best that the target's metric was at any snapshot."""
+    """Return the best that the target's metric was at any snapshot."""
     values = (p.metrics[target.metric] for p in points if target.metric in p.metrics)
     return min(values, key=lambda value: penalty(target, value), default=None)
 
@@ -93,7 +94,8 @@ def best_value(points: Sequence[Point], target: Target) -> float | None:
 def cannot_win(
     samples: float, batch: float, update: float, speed: float, best: float
 ) -> float | None:
-    """The least seconds that a candidate needs, if they are 99.9 % of the `best` or more, or None.
+    """Return the least seconds that a candidate needs, if they are 99.9 % of the `best` or more, or
+    None.
 
     At best one of its updates, of `update` samples, is worth as much as one of a step of `batch`
     samples, of which one process needs `samples` in all. At `speed` samples/s that takes
@@ -104,7 +106,7 @@ def cannot_win(
 
 
 def most_worth(rate: float) -> float:
-    """How many updates one with so many times the learning rate may be worth.
+    """Return how many updates one with so many times the learning rate may be worth.
 
     A larger rate goes further with each; a smaller one may spare the steps that overshoot.
     """
@@ -112,7 +114,7 @@ def most_worth(rate: float) -> float:
 
 
 def halved(scores: Mapping[str, tuple[float, float]], least: int) -> tuple[list[str], list[str]]:
-    """Who goes on to the next rung, and who does not: the better half, and at least `least`.
+    """Return who goes on to the next rung, and who does not: the better half, and at least `least`.
 
     Args:
         scores: of each name, smaller is better; of equal ones the first stays.
@@ -123,14 +125,17 @@ def halved(scores: Mapping[str, tuple[float, float]], least: int) -> tuple[list[
 
 
 def chosen(times: Mapping[str, float], nodes: Mapping[str, int]) -> str:
-    """The name with the shortest time; of those within `SPARED` of it one with the fewest nodes."""
+    """Return the name with the shortest time; of those within `SPARED` of it one with the fewest
+    nodes.
+    """
     limit = min(times.values()) * (1 + SPARED)
     near = [name for name in times if times[name] <= limit]
     return min(near, key=lambda name: (nodes[name], times[name]))
 
 
 def bottleneck(seconds: Mapping[str, float]) -> str:
-    """What most of a worker's time goes into: "computing", "messages" or "waiting", with its part.
+    """Return what most of a worker's time goes into: "computing", "messages" or "waiting", with its
+    part.
 
     `seconds` are those of a record: compute, communicate and wait, of a worker in the mean.
     """
@@ -223,14 +228,14 @@ class Standing:
         return [entry for entry in self.entries.values() if entry.dropped is None]
 
     def source(self, entry: Entry) -> Entry:
-        """The entry whose runs say what `entry` learns: its own, or that of one process."""
+        """Return the entry whose runs say what `entry` learns: its own, or that of one process."""
         if not entry.candidate.exact:
             return entry
         alike = self.alike(entry)
         return next(each for each in alike if isinstance(each.candidate.run.strategy, Single))
 
     def alike(self, entry: Entry) -> Iterable[Entry]:
-        """All that learn the same as `entry` from each sample, and itself."""
+        """Return all that learn the same as `entry` from each sample, and itself."""
         key = entry.candidate.learns_as
         return (each for each in self.entries.values() if each.candidate.learns_as == key)
 
@@ -249,7 +254,7 @@ class Standing:
         return found
 
     def time(self, entry: Entry) -> float | None:
-        """Seconds to the target, the mean over the seeds; None where one missed it.
+        """Return the seconds to the target, the mean over the seeds; None where one missed it.
 
         One that has not reached it yet counts with its seconds so far, where these are more than
         others needed: else a candidate would be as good as its luckiest seed.
@@ -264,7 +269,7 @@ class Standing:
         return fmean([*times.values(), *late])
 
     def missed(self, entry: Entry) -> list[int]:
-        """The seeds that went further than those that reached the target, and did not."""
+        """Return the seeds that went further than those that reached the target, and did not."""
         times = self.times(entry)
         far = MISSED * max((each.samples for each in times.values()), default=math.inf)
         return [
@@ -291,29 +296,32 @@ class Standing:
         return len(pair) == 2 and times[1] - times[0] < 2 * math.sqrt(sum(errors))
 
     def ranking(self) -> list[Entry]:
-        """Those that reach the target, the soonest first; those that are out, too."""
+        """Return those that reach the target, the soonest first; those that are out, too."""
         known = [(time, each) for each in self.entries.values() if (time := self.time(each))]
         return [entry for _, entry in sorted(known, key=lambda pair: pair[0])]
 
     def best(self) -> tuple[Entry, float] | None:
-        """The first to reach the target of all, and its seconds."""
+        """Return the first to reach the target of all, and its seconds."""
         ranking = self.ranking()
         return (ranking[0], self.time(ranking[0]) or 0.0) if ranking else None
 
     def curve(self, entry: Entry, seed: int | None = None) -> Sequence[Point]:
-        """The snapshots that say what `entry` learns with a seed; None: the first one."""
+        """Return the snapshots that say what `entry` learns with a seed; None: the first one."""
         return self.source(entry).curves.get(self.seeds[0] if seed is None else seed, ())
 
     def elapsed(self, entry: Entry, seed: int | None = None) -> float:
-        """Virtual seconds of `entry` up to where its run with a seed went; None: the first one."""
+        """Return the virtual seconds of `entry` up to where its run with a seed went; None: the
+        first one.
+        """
         points = self.curve(entry, seed)
         if not points or entry.speed is None:
             return 0.0
         return points[-1].samples / entry.speed if entry.candidate.exact else points[-1].seconds
 
     def horizon(self) -> float:
-        """Virtual seconds after which nobody can win any more; without a time to target those of
-        the slowest candidate for all samples."""
+        """Return the virtual seconds after which nobody can win any more; without a time to target
+        those of the slowest candidate for all samples.
+        """
         if best := self.best():
             return best[1] * (1 + SPARED)
         seconds = (self.length.samples / entry.speed for entry in self.alive if entry.speed)
@@ -382,7 +390,7 @@ class Standing:
         return math.inf, math.inf if value is None else penalty(self.target, value)
 
     def _reason(self, entry: Entry, number: int, limit: float | None) -> str | None:
-        """Why `entry` is out after a rung; None if it may still win in time `limit`."""
+        """Return why `entry` is out after a rung; None if it may still win in time `limit`."""
         assert self.target is not None
         if self.time(entry) is not None:
             return None

@@ -101,7 +101,9 @@ def verify(
 
 
 def _verified(name: str, search: Search, engine: Engine, folder: Path) -> Verified:
-    """The candidate `name`, trained with the first seeds that are known to reach the target."""
+    """Return the candidate `name`, trained with the first seeds that are known to reach the
+    target.
+    """
     entry, target = search.entries[name], search.target
     assert entry.record is not None
     assert target is not None
@@ -134,7 +136,7 @@ class Measured(NamedTuple):
 
 
 def computing(record: RunRecord) -> float:
-    """The seconds that a worker computed, in the mean, for each sample of all workers."""
+    """Return the seconds that a worker computed, in the mean, for each sample of all workers."""
     return record.seconds.get("compute", 0.0) / max(record.samples, 1)
 
 

@@ -86,7 +86,9 @@ def write_live(folder: Path, live: Live) -> None:
 
 
 def read_live(folder: Path) -> Live | None:
-    """What a run last said; None where there is no such file, or it is none of this version."""
+    """Return what a run last said; None where there is no such file, or it is none of this
+    version.
+    """
     try:
         live: Live = from_plain(Live, json.loads((folder / LIVE).read_text(encoding="utf-8")))
     except (OSError, ValueError):
@@ -114,7 +116,7 @@ def under_way(folder: Path, live: Live | None, now: float) -> bool:
 
 
 def holder(folder: Path) -> str | None:
-    """The process that has locked `folder`, as far as the kernel shows it."""
+    """Return the process that has locked `folder`, as far as the kernel shows it."""
     with contextlib.suppress(OSError):
         inode = folder.stat().st_ino
         for line in Path("/proc/locks").read_text().splitlines():
@@ -125,7 +127,9 @@ def holder(folder: Path) -> str | None:
 
 
 def mean_rates(before: Sequence[RankNow], after: Sequence[RankNow]) -> dict[tuple[int, int], float]:
-    """Bytes per second of each pair (source, target), between two moments of the stopwatch."""
+    """Return the bytes per second of each pair (source, target), between two moments of the
+    stopwatch.
+    """
     earlier = {each.rank: each for each in before}
     rates = {}
     for now in after:
@@ -139,7 +143,7 @@ def mean_rates(before: Sequence[RankNow], after: Sequence[RankNow]) -> dict[tupl
 
 
 def host_name() -> str:
-    """The name of this machine, as in `Live.host`."""
+    """Return the name of this machine, as in `Live.host`."""
     return platform.node() or os.uname().nodename
 
 
@@ -170,7 +174,7 @@ class Tail:
         self._rest = b""
 
     def read(self) -> list[Line]:
-        """The lines that have been completed since the last call, in their order.
+        """Return the lines that have been completed since the last call, in their order.
 
         Raises:
             OSError: the file is there, but cannot be read.
@@ -203,7 +207,7 @@ class Tail:
 
     @staticmethod
     def _sampled(file: BinaryIO, begin: int, end: int) -> list[Line]:
-        """Lines at even distances between two places of `file`."""
+        """Return lines at even distances between two places of `file`."""
         found = []
         for k in range(SAMPLES):
             file.seek(begin + (end - begin) * k // SAMPLES)

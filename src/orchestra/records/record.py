@@ -134,7 +134,9 @@ class RunRecord:
 
 
 def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
-    """The record of a run from what its ranks report; `about` gives the fields they do not know."""
+    """Return the record of a run from what its ranks report; `about` gives the fields they do not
+    know.
+    """
     workers = [report for report in reports if report.role == "worker" or report.samples]
     leader = next(report.leader for report in reports if report.leader is not None)
     seconds = max(report.train_seconds for report in reports)
@@ -216,7 +218,8 @@ def write_summary(
 
 
 def read_summary(path: Path) -> list[RunRecord]:
-    """The runs that the `summary.json` at `path` tells of; the folder of each is that of `path`.
+    """Return the runs that the `summary.json` at `path` tells of; the folder of each is that of
+    `path`.
 
     Raises:
         FileNotFoundError: there is none.
@@ -293,7 +296,7 @@ def write_links(folder: Path, links: Links) -> None:
 
 
 def read_links(folder: Path) -> Links | None:
-    """What stands in `links.json` of a run's folder; None where there is none.
+    """Return what stands in `links.json` of a run's folder; None where there is none.
 
     Raises:
         InputError: it is damaged.
@@ -309,17 +312,17 @@ def read_links(folder: Path) -> Links | None:
 
 
 def run_folder(comparison: Path, label: str, ranks: int, seed: int) -> Path:
-    """The folder of one run of the comparison in `comparison`."""
+    """Return the folder of one run of the comparison in `comparison`."""
     return comparison / "runs" / label / f"{ranks}-ranks" / f"seed-{seed}"
 
 
 def trial_folder(comparison: Path, label: str, ranks: int, trial: int) -> Path:
-    """The folder of one trial of its tuning."""
+    """Return the folder of one trial of its tuning."""
     return comparison / "tuning" / label / f"{ranks}-ranks" / f"trial-{trial}"
 
 
 def cache_folder() -> Path:
-    """`ORCHESTRA_CACHE`, else `orchestra` in `XDG_CACHE_HOME`, else in `~/.cache`.
+    """Return `ORCHESTRA_CACHE`, else `orchestra` in `XDG_CACHE_HOME`, else in `~/.cache`.
 
     Raises:
         RuntimeError: none of these is set, and the user has no home.
@@ -346,7 +349,9 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def partial_of(path: Path) -> Path:
-    """The file that `write_atomically` writes first, and that a process killed meanwhile leaves."""
+    """Return the file that `write_atomically` writes first, and that a process killed meanwhile
+    leaves.
+    """
     return path.with_name(f".{path.name}.partial")
 
 
@@ -354,7 +359,7 @@ PACKAGES = ("neural-orchestra", "torch", "numpy", "safetensors", "scikit-learn")
 
 
 def environment() -> dict[str, Any]:
-    """Machine, system and versions, as far as they can bear on a result."""
+    """Return machine, system and versions, as far as they can bear on a result."""
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),

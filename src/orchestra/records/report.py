@@ -40,7 +40,7 @@ class Usage:
 
 
 def taken_by_others(usages: Sequence[Usage]) -> float | None:
-    """How many cores other programs kept busy in the mean, beside the processes of `usages`,
+    """Return how many cores other programs kept busy in the mean, beside the processes of `usages`,
     which ran on one machine at the same time; None where that is not known."""
     longest = max(usages, key=lambda usage: usage.passed, default=None)
     if longest is None or longest.busy is None or longest.passed < LEAST_SECONDS:
@@ -50,8 +50,9 @@ def taken_by_others(usages: Sequence[Usage]) -> float | None:
 
 
 def busy_with_others(usages: Iterable[Usage | None]) -> float | None:
-    """The part of a machine's processor time that other programs took; the largest of all machines,
-    None where it is known of none."""
+    """Return the part of a machine's processor time that other programs took; the largest of all
+    machines, None where it is known of none.
+    """
     by_machine: dict[str, list[Usage]] = {}
     for usage in usages:
         if usage is not None:
@@ -93,7 +94,7 @@ class Point:
         return min(values) if rising else max(values)
 
     def worst_nodes(self) -> dict[str, float]:
-        """The figures of the worst node that are known, by name."""
+        """Return the figures of the worst node that are known, by name."""
         worst = {name: self.worst(name) for name in self.metrics}
         return {name: value for name, value in worst.items() if value is not None}
 

@@ -54,7 +54,7 @@ def find(
     nodes: Mapping[int, str] | None = None,
     least_seconds: float = 0.0,
 ) -> list[Straggler]:
-    """The stragglers among the ranks of `by_rank`, the one that cost most first.
+    """Return the stragglers among the ranks of `by_rank`, the one that cost most first.
 
     Args:
         by_rank: the points of each rank.
@@ -107,7 +107,7 @@ class Windows:
 
     @classmethod
     def of(cls, by_rank: Mapping[int, Sequence[Counters]], edges: Sequence[float]) -> Windows:
-        """Those between the rising `edges`; sums are linear between the points of a rank."""
+        """Return those between the rising `edges`; sums are linear between the points of a rank."""
         sums, arrived = [], {}
         for target, series in by_rank.items():
             times = [point.seconds for point in series]
@@ -137,7 +137,7 @@ class Found(NamedTuple):
 
 
 def others(values: Array) -> Array:
-    """The median of the others, for each of two or more values."""
+    """Return the median of the others, for each of two or more values."""
     order = np.argsort(values)
     place = np.argsort(order)
     rest = len(values) - 1
@@ -147,7 +147,7 @@ def others(values: Array) -> Array:
 
 
 def noise_of(logarithms: Collection[Array]) -> float:
-    """The standard deviation of a window, from the differences between one and the next."""
+    """Return the standard deviation of a window, from the differences between one and the next."""
     steps = np.concatenate([np.abs(np.diff(np.clip(row, -CLEAR, CLEAR))) for row in logarithms])
     return float(steps.mean()) * math.sqrt(math.pi) / 2 if steps.size else 0.0
 
@@ -185,7 +185,7 @@ def stretches(logs: Array, least: float, noise: float, begin: int = 0) -> Iterat
 
 
 def slow_ranks(ranks: Sequence[int], windows: Windows, width: float) -> Iterator[Found]:
-    """The `ranks` that took longer than their peers for a sample, and for a step as well.
+    """Yield the `ranks` that took longer than their peers for a sample, and for a step as well.
 
     A slow rank with a share so small that it is ready with the others holds up nobody.
     """
@@ -214,7 +214,8 @@ def slow_ranks(ranks: Sequence[int], windows: Windows, width: float) -> Iterator
 
 
 def _ratios(work: Array, amount: Array) -> Array:
-    """The logarithm of each rank's work for an amount over the median of the others, by window.
+    """Return the logarithm of each rank's work for an amount over the median of the others, by
+    window.
 
     Servers have neither samples nor steps: their amounts are those of equal times.
     """
@@ -293,7 +294,9 @@ def _byte_ratios(arrived: _Arrived) -> tuple[dict[_Pair, Array], dict[_Pair, Arr
 
 
 def _rates(arrived: _Arrived, first: int, last: int) -> dict[_Pair, float]:
-    """The seconds a byte of each pair that was used in these windows, in the mean over them."""
+    """Return the seconds a byte of each pair that was used in these windows, in the mean over
+    them.
+    """
     return {
         pair: max(float(seconds[first:last].sum()) / total, FASTEST)
         for pair, (size, seconds) in arrived.items()
@@ -302,8 +305,8 @@ def _rates(arrived: _Arrived, first: int, last: int) -> dict[_Pair, float]:
 
 
 def _usual(rates: Mapping[_Pair, float]) -> dict[_Pair, float]:
-    """What the rate of a pair is compared with: the median of the other pairs with this source, or
-    with this target, whichever is faster; where there are none, of all others.
+    """Return what the rate of a pair is compared with: the median of the other pairs with this
+    source, or with this target, whichever is faster; where there are none, of all others.
 
     All that a server sends, or gets, shares its link: it says nothing that this takes longer than
     in the other direction.
@@ -326,8 +329,9 @@ def _usual(rates: Mapping[_Pair, float]) -> dict[_Pair, float]:
 def _blamed(
     worst: _Pair, slow: Mapping[_Pair, bool], ends: Mapping[int, int | str]
 ) -> set[int | str]:
-    """The end of the `worst` pair of which the larger part of the pairs is `slow`; both where that
-    does not tell."""
+    """Return the end of the `worst` pair of which the larger part of the pairs is `slow`; both
+    where that does not tell.
+    """
 
     def part(end: int | str) -> float:
         own = [slow[pair] for pair in slow if end in (ends[pair[0]], ends[pair[1]])]
@@ -343,7 +347,7 @@ def _blamed(
 def _lost(
     found: Sequence[Found], windows: Windows, workers: Sequence[int], width: float
 ) -> list[float]:
-    """The seconds that the other workers lost to each of `found`.
+    """Return the seconds that the other workers lost to each of `found`.
 
     In a step a worker lost what the straggler took beyond it, less what the straggler's steps are
     longer than its own, and at most what it was blocked. If several stragglers claim more than it
@@ -370,7 +374,7 @@ def _lost(
 
 
 def _steps_at(series: Sequence[Counters], seconds: float) -> float:
-    """The steps at a moment between two points."""
+    """Return the steps at a moment between two points."""
     return float(np.interp(seconds, [p.seconds for p in series], [p.steps for p in series]))
 
 

@@ -40,7 +40,9 @@ def write_trace(folder: Path, reports: Sequence[RankReport]) -> None:
 
 
 def trace_events(reports: Sequence[RankReport]) -> list[Event]:
-    """All events of the trace; of each flow in the order of their beginnings, outer ones first."""
+    """Return all events of the trace; of each flow in the order of their beginnings, outer ones
+    first.
+    """
     traced = _on_one_clock([(r.rank, r.timeline) for r in reports if r.timeline is not None])
     sent = _sent(traced.values())
     numbers = {message: number for number, message in enumerate(sorted(sent), start=1)}

@@ -41,7 +41,7 @@ class Conclusion:
 
 
 def answer(study: Study) -> Conclusion:
-    """What the runs of `study` say, with no more certainty than they give."""
+    """Return what the runs of `study` say, with no more certainty than they give."""
     rows = study.completed
     if not rows:
         return Conclusion(_nothing_completed(study))
@@ -340,7 +340,7 @@ def _told_apart(difference: Difference | None) -> bool | None:
 
 
 def _interval(difference: Difference) -> str:
-    """Return seconds in words: "+2.10 s (95 % interval +1.71 to +2.49 s, n = 3)"."""
+    """Return the seconds in words: "+2.10 s (95 % interval +1.71 to +2.49 s, n = 3)"."""
     mean, *ends = difference.texts()
     interval = f"95{THIN}% interval {with_unit(' to '.join(ends), 's')}, " if ends else ""
     return f"{with_unit(mean, 's')} ({interval}{pairs_of(difference.n)})"

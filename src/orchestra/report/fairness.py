@@ -43,7 +43,7 @@ class Condition:
 
 
 def conditions(study: Study) -> list[Condition]:
-    """The machine of real processes; of simulated runs the cluster and the cost model."""
+    """Return the machine of real processes; of simulated runs the cluster and the cost model."""
     records = _records(study)
     kinds = {"simulation": "simulated cluster", "emulation": "emulated cluster"}
     clusters = [Condition(kinds[r.engine], r.cluster) for r in records if r.cluster]
@@ -64,18 +64,18 @@ def conditions(study: Study) -> list[Condition]:
 
 
 def costs_text(record: RunRecord) -> str:
-    """The cost model of a simulated run in one line."""
+    """Return the cost model of a simulated run in one line."""
     return f"{record.costs}{'; NOT to be trusted' * bool(record.costs_doubts)}"
 
 
 def machine_text(source: Source) -> str:
-    """The processor of a source and its cores; empty where that is not known."""
+    """Return the processor of a source and its cores; empty where that is not known."""
     processor, cores = (source.environment.get(key) for key in ("processor", "cores"))
     return f"{processor}, {count('core', cores)}" if processor and cores else str(processor or "")
 
 
 def doubts(study: Study) -> Iterator[str]:
-    """Sentences on why seconds are not to be trusted; none where they are."""
+    """Yield sentences on why seconds are not to be trusted; none where they are."""
     records = _records(study)
     for reasons in dict.fromkeys(tuple(record.costs_doubts) for record in records):
         if reasons:
@@ -116,7 +116,7 @@ class Fairness:
 
 
 def fairness(study: Study) -> Fairness:
-    """What the records say of it."""
+    """Return what the records say of it."""
     rows = study.completed
     several = len({row.ranks for row in rows}) > 1
 
@@ -236,7 +236,7 @@ def _unfair(study: Study) -> Iterator[str]:
 
 
 def setting_text(value: object) -> str:
-    """A setting as a reader wants it."""
+    """Return a setting as a reader wants it."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -251,7 +251,9 @@ def setting_text(value: object) -> str:
 
 
 def worker_batch(batches: Sequence[int]) -> str:
-    """The samples of a worker in a step: "32 a worker", "42 to 43 a worker"; "" of one alone."""
+    """Return the samples of a worker in a step: "32 a worker", "42 to 43 a worker"; "" of one
+    alone.
+    """
     if len(batches) < 2:
         return ""
     return f"{_from_to(min(batches), max(batches))} a worker"
@@ -300,7 +302,7 @@ def _runs_differ(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def unequal_shares(study: Study) -> Iterator[str]:
-    """What parts by speed would bring to rows whose workers wait for one another.
+    """Yield what parts by speed would bring to rows whose workers wait for one another.
 
     A step's gradients take as long as the slowest worker's, batch / speed; at best, the global
     batch / the sum of the speeds. Speeds are samples over seconds of computation in the runs.
@@ -320,7 +322,7 @@ def unequal_shares(study: Study) -> Iterator[str]:
 
 
 def _gain(row: Row) -> tuple[float, float] | None:
-    """Return seconds of a step's gradients as they are, and at best, where that is worth it."""
+    """Return the seconds of a step's gradients as they are, and at best, where that is worth it."""
     batches = row.record.worker_batches
     if not row.record.steps_together or row.record.shares or row.record.batches:
         return None

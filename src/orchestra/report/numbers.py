@@ -24,7 +24,7 @@ def count(noun: str, number: int) -> str:
 
 
 def fixed(value: float, decimals: int, *, sign: bool = False) -> str:
-    """`value` with `decimals` decimals; a figure that would read as zero gets more of them.
+    """Return `value` with `decimals` decimals; a figure that would read as zero gets more of them.
 
     `sign` is for differences: they have a plus as well, may read as zero, and zero has no sign.
     """
@@ -37,7 +37,9 @@ def fixed(value: float, decimals: int, *, sign: bool = False) -> str:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """`value` with `digits` significant digits; digits before the point are never rounded away."""
+    """Return `value` with `digits` significant digits; digits before the point are never rounded
+    away.
+    """
     if not math.isfinite(value):
         return str(value)
     if value and abs(value) < 1e-4:
@@ -46,7 +48,7 @@ def significant(value: float, digits: int = 3) -> str:
 
 
 def decimals_for(values: Sequence[float], digits: int) -> int:
-    """The decimals with which the largest of `values` has `digits` significant digits."""
+    """Return the decimals with which the largest of `values` has `digits` significant digits."""
     largest = max((abs(value) for value in values), default=0.0)
     if not largest:
         return 0
@@ -54,7 +56,7 @@ def decimals_for(values: Sequence[float], digits: int) -> int:
 
 
 def places_of(uncertainty: float) -> int:
-    """The decimals to which a figure is known: one digit of its uncertainty, two after a 1.
+    """Return the decimals to which a figure is known: one digit of its uncertainty, two after a 1.
 
     A negative number counts digits before the point that are not known either.
     """
@@ -72,28 +74,28 @@ def uncertain(value: float, uncertainty: float, unit: str = "") -> str:
 
 
 def pairs_of(number: int) -> str:
-    """How many pairs a difference is over."""
+    """Return how many pairs a difference is over."""
     return f"n{THIN}={THIN}{number}"
 
 
 def figure_text(value: float, unit: str, digits: int = 3) -> str:
-    """A figure with its unit: "3.10 s"."""
+    """Return a figure with its unit: "3.10 s"."""
     return with_unit(significant(value, digits), unit)
 
 
 def bytes_text(value: float) -> str:
-    """Bytes, in the unit that makes them a short number: "3.10 MB"."""
+    """Return bytes, in the unit that makes them a short number: "3.10 MB"."""
     unit = BYTES.name_for(value)
     return figure_text(value / float(BYTES.factors[unit]), unit)
 
 
 def with_unit(text: str, unit: str) -> str:
-    """`text` with a unit behind it, if there is one."""
+    """Return `text` with a unit behind it, if there is one."""
     return f"{text}{THIN}{unit}" if unit else text
 
 
 def times(ratio: float) -> str:
-    """A ratio with two significant digits: "1.7 times"."""
+    """Return a ratio with two significant digits: "1.7 times"."""
     return f"{significant(ratio, 2)} times"
 
 
@@ -109,7 +111,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def some(names: Sequence[str]) -> str:
-    """The first three of them, and how many there are beyond."""
+    """Return the first three of them, and how many there are beyond."""
     return listed(names if len(names) <= 3 else [*names[:3], f"{len(names) - 3} more"])
 
 
@@ -154,8 +156,10 @@ class Difference:
         return self.low is not None and self.high is not None and self.low * self.high > 0
 
     def texts(self, places: int | None = None) -> list[str]:
-        """The mean and the ends of the interval, if there is one, with so many decimals; by default
-        with three significant digits of the largest, though no more than the snapshots allow."""
+        """Return the mean and the ends of the interval, if there is one, with so many decimals; by
+        default with three significant digits of the largest, though no more than the snapshots
+        allow.
+        """
         values = [value for value in (self.mean, self.low, self.high) if value is not None]
         if places is None:
             coarse = max(self.below, self.above)
@@ -163,15 +167,16 @@ class Difference:
         return [fixed(value, places, sign=True) for value in values]
 
     def widened(self, below: float, above: float) -> Difference:
-        """The same, of figures that may be smaller than they were read: by as much as `below` in
-        the mean of the first ones, and as `above` in that of those taken off."""
+        """Return the same, of figures that may be smaller than they were read: by as much as
+        `below` in the mean of the first ones, and as `above` in that of those taken off.
+        """
         low = None if self.low is None else self.low - below
         high = None if self.high is None else self.high + above
         return replace(self, low=low, high=high, below=below, above=above)
 
 
 def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Difference | None:
-    """`ours` - `theirs`, paired by seed; None where they share no seed.
+    """Return `ours` - `theirs`, paired by seed; None where they share no seed.
 
     The interval is Student's t over the differences, at 95 %. It assumes that they are about
     normal, and takes nothing as known of the two spreads.
@@ -210,7 +215,7 @@ class Measure:
     resolution: Read | None = None
 
     def order(self, value: float) -> float:
-        """`value` so that the smallest is the best."""
+        """Return `value` so that the smallest is the best."""
         return -value if self.rising else value
 
 
@@ -228,7 +233,9 @@ def _field(key: str, unit: float = 1.0) -> Read:
 
 
 def _to_target(key: str, title: str, name: str, unit: float = 1.0) -> Measure:
-    """What was spent until the target, which is known as well as the time to it, in proportion."""
+    """Return what was spent until the target, which is known as well as the time to it, in
+    proportion.
+    """
     read = _field(key, unit)
 
     def resolution(record: RunRecord) -> float | None:
@@ -276,7 +283,9 @@ ENERGY_TO_TARGET = _to_target("energy_to_target_joules", "energy to target", "kJ
 
 
 def costs_in(currency: str) -> tuple[Measure, Measure]:
-    """The costs of runs whose nodes are paid for in `currency`: to the target, and of the whole."""
+    """Return the costs of runs whose nodes are paid for in `currency`: to the target, and of the
+    whole.
+    """
     to_target = _to_target("cost_to_target", "cost to target", currency)
     return to_target, _measure("cost", "cost", currency)
 
@@ -298,7 +307,7 @@ class ReportTarget:
 
 
 def target_of(experiment: Mapping[str, Any]) -> ReportTarget | None:
-    """The target of an experiment; None where it has none."""
+    """Return the target of an experiment; None where it has none."""
     target = experiment.get("target")
     if not isinstance(target, Mapping) or "metric" not in target:
         return None
@@ -308,6 +317,6 @@ def target_of(experiment: Mapping[str, Any]) -> ReportTarget | None:
 
 
 def final_metric(name: str, target: ReportTarget | None) -> Measure:
-    """The metric `name` of the final parameters."""
+    """Return the metric `name` of the final parameters."""
     rising = target.rising if target is not None and target.metric == name else is_rising(name)
     return Measure(f"{METRIC}{name}", f"final {name}", "", lambda r: r.metrics.get(name), rising, 4)

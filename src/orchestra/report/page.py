@@ -92,7 +92,9 @@ def write_report(
 
 
 def page(study: Study, figures: Sequence[Figure], out: Path) -> str:
-    """The text of the page that is to lie in the folder `out`, beside the images of `figures`."""
+    """Return the text of the page that is to lie in the folder `out`, beside the images of
+    `figures`.
+    """
     sections = _sections(figures)
     found = endings(study)
     return (
@@ -126,7 +128,7 @@ def page(study: Study, figures: Sequence[Figure], out: Path) -> str:
 
 
 def templates() -> jinja2.Environment:
-    """The templates of pages, with their filters."""
+    """Return the templates of pages, with their filters."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("orchestra.report"),
         autoescape=True,
@@ -143,7 +145,7 @@ def templates() -> jinja2.Environment:
 
 
 def library() -> Markup:
-    """The plotting library; no text inside may look like the end of the script."""
+    """Return the plotting library; no text inside may look like the end of the script."""
     text = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
     return Markup(text.replace("</script", "<\\/script"))
 

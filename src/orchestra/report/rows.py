@@ -46,7 +46,7 @@ K = TypeVar("K")
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """`items` by their key, in the order of the first of each."""
+    """Return `items` by their key, in the order of the first of each."""
     groups: dict[K, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -118,7 +118,7 @@ class Source:
 
 
 def collect(folders: Sequence[Path]) -> list[Source]:
-    """What the folders of trainings and comparisons hold, in the order given.
+    """Return what the folders of trainings and comparisons hold, in the order given.
 
     Raises:
         InputError: a folder that is none of a run, or that holds no finished run yet.
@@ -234,28 +234,30 @@ class Row:
         return self.record.distributed is False
 
     def values(self, read: Read) -> dict[int, float]:
-        """A figure of the completed runs that have it, by seed."""
+        """Return a figure of the completed runs that have it, by seed."""
         found = {run.record.seed: read(run.record) for run in self.completed}
         return {seed: value for seed, value in found.items() if value is not None}
 
     def mean(self, read: Read) -> float | None:
-        """The mean over the seeds; None where no run has the figure."""
+        """Return the mean over the seeds; None where no run has the figure."""
         values = self.values(read).values()
         return statistics.fmean(values) if values else None
 
     def spread(self, read: Read) -> float | None:
-        """The sample standard deviation (n - 1) over the seeds; None below two of them."""
+        """Return the sample standard deviation (n - 1) over the seeds; None below two of them."""
         values = self.values(read).values()
         return statistics.stdev(values) if len(values) > 1 else None
 
     def known_to(self, measure: Measure) -> float | None:
-        """How well the mean of a figure that is read at snapshots is known: to the mean spacing of
-        the snapshots, or the spread over the seeds where that is larger. None of other figures."""
+        """Return how well the mean of a figure that is read at snapshots is known: to the mean
+        spacing of the snapshots, or the spread over the seeds where that is larger. None of other
+        figures.
+        """
         spacing = None if measure.resolution is None else self.mean(measure.resolution)
         return None if spacing is None else max(spacing, self.spread(measure.read) or 0.0)
 
     def text(self, measure: Measure) -> str:
-        """The mean with its unit, and how well it is known or how far the seeds spread."""
+        """Return the mean with its unit, and how well it is known or how far the seeds spread."""
         mean, spread = self.mean(measure.read), self.spread(measure.read)
         assert mean is not None
         if (known := self.known_to(measure)) is not None:
@@ -267,7 +269,7 @@ class Row:
 
 
 def rows_of(sources: Sequence[Source]) -> list[Row]:
-    """The rows of all `sources`, in the order of their runs, under names that differ.
+    """Return the rows of all `sources`, in the order of their runs, under names that differ.
 
     Runs of several sources share a row where everything but the seed is equal.
     """
@@ -286,7 +288,7 @@ def rows_of(sources: Sequence[Source]) -> list[Row]:
 
 
 def common_settings(experiment: Mapping[str, Any]) -> dict[str, Any]:
-    """What has to be equal in two experiments whose runs are compared."""
+    """Return what has to be equal in two experiments whose runs are compared."""
     own = ("name", "strategies", "seeds", "ranks")
     return {key: value for key, value in experiment.items() if key not in own}
 
@@ -306,7 +308,7 @@ def _named(rows: Sequence[Row]) -> list[Row]:
 
 
 def numbered(names: Sequence[str], mark: str) -> Iterator[str]:
-    """`names`, with `mark` and a number behind each that was there before."""
+    """Yield `names`, with `mark` and a number behind each that was there before."""
     counts: Counter[str] = Counter()
     for name in names:
         counts[name] += 1

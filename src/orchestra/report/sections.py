@@ -56,7 +56,9 @@ class Verdict:
 
 
 def verdicts(study: Study) -> Iterator[Verdict]:
-    """One for each technique of the comparisons in `study`, on the most ranks that it ran on."""
+    """Yield one for each technique of the comparisons in `study`, on the most ranks that it ran
+    on.
+    """
     for source in study.sources:
         rows = {(r.label, r.ranks): r for r in study.completed if r.source is source}
         for judged in source.techniques:
@@ -108,7 +110,7 @@ def _text(row: Row, measure: Measure) -> str:
 
 
 def stragglers(study: Study) -> Iterator[tuple[str, int, str, str, str, str, str, str]]:
-    """The stragglers of all completed runs, in each run those first that cost most.
+    """Yield the stragglers of all completed runs, in each run those first that cost most.
 
     Of each the row, the seed, who it was, how many times as long it took, the cause, since and
     until when, and what the others lost; of those beyond the first few only how many they are.
@@ -142,7 +144,7 @@ def _stragglers_of(record: RunRecord) -> list[Straggler]:
 
 
 def stragglers_sentence(row: Row) -> str:
-    """A sentence on the stragglers of the first run of `row`; empty if there are none."""
+    """Return a sentence on the stragglers of the first run of `row`; empty if there are none."""
     found = _stragglers_of(row.record)
     if not found:
         return ""

@@ -193,7 +193,9 @@ class Study:
         return len(row.values(TIME_TO_TARGET.read))
 
     def rival(self, row: Row) -> Row | None:
-        """The row that `row` is measured against; None for itself, and where there is none."""
+        """Return the row that `row` is measured against; None for itself, and where there is
+        none.
+        """
         if self.baseline is None:
             own = row.ranks, common_settings(row.source.experiment)
             rivals = [
@@ -209,12 +211,12 @@ class Study:
         return rivals[0] if rivals and rivals[0] is not row else None
 
     def difference(self, row: Row, measure: Measure) -> Difference | None:
-        """`row` - its rival, over the seeds that both have."""
+        """Return `row` - its rival, over the seeds that both have."""
         rival = self.rival(row)
         return None if rival is None else self.between(row, rival, measure)
 
     def between(self, row: Row, other: Row, measure: Measure) -> Difference | None:
-        """`row` - `other`, over the seeds that both have."""
+        """Return `row` - `other`, over the seeds that both have."""
         difference = paired_difference(row.values(measure.read), other.values(measure.read))
         if difference is None or measure.resolution is None:
             return difference

@@ -78,7 +78,7 @@ class Table:
 
 
 def table(study: Study) -> Table:
-    """All figures of `study`."""
+    """Return all figures of `study`."""
     pairs, runs = _pairs(study), {len(row.runs) for row in study.rows}
     all_done = all(row.completed == row.runs for row in study.rows)
     alike = runs.pop() if all_done and len(runs) == 1 else 0
@@ -106,7 +106,9 @@ def table(study: Study) -> Table:
 
 
 def plain_figures(study: Study, row: Row) -> dict[str, Any]:
-    """The same figures for machines: mean, spread, number of seeds, and difference of each."""
+    """Return the same figures for machines: mean, spread, number of seeds, and difference of
+    each.
+    """
     figures = {}
     for measure in study.measures:
         difference = study.difference(row, measure)
@@ -231,9 +233,10 @@ _TEX = {
 
 
 def csv_text(study: Study) -> str:
-    """A line for each row, best first; of every figure the mean over the seeds, the sample standard
-    deviation (_sd), the number of seeds (_n), and the paired difference from the rival with its
-    95 % interval (_difference, _low, _high). A field is empty where nothing is known."""
+    """Return a line for each row, best first; of every figure the mean over the seeds, the sample
+    standard deviation (_sd), the number of seeds (_n), and the paired difference from the rival
+    with its 95 % interval (_difference, _low, _high). A field is empty where nothing is known.
+    """
     file = io.StringIO()
     keys = [measure.key for measure in study.measures]
     parts = ("", "_sd", "_n", "_difference", "_low", "_high")
@@ -252,7 +255,7 @@ def csv_text(study: Study) -> str:
 
 
 def latex_text(study: Study) -> str:
-    """The table as a `tabular`, best first, for the package booktabs."""
+    """Return the table as a `tabular`, best first, for the package booktabs."""
     found = table(study)
     titles = [f"{c.title} ({c.unit})" if c.unit else c.title for c in found.columns]
     texts = [[row.name, *(cell.text for cell in cells)] for row, cells in found.lines]

@@ -32,7 +32,7 @@ CUT_OFF = "no process is at work here, and there is no record: it was killed, or
 
 
 def sparkline(points: Sequence[tuple[float, float]], width: int) -> str:
-    """The values over their places, in `width` characters; each is the mean of its part.
+    """Return the values over their places, in `width` characters; each is the mean of its part.
 
     Values that are positive and differ by more than a factor of 10 are drawn on a log scale.
     """
@@ -55,7 +55,7 @@ def sparkline(points: Sequence[tuple[float, float]], width: int) -> str:
 
 
 def run_page(view: RunView, console: Console, height: int | None = None) -> RenderableType:
-    """All that is shown of a run, in `height` lines of `console` if given."""
+    """Return all that is shown of a run, in `height` lines of `console` if given."""
     above, below = list(_above(view, console.width)), list(_below(view))
     room = None
     if height is not None:
@@ -179,7 +179,7 @@ def _sent(row: Row) -> str:
 
 
 def _ranks_table(view: RunView, console: Console, room: int | None) -> RenderableType:
-    """The ranks, as many as there is room for, those that stand out among them."""
+    """Return the ranks, as many as there is room for, those that stand out among them."""
     if not view.rows:
         return Text("no rank has said anything yet", style="dim")
     slow = {rank for straggler in view.stragglers for rank in straggler.ranks}
@@ -211,7 +211,7 @@ def _ranks_table(view: RunView, console: Console, room: int | None) -> Renderabl
 
 
 def _fitting(columns: list[Column], rows: Sequence[Row], width: int, gap: int) -> list[Column]:
-    """The columns that fit into `width`."""
+    """Return the columns that fit into `width`."""
 
     def needed() -> int:
         cells = (max(len(c.heading), *(len(c.cell(row)) for row in rows)) for c in columns)
@@ -246,7 +246,7 @@ def comparison_page(
     under_way: bool,
     room: int | None = None,
 ) -> RenderableType:
-    """The runs that are done, `room` of them if given, and the page of the one under way."""
+    """Return the runs that are done, `room` of them if given, and the page of the one under way."""
     done = [each for each in made if each.status in ("completed", "failed")]
     failed = sum(each.status == "failed" for each in done)
     state = "running" if under_way else "completed" if len(done) >= planned else "stopped"

@@ -136,7 +136,9 @@ class RankTrack:
             self._every *= 2
 
     def row(self, rank: int, now: RankNow | None, newest: float) -> Row:
-        """The last steps of rank `rank`; `newest` is the latest moment that any rank told of."""
+        """Return the last steps of rank `rank`; `newest` is the latest moment that any rank told
+        of.
+        """
         first, *lines = self.window
         began = first["seconds"] if lines else 0.0
         lines = lines or [first]
@@ -190,7 +192,7 @@ class RunWatch:
         self._waits: Mapping[int, str] | None = None
 
     def look(self, now: float) -> RunView:
-        """What is known at the time `now`, in seconds since 1970."""
+        """Return what is known at the time `now`, in seconds since 1970."""
         record = next(iter(_summary(self.folder)), None)
         live = read_live(self.folder)
         if record is None and not under_way(self.folder, live, now):
@@ -309,7 +311,7 @@ class RunWatch:
 
 
 def experiment_of(folder: Path) -> Mapping[str, Any]:
-    """The experiment in the folder of a run or of a comparison.
+    """Return the experiment in the folder of a run or of a comparison.
 
     Raises:
         InputError: there is none.
@@ -331,7 +333,7 @@ def experiment_of(folder: Path) -> Mapping[str, Any]:
 
 
 def switch_text(strategy: str, step: int, known: int = 1) -> str:
-    """A switch of `strategy` in words; of one with further switches inside only the step."""
+    """Return a switch of `strategy` in words; of one with further switches inside only the step."""
     text = f"after step {step}"
     try:
         call = read(strategy, where="strategy")
@@ -368,7 +370,7 @@ def _without_steps(said: RankNow | None, rank: int, role: str) -> Row:
 
 
 def _phase(ranks: Sequence[RankNow]) -> str:
-    """What most of the ranks do that do not serve."""
+    """Return what most of the ranks do that do not serve."""
     phases = [each.phase for each in ranks if each.phase != "serving"]
     return max(phases, key=phases.count) if phases else "set-up"
 
@@ -381,7 +383,7 @@ def _waits_text(said: RankNow | None) -> str:
 
 
 def _links_carried(folder: Path) -> list[str]:
-    """The busiest links of a cluster that was simulated or emulated."""
+    """Return the busiest links of a cluster that was simulated or emulated."""
     links = read_links(folder)
     if links is None:
         return []

@@ -69,7 +69,9 @@ class Schedule:
     result: Callable[[int], int] | None = None
 
     def edges(self, length: int) -> tuple[int, ...]:
-        """The start of each piece of a vector (or buffer of slots) of `length`, and the end."""
+        """Return the start of each piece of a vector (or buffer of slots) of `length`, and the
+        end.
+        """
         if self.slots:
             return tuple(piece * length for piece in range(self.pieces + 1))
         return tuple(length * piece // self.pieces for piece in range(self.pieces + 1))
@@ -87,7 +89,7 @@ def ring(ranks: int) -> Schedule:
 
 @functools.cache
 def ring_reduce_scatter(ranks: int) -> Schedule:
-    """The first half of `ring`: rank i ends with the sum of piece (i + 1) mod N.
+    """Return the first half of `ring`: rank i ends with the sum of piece (i + 1) mod N.
 
     In round k, rank i passes piece (i - k) mod N on to rank i + 1, which adds it.
     """
@@ -101,7 +103,7 @@ def ring_reduce_scatter(ranks: int) -> Schedule:
 
 @functools.cache
 def ring_all_gather(ranks: int) -> Schedule:
-    """The second half of `ring`: piece (i + 1) mod N of rank i becomes everybody's."""
+    """Return the second half of `ring`: piece (i + 1) mod N of rank i becomes everybody's."""
 
     rounds = functools.partial(_passed_on, ranks, 1, COPY)
     return Schedule("ring_all_gather", ranks, ranks, rounds, synchronizing=True)
@@ -225,7 +227,7 @@ Row = tuple[int, int, int, int, int]
 
 
 def transfers(*rows: Row) -> Round:
-    """A round from its rows; an empty one keeps its five columns."""
+    """Return a round from its rows; an empty one keeps its five columns."""
     return np.array(rows, dtype=np.int64).reshape(-1, 5)
 
 
@@ -305,14 +307,16 @@ def _distances(core: int) -> Iterator[int]:
 
 
 def _single(source: Integers, target: Integers, piece: Integers, operation: int) -> Round:
-    """A round in which each message is one piece; the arrays have an element for each message."""
+    """Return a round in which each message is one piece; the arrays have an element for each
+    message.
+    """
     return _columns(source, target, piece, piece + 1, operation)
 
 
 def _columns(
     source: Integers, target: Integers, first: Integers, end: Integers, operation: int
 ) -> Round:
-    """A round of messages with the pieces from `first` to before `end`."""
+    """Return a round of messages with the pieces from `first` to before `end`."""
     return np.stack([source, target, first, end, np.full_like(source, operation)], axis=1)
 
 

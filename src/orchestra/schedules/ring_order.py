@@ -20,7 +20,7 @@ STARTS = 4
 
 
 def ring_order(costs: Sequence[Sequence[float]]) -> Order:
-    """The order in which N ranks should pass pieces on in a ring, beginning with rank 0.
+    """Return the order in which N ranks should pass pieces on in a ring, beginning with rank 0.
 
     `costs[i][j]` is what a transfer from rank i to rank j costs, in any unit (seconds, or ping);
     the diagonal does not count. All links of a ring work at the same time, so the slowest one
@@ -95,7 +95,7 @@ def _improved(costs: Costs) -> Order:
     """From the best of the nearest neighbours' orders, exchange stretches while that helps."""
 
     def price(order: Order) -> tuple[float, float]:
-        """The slowest link of a ring, and the sum of all."""
+        """Return the slowest link of a ring, and the sum of all."""
         links = costs[order, order[1:] + order[:1]]
         return float(links.max()), float(links.sum())
 
@@ -123,7 +123,7 @@ def _nearest(costs: Costs, start: int) -> Order:
 
 
 def _neighbours(order: Order) -> Iterator[Order]:
-    """Orders with one stretch reversed, or with one of up to three ranks moved elsewhere."""
+    """Yield orders with one stretch reversed, or with one of up to three ranks moved elsewhere."""
     count = len(order)
     for first in range(count - 1):
         for end in range(first + 2, count + 1):

@@ -65,7 +65,7 @@ class Sums:
         return bool(self.copied or self.chained or self.others)
 
     def read(self, cuts: Sequence[int]) -> int:
-        """How many elements of all vectors together are read for these sums."""
+        """Return how many elements of all vectors together are read for these sums."""
         found = sum(cuts[end] - cuts[first] for first, end, _ in self.copied)
         for first, end, _, other in self.chained:
             found += (cuts[end] - cuts[first]) * (1 if other is None else 2)
@@ -115,7 +115,7 @@ def _value(tree: Tree, vectors: Sequence[Tensor] | Mapping[int, Tensor], here: s
 
 
 def _chain(tree: Tree) -> list[int] | None:
-    """The ranks in the order in which one after the other is added; None for other trees."""
+    """Return the ranks in the order in which one after the other is added; None for other trees."""
     chain: list[int] = []
     while not isinstance(tree, int):
         a, b = tree
@@ -196,7 +196,7 @@ def _tree_runs(trees: Iterable[Tree | None]) -> list[PieceRun]:
 
 @functools.lru_cache(maxsize=64)
 def sums_of(schedule: Schedule) -> Sums:
-    """The sums that every rank ends with after an all-reduce; with slots of one piece."""
+    """Return the sums that every rank ends with after an all-reduce; with slots of one piece."""
     if schedule.slots:
         return Sums([PieceRun(0, 1, _in_order(schedule.ranks))])
     names = _Names(schedule, range(schedule.ranks))
@@ -273,7 +273,7 @@ class Stage:
 
 @functools.lru_cache(maxsize=1)
 def rounds_of(schedule: Schedule) -> Sequence[Round]:
-    """All rounds, for whoever needs them again and again: for the ranks of each host."""
+    """Return all rounds, for whoever needs them again and again: for the ranks of each host."""
     return tuple(schedule.rounds())
 
 
@@ -302,13 +302,15 @@ def local_stages(schedule: Schedule, local: frozenset[int]) -> tuple[Stage | Rou
 
 
 def _of_ranks(transfers: Round, ranks: Collection[int]) -> Round:
-    """The transfers from or to `ranks`."""
+    """Return the transfers from or to `ranks`."""
     return transfers[np.isin(transfers[:, :2], list(ranks)).any(axis=1)]
 
 
 @functools.lru_cache(maxsize=4)
 def _live(schedule: Schedule, wanted: frozenset[int]) -> Mapping[int, NDArray[np.bool_]]:
-    """What the result depends on before each of the `wanted` rounds; shape [ranks, pieces]."""
+    """Return what the result depends on before each of the `wanted` rounds; shape [ranks,
+    pieces].
+    """
     live = np.ones((schedule.ranks, schedule.pieces), dtype=bool)
     if schedule.result is not None:
         for rank in range(schedule.ranks):
@@ -332,7 +334,7 @@ def _live(schedule: Schedule, wanted: frozenset[int]) -> Mapping[int, NDArray[np
 def _local(
     schedule: Schedule, rounds: Sequence[Round], span: Rounds, live: NDArray[np.bool_]
 ) -> Stage | Rounds:
-    """The rounds of `span` as a stage, where it can be one."""
+    """Return the rounds of `span` as a stage, where it can be one."""
     within = rounds[span[0] : span[1]]
     ranks = sorted({int(rank) for transfers in within for rank in transfers[:, :2].flat})
     names = _Names(schedule, ranks)
@@ -348,7 +350,8 @@ def _local(
 
 
 def _stage(ends: Mapping[int, Sequence[Tree | None]], rounds: Rounds) -> Stage:
-    """The stage that gives each rank the trees `ends`, one a piece; None: it keeps its piece.
+    """Return the stage that gives each rank the trees `ends`, one a piece; None: it keeps its
+    piece.
 
     Of the sums of one piece that several ranks end with, the first is formed by all together.
     """

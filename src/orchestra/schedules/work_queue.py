@@ -43,7 +43,7 @@ class WorkSource(Protocol):
     """Gives one worker its batches, one after the other."""
 
     def take(self) -> WorkItem:
-        """The next item of work; the one before is done."""
+        """Return the next item of work; the one before is done."""
 
     def skip(self, values: Tensor) -> None:
         """Nobody computes the batch of the last item; the flat parameters `values` may be renewed.
@@ -115,7 +115,9 @@ class WorkQueue:
         self._returned: list[WorkItem] = []
 
     def first(self, position: int) -> Mapping[int, WorkItem]:
-        """One item for each worker, in rank order, where the samples before `position` are done."""
+        """Return one item for each worker, in rank order, where the samples before `position` are
+        done.
+        """
         limit = self._pause_after(position)
         return _first(position, self._stop, limit, self._sizes, self._level)
 
@@ -139,7 +141,9 @@ class WorkQueue:
             self.restart()
 
     def take(self, worker: int, *, ahead: bool = False) -> WorkItem:
-        """The next item of `worker`, whose last batch is done; or `ahead`, when it begins that."""
+        """Return the next item of `worker`, whose last batch is done; or `ahead`, when it begins
+        that.
+        """
         self._held[worker] = self._held.get(worker, [])[-1:] if ahead else []
         over = self._next == self._stop and not (self._returned or self._closed)
         if over and self.expendable and any(self._held.values()):
@@ -256,7 +260,7 @@ class WorkInHand:
         self.item = queue.first(queue.start)[rank]
 
     def take(self) -> WorkItem:
-        """The item; where that is a pause, the next call gives the first batch after it."""
+        """Return the item; where that is a pause, the next call gives the first batch after it."""
         item = self.item
         if item.kind in (Kind.PAUSE, Kind.STOP):
             self.item = self._queue.first(item.start)[self._rank]

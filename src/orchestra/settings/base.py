@@ -101,7 +101,7 @@ def _is_plain(hint: Any) -> bool:
 
 
 def type_text(hint: Any) -> str:
-    """`hint` in words a user would use."""
+    """Return `hint` in words a user would use."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Literal:
         return " or ".join(repr(choice) for choice in parts)
@@ -239,7 +239,7 @@ class Limits:
     above: float | None = None
 
     def complaint(self, value: float) -> str | None:
-        """What is wrong with `value`, or None."""
+        """Return what is wrong with `value`, or None."""
         if self.above is not None and value <= self.above:
             return f"{value!r} is not above {self.above!r}"
         if self.low is not None and value < self.low:
@@ -268,7 +268,7 @@ def setting(
     above: float | None = None,
     **more: object,
 ) -> T:
-    """A field of a `Settings` class: its default, what it means, and its range.
+    """Return a field of a `Settings` class: its default, what it means, and its range.
 
     `low` and `high` belong to the range, `above` does not. `REQUIRED` stands for no default. A
     list, dict or set given as default is copied for each object. `more` is kept as metadata.
@@ -282,7 +282,7 @@ def setting(
 
 
 def redefault(base: type[Settings], name: str, default: T) -> T:
-    """The setting `name` of `base` again, in a subclass, with another default."""
+    """Return the setting `name` of `base` again, in a subclass, with another default."""
     field: T = dataclasses.field(default=default, metadata=base.__dataclass_fields__[name].metadata)
     return field
 
@@ -308,7 +308,7 @@ class Settings:
         """Rules that span several fields; raise `InputError` where one is broken."""
 
     def with_setting(self, name: str, value: object) -> Self:
-        """A copy with the setting `name` replaced, and checked again."""
+        """Return a copy with the setting `name` replaced, and checked again."""
         require_setting(type(self), name)
         return dataclasses.replace(self, **{name: value})
 
@@ -325,7 +325,7 @@ class Described(NamedTuple):
 
 
 def describe(cls: type[Settings]) -> list[Described]:
-    """The settings of `cls` in words, in the order of its constructor."""
+    """Return the settings of `cls` in words, in the order of its constructor."""
     hints = type_hints(cls)
     return [
         Described(
@@ -340,20 +340,22 @@ def describe(cls: type[Settings]) -> list[Described]:
 
 
 def settings_of(cls: type[Settings]) -> tuple[dataclasses.Field[Any], ...]:
-    """The fields that the constructor of `cls` takes, in its order: keyword-only ones last."""
+    """Return the fields that the constructor of `cls` takes, in its order: keyword-only ones
+    last.
+    """
     taken = (field for field in dataclasses.fields(cls) if field.init)
     return tuple(sorted(taken, key=lambda field: bool(field.kw_only)))
 
 
 def type_hints(cls: type) -> dict[str, Any]:
-    """The annotations of `cls`, evaluated on first use."""
+    """Return the annotations of `cls`, evaluated on first use."""
     if cls not in _HINTS:
         _HINTS[cls] = get_type_hints(cls)
     return _HINTS[cls]
 
 
 def default_of(field: dataclasses.Field[Any]) -> object:
-    """The default of `field`, or `REQUIRED`."""
+    """Return the default of `field`, or `REQUIRED`."""
     made = field.default_factory
     return field.default if made is dataclasses.MISSING else made()
 
@@ -367,7 +369,9 @@ def require_setting(cls: type[Settings], name: str) -> None:
 
 
 def checked(cls: type[Settings], field: dataclasses.Field[Any], value: object) -> object:
-    """`value` converted to the annotation of `field`, a setting of `cls`, and inside its range."""
+    """Return `value` converted to the annotation of `field`, a setting of `cls`, and inside its
+    range.
+    """
     try:
         value = convert(value, type_hints(cls)[field.name])
     except Mismatch as mismatch:
@@ -379,7 +383,7 @@ def checked(cls: type[Settings], field: dataclasses.Field[Any], value: object) -
 
 
 def call_text(settings: Settings, text: Callable[[object], str], name: str | None = None) -> str:
-    """The constructor call of `settings`, its values written by `text`.
+    """Return the constructor call of `settings`, its values written by `text`.
 
     Positional settings always stand, keyword-only ones where they differ from their default.
     """

@@ -35,7 +35,7 @@ _PARSING = threading.RLock()
 
 
 def expression(text: str) -> ast.expr:
-    """The tree of one expression.
+    """Return the tree of one expression.
 
     Raises:
         ValueError: it is none, or too long, too deep, or has a number with too many digits.
@@ -93,7 +93,7 @@ class Call:
 
 
 def parse(text: str, registry: Registry, *, where: str) -> Any:
-    """The object that `text` names; `where` opens the message of every error.
+    """Return the object that `text` names; `where` opens the message of every error.
 
     Raises:
         InputError: not a constructor call, an unknown name or argument, or a refused value.
@@ -102,7 +102,7 @@ def parse(text: str, registry: Registry, *, where: str) -> Any:
 
 
 def read(text: str, *, where: str) -> Call:
-    """The call that `text` spells, with nothing looked up; a bare name is a call."""
+    """Return the call that `text` spells, with nothing looked up; a bare name is a call."""
     value = _read_any(text, where=where)
     if not isinstance(value, Call):
         raise InputError(f"{where}: {text!r} is not a constructor call such as Name(argument=1)")
@@ -186,7 +186,7 @@ def _name(node: ast.expr, references: Mapping[str, str]) -> str:
 
 
 def calls_in(value: object) -> Iterator[Call]:
-    """The outermost calls in what was read, in lists, tuples and dicts too."""
+    """Yield the outermost calls in what was read, in lists, tuples and dicts too."""
     if isinstance(value, Call):
         yield value
     elif isinstance(value, Mapping):
@@ -197,7 +197,7 @@ def calls_in(value: object) -> Iterator[Call]:
 
 
 def literal(text: str) -> object:
-    """`text` of a command line as a value: a Python literal, else what YAML makes of it."""
+    """Return `text` of a command line as a value: a Python literal, else what YAML makes of it."""
     try:
         return ast.literal_eval(expression(text.strip()))
     except (ValueError, TypeError):
@@ -208,7 +208,9 @@ def literal(text: str) -> object:
 
 
 def build(value: object, registry: Registry, *, where: str) -> Any:
-    """`value` with each `Call` in it made: names looked up, arguments checked, then called."""
+    """Return `value` with each `Call` in it made: names looked up, arguments checked, then
+    called.
+    """
     if isinstance(value, Call):
         target = bound(value, registry, where=where)
         positional = [build(item, registry, where=where) for item in value.positional]
@@ -225,7 +227,9 @@ def build(value: object, registry: Registry, *, where: str) -> Any:
 
 
 def bound(call: Call, registry: Registry, *, where: str) -> Callable[..., Any]:
-    """What `call` would call; its arguments are checked against the signature, not their values."""
+    """Return what `call` would call; its arguments are checked against the signature, not their
+    values.
+    """
     target: object = registry.resolve(call.name, where=where)
     if not callable(target):
         raise InputError(f"{where}: {call.name!r} cannot be called")
@@ -273,7 +277,7 @@ def _no_bare_text(call: Call, registry: Registry, where: str) -> None:
 
 
 def write(value: object, registry: Registry | None = None) -> str:
-    """The notation that `parse` turns back into `value`.
+    """Return the notation that `parse` turns back into `value`.
 
     An object whose class `registry` does not know is written as `package.module:Name(...)`.
     """
@@ -298,7 +302,7 @@ def write(value: object, registry: Registry | None = None) -> str:
 
 
 def replace_setting(value: Any, path: str, text: str, registry: Registry, *, where: str) -> Any:
-    """A copy of `value` with the setting at the dotted `path` replaced by what `text` means.
+    """Return a copy of `value` with the setting at the dotted `path` replaced by what `text` means.
 
     `text` is a literal, a YAML scalar, or, where the setting holds an object, its notation.
 

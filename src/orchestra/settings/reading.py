@@ -55,7 +55,9 @@ class Loader(yaml.SafeLoader):
         return node
 
     def get_single_node(self) -> Any:
-        """The root, all of whose keys differ, and whose aliases repeat no more than can be held."""
+        """Return the root, all of whose keys differ, and whose aliases repeat no more than can be
+        held.
+        """
         root = super().get_single_node()
         if root is not None:
             self._check(root, {})
@@ -136,12 +138,12 @@ class _Dumper(yaml.SafeDumper):
 
 
 def yaml_text(value: object) -> str:
-    """`value`, of plain data, as YAML in the order given."""
+    """Return `value`, of plain data, as YAML in the order given."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 
 def yaml_value(text: str, where: str = "") -> object:
-    """The value of a YAML text, or the text itself where it is none.
+    """Return the value of a YAML text, or the text itself where it is none.
 
     Raises:
         InputError: it is YAML that is refused; `where`, if given, opens the message.
@@ -168,12 +170,14 @@ class Entry:
     inside: Mapping[Any, Entry] = field(default_factory=dict)
 
     def at(self, key: str) -> str:
-        """The place of this entry in messages, with its dotted key unless it is an option."""
+        """Return the place of this entry in messages, with its dotted key unless it is an
+        option.
+        """
         return self.where if self.where.startswith("--") else f"{self.where} {key}".rstrip()
 
 
 def read_document(path: Path, *, needs: str, example: str) -> dict[str, Entry]:
-    """The keys of the YAML mapping in `path`, in order.
+    """Return the keys of the YAML mapping in `path`, in order.
 
     `needs` names the keys that it has to have, and `example` is a line of such a file.
 
@@ -231,7 +235,7 @@ S = TypeVar("S", bound=Settings)
 
 
 def mapping(entry: Entry, key: str, example: str) -> Mapping[Any, Entry]:
-    """The entries inside `entry`, which has to be a mapping."""
+    """Return the entries inside `entry`, which has to be a mapping."""
     if not isinstance(entry.value, Mapping):
         raise InputError(f"{entry.at(key)}: has to be a mapping, such as {example}")
     return entry.inside or {name: Entry(item, entry.where) for name, item in entry.value.items()}
@@ -277,7 +281,7 @@ class Reader:
         given: Mapping[str, Any] | None = None,
         also: Iterable[str] = (),
     ) -> S:
-        """The settings `cls` that a mapping spells.
+        """Return the settings `cls` that a mapping spells.
 
         Args:
             key: its dotted key.
@@ -312,7 +316,7 @@ class Reader:
         return self.examples[field.name]
 
     def read_setting(self, cls: type[Settings], name: str, entry: Entry, key: str) -> Any:
-        """The value of `entry` as the setting `name` of `cls` wants it."""
+        """Return the value of `entry` as the setting `name` of `cls` wants it."""
         field = next(field for field in settings_of(cls) if field.name == name)
         value, default = entry.value, default_of(field)
         inner, unit = _settings_in(type_hints(cls)[name]), field.metadata.get("unit")

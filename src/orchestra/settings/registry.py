@@ -66,7 +66,7 @@ class Registry:
         return nearest(name, first, self._arguments)
 
     def resolve(self, name: str, *, where: str) -> Any:
-        """What `name` stands for, imported.
+        """Return what `name` stands for, imported.
 
         Raises:
             InputError: an unknown name, no such module or attribute, or an import that failed.
@@ -91,7 +91,7 @@ class Registry:
         return getattr(module, attribute)
 
     def name_of(self, cls: type) -> str:
-        """The name under which `resolve` finds `cls`, without importing anything."""
+        """Return the name under which `resolve` finds `cls`, without importing anything."""
         place = f"{cls.__module__}:{cls.__qualname__}"
         for name, known in self._all.items():
             if known == place:
@@ -114,8 +114,9 @@ class LazyModule:
 def lazy_package(
     package: str, *modules: str, names: Collection[str] | None = None
 ) -> Callable[[str], Any]:
-    """A package's `__getattr__` that finds each name, or each of `names`, in the first of its
-    `modules` which has it."""
+    """Return a package's `__getattr__` that finds each name, or each of `names`, in the first of
+    its `modules` which has it.
+    """
 
     def find(name: str) -> Any:
         known = not name.startswith("_") if names is None else name in names

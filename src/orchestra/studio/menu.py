@@ -43,7 +43,8 @@ class Situation(Settings):
 
     @staticmethod
     def read(values: Mapping[str, str]) -> Situation:
-        """The situation that the texts of a query describe; what is left out has its default.
+        """Return the situation that the texts of a query describe; what is left out has its
+        default.
 
         Raises:
             InputError: a name that is not known, a text that is no number, or a number that is too
@@ -96,7 +97,7 @@ class Entry:
     round: int = 1
 
     def notation_for(self, workers: int) -> str:
-        """The strategy on `workers` workers."""
+        """Return the strategy on `workers` workers."""
         return self.notation.replace("{servers}", str(min(4, workers)))
 
 
@@ -244,7 +245,7 @@ ENTRIES = {entry.key: entry for entry in MENU}
 
 
 def entry_of(key: str) -> Entry:
-    """The strategy with this key.
+    """Return the strategy with this key.
 
     Raises:
         InputError: there is none.

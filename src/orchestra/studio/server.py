@@ -47,7 +47,7 @@ class Job:
 
 
 def carry_out(job: Job) -> dict[str, Any]:
-    """The answer, worked out in this process."""
+    """Return the answer, worked out in this process."""
     from orchestra.studio.simulate import answer  # torch: in the processes of the pool only
 
     return answer(job.kind, job.situation, job.entry)
@@ -127,7 +127,7 @@ def _keep(kept: dict[Any, Any], key: object, value: object, most: int) -> None:
 
 
 def make_app(simulator: Simulator) -> Flask:
-    """The application, whose simulations `simulator` carries out."""
+    """Return the application, whose simulations `simulator` carries out."""
     app = Flask("orchestra.studio", static_folder=None)
 
     app.before_request(_refuse_strangers)
@@ -207,7 +207,7 @@ def _lines(answers: Iterator[tuple[Job, dict[str, Any]]], total: int) -> Iterato
 
 
 def _menu() -> dict[str, Any]:
-    """The strategies with their looks, the controls with their ranges, and what is fixed."""
+    """Return the strategies with their looks, the controls with their ranges, and what is fixed."""
     looks = [(dash, colour) for dash in DASHES for colour in COLOURS]
     strategies = [
         asdict(entry) | {"colour": colour, "dash": list(dash)}
@@ -225,7 +225,7 @@ def _menu() -> dict[str, Any]:
 
 
 def _file(name: str) -> Response:
-    """A file of the page, or the style sheet of the report, which both pages share."""
+    """Return a file of the page, or the style sheet of the report, which both pages share."""
     folder = files("orchestra.report") / "templates" if name == "page.css" else None
     path = (folder or files("orchestra.studio") / "page") / name
     kind = TYPES.get(name.rpartition(".")[2])

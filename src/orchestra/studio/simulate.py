@@ -85,7 +85,7 @@ class Simulated:
 
 
 def answer(kind: str, situation: Situation, entry: Entry) -> dict[str, Any]:
-    """What is `measured` of a "step", or its `course`; or an `error` in a line."""
+    """Return what is `measured` of a "step", or its `course`; or an `error` in a line."""
     steps = entry.steps if kind == "step" else entry.skip + entry.round + 1
     try:
         run = run_of(situation, entry.notation_for(situation.workers), steps)
@@ -98,7 +98,7 @@ def answer(kind: str, situation: Situation, entry: Entry) -> dict[str, Any]:
 
 
 def run_of(situation: Situation, notation: str, steps: int) -> Run:
-    """A run of `steps` steps under the strategy: of shapes, with assumed costs.
+    """Return a run of `steps` steps under the strategy: of shapes, with assumed costs.
 
     Raises:
         InputError: the strategy cannot have that many workers.
@@ -167,8 +167,8 @@ def carry_out(run: Run, situation: Situation, *, watched: bool = False) -> Simul
 
 
 def measured(simulated: Simulated, first: int) -> dict[str, float]:
-    """A step in the mean over the workers, in seconds of virtual time, after the first `first`
-    steps of each, by which all have got going.
+    """Return a step in the mean over the workers, in seconds of virtual time, after the first
+    `first` steps of each, by which all have got going.
 
     `step` is how long all workers together take for as many batches as there are workers; of that,
     a worker computes, exchanges and waits. While its main flow waits, its background flows may
@@ -196,7 +196,7 @@ def measured(simulated: Simulated, first: int) -> dict[str, float]:
 
 
 def _between(moments: Sequence[Moment], begin: float, end: float) -> Any:
-    """The differences of all sums between two moments, linear between the ends of steps."""
+    """Return the differences of all sums between two moments, linear between the ends of steps."""
     columns = numpy.array(moments).T
     return numpy.array(
         [numpy.interp(end, columns[0], column) - numpy.interp(begin, columns[0], column)
@@ -208,7 +208,8 @@ def _between(moments: Sequence[Moment], begin: float, end: float) -> Any:
 
 
 def course(simulated: Simulated, first: int, count: int) -> dict[str, Any]:
-    """What every rank did from where rank 0 has done `first` steps on, for `count` steps of it.
+    """Return what every rank did from where rank 0 has done `first` steps on, for `count` steps of
+    it.
 
     Spans are [begin, end, category, name], in seconds from the beginning of the window. There is a
     list for the main flow of each rank and all that it computes, and one for what its flows in the

@@ -24,14 +24,15 @@ VOCABULARY = len(KNOWN) + 1
 
 
 def characters(chosen: settings.Characters) -> Task:
-    """The windows in memory, and a GPT."""
+    """Return the windows in memory, and a GPT."""
     splits = (windows(part, chosen.context) for part in split_text())
     model = partial(GPT, VOCABULARY, chosen.context, chosen.layers, chosen.heads, chosen.width)
     return tensor_task(model, *splits, loss=next_token_loss, metrics=text_scores)
 
 
 def text() -> str:
-    """The documentation: topics in the order of their names, each paragraph where it comes first.
+    """Return the documentation: topics in the order of their names, each paragraph where it comes
+    first.
 
     Several topics repeat others in full. Without that rule, much of the test would stand in the
     training data word for word.
@@ -51,19 +52,19 @@ def text() -> str:
 
 
 def text_sha256() -> str:
-    """The SHA-256 of `text()` in UTF-8: equal on machines that train on the same text."""
+    """Return the SHA-256 of `text()` in UTF-8: equal on machines that train on the same text."""
     return hashlib.sha256(text().encode()).hexdigest()
 
 
 def split_text() -> tuple[str, str, str]:
-    """The texts for training, validation and test: 80%, 10% and 10%, one after the other."""
+    """Return the texts for training, validation and test: 80%, 10% and 10%, one after the other."""
     whole = text()
     end, start = len(whole) * 8 // 10, len(whole) * 9 // 10
     return whole[:end], whole[end:start], whole[start:]
 
 
 def windows(part: str, context: int) -> tuple[Tensor, Tensor]:
-    """Characters and those that follow, each of shape (n, context), cut one after the other.
+    """Return characters and those that follow, each of shape (n, context), cut one after the other.
 
     Raises:
         InputError: the text is shorter than one window.
@@ -136,7 +137,7 @@ class GPT(nn.Module):
         self.apply(_initialise)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The logits of what follows each place."""
+        """Return the logits of what follows each place."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.blocks(self.tokens(tokens) + self.places(places))
         logits: Tensor = self.head(self.norm(x))
@@ -157,7 +158,7 @@ def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def text_scores(model: nn.Module, batches: Iterator[Batch]) -> dict[str, float]:
-    """The cross entropy in bits, the mean over all characters."""
+    """Return the cross entropy in bits, the mean over all characters."""
     losses = [
         functional.cross_entropy(model(tokens).transpose(1, 2), following, reduction="none")
         for tokens, following in batches

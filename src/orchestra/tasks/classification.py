@@ -25,7 +25,7 @@ Tensors: TypeAlias = dict[str, Tensor]
 
 
 def cached(name: str, make: Callable[[], Tensors]) -> Tensors:
-    """What `make` gives, from the file `name` in the cache folder if a whole one is there.
+    """Return what `make` gives, from the file `name` in the cache folder if a whole one is there.
 
     Otherwise it is made and kept there, by one process of those that ask at the same time; the
     others wait for it. A damaged file is replaced. Where the folder cannot be written, each
@@ -84,13 +84,13 @@ def split(
 
 
 def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean over the batch."""
+    """Return the mean over the batch."""
     images, labels = batch
     return functional.cross_entropy(model(images), labels)
 
 
 def accuracy(model: nn.Module, batches: Iterator[Batch]) -> dict[str, float]:
-    """The share of samples whose largest logit is their label's."""
+    """Return the share of samples whose largest logit is their label's."""
     right = torch.cat([model(images).argmax(1) == labels for images, labels in batches])
     return {"accuracy": right.double().mean().item()}
 
@@ -102,7 +102,7 @@ image_task = partial(tensor_task, loss=cross_entropy, metrics=accuracy)
 def standardised(
     batch: tuple[Tensor, ...], mean: float | Tensor, deviation: float | Tensor
 ) -> tuple[Tensor, ...]:
-    """Images of dtype uint8 as float32: from 0 to 1, less `mean`, divided by `deviation`.
+    """Return images of dtype uint8 as float32: from 0 to 1, less `mean`, divided by `deviation`.
 
     Images have shape (n, channels, height, width); mean and deviation are numbers, or tensors of
     shape (channels, 1, 1).
@@ -142,7 +142,7 @@ def random_shift(
 
 
 def small_cnn(channels: int, hidden: int, dropout: float, batch_norm: bool) -> nn.Module:
-    """Images of shape (n, 1, 8, 8) to logits of shape (n, 10)."""
+    """Map images of shape (n, 1, 8, 8) to logits of shape (n, 10)."""
 
     def convolution(inputs: int, outputs: int) -> list[nn.Module]:
         norm: list[nn.Module] = [nn.BatchNorm2d(outputs)] if batch_norm else []
@@ -205,7 +205,7 @@ class ResidualBlock(nn.Module):
 
 
 def resnet20() -> nn.Module:
-    """Images of shape (n, 3, 32, 32) to logits of shape (n, 10); 269,722 parameters."""
+    """Map images of shape (n, 3, 32, 32) to logits of shape (n, 10); 269,722 parameters."""
     widths = [16, 16, 16, 16, 32, 32, 32, 64, 64, 64]
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1, bias=False),

@@ -48,7 +48,9 @@ def digits(chosen: settings.Digits) -> Task:
 
 
 def split_digits() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Pixels (1797, 8, 8), labels, and the places of training, validation and test images."""
+    """Return pixels (1797, 8, 8), labels, and the places of training, validation and test
+    images.
+    """
     table = numpy.loadtxt(_file(), delimiter=",", dtype=numpy.int64)
     images, target = table[:, :-1].reshape(-1, 8, 8), table[:, -1]
     # RandomState: NumPy promises that its stream never changes. Sorted by class, every sixth
@@ -87,7 +89,7 @@ CHUNK = 2_000
 
 
 def digits28(chosen: settings.Digits28) -> Task:
-    """Distorted digits, and LeNet-5."""
+    """Return distorted digits, and LeNet-5."""
     images, labels, _ = distorted_digits(chosen.distortion)
     splits = split(images, labels, [TRAIN, VALIDATION, TEST], chosen.train_samples)
     transform = partial(standardised, mean=MEAN, deviation=DEVIATION)
@@ -95,7 +97,8 @@ def digits28(chosen: settings.Digits28) -> Task:
 
 
 def distorted_digits(distortion: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Images, labels, and from which of scikit-learn's digits (0 to 1,796) each image was made.
+    """Return images, labels, and from which of scikit-learn's digits (0 to 1,796) each image was
+    made.
 
     Images have shape (28000, 1, 28, 28) and dtype uint8: 20,000 for training, 4,000 for
     validation, 4,000 for the test. From the cache, or made and put there.

@@ -25,7 +25,7 @@ TEACHER_GAIN = 2.0
 
 
 def regression(chosen: settings.Regression) -> Task:
-    """The data in memory, and a student of these settings."""
+    """Return the data in memory, and a student of these settings."""
     inputs, targets = _data(chosen)
     sizes = [chosen.train_samples, chosen.validation_samples, chosen.test_samples]
     splits = zip(torch.split(inputs, sizes), torch.split(targets, sizes), strict=True)
@@ -59,20 +59,21 @@ def mlp(inputs: int, hidden: int, outputs: int) -> nn.Module:
 
 
 def squared_error(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean over the batch and the outputs."""
+    """Return the mean over the batch and the outputs."""
     inputs, targets = batch
     return functional.mse_loss(model(inputs), targets)
 
 
 def regression_scores(model: nn.Module, batches: Iterator[Batch]) -> dict[str, float]:
-    """`scores` of what `model` predicts for all of `batches`."""
+    """Return `scores` of what `model` predicts for all of `batches`."""
     pairs = [(model(inputs), targets) for inputs, targets in batches]
     predictions, targets = (torch.cat(parts).cpu() for parts in zip(*pairs, strict=True))
     return scores(predictions, targets)
 
 
 def scores(predictions: Tensor, targets: Tensor) -> dict[str, float]:
-    """Figures of a regression, all computed in float64; both tensors have shape (n, outputs).
+    """Return figures of a regression, all computed in float64; both tensors have shape (n,
+    outputs).
 
     - `mae`, `mse`: mean absolute and mean squared error over all n x outputs numbers.
     - `test_variance`: the population variance (divided by the count) of all n x outputs targets
@@ -105,7 +106,7 @@ FLOPS_PER_PARAMETER = 6.0
 
 
 def synthetic(chosen: settings.Synthetic) -> Task:
-    """The task; it holds no data."""
+    """Return the task; it holds no data."""
     flops = chosen.sample_flops or FLOPS_PER_PARAMETER * chosen.parameters
     edges = [chosen.parameters * k // chosen.tensors for k in range(chosen.tensors + 1)]
     sizes = [end - first for first, end in itertools.pairwise(edges)]
@@ -134,12 +135,12 @@ class Sized(nn.Module):
         self.vectors = nn.ParameterList(torch.zeros(size) for size in sizes)
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """The numbers, each times the mean of the means of the vectors."""
+        """Return the numbers, each times the mean of the means of the vectors."""
         means = torch.stack([vector.mean() for vector in self.vectors])
         return numbers * means.mean()
 
 
 def pull(model: nn.Module, batch: Any) -> Tensor:
-    """The mean of the model's answers: its gradient is the same everywhere."""
+    """Return the mean of the model's answers: its gradient is the same everywhere."""
     answers: Tensor = model(batch)
     return answers.mean()

@@ -35,7 +35,7 @@ class TaskSettings(Settings):
     MODULE: ClassVar[str]
 
     def build(self) -> Task:
-        """The data in memory, or mapped from the cache, and a model of these settings.
+        """Return the data in memory, or mapped from the cache, and a model of these settings.
 
         Raises:
             InputError: a file that the task needs is missing, damaged or of another kind.
@@ -272,7 +272,7 @@ _OFFERS = 5  # functions of a module that a message names
 
 
 def task_text(text: str, *, where: str) -> str:
-    """`text`, the notation of a task, in its normal form, checked without importing torch.
+    """Return `text`, the notation of a task, in its normal form, checked without importing torch.
 
     A task with a name is checked to the last setting. Of `package.module:function` only the
     package is looked for; importing it, and checking its arguments, is left to `bound`.
@@ -285,12 +285,16 @@ def task_text(text: str, *, where: str) -> str:
 
 
 def task_name(text: str) -> str:
-    """The name of a task without place and arguments: "function" of package.module:function(1)."""
+    """Return the name of a task without place and arguments: "function" of
+    package.module:function(1).
+    """
     return read(text, where="task").name.rpartition(":")[2]
 
 
 def replace_task_setting(text: str, path: str, value: str, *, where: str) -> str:
-    """The task `text` with the setting at the dotted `path` replaced by what `value` means."""
+    """Return the task `text` with the setting at the dotted `path` replaced by what `value`
+    means.
+    """
     task = _settings_or_call(text, where)
     new = replace_setting(task, path, value, TASKS, where=where)
     return task_text(str(new) if isinstance(new, Call) else write(new, TASKS), where=where)

@@ -123,7 +123,7 @@ class TensorData(Dataset[tuple[Tensor, ...]]):
         return tuple(tensor[0] for tensor in self.__getitems__([index]))
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
-        """The batch of the samples `indices`, already collated."""
+        """Return the batch of the samples `indices`, already collated."""
         batch = tuple(tensor[indices] for tensor in self.tensors)
         return batch if self._transform is None else self._transform(batch)
 
@@ -141,7 +141,7 @@ def tensor_task(
     transform: Transform | None = None,
     augmented: Transform | None = None,
 ) -> Task:
-    """A task whose samples are in memory.
+    """Return a task whose samples are in memory.
 
     Args:
         splits: the tensors for training, validation and test.
@@ -161,7 +161,7 @@ def tensor_task(
 
 
 def load_task(given: object, *, where: str = "task") -> Task:
-    """The task that `given` stands for.
+    """Return the task that `given` stands for.
 
     Args:
         given: a `Task`; settings with a `build()`; a function or class that gives either when it
@@ -203,7 +203,7 @@ def _made(given: object, where: str) -> Any:
 def evaluate(
     task: Task, model: nn.Module, dataset: Dataset[Any], batch_size: int
 ) -> dict[str, float]:
-    """`{"loss": mean over the samples of dataset, **metrics}` of `model`, on its own device.
+    """Return `{"loss": mean over the samples of dataset, **metrics}` of `model`, on its own device.
 
     The dataset is read in order, in batches of `batch_size`. The model is in evaluation mode
     meanwhile, and each of its modules gets its own mode back. No random number is drawn.

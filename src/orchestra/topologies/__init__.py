@@ -29,15 +29,15 @@ class Topology(Settings, ABC):
     """Which ranks send to which, for any number of ranks from 1."""
 
     def period(self, ranks: int) -> int:
-        """Steps after which the graphs repeat."""
+        """Return the number of steps after which the graphs repeat."""
         return 1
 
     @abstractmethod
     def links(self, ranks: int, step: int) -> Graph:
-        """The graph of step `step` (from 0, below `period`)."""
+        """Return the graph of step `step` (from 0, below `period`)."""
 
     def graph(self, ranks: int, step: int) -> Graph:
-        """The graph of any `step`, from 0."""
+        """Return the graph of any `step`, from 0."""
         return _links(self, ranks, step % self.period(ranks))
 
 
@@ -48,7 +48,7 @@ def _links(topology: Topology, ranks: int, step: int) -> Graph:
 
 @lru_cache(maxsize=1024)
 def sources_of(graph: Graph) -> Graph:
-    """The ranks that send to each rank, rising."""
+    """Return the ranks that send to each rank, rising."""
     sources: list[list[int]] = [[] for _ in graph]
     for source, targets in enumerate(graph):
         for target in targets:
@@ -123,7 +123,7 @@ class Exponential(Topology):
     )
 
     def period(self, ranks: int) -> int:
-        """The number of groups; 1 where every step uses all distances."""
+        """Return the number of groups; 1 where every step uses all distances."""
         return 1 if self.peers is None else len(self._powers(ranks, self.peers + 1))
 
     def links(self, ranks: int, step: int) -> Graph:
@@ -211,7 +211,7 @@ def _neighbours(edges: list[tuple[int, int]], ranks: int) -> list[set[int]]:
 
 @lru_cache(maxsize=1024)
 def doubly_stochastic(graph: Graph) -> Weights:
-    """Weights whose rows and columns all sum to 1, so that mixing keeps the mean.
+    """Return weights whose rows and columns all sum to 1, so that mixing keeps the mean.
 
     Uniform, 1 / (d + 1), where everyone sends to and hears from d ranks. Else those of
     Metropolis and Hastings, W_ij = 1 / (1 + max(d_i, d_j)), which need links both ways.
@@ -237,13 +237,17 @@ def doubly_stochastic(graph: Graph) -> Weights:
 
 
 def uniform_shares(targets: tuple[int, ...], rank: int, step: int = 0) -> dict[int, float]:
-    """The shares that `rank` sends to each target, and keeps: equal parts of 1, in every step."""
+    """Return the shares that `rank` sends to each target, and keeps: equal parts of 1, in every
+    step.
+    """
     share = 1.0 / (len(targets) + 1)
     return {rank: share, **dict.fromkeys(targets, share)}
 
 
 def random_shares(targets: tuple[int, ...], rank: int, step: int, seed: int) -> dict[int, float]:
-    """The shares that `rank` sends to each target, and keeps: parts of 1, random in each step."""
+    """Return the shares that `rank` sends to each target, and keeps: parts of 1, random in each
+    step.
+    """
     stream = random.Random(f"{seed}-{rank}-{step}")
     drawn = {to: stream.uniform(0.1, 1.0) for to in (rank, *targets)}
     total = sum(drawn.values())

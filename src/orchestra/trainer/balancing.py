@@ -53,14 +53,16 @@ class Balancing(Settings, ABC):
 
     @abstractmethod
     def predicted(self, before: Speeds, measured: Speeds) -> Speeds:
-        """The speeds to expect, from those expected `before` and those just `measured`."""
+        """Return the speeds to expect, from those expected `before` and those just `measured`."""
 
     @abstractmethod
     def wanted(self, batches: Batches, speeds: Speeds) -> Sequence[float]:
-        """What takes the place of `batches`, in proportion: bounds and their sum come after it."""
+        """Return what takes the place of `batches`, in proportion: bounds and their sum come after
+        it.
+        """
 
     def decide(self, batches: Batches, speeds: Speeds) -> Batches:
-        """The next batches at the predicted `speeds`: of the same sum, within the bounds."""
+        """Return the next batches at the predicted `speeds`: of the same sum, within the bounds."""
         new = self.fitted(self.wanted(batches, speeds), sum(batches))
         pairs = zip(batches, new, strict=True)
         if all(abs(after - before) <= self.dead_band * before for before, after in pairs):
@@ -68,7 +70,8 @@ class Balancing(Settings, ABC):
         return new
 
     def fitted(self, wanted: Sequence[float], total: int) -> Batches:
-        """Whole numbers of the sum `total`, within the bounds, as nearly in proportion as can be.
+        """Return whole numbers of the sum `total`, within the bounds, as nearly in proportion as
+        can be.
 
         Raises:
             InputError: the bounds leave no such numbers.
@@ -195,7 +198,7 @@ class Balancer:
         optimizers.restore(self.state, data)
 
     def begin(self, plan: Plan, steps: int) -> Plan:
-        """The `plan` of a phase with batches by what is known of the speeds, after `steps`.
+        """Return the `plan` of a phase with batches by what is known of the speeds, after `steps`.
 
         Ranks of which nothing is known count as the mean of the others. Batches that fit, as those
         of a resumed run, stay.

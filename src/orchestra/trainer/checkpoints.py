@@ -46,7 +46,7 @@ class DamagedCheckpoint(Exception):
 
 
 def rank_file(rank: int) -> str:
-    """The name of a rank's file inside a checkpoint."""
+    """Return the name of a rank's file inside a checkpoint."""
     return f"rank-{rank}.safetensors"
 
 
@@ -95,12 +95,12 @@ def _remove(folder: Path, pattern: str) -> None:
 
 
 def complete(folder: Path) -> Iterator[int]:
-    """The numbers of the checkpoints in `folder`, whole or damaged."""
+    """Yield the numbers of the checkpoints in `folder`, whole or damaged."""
     yield from (int(path.name) for path in sorted(folder.glob("*")) if _is_checkpoint(path))
 
 
 def others(folder: Path) -> list[Path]:
-    """What lies in `folder` without being a checkpoint."""
+    """Return what lies in `folder` without being a checkpoint."""
     return [path for path in sorted(folder.glob("[!.]*")) if not _is_checkpoint(path)]
 
 
@@ -127,14 +127,14 @@ def verify(folder: Path, index: int, ranks: int) -> None:
 
 
 def read_rank(folder: Path, index: int, rank: int) -> Any:
-    """What `rank` wrote into checkpoint `index`."""
+    """Return what `rank` wrote into checkpoint `index`."""
     with safe_open(folder / f"{index:04d}" / rank_file(rank), framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return unpack(json.loads(file.metadata()["tree"]), tensors)
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file, in hex."""
+    """Return the SHA-256 of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -157,7 +157,9 @@ class CollectiveCheckpoints:
         self._ranks = range(worker.runtime.ranks)
 
     def newest(self, leader: int) -> Any | None:
-        """What this rank wrote into the newest whole checkpoint, which the leader looks for."""
+        """Return what this rank wrote into the newest whole checkpoint, which the leader looks
+        for.
+        """
         worker = self._worker
         chosen = torch.full((1,), -1, dtype=torch.int64)
         if worker.rank == leader:
@@ -214,7 +216,7 @@ class CollectiveCheckpoints:
 
 
 def rank_state(worker: Worker, state: Any, parameters: Any) -> dict[str, Any]:
-    """What a rank goes on from, `state` being its strategy's; `resume` puts it back.
+    """Return what a rank goes on from, `state` being its strategy's; `resume` puts it back.
 
     `parameters` are given back by the caller.
     """
@@ -267,7 +269,9 @@ def save_state(path: Path, module: nn.Module) -> None:
 
 
 def parameters_hash(module: nn.Module) -> str:
-    """SHA-256 over the names and values of the parameters, in the order of their names."""
+    """Return the SHA-256 over the names and values of the parameters, in the order of their
+    names.
+    """
     sha = hashlib.sha256()
     for name, parameter in sorted(module.named_parameters()):
         sha.update(name.encode())
@@ -276,7 +280,7 @@ def parameters_hash(module: nn.Module) -> str:
 
 
 def pack(value: Any, put: Callable[[str, Tensor], str], place: str = "") -> Any:
-    """`value`, of nested dicts and sequences, as JSON data: a key in place of each tensor.
+    """Return `value`, of nested dicts and sequences, as JSON data: a key in place of each tensor.
 
     Args:
         put: keeps a contiguous tensor of the CPU's, given where it stood ("/moments/0"); returns
@@ -292,7 +296,7 @@ def pack(value: Any, put: Callable[[str, Tensor], str], place: str = "") -> Any:
 
 
 def unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `pack` has packed; equal keys give one and the same tensor."""
+    """Return what `pack` has packed; equal keys give one and the same tensor."""
     if isinstance(tree, dict):
         if TENSOR in tree:
             return tensors[tree[TENSOR]]
@@ -303,7 +307,7 @@ def unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def by_content(value: Any, tensors: Tensors) -> Any:
-    """`value` as JSON data; its tensors go into `tensors`, those of equal content once."""
+    """Return `value` as JSON data; its tensors go into `tensors`, those of equal content once."""
 
     def put(_: str, tensor: Tensor) -> str:
         sha = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -324,7 +328,9 @@ def send_state(transport: Transport, value: Any, to: int) -> None:
 
 
 def receive_state(transport: Transport, source: int, known: Tensors) -> Any:
-    """What the rank `source` sends; tensors that are in `known` do not travel, others get in."""
+    """Return what the rank `source` sends; tensors that are in `known` do not travel, others get
+    in.
+    """
     tree, keys = receive_object(transport, source)
     wanted = [key for key in keys if key not in known]
     send_object(transport, wanted, source)

@@ -97,7 +97,9 @@ class Gathered:
         return sorted({held.head.index for held in self._held})
 
     def parts(self, index: int) -> Iterator[Contribution]:
-        """The contributions to snapshot `index`, with values; mirrors replace what was lost."""
+        """Yield the contributions to snapshot `index`, with values; mirrors replace what was
+        lost.
+        """
         there = set()
         for held in sorted(self._of(index), key=lambda held: held.head.mirror):
             key = held.head.kind, held.head.offset
@@ -109,7 +111,9 @@ class Gathered:
                 yield replace(held.head, values=values)
 
     def replicas(self, index: int) -> list[int]:
-        """The ranks that had replicas of their own at snapshot `index`; none where all had one."""
+        """Return the ranks that had replicas of their own at snapshot `index`; none where all had
+        one.
+        """
         of_index = self._of(index)
         kind = _kind_of_own(held.head for held in of_index)
         apart = [held for held in of_index if held.head.kind == kind and not held.head.mirror]
@@ -119,7 +123,8 @@ class Gathered:
     def evaluated(
         self, seed: int, metrics: Callable[[], SnapshotMetrics]
     ) -> dict[int, SnapshotMetrics]:
-        """What replicas that differ are worth at each snapshot, by rank; all evaluate at once.
+        """Return what replicas that differ are worth at each snapshot, by rank; all evaluate at
+        once.
 
         Args:
             seed: draws `MAX_EVALUATED_REPLICAS` of the ranks where there are more.
@@ -176,7 +181,9 @@ def _kind_of_own(parts: Iterable[Contribution]) -> str:
 
 
 def evaluation_data(task: Task) -> Dataset[Any] | None:
-    """What snapshots are evaluated on: validation data where the task has some, else test data."""
+    """Return what snapshots are evaluated on: validation data where the task has some, else test
+    data.
+    """
     return task.validation if task.validation is not None else task.test
 
 
@@ -189,7 +196,7 @@ def require_metric(metric: str, task: Task, model: nn.Module, dataset: Dataset[A
 
 
 def own_metrics(model: FlatModel, task: Task, parts: Sequence[Contribution]) -> SnapshotMetrics:
-    """What a rank's own replica was worth at each of its snapshots, with its own buffers."""
+    """Return what a rank's own replica was worth at each of its snapshots, with its own buffers."""
     dataset = evaluation_data(task)
     found: SnapshotMetrics = {}
     if dataset is None:
@@ -216,7 +223,7 @@ def points_of(
     nodes: Mapping[int, SnapshotMetrics],
     below: int,
 ) -> list[Point]:
-    """The figures of every snapshot whose index is `below` that, on the leader.
+    """Return the figures of every snapshot whose index is `below` that, on the leader.
 
     Args:
         nodes: by rank, the figures of replicas; their mean is what a point's `metrics` are, and
@@ -270,7 +277,8 @@ def _assemble(model: FlatModel, gathered: Gathered, index: int) -> Point | None:
 
 
 def moments(held: Sequence[Contribution], size: int) -> list[Point]:
-    """When each snapshot was taken, of parameters that have no values, `size` in all; no figures.
+    """Return when each snapshot was taken, of parameters that have no values, `size` in all; no
+    figures.
 
     A snapshot that does not cover all of them is left out; what mirrors other parts counts where
     those are lost.

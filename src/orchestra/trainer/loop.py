@@ -45,7 +45,7 @@ def plan_of_roles(
     shares: tuple[float, ...],
     measured: tuple[float, ...] | None = None,
 ) -> Plan:
-    """The plan of samples `start` to `budget`, for ranks that have these `shares` of a step.
+    """Return the plan of samples `start` to `budget`, for ranks that have these `shares` of a step.
 
     `measured`: the ranks' speeds, where workers that step together get parts by them.
     """
@@ -54,7 +54,9 @@ def plan_of_roles(
 
 
 def queue_of(training: Training, budget: int, start: int, shares: tuple[float, ...]) -> WorkQueue:
-    """The same samples in a queue; a batch of each worker is as large as in a step of the plan."""
+    """Return the same samples in a queue; a batch of each worker is as large as in a step of the
+    plan.
+    """
     plan = plan_of_roles(training, start, budget, shares)
     counts = apportion(plan.global_batch, plan.shares)
     sizes = tuple((rank, count) for rank, count in enumerate(counts) if count)

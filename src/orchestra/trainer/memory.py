@@ -26,7 +26,9 @@ Sizes = Counter[str]
 
 
 def sizes_of(module: nn.Module, spec: OptimizerSpec) -> Sizes:
-    """The sizes of a whole model, or of the part that a rank trains; tensors need no values."""
+    """Return the sizes of a whole model, or of the part that a rank trains; tensors need no
+    values.
+    """
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     sizes = Counter(
         parameters=_bytes([*module.parameters(), *module.buffers()]),
@@ -42,7 +44,8 @@ def sizes_of(module: nn.Module, spec: OptimizerSpec) -> Sizes:
 
 
 def kept_bytes(run: Run, rank: int, sizes: Sizes, layout: Layout) -> Counter[str]:
-    """What `rank` keeps, by what for; without activations, and what kernels need for a moment.
+    """Return what `rank` keeps, by what for; without activations, and what kernels need for a
+    moment.
 
     Where buckets have memory only while they are in use, it is two of them at a time: one that is
     used, and one under way. Micro-batches but the last add to whole gradients.
@@ -69,14 +72,14 @@ def kept_bytes(run: Run, rank: int, sizes: Sizes, layout: Layout) -> Counter[str
 
 
 def _two_largest(layout: Layout, megabytes: float) -> int:
-    """The bytes of the two largest buckets; of the only one."""
+    """Return the bytes of the two largest buckets; of the only one."""
     edges = [offset for _, offset in bucket_edges(layout, int(megabytes * 1e6))]
     sizes = [end - first for first, end in pairwise(edges)]
     return sum(sorted(sizes)[-2:]) * layout.dtype.itemsize
 
 
 def _state_bytes(spec: OptimizerSpec, trained: dict[str, nn.Parameter], device: str) -> int:
-    """Bytes that the optimizer keeps after a step."""
+    """Return the bytes that the optimizer keeps after a step."""
     parameters = {
         name: nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=device))
         for name, p in trained.items()

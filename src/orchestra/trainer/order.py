@@ -67,7 +67,7 @@ class Order:
     shares: list[float] = field(default_factory=list)
 
     def answers(self, flow: str, what: str) -> list[Any]:
-        """The answers to the question `what` of a flow; a new flow begins with none."""
+        """Return the answers to the question `what` of a flow; a new flow begins with none."""
         holder = self if what in RANKS else self.flows.setdefault(flow, FlowOrder())
         found: list[Any] = getattr(holder, what)
         return found
@@ -159,7 +159,7 @@ def write_order(folder: Path, rank: int, order: Order) -> None:
 
 
 def read_order(folder: Path, rank: int) -> Order:
-    """The order of a rank that `folder` keeps.
+    """Return the order of a rank that `folder` keeps.
 
     Raises:
         InputError: there is none, it is damaged, or it begins in the midst of a run.

@@ -112,7 +112,7 @@ class Session(Loop):
         self.worker.observe = self.recorder.observe
 
     def _intercepted(self, repeats: Order | None) -> Runtime:
-        """The engine's runtime with whoever records, repeats or traces this run."""
+        """Return the engine's runtime with whoever records, repeats or traces this run."""
         runtime = self.engine
         if repeats is not None:
             runtime = intercepted(runtime, Repeating(runtime.rank, repeats))
@@ -270,7 +270,7 @@ class Session(Loop):
         return self.balancer.state.changes if self.balancer and first else []
 
     def _kept_bytes(self) -> Counter[str]:
-        """What this rank keeps by the formula."""
+        """Return what this rank keeps by the formula."""
         worker, shared = self.worker, self.shared
         sizes = shared.sizes if shared else sizes_of(worker.module, worker.optimizer)
         return kept_bytes(self.run, worker.rank, sizes, worker.layout)
@@ -384,7 +384,7 @@ class Session(Loop):
             self.checkpoints.take(self.checkpoint_state(), leader)
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """All that a run resumes from, but its settings."""
+        """Return all that a run resumes from, but its settings."""
         worker = self.worker
         return checkpoints.rank_state(worker, self.state, worker.parameters) | {
             "position": self.position,

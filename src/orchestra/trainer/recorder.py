@@ -31,7 +31,7 @@ class Spent:
 
     @staticmethod
     def by(worker: Worker) -> Spent:
-        """All that the main flow of `worker` has spent so far."""
+        """Return all that the main flow of `worker` has spent so far."""
         traffic = worker.transport.traffic
         return Spent(
             worker.compute.seconds,
@@ -41,7 +41,7 @@ class Spent:
         )
 
     def plus(self, other: Spent, sign: int = 1) -> Spent:
-        """The sum of both, or the difference with `sign` -1."""
+        """Return the sum of both, or the difference with `sign` -1."""
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return Spent(*(own + sign * more for own, more in pairs))
 
@@ -106,11 +106,11 @@ class Recorder:
         self.flush()
 
     def elapsed(self) -> float:
-        """Seconds on the running stopwatch."""
+        """Return the seconds on the running stopwatch."""
         return self.totals.elapsed + self._worker.transport.now() - self._started_at
 
     def read(self, batch: Callable[[], T]) -> T:
-        """The batch that `batch` reads, which is waiting for input."""
+        """Return the batch that `batch` reads, which is waiting for input."""
         began = self._worker.transport.now()
         result = batch()
         self._reading += self._worker.transport.now() - began
@@ -182,7 +182,7 @@ class Recorder:
             self.flush()
 
     def _figures(self, seconds: float) -> dict[str, float]:
-        """The figures of the step that was finished `seconds` after the start."""
+        """Return the figures of the step that was finished `seconds` after the start."""
         step = self._worker.step
         passed, self._seconds_last = seconds - self._seconds_last, seconds
         figures = {"loss": step.loss}

@@ -198,14 +198,14 @@ class Training(Settings):
                 require_tracker(tracker)
 
     def global_batch(self, shares: Sequence[float]) -> int:
-        """Samples of a full step of all workers, whose roles have these `shares`."""
+        """Return the samples of a full step of all workers, whose roles have these `shares`."""
         batches = self.ranks if self.equal == "global_batch" else sum(shares)
         return round(self.batch_size * batches)
 
     def weighted(
         self, shares: tuple[float, ...], measured: tuple[float, ...] | None = None
     ) -> tuple[float, ...]:
-        """The shares of a strategy's ranks, weighted; their sum stays as it is."""
+        """Return the shares of a strategy's ranks, weighted; their sum stays as it is."""
         weights = self.shares if isinstance(self.shares, tuple) else measured
         if weights is None or len(shares) != len(weights):  # one process has it all
             return shares
@@ -221,7 +221,7 @@ class Training(Settings):
         return SNAPSHOTS if self.target is None else TO_TARGET
 
     def snapshots_due(self, budget: int, model_bytes: int) -> list[int]:
-        """The samples after which each snapshot is due, evenly spaced over the `budget`.
+        """Return the samples after which each snapshot is due, evenly spaced over the `budget`.
 
         There are as many whether one rank keeps copies of the `model_bytes` or each does, so that
         the times to target of strategies are read off equally often.
@@ -233,7 +233,9 @@ class Training(Settings):
         return [budget * (k + 1) // number for k in range(number)]
 
     def with_setting(self, name: str, value: object) -> Self:
-        """A copy with `name` replaced; `steps` takes the place of `epochs`, and the reverse."""
+        """Return a copy with `name` replaced; `steps` takes the place of `epochs`, and the
+        reverse.
+        """
         require_setting(type(self), name)
         changes = {name: value}
         if name in ("steps", "epochs") and value is not None:
@@ -313,7 +315,7 @@ class Run(Settings):
 
 
 def target_times(curve: Sequence[Point], target: Target | None) -> dict[str, float | None]:
-    """The fields of a record that tell when `target` was reached: seconds on the stopwatch.
+    """Return the fields of a record that tell when `target` was reached: seconds on the stopwatch.
 
     `time_to_target_seconds` is that of the first snapshot whose `metrics` reach it: those of the
     model, or the nodes' mean where replicas differ. It was reached after the snapshot before, at

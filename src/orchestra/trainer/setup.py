@@ -37,7 +37,7 @@ GRADIENTS = 7
 
 
 def budget_of(task: Task, training: Training) -> tuple[int, int]:
-    """Samples of an epoch, and of the whole run."""
+    """Return the samples of an epoch, and of the whole run."""
     if training.steps is not None:
         budget = training.steps * training.ranks * training.batch_size
         try:
@@ -50,7 +50,7 @@ def budget_of(task: Task, training: Training) -> tuple[int, int]:
 
 
 def device_of(training: Training, runtime: Runtime) -> torch.device:
-    """The device of this rank's model.
+    """Return the device of this rank's model.
 
     Raises:
         InputError: there is no such device.
@@ -68,7 +68,7 @@ def device_of(training: Training, runtime: Runtime) -> torch.device:
 def make_worker(
     runtime: Runtime, run: Run, task: Task, module: nn.Module, part: ModelPart | None, budget: int
 ) -> Worker:
-    """The worker of this rank, which trains `module`, or `part` or a shard of it."""
+    """Return the worker of this rank, which trains `module`, or `part` or a shard of it."""
     make: Callable[..., Worker] = Worker
     spec = _optimizer(run, module)
     options = _worker_options(runtime, run.training, task, budget, Layout.of_module(module))
@@ -135,7 +135,7 @@ class ShapesRun:
         return sizes_of(self.shapes.module, self.shapes.spec)
 
     def worker(self, runtime: Runtime, budget: int) -> Worker:
-        """The worker of one rank."""
+        """Return the worker of one rank."""
         options = _worker_options(runtime, self.run.training, self.task, budget, self.shapes.layout)
         return ShapeWorker(runtime, self.shapes, **options)
 
@@ -148,7 +148,7 @@ class Unread:
 
 
 def meta_model(task: Task) -> nn.Module:
-    """The model of `task`, without values."""
+    """Return the model of `task`, without values."""
     try:
         with torch.device("meta"):
             module = task.model()
@@ -229,7 +229,7 @@ def _places_of(part: ModelPart, whole: nn.Module) -> Places:
 
 
 def _slots(module: nn.Module) -> Extents:
-    """First element and end of each trainable parameter, with the gap behind it."""
+    """Return the first element and end of each trainable parameter, with the gap behind it."""
     layout = Layout.of_module(module)
     edges = [*(slot.offset for slot in layout.slots), layout.size]
     return dict(zip((slot.name for slot in layout.slots), pairwise(edges), strict=True))

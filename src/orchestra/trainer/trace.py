@@ -106,7 +106,7 @@ class Trace(Interceptor):
         self._instants.append(Instant(name, self._now(), whole_run=True))
 
     def timeline(self, clock: str) -> Timeline | None:
-        """All that was written down; None if nothing was to be."""
+        """Return all that was written down; None if nothing was to be."""
         if not self.limit:
             return None
         return Timeline(clock, self._began, tuple(self._labels), self._slices, self._instants)
@@ -263,7 +263,7 @@ class Trace(Interceptor):
 
 
 def _name(flow: Flow, rank: int | None) -> str:
-    """`rank` as seen from `flow`."""
+    """Return `rank` as seen from `flow`."""
     if rank is None:
         return "any rank"
     return "another flow" if rank == flow.transport.rank else f"rank {rank}"

@@ -203,7 +203,7 @@ def measure_all(
     on_progress: Progress | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Attempt]:
-    """The best attempt at each of `measurements`, all within `limit` seconds.
+    """Return the best attempt at each of `measurements`, all within `limit` seconds.
 
     Each is made once. What was disturbed is made again while there is time, by turns, and the
     attempt that was disturbed least is kept.

@@ -43,7 +43,7 @@ PAUSE = 0.0005
 
 
 def ranks_wanted(cores: int) -> int:
-    """How many ranks measure: barriers of two and of more differ, whoever has a core."""
+    """Return how many ranks measure: barriers of two and of more differ, whoever has a core."""
     return max(3, min(cores, 8))
 
 

@@ -121,7 +121,7 @@ def _memory() -> float | None:
 
 
 def _cores() -> int:
-    """Cores that this process gets when it wants all: a quota of a container counts."""
+    """Return the cores that this process gets when it wants all: a quota of a container counts."""
     end = time.monotonic() + SPINNING_SECONDS
 
     def spin() -> None:
@@ -186,7 +186,7 @@ def _link(runtime: Runtime, pair: tuple[int, int]) -> tuple[float, float]:
 
 
 def as_cluster(name: str, machines: Sequence[Machine], links: Links) -> tuple[Cluster, list[str]]:
-    """The nodes at one switch, and what that does not say of them, a line each.
+    """Return the nodes at one switch, and what that does not say of them, a line each.
 
     Where a file knows one link a node, the best pair decides: its bandwidth up is the largest to
     any other node, its bandwidth down the largest from any. The latency l of node i follows from
@@ -221,7 +221,7 @@ def as_cluster(name: str, machines: Sequence[Machine], links: Links) -> tuple[Cl
 
 
 def loopback_of(measured: Link | None) -> tuple[float, float]:
-    """Bandwidth and latency: measured, or those that presets assume."""
+    """Return the bandwidth and latency: measured, or those that presets assume."""
     link = measured or LOOPBACK
     return link.bandwidth, link.latency
 
@@ -266,7 +266,7 @@ def _unexplained(nodes: Sequence[Node], links: Links) -> list[str]:
 
 
 def names_of(machines: Sequence[Machine]) -> list[str]:
-    """Names of nodes: those of the hosts where they differ and are names, else numbers."""
+    """Return names of nodes: those of the hosts where they differ and are names, else numbers."""
     names = [re.sub(r"[^\w.-]", "-", machine.host) for machine in machines]
     if len({*names}) == len(names) and all(re.match(r"[A-Za-z_]", name) for name in names):
         return names

@@ -242,7 +242,7 @@ def _send_back(transport: Transport, there: int, back: int) -> None:
 
 
 def elementwise(seconds: float, kept: Kept, budget: Budget) -> dict[str, Curve]:
-    """Work over elements of float32, the same for every task."""
+    """Return work over elements of float32, the same for every task."""
     kinds: dict[str, Callable[[Tensor, Tensor], object]] = {
         "add": lambda own, other: own.add_(other),
         "mix": lambda own, other: own.add_(other, alpha=0.5),
@@ -260,7 +260,7 @@ def elementwise(seconds: float, kept: Kept, budget: Budget) -> dict[str, Curve]:
 
 
 def messages_of(first: MessageTimes, second: MessageTimes, cores: int) -> Messages:
-    """The mean of what both ranks measured.
+    """Return the mean of what both ranks measured.
 
     Between ranks of one machine only processors move bytes: the bandwidth that all of them share
     is set to what `cores` pairs would move whose slower end is the limit.
@@ -299,7 +299,8 @@ Matrix = list[list[float]]
 def calibrate_links(
     ranks: int, size: int, launched: Launched | None = None, on_progress: Progress | None = None
 ) -> Matrix | None:
-    """Seconds of a message of `size` bytes, one way, from each rank (row) to each (column).
+    """Return the seconds of a message of `size` bytes, one way, from each rank (row) to each
+    (column).
 
     Between processes of this machine, or those that a launcher started (`launched`): then rank 0
     has the result, and the others None.

@@ -131,7 +131,9 @@ APART = 0.03
 
 
 def batches(study: Study) -> Iterator[Figure]:
-    """The samples of each worker in a step, over the steps of the best row with such a rule."""
+    """Yield the samples of each worker in a step, over the steps of the best row with such a
+    rule.
+    """
     row = next((row for row in study.widest if row.record.batches), None)
     if row is None:
         return
@@ -183,7 +185,7 @@ def _batch_values(row: Row) -> tuple[Values, Values]:
 
 
 def traffic(study: Study) -> Iterator[Figure]:
-    """Mean bytes of a run, and for each sample, by strategy."""
+    """Yield mean bytes of a run, and for each sample, by strategy."""
     sent = {row.name: row.mean(lambda r: float(r.bytes_sent)) or 0.0 for row in study.completed}
     if not any(sent.values()):
         return
@@ -228,7 +230,9 @@ _LINK_ROOM = "width - 92"
 
 
 def links(study: Study) -> Iterator[Figure]:
-    """The busiest links of each strategy, on a described cluster whose links carried anything."""
+    """Yield the busiest links of each strategy, on a described cluster whose links carried
+    anything.
+    """
     carried = {row.name: found for row in study.widest
                if (found := row.completed[0].links) is not None and found.busiest}  # fmt: skip
     values: Values = [
@@ -292,7 +296,7 @@ _BARS = 24  # along the axis, so that they stay apart on a phone
 
 
 def staleness(study: Study) -> Iterator[Figure]:
-    """The share of updates at each staleness, for strategies with any that is not zero."""
+    """Yield the share of updates at each staleness, for strategies with any that is not zero."""
     counts: dict[str, Counter[int]] = {}
     for row in study.widest:
         own = counts[row.name] = Counter()

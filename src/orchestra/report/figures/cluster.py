@@ -44,7 +44,7 @@ _STYLES: dict[str, dict[str, Any]] = {
 
 
 def clusters(study: Study) -> Iterator[Figure]:
-    """One for each cluster, with the ranks of the run that has most there."""
+    """Yield one for each cluster, with the ranks of the run that has most there."""
     simulated = [run for run in study.runs if run.record.cluster]
     for runs in grouped(simulated, lambda run: run.record.cluster).values():
         ranks = [  # `Single` has one, whatever the budget
@@ -55,7 +55,7 @@ def clusters(study: Study) -> Iterator[Figure]:
 
 
 def cluster_figure(cluster: Cluster, ranks: int | None = None) -> Figure:
-    """The figure of `cluster`, with the places of `ranks` ranks if they are given.
+    """Return the figure of `cluster`, with the places of `ranks` ranks if they are given.
 
     Raises:
         InputError: the ranks cannot be placed.
@@ -138,7 +138,7 @@ class _Sketch:
         return name if rank is None or not self._ranks else self._ranks[rank].name
 
     def layers(self) -> Iterator[alt.Chart]:
-        """Links, switches, nodes, crosses of faults, and words."""
+        """Yield links, switches, nodes, crosses of faults, and words."""
         canvas, places = Canvas(self.width, self.height), [*self._places.values()]
         slowest = min(min(_bandwidths(place), default=math.inf) for place in places)
 
@@ -204,7 +204,7 @@ def _bandwidths(place: Place) -> list[float]:
 
 
 def link_text(part: Node | Switch) -> str:
-    """What the link of a node or switch carries each way, and its latency."""
+    """Return what the link of a node or switch carries each way, and its latency."""
     up, down = part.up, part.down
     if up is None or down is None:
         loopback = part.loopback if isinstance(part, Node) else None
@@ -324,7 +324,8 @@ class Tree:
         beside: float,
         height_of: Callable[[float], float],
     ) -> tuple[list[Place], list[Place]]:
-        """Where the nodes stand, and the switches: as far right as the words before them need.
+        """Return where the nodes stand, and the switches: as far right as the words before them
+        need.
 
         Args:
             words: what is written before a switch.
@@ -375,7 +376,7 @@ class Canvas:
     def layer(
         self, values: Iterable[Mapping[str, Any]], mark: str, *channels: Any, **look: Any
     ) -> alt.Chart:
-        """The layer of `values`."""
+        """Return the layer of `values`."""
         about = {} if self.strategy is None else {"strategy": self.strategy}
         across = alt.Scale(domain=[0, self.width], nice=False)
         down = alt.Scale(domain=[0, self.height], nice=False, reverse=True)
@@ -385,7 +386,7 @@ class Canvas:
     def lines(
         self, places: Sequence[Place], thick: Callable[[Place], float] = lambda _: 1.0
     ) -> list[alt.Chart]:
-        """The links of all parts, so `thick`, and what joins those of a switch or a node."""
+        """Return the links of all parts, so `thick`, and what joins those of a switch or a node."""
         across = [
             {"x": place.above, "y": place.y, "to": place.x, "thick": thick(place)}
             for place in places

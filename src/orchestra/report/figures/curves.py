@@ -288,7 +288,7 @@ def _parts(run: RunData, width: int) -> dict[int, float]:
 
 
 def trade(study: Study) -> Iterator[Figure]:
-    """The final metric against the seconds of training, a point for each seed."""
+    """Yield the final metric against the seconds of training, a point for each seed."""
     metric = study.metric or "loss"
     seeds: Values = [
         {"strategy": row.name, "seed": str(run.record.seed), "seconds": seconds, "value": value}

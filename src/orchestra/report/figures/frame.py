@@ -57,7 +57,7 @@ def save_as(figure: Figure, *paths: Path, width: int = WIDTH) -> None:
 
 
 def for_image(figure: Figure, width: int = WIDTH, dark: bool = False) -> dict[str, Any]:
-    """The specification of `figure` to be drawn alone, `width` pixels wide."""
+    """Return the specification of `figure` to be drawn alone, `width` pixels wide."""
     width = max(width, figure.least_width)
     fixed = {"dark": dark, "room": width}
     params = [
@@ -77,8 +77,9 @@ def for_image(figure: Figure, width: int = WIDTH, dark: bool = False) -> dict[st
 
 
 def for_page(part: Any) -> Any:
-    """A part of a specification without a legend of the strategies: a page has one for all its
-    figures."""
+    """Return a part of a specification without a legend of the strategies: a page has one for all
+    its figures.
+    """
     if isinstance(part, list):
         return [for_page(item) for item in part]
     if not isinstance(part, Mapping):
@@ -151,7 +152,7 @@ _CONFIG = {
 
 
 def rounded(value: float | None) -> float | None:
-    """`value` to five significant digits, more than an eye can tell; None if not finite."""
+    """Return `value` to five significant digits, more than an eye can tell; None if not finite."""
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.5g}")
@@ -180,7 +181,9 @@ def spans_much(values: Sequence[float]) -> bool:
 
 
 def along(axis: str, keys: Sequence[str] = ()) -> alt.X:
-    """The horizontal axis of a run's course: "seconds" or "samples"; `keys` are lines below."""
+    """Return the horizontal axis of a run's course: "seconds" or "samples"; `keys` are lines
+    below.
+    """
     titles = {"seconds": "seconds of training", "samples": "samples seen by all workers"}
     return alt.X(
         f"{axis}:Q",
@@ -191,7 +194,7 @@ def along(axis: str, keys: Sequence[str] = ()) -> alt.X:
 
 
 def zoomable(chart: alt.Chart, channels: Sequence[Literal["x", "y"]] = ("x", "y")) -> alt.Chart:
-    """`chart`, whose axes zoom by Ctrl or Shift and the wheel, or are dragged by a mouse.
+    """Return `chart`, whose axes zoom by Ctrl or Shift and the wheel, or are dragged by a mouse.
 
     The wheel alone and the finger scroll the page that the figure is on. A double click resets.
     """
@@ -210,14 +213,16 @@ def zoomable(chart: alt.Chart, channels: Sequence[Literal["x", "y"]] = ("x", "y"
 
 
 def value_axis(title: str, log: bool = False, axis: alt.Axis | None = None) -> alt.Y:
-    """The vertical axis of "value": its range is that of the values, not from zero."""
+    """Return the vertical axis of "value": its range is that of the values, not from zero."""
     kind: dict[str, Any] = {"type": "log"} if log else {"zero": False}
     scale = alt.Scale(nice=False, padding=9, **kind)
     return alt.Y("value:Q", title=title, scale=scale, axis=axis or alt.Axis(tickCount=6))
 
 
 def tips(*fields: str | tuple[str, ...]) -> list[alt.Tooltip]:
-    """What stands beside a mark that is pointed at: fields with their types, titles and formats."""
+    """Return what stands beside a mark that is pointed at: fields with their types, titles and
+    formats.
+    """
     found = []
     for field in fields:
         name, *more = [field] if isinstance(field, str) else field
@@ -227,7 +232,7 @@ def tips(*fields: str | tuple[str, ...]) -> list[alt.Tooltip]:
 
 
 def kinds(field: str, values: Values, colours: Mapping[str, str], **legend: Any) -> alt.Color:
-    """The colours of those kinds that are in `field` of `values`, in their order."""
+    """Return the colours of those kinds that are in `field` of `values`, in their order."""
     used = [kind for kind in colours if any(value[field] == kind for value in values)]
     scale = alt.Scale(domain=used, range=[colours[kind] for kind in used])
     shown = alt.Legend(symbolType="square", **legend)
@@ -281,7 +286,7 @@ def figure(
     height: int | alt.Step = 300,
     least_width: int = 0,
 ) -> Figure:
-    """The figure of `layers`, drawn one over the other, as wide as its container.
+    """Return the figure of `layers`, drawn one over the other, as wide as its container.
 
     Layers without a value are left out: an axis over nothing is a warning in the browser. Its name
     is `name` as far as that can stand in the name of a file.
@@ -333,8 +338,8 @@ def lanes(
     layers: Sequence[alt.Chart],
     texts: Mapping[str, str],
 ) -> Figure:
-    """The figure of `layers` in a lane for each strategy, above them on the left its name, on the
-    right its text; `texts` are in the order of the lanes.
+    """Return the figure of `layers` in a lane for each strategy, above them on the left its name,
+    on the right its text; `texts` are in the order of the lanes.
 
     In the lane there is room for a long name, which beside it would take a phone's whole width.
     A hidden strategy leaves its lane empty: the others stay where the reader saw them.
@@ -346,7 +351,9 @@ def lanes(
 
 
 def lane_key(strategy: str, name: str = "") -> str:
-    """The "lane" of a value in the lane `name` of its strategy; without one, of its heading."""
+    """Return the "lane" of a value in the lane `name` of its strategy; without one, of its
+    heading.
+    """
     return f"{strategy}{_SEPARATOR}{name}"
 
 
@@ -360,8 +367,9 @@ def headed_lanes(
     axis_title: str | None = None,
     **axis: Any,
 ) -> Figure:
-    """The figure of `layers` in several lanes for each strategy, below its name and its text: those
-    of the first layer's values, each of which has the key of its "lane"."""
+    """Return the figure of `layers` in several lanes for each strategy, below its name and its
+    text: those of the first layer's values, each of which has the key of its "lane".
+    """
     domain: dict[str, None] = {}
     for strategy in texts:
         own = [v["lane"] for v in layers[0].data.values if v["strategy"] == strategy]

@@ -121,7 +121,7 @@ class MessageLayout:
         self.x = left + words + self._reach[0] + _RADIUS
 
     def arcs(self, arrows: Sequence[Arrow]) -> list[Arc]:
-        """The way of each arrow."""
+        """Return the way of each arrow."""
         heights, row = self._heights(arrows), self._row
         widest = max(abs(row[a.source] - row[a.target]) for a in arrows)
         found = []
@@ -176,7 +176,7 @@ class _Sketch:
         self._canvas = Canvas(WIDTH, self.stage.height, name)
 
     def caption(self) -> Iterator[str]:
-        """What the marks mean."""
+        """Yield what the marks mean."""
         arrow = self._exchange.arrows[0]
         if self._alike:
             yield f"Each is {count('message', arrow.count)}, {bytes_text(arrow.bytes)}."
@@ -196,7 +196,7 @@ class _Sketch:
             yield "A square is a rank that serves."
 
     def layers(self) -> Iterator[alt.Chart]:
-        """The cluster, the arrows, the ranks, and the words."""
+        """Yield the cluster, the arrows, the ranks, and the words."""
         places, canvas = self.stage.places, self._canvas
         yield from canvas.lines(places)
         joints = [place.at for place in places]

@@ -34,7 +34,7 @@ Known = Sequence[tuple[Row, Difference]]
 
 
 def time_to_target(study: Study) -> Iterator[Figure]:
-    """A dot for each seed, a bar for their mean; the first strategy reached it soonest."""
+    """Yield a dot for each seed, a bar for their mean; the first strategy reached it soonest."""
     target = study.target
     if target is None or not any(study.reached(row) for row in study.completed):
         return
@@ -49,7 +49,9 @@ def time_to_target(study: Study) -> Iterator[Figure]:
     missed = {row.name: len(row.completed) - study.reached(row) for row in study.completed}
 
     def rank(row: Row) -> tuple[int, float]:
-        """First those whose every seed reached it, by their mean; last those of which none did."""
+        """Return a key to sort by: rows whose every seed reached it come first, those of which
+        none did come last.
+        """
         mean = row.mean(TIME_TO_TARGET.read)
         return (2, 0.0) if mean is None else (int(missed[row.name] > 0), mean)
 
@@ -94,7 +96,9 @@ def _target_marks(study: Study, rows: Sequence[Row], title: str) -> list[alt.Cha
 
 
 def differences(study: Study) -> Iterator[Figure]:
-    """A forest plot for each figure that decides; only where several seeds give an interval."""
+    """Yield a forest plot for each figure that decides; only where several seeds give an
+    interval.
+    """
     for measure in (TIME_TO_TARGET if study.target else TRAIN, study.primary):
         pairs = [(row, study.difference(row, measure)) for row in study.completed]
         known = [(row, each) for row, each in pairs if each and each.low is not None]
@@ -165,7 +169,7 @@ _ALONE = "A rank that is alone has all cores of its machine, of several each has
 
 
 def scaling(study: Study) -> Iterator[Figure]:
-    """Samples a second and time to target against ranks, where there are several numbers."""
+    """Yield samples a second and time to target against ranks, where there are several numbers."""
     if speeds := _values(study, PACE.read):
         yield _speed(study, speeds)
     if study.target and (times := _values(study, TIME_TO_TARGET.read)):
@@ -304,7 +308,8 @@ def _about(knees: Mapping[str, int | None], most: int) -> list[str]:
 
 
 def knee(speeds: Mapping[int, float]) -> int | None:
-    """The number of ranks with the most benefit for its cost; None where more may be better still.
+    """Return the number of ranks with the most benefit for its cost; None where more may be better
+    still.
 
     `speeds` are samples a second by number of ranks. At the knee of execution time against
     efficiency (Eager, Zahorjan and Lazowska, "Speedup Versus Efficiency in Parallel Systems", IEEE
@@ -339,8 +344,9 @@ CAPTIONS = {
 
 
 def combinations(study: Study) -> Iterator[Figure]:
-    """The two efficiencies against the nodes that runs used, where there are several combinations
-    of nodes, unlike ones among them."""
+    """Yield the two efficiencies against the nodes that runs used, where there are several
+    combinations of nodes, unlike ones among them.
+    """
     for measure in study.of_machines:
         if measure in (HETEROGENEOUS, CONVERGENCE):
             yield from _against_machines(study, measure)

@@ -25,7 +25,7 @@ class Batches(Epochs):
     # Saving and resuming
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the training goes on from: every worker calls it, between two steps.
+        """Return all that the training goes on from: every worker calls it, between two steps.
 
         Parameters, buffers and moments as each rank has them, slices on servers included; epoch,
         and place in it; random generators. Plain data and tensors, for torch.save. Save what the

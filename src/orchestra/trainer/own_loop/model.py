@@ -199,7 +199,7 @@ class Count(NamedTuple):
     total: int = 0
 
     def plus(self, other: Count | None) -> Count:
-        """The sum of both."""
+        """Return the sum of both."""
         return self if other is None else Count(self[0] + other[0], self[1] + other[1])
 
 
@@ -317,14 +317,16 @@ class BackwardPasses:
         return held
 
     def exchange(self) -> tuple[Count, int]:
-        """What is behind the gradient that is exchanged; and how many samples were not before."""
+        """Return what is behind the gradient that is exchanged; and how many samples were not
+        before.
+        """
         new = self._in_exchange
         self._exchanged = new or self._exchanged or Count()
         self._in_exchange = None
         return self._exchanged, new.total if new else 0
 
     def step(self) -> Count:
-        """What is behind the update that is made."""
+        """Return what is behind the update that is made."""
         self._stepped = self._in_step or self._stepped or Count()
         self._in_step = None
         self._stepped_since = True

@@ -147,7 +147,9 @@ class OwnRank:
         return self.strategy.under_way(self.state).synchronous
 
     def source(self) -> WorkSource | None:
-        """The queue from which workers now take batches, so unlike numbers; None if dealt out."""
+        """Return the queue from which workers now take batches, so unlike numbers; None if dealt
+        out.
+        """
         return self.strategy.work(self.state)
 
     def sum_over_workers(self, numbers: Tensor) -> Tensor:
