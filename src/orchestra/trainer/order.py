@@ -1,4 +1,4 @@
-"""What a run's ranks could not foresee, recorded and repeated.
+"""The order of a run: what its ranks could not foresee, recorded and repeated.
 
 Of all that a program learns from its engine, only this depends on chance: which message a receive
 from any source took, whether something was done yet, what the clock said, who was lost, and
@@ -85,7 +85,7 @@ class Recording(Interceptor):
         if operation.kind == "receive" and operation.peer is None:
             sources = self.order.answers(flow.name, "sources")
             operation.marks[self] = len(sources)
-            sources.append(-1)  # in the order of the receives, not of their ends
+            sources.append(-1)  # filled by `wait`; the order is that of the receives
         return proceed()
 
     def wait(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
@@ -117,9 +117,10 @@ class Repeating(Interceptor):
     _given: dict[tuple[str, str], Iterator[Any]] = field(default_factory=dict, init=False)
 
     def begin(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
-        """A receive from any source takes what it took then, if it ever was completed."""
+        """Let a receive from any source take what it took then, if it ever was completed."""
         if operation.kind == "receive" and operation.peer is None:
             taken = self._next(flow, "sources")
+            # A receive that was never completed waits for a message that nobody sends.
             operation.peer = taken if taken >= 0 else self.rank
             operation.tag = operation.tag if taken >= 0 else NOBODY
         return proceed()
@@ -127,7 +128,7 @@ class Repeating(Interceptor):
     def ask(
         self, flow: Flow, what: str, proceed: Callable[[], T], operation: Operation | None = None
     ) -> T:
-        """What was done then has to be, before the flow goes on."""
+        """Give the recorded answer; wait until an operation that was done then is done."""
         answer = self._next(flow, what)
         if what == "done" and answer and operation is not None and operation.begun is not None:
             operation.begun.wait()
@@ -155,6 +156,7 @@ def write_order(folder: Path, rank: int, order: Order) -> None:
     """Keep the order of a rank with the records of its run."""
     path = _file(folder, rank)
     with writing(path):
+        # gzip writes the time into a file unless told otherwise; equal orders make equal files.
         path.write_bytes(gzip.compress(json.dumps(to_plain(order)).encode(), mtime=0))
 
 

@@ -1,4 +1,4 @@
-"""What one rank writes down of its steps, and its seconds by what they went to."""
+"""The record of one rank's steps, and of its seconds by purpose."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from orchestra.worker.worker import Worker
 
 T = TypeVar("T")
 
+# `orchestra watch` and the trackers read the file as it grows (decision 100).
 FLUSH_SECONDS = 1.0
 SECONDS = ("compute", "communicate", "wait")
 
 
 @dataclass
 class Spent:
-    """Seconds of the main flow by what they went to, and the bytes that it sent."""
+    """Seconds of the main flow by purpose, and the bytes that it sent."""
 
     compute: float = 0.0
     communicate: float = 0.0
@@ -59,10 +60,10 @@ class Totals:
 class Recorder:
     """JSON lines of one rank's steps, in the file `path`; without one, sums over the run alone.
 
-    The main figures of each step go to `scalars`, too, where there are any. `steps` were done
-    before the run was resumed. The stopwatch runs between `resume` and `pause`: set-up,
-    checkpoints and evaluation are out. `series` has what comparing the ranks takes, since the run
-    began or was resumed.
+    The main figures of each step go to `scalars`, too, if given. `steps` were done before the run
+    was resumed. The stopwatch runs between `resume` and `pause`: set-up, checkpoints and evaluation
+    are not measured. `series` has the counters by which ranks are compared, since the run began or
+    was resumed.
     """
 
     def __init__(
@@ -110,14 +111,14 @@ class Recorder:
         return self.totals.elapsed + self._worker.transport.now() - self._started_at
 
     def read(self, batch: Callable[[], T]) -> T:
-        """Return the batch that `batch` reads, which is waiting for input."""
+        """Return the batch that `batch` reads; its seconds count as waiting for input."""
         began = self._worker.transport.now()
         result = batch()
         self._reading += self._worker.transport.now() - began
         return result
 
     def observe(self) -> None:
-        """Something was done, if not a step."""
+        """Note that something was done, if not a step."""
         seconds = self.elapsed()
         if self.series.due(seconds):
             self._keep_counters(seconds, Spent.by(self._worker))

@@ -115,6 +115,8 @@ class OwnLoop:
                 "take a batch after the step of the one before (num_workers loads ahead)"
             )
         passes.under_way = True
+        # autograd has no public hook for the end of a backward pass; DistributedDataParallel and
+        # FSDP use this one, too.
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
         last = passes.exchanges(lambda: batches.taken == batches.length)
         self._gradients.last_backward = last
@@ -157,6 +159,7 @@ class OwnLoop:
 
         @functools.wraps(original)  # a scheduler that was made before looks for its mark on it
         def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            # The strategy's update calls the optimizer, and so this function.
             if loop._stepping:
                 return original()
             if loop.batches.ended:
@@ -165,6 +168,7 @@ class OwnLoop:
                 raise InputError(f"optimizer.step(): {ENDED}")
             loss = None
             if closure is not None:
+                # As torch's optimizers do, whose `step` runs without gradients.
                 with torch.enable_grad():
                     loss = closure()
             if loop._has_gradient():
@@ -176,6 +180,7 @@ class OwnLoop:
     def _has_gradient(self) -> bool:
         """Return whether a step is to be made; without any gradient an optimizer makes none."""
         if self._passes.under_way:
+            # The end of a backward pass that raises an exception is never reported.
             self._passes.under_way = False
             raise InputError(
                 "optimizer.step(): the last backward() ended with an exception, so that its "
@@ -210,6 +215,8 @@ class OwnLoop:
         try:
             self.strategy.update(worker, batches.state)
         finally:
+            # A strategy may scale the rates of its update; the user's scheduler goes on from its
+            # own.
             set_rates(self.optimizer, rates)
             self._stepping = False
         batches.item = None
@@ -224,6 +231,7 @@ class OwnLoop:
 
         A step after fewer backward passes, the last ones of an epoch, exchanges it here.
         """
+        # Every change in place, such as clipping, counts up a tensor's version.
         own = (parameter.grad for parameter in self._gradients.parameters)
         changed = any(
             grad is not before or (grad is not None and grad._version != version)

@@ -25,14 +25,14 @@ class Batches(Epochs):
     # Saving and resuming
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that the training goes on from: every worker calls it, between two steps.
+        """Return the state of the training; every worker calls it, between two steps.
 
-        Parameters, buffers and moments as each rank has them, slices on servers included; epoch,
-        and place in it; random generators. Plain data and tensors, for torch.save. Save what the
-        first worker gets: it has all of it, the others only know what it is of.
+        It holds parameters, buffers and moments as each rank has them, slices on servers included,
+        the epoch and the place in it, and random generators: plain data and tensors, for
+        torch.save. Save the state of the first worker, which alone is complete.
 
         Raises:
-            InputError: there is no such place here; the message says where one is.
+            InputError: the state cannot be taken at this place; the message says where it can.
         """
         ranks = {}
         if not self._is_over():
@@ -47,6 +47,7 @@ class Batches(Epochs):
             "settings": self._settings(),
             "position": {
                 "epoch": self.epoch,
+                # Batches that were taken ahead have had no step: they are read again.
                 "taken": self.taken - (self.passes.ahead or 0),
                 "length": self.length,
                 "order": self._order_number,
@@ -59,10 +60,10 @@ class Batches(Epochs):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`: every worker calls it with what the first one's `state_dict()` was.
+        """Go on from `state`; every worker calls it with the first worker's `state_dict()`.
 
-        It belongs behind `distribute` and before the loop over these batches, whose first
-        iteration goes on where the epoch was left.
+        Call it after `distribute` and before the loop over these batches, whose first iteration
+        goes on where the epoch was left.
 
         Raises:
             InputError: `state` is of other settings, or training has come too far to go back.
@@ -137,9 +138,9 @@ class Batches(Epochs):
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """While inside, this rank may take as long as it likes; the others wait when they need it.
+        """Let this rank take any time inside; the others wait when they need it.
 
-        For what takes longer than `patience` without a forward pass of the model. Under
+        For work that takes longer than `patience` without a forward pass of the model. Under
         `AllReduce("native")` the collectives of the others give up after four times `patience`.
         """
         reporter = self.worker.reporter
@@ -151,8 +152,9 @@ class Batches(Epochs):
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """While inside, `backward()` exchanges nothing; the next one outside does so for all of
-        them. As `no_sync` of DistributedDataParallel, where a loop knows which one is the last.
+        """Let `backward()` exchange nothing inside; the next one outside exchanges for all of them.
+
+        As `no_sync` of DistributedDataParallel, for loops that know which one is the last.
         """
         self.passes.paused = True
         try:

@@ -1,4 +1,4 @@
-"""What a loop of the user's own does with its model: refused, watched, and counted by batches."""
+"""Checks of the model in a loop of the user's own, and counts of the batches behind gradients."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ STATE_DICT = ("", "format")  # "".format(module, prefix, keep): nothing that any
 
 
 class Audit:
-    """Sees at each step whether the parameters that are trained are still those that were laid out.
+    """Checks at each step that the trained parameters are still those that were laid out.
 
     `Worker` lays out those that need a gradient then, and moves them into one flat vector.
     """
@@ -90,8 +90,10 @@ class Audit:
         self._known = set(named.values())
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises InputError for the first parameter that would not be trained as it should."""
+        """Raise InputError for the first parameter that would not be trained as it should."""
         for name, owner, attribute, parameter, address in self._trained:
+            # A look-up in the dictionary: `getattr` of a module is slow, and this is done in every
+            # step.
             if owner._parameters.get(attribute) is not parameter:
                 raise InputError(
                     f"parameter {name!r} was replaced after distribute, so that its "
@@ -264,6 +266,7 @@ class BackwardPasses:
     def take(self, samples: int, total: int, batch: Any) -> None:
         """A batch is handed out."""
         first = next(tensors_of(batch), None)
+        # A weak reference tells later whether the loop has let go of the batch.
         held: Callable[[], object] = (lambda: None) if first is None else weakref.ref(first)
         self._taken.append((Count(samples, total), held))
         self._fresh, self._forwards_on_last = True, 0
@@ -291,6 +294,7 @@ class BackwardPasses:
             return
         if self.ahead is None:
             self.ahead = self._taken_ahead()
+        # Batches that the loop passed over have no gradient.
         while len(self._taken) > self.ahead + 1:
             self._taken.popleft()
         count, _ = self._taken.popleft()
@@ -317,8 +321,9 @@ class BackwardPasses:
         return held
 
     def exchange(self) -> tuple[Count, int]:
-        """Return what is behind the gradient that is exchanged; and how many samples were not
-        before.
+        """Return the samples behind the gradient that is exchanged now, and how many are new.
+
+        A gradient that is exchanged again, after a further pass on the same batch, has no new ones.
         """
         new = self._in_exchange
         self._exchanged = new or self._exchanged or Count()
@@ -326,7 +331,7 @@ class BackwardPasses:
         return self._exchanged, new.total if new else 0
 
     def step(self) -> Count:
-        """Return what is behind the update that is made."""
+        """Return the samples behind the update that is made now."""
         self._stepped = self._in_step or self._stepped or Count()
         self._in_step = None
         self._stepped_since = True
