@@ -1,4 +1,4 @@
-"""What a plan knows of several candidates, for `Auto` to choose from while the training goes on."""
+"""An `Auto` made from a plan: it chooses among candidates while the training goes on."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from orchestra.strategies.auto import Auto
 from orchestra.strategies.registry import STRATEGIES
 
 MOST = 4
-"""Candidates that are rehearsed: more cost more time."""
+"""Candidates that are rehearsed, at most: each costs time."""
 ALIKE = 2
-"""Of those that learn the same, which differ in what they exchange alone."""
+"""Candidates that learn the same, at most: they differ in their exchange alone."""
 
 
 def adaptive(search: Standing, best: Entry | None) -> str | None:
@@ -29,6 +29,7 @@ def adaptive(search: Standing, best: Entry | None) -> str | None:
             continue
         if search.time(entry) is not None:
             chosen.append(entry)
+    # `Auto` begins with its first candidate, which has to be what the plan recommends.
     if len(chosen) < 2 or chosen[0] is not best:
         return None
     del chosen[MOST:]

@@ -154,7 +154,10 @@ def answered(search: Search, costs: str, folder: Path) -> Plan:
 def doubts_about(
     best: Row | None, rows: Sequence[Row], entries: Mapping[str, Entry]
 ) -> Sequence[str]:
-    """Return what is known to be predicted too well, if the recommended row is ahead by no more."""
+    """Return a note where the lead of the recommended row may be an error of the prediction.
+
+    Strategies with `answers_beside` are predicted too fast, by up to `TOO_WELL` times.
+    """
     beside = {name: entry.candidate.run.strategy.answers_beside for name, entry in entries.items()}
     if best is None or best.seconds is None or not beside[best.name]:
         return ()
@@ -172,8 +175,8 @@ def doubts_about(
 
 
 def rows_of(search: Standing) -> list[Row]:
-    """Return what is known of each candidate: the rows with a time, the shortest first; then the
-    others, the closest to the target first, and last those of which nothing is known.
+    """Return the rows of all candidates: those with a time first, by time; then by how close they
+    came to the target; last those of which nothing is known.
     """
 
     def key(row: Row) -> tuple[int, float]:
@@ -181,13 +184,14 @@ def rows_of(search: Standing) -> list[Row]:
             return 0, row.seconds
         if row.best is not None and search.target is not None:
             return 1, penalty(search.target, row.best)
+        # Nothing was learned: the fastest first, and last those whose speed is not known either.
         return 2, -(row.speed or 0.0)
 
     return sorted((row_of(search, entry) for entry in search.entries.values()), key=key)
 
 
 def row_of(search: Standing, entry: Entry) -> Row:
-    """Return what is known of a candidate."""
+    """Return the row of a candidate in the answer."""
     candidate, training = entry.candidate, entry.candidate.run.training
     time, target = search.time(entry), search.target
     rate = training.optimizer.arguments.get("lr")
@@ -296,7 +300,7 @@ def real_run(experiment: Experiment, run: Run) -> Experiment:
 
 
 def command(row: Row, path: Path) -> str:
-    """Trains the experiment in the file `path`, whose row is `row`.
+    """Return the command that trains the experiment in the file `path`, whose row is `row`.
 
     On several nodes it is given on each of them, with the folder shared by all.
     """
@@ -356,6 +360,7 @@ def scaling_of(search: Standing, entry: Entry) -> dict[int, float]:
             places = len(each.nodes) if len(each.nodes) > 1 else training.ranks
         else:
             continue
+        # Several candidates have one number of places where learning rates differ.
         found[places] = max(found.get(places, 0.0), other.speed)
     return dict(sorted(found.items()))
 
@@ -372,11 +377,14 @@ def curves_of(search: Standing, rows: Sequence[Row]) -> dict[str, list[tuple[flo
         assert search.target is not None
         entry, metric = search.entries[row.name], search.target.metric
         points, learns_as = search.curve(entry), entry.candidate.learns_as
+        # Candidates that learn the same would be one curve drawn twice, at other speeds.
         if learns_as in seen or not points or not entry.speed or len(found) == CURVES:
             continue
         seen.add(learns_as)
         exact = entry.candidate.exact
         found[row.name] = [
+            # The curve of an exact candidate was made by one process, whose seconds are not its
+            # own.
             (point.samples / entry.speed if exact else point.seconds, point.metrics[metric])
             for point in points
             if metric in point.metrics

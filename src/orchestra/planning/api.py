@@ -1,4 +1,4 @@
-"""Planning from Python, and for the command line: from an experiment and a cluster to an answer."""
+"""Planning, for Python and the command line: from an experiment and a cluster to an answer."""
 
 from __future__ import annotations
 
@@ -128,6 +128,8 @@ def carry_out(
     tell("loading the task", 0.0)
     length = length_of(experiment)
     folder = folder_for(out, f"plan-{experiment.name}", empty=True)
+    # The page and the judging of runs that were cut off need a time that does not grow with the
+    # budget.
     kept = min(60 * minutes * LAST_PART, LAST_SECONDS)
     budget = Budget(began, began + 60 * minutes - kept)
     experiment, costs, notes = calibrated(experiment, folder, budget, tell)
@@ -176,6 +178,8 @@ def length_of(experiment: Experiment) -> Length:
     assert not isinstance(judged, IterableDataset)
     if (target := experiment.training.target) is not None:
         require_metric(target.metric, task, task.model(), judged)
+    # An evaluation is a forward pass, a third of a gradient: so judging takes no longer than
+    # learning.
     wanted = 3 * samples // max(1, len(judged))  # type: ignore[arg-type]
     return Length(samples, min(MOST_SNAPSHOTS, max(FEWEST_SNAPSHOTS, wanted)))
 
@@ -201,6 +205,7 @@ def calibrated(
     from orchestra.bench.calibrate import Workload, calibrate
 
     whole = training.ranks * training.batch_size
+    # From a worker among eight to one process with the largest batch; others are interpolated.
     sizes = sorted({max(1, round(whole * times / 8)) for times in (*BATCHES, 8 * BATCHES[-1])})
     work = Workload(experiment.task, training.optimizer, training.precision, tuple(sizes))
     try:

@@ -124,7 +124,9 @@ class Plane:
     y: Axis
 
     def place(self, x: float, y: float) -> tuple[float, float]:
-        """Where a point is if the values of each side are equally far apart, and a side is 1."""
+        """Return the place of a point on a plane whose sides are 1 long, with equal steps of
+        values.
+        """
         xs, ys = self.x.values, self.y.values
         return xs.index(x) / (len(xs) - 1), ys.index(y) / (len(ys) - 1)
 
@@ -174,6 +176,7 @@ def _with_keys(text: str, values: Mapping[str, str]) -> Cluster:
             inside = known[word]
         if not isinstance(inside, dict):
             raise InputError(f"{key}: {'.'.join(above)} has no keys; give the place of a number")
+        # Through the file's own reader, so that any key of it can be a side (decision 104).
         inside[last] = _plain(value)
     with tempfile.TemporaryDirectory(prefix="orchestra-map-") as folder:
         path = Path(folder) / "cluster.yaml"
@@ -220,6 +223,7 @@ def read_axis(text: str, cluster: Cluster, points: int, *, where: str) -> Axis:
         low, high = sorted(parts)
         if not 0 < low < high:
             raise InputError(f"{where}: a range goes from one number above 0 to a larger one")
+        # Equal ratios, since the axes of the figure are logarithmic.
         parts = [float(value) for value in np.geomspace(low, high, points)]
     if key == "nodes":
         parts = [float(round(value)) for value in parts]
@@ -238,6 +242,7 @@ def _range(key: str, cluster: Cluster) -> tuple[float, float]:
         return SLOWEST
     if key == "nodes":
         return 2.0, float(max(8, len(cluster.nodes)))
+    # `_latency` refuses links without latency; until then the range needs a number above 0.
     middle = slowest_link(cluster) if key == "bandwidth" else longest_link(cluster) or 1e-4
     return middle / SPAN, middle * SPAN
 

@@ -1,4 +1,4 @@
-"""The candidates of a plan: strategies on so many of the fastest nodes, with batch and rate."""
+"""The candidates of a plan: strategies on some of the fastest nodes, with batch and rate."""
 
 from __future__ import annotations
 
@@ -93,6 +93,7 @@ class Candidate:
     def exact(self) -> bool:
         """True if it learns what one process with the same batch does, but for rounding."""
         strategy = self.run.strategy
+        # Compression rounds, and `backup` drops gradients; asynchronous pushes are stale.
         if isinstance(strategy, AllReduce | ParameterServer):
             together = isinstance(strategy, AllReduce) or strategy.consistency == "synchronous"
             return together and strategy.compression is None and not strategy.backup
@@ -162,7 +163,7 @@ class Space:
         return [*powers, most]
 
     def candidates(self) -> list[Candidate]:
-        """Return all that is tried: the experiment's own strategies, and those of this file.
+        """Return all candidates: the experiment's own strategies, and those of this file.
 
         A strategy that cannot run on so many ranks is left out; one without room in memory is found
         in the simulation.
@@ -179,6 +180,7 @@ class Space:
         strategies = {**{label: strategy_of(text) for label, text in EVERYWHERE.items()}, **own}
         known = set()
         for label, each in strategies.items():
+            # The experiment's own strategy may be one of this file's, under another label.
             if repr(each) in known:
                 continue
             known.add(repr(each))
@@ -257,6 +259,7 @@ class Space:
         given = self.experiment.training
         whole = given.ranks * given.batch_size
         of_rank = max(1, round(whole * batch / ranks))
+        # As many samples in all, whatever the batch.
         steps = given.steps and max(1, round(given.steps * whole / (ranks * of_rank)))
         training = replace(
             given,
@@ -278,11 +281,13 @@ class Space:
 
 
 def by_interest(found: Sequence[Candidate]) -> list[Candidate]:
-    """Return `found` so that whoever comes first shows most: one process, each strategy once on all
-    nodes, then other batches and numbers of nodes.
+    """Return `found` in the order of interest: one process, each strategy once on all nodes, then
+    other batches and numbers of nodes.
     """
     seen: dict[str, int] = {}
     places = {}
+    # Time may end before all speeds are known; in the order of the list only rings had one
+    # (decision 98).
     for candidate in sorted(found, key=lambda each: (each.batch != 1, -each.run.training.ranks)):
         seen[candidate.label] = seen.get(candidate.label, 0) + 1
         places[candidate.name] = (candidate.label != ONE_PROCESS, seen[candidate.label])
@@ -303,7 +308,7 @@ def with_rates(candidate: Candidate) -> list[Candidate]:
 
 
 def scaled_rate(optimizer: Optimizer, batch: float) -> float:
-    """By what the learning rate is multiplied for `batch` times the samples in a step.
+    """Return the factor on the learning rate for `batch` times the samples in a step.
 
     In proportion for SGD (Goyal et al., 2017), by the square root for Adam and its kin (Malladi et
     al., NeurIPS 2022).
@@ -316,6 +321,7 @@ def _at_rate(training: Training, factor: float) -> Training:
     rate = optimizer.arguments.get("lr")
     if factor == 1 or not isinstance(rate, int | float):
         return training
+    # Four digits: rates are part of names, and more are noise of the multiplication.
     optimizer = optimizer.with_setting("lr", float(f"{rate * factor:.4g}"))
     groups = tuple(
         replace(group, arguments={**group.arguments, "lr": float(f"{own * factor:.4g}")})

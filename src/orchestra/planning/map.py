@@ -1,9 +1,9 @@
-"""Which strategy reaches the target first on a plane of clusters, in which two quantities vary.
+"""Maps: which strategy reaches the target first on a plane of clusters with two varying quantities.
 
-How many samples a strategy takes to the target is found from simulations with real gradients on the
-cluster as described; where that depends on speeds, also at the points at which it is first. Its
-samples/s are found at every point of the plane, from shapes. Its time there is the one over the
-other.
+The samples that a strategy takes to the target come from simulations with real gradients on the
+cluster as described; where they depend on speeds, also at the points at which it is first. Its
+samples/s come from simulations of shapes at every point of the plane. The time to the target there
+is the samples divided by the samples/s.
 """
 
 from __future__ import annotations
@@ -96,13 +96,13 @@ class Map:
 
     @property
     def winners(self) -> list[str]:
-        """Who is first somewhere, in the order of how often."""
+        """The strategies that are first at some point, the most frequent one first."""
         first = [point.winner for point in self.points]
         return sorted(set(first), key=lambda name: (-first.count(name), name))
 
 
 def name_of(candidate: Candidate) -> str:
-    """Of a strategy, without its nodes."""
+    """Return the name of a candidate's strategy, without its nodes."""
     by_speed = candidate.run.training.shares == MEASURED
     return candidate.label + ", shares by speed" * by_speed
 
@@ -175,8 +175,9 @@ def draw_map(
 
 
 def _learners(experiment: Experiment, plane: Plane, folder: Path) -> list[Candidate]:
-    """Whoever's learning has to be known: all on the described cluster; where the number of nodes
-    varies, on each number."""
+    """Return the candidates whose samples to the target have to be known: all on the described
+    cluster, and where the number of nodes varies, on each number.
+    """
     described = loaded(plane.text)
     counts = [axis.values for axis in (plane.x, plane.y) if axis.key == "nodes"]
     clusters = [NAMED["nodes"](described, n) for n in counts[0]] if counts else [described]
@@ -194,15 +195,17 @@ def _points(
     folder: Path,
     until: float,
 ) -> Iterable[Point]:
-    """Every point that there is time for, those first that are furthest from one another."""
+    """Yield all points for which there is time, those first that are furthest from one another."""
     if survey.target is None:
         return
+    # Wherever time ends, the points that are known cover the whole plane.
     order = _coarse_first(list(clusters))
     wanted: dict[str, tuple[tuple[float, float], str, float]] = {}
     jobs = []
     for number, place in enumerate(order):
         for each in mapped(experiment, clusters[place], folder / f"clusters/point-{number}"):
             known = survey.entries.get(each.name)
+            # Without samples to the target a speed would tell nothing of the time.
             samples = None if known is None else survey.samples_of(known)
             if samples is not None:
                 job = replace(each, name=f"{each.name} at {number}")
@@ -219,6 +222,7 @@ def _points(
             seconds[place][strategy] = samples / speed
             taken[place][strategy] = samples
     for (x, y), times in seconds.items():
+        # A point with a strategy still to be simulated could name the wrong one as the first.
         if times and (x, y) not in unknown:
             yield Point(x, y, times, taken[x, y])
 
@@ -263,6 +267,7 @@ def _map_of(
         if (found := survey.samples_of(entry)) is not None:
             samples.setdefault(name, found)
         else:
+            # Only a run with all of its samples can be said to have missed the target.
             (missed if survey.fell_short(entry) else untold).add(name)
     left_out = list(survey.notes)
     if missed := missed - set(samples):
@@ -321,6 +326,8 @@ def spread(drawn: Map, number: int) -> list[Point]:
     def at(point: Point) -> tuple[float, float]:
         return drawn.plane.place(point.x, point.y)
 
+    # The first one is in the middle of the plane; each further one is as far as can be from all
+    # before.
     left = sorted(drawn.points, key=lambda p: sum((c - 0.5) ** 2 for c in at(p)))
     found = left[:1]
     while len(found) < min(number, len(left)):

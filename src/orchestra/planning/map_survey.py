@@ -1,4 +1,4 @@
-"""What the strategies of a map learn from a sample, and their samples/s.
+"""The samples that the strategies of a map take to the target, and their samples/s.
 
 Where it depends on who is faster, learning has to be simulated on the clusters of the map: an
 asynchronous server applies whatever push comes first, so on other links, or beside a slower node,
@@ -59,8 +59,10 @@ class Survey(Search):
     """Finds the samples to the target, and the samples/s, of all candidates of a map."""
 
     def learn(self, until: float, entries: Sequence[Entry] | None = None) -> None:
-        """Train each of `entries` (all candidates), or who learns the same, until it reaches the
-        target: with the first seed, and then those that did with the other seeds."""
+        """Train each of `entries` (all candidates by default), or the entry that learns the
+        same, until it reaches the target: with the first seed, and where it did, with the
+        others.
+        """
         if entries is None:
             self._reference()
         for seed, part in product(self.seeds if self.target is not None else (), PARTS):
@@ -70,8 +72,8 @@ class Survey(Search):
                 self._learn([(source, seed, part) for source in wanted.values()], until)
 
     def _unlearned(self, seed: int, entries: Sequence[Entry]) -> dict[str, Entry]:
-        """Return whose runs with `seed` have not reached the target, by name, of those that may
-        still.
+        """Return the entries by name that may still reach the target with `seed`, and have not
+        yet.
         """
         first = self.seeds[:1]
         return {
@@ -84,8 +86,11 @@ class Survey(Search):
         }
 
     def samples_of(self, entry: Entry, seeds: Sequence[int] | None = None) -> float | None:
-        """Until `entry` reached the target, the mean over those of `seeds` (all by default) so far.
-        None if it missed the target with one of them."""
+        """Return the samples until `entry` reached the target: the mean over those of `seeds`
+        (all by default) so far.
+
+        None if it missed the target with one of them.
+        """
         assert self.target is not None
         found = [
             reached(points, self.target)
@@ -125,8 +130,8 @@ def learned_there(
     candidate: Callable[[Point, str], Candidate],
     until: float,
 ) -> tuple[list[Point], list[str]]:
-    """Return `points` with the samples that the first of each takes there, or near there; and
-    notes.
+    """Return `points` with the samples that the first strategy of each takes there or nearby,
+    and notes.
 
     Where a strategy is first that depends on speeds, it is trained at that point, unless it was at
     one within `NEAR`. Then another one may be first, and so on until nothing changes or `until`.
@@ -156,6 +161,8 @@ def learned_there(
                 trained.setdefault(name, {})[place_of(point)] = samples
         if not trained.keys() >= {name for _, name in chosen_now}:
             break  # there was no time for them
+        # From `points`, not from the last round: a strategy that was left out may come back
+        # elsewhere.
         found = [with_nearest(point, trained, place_of) for point in points]
     lacking = [name for _, name in left]
     notes = [
@@ -181,7 +188,9 @@ def spread_out(
     place_of: Callable[[Point], Place],
     most: int,
 ) -> list[tuple[Point, str]]:
-    """Up to `most` of those `left`, each as far as can be from where its strategy was trained."""
+    """Return up to `most` of those `left`, each as far as possible from where its strategy was
+    trained.
+    """
     known = {name: list(places) for name, places in trained.items()}
     found: list[tuple[Point, str]] = []
     while len(found) < most:

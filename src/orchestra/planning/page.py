@@ -22,7 +22,7 @@ DRAWN = 10
 
 
 def write_page(plan: Plan, title: str) -> Path:
-    """Write `plan.html` and its figures into the plan's folder; its path."""
+    """Write `plan.html` and its figures into the plan's folder; return its path."""
     figures = list(_figures(plan))
     try:
         (plan.folder / "figures").mkdir(exist_ok=True)
@@ -56,7 +56,7 @@ def _figures(plan: Plan) -> Iterator[Figure]:
 
 
 def _styles(names: Sequence[str]) -> dict[str, Style]:
-    """Return a look for each name; that of one process is the ink's."""
+    """Return a look for each name; one process has the colour of the text."""
     shapes = list(SIGNS)
     found = {}
     for number, name in enumerate(names):

@@ -103,7 +103,7 @@ class Search(Standing):
         self._what = ""
 
     def run(self) -> None:
-        """All stages, until the budget is used up or Ctrl-C."""
+        """Carry out all stages, until the budget is used up or Ctrl-C."""
         stages = (
             self._speeds, self._reference, self._race, self._late_ones, self._confirm,
             self._more_seeds,
@@ -120,13 +120,15 @@ class Search(Standing):
     # The stages
 
     def _speeds(self) -> None:
-        """Samples/s of all candidates, from a few steps without values."""
+        """Find the samples/s of all candidates, from a few steps without values."""
         self._find_speeds(list(self.entries.values()), self._budget.part(SPEED_PART))
         self.drop_slower_twins()
         self._add_rates()
 
     def _late_ones(self) -> None:
-        """Those whose speed there was no time for, if the race of the others was over early."""
+        """Find the speeds for which there was no time before, if the race of the others was over
+        early.
+        """
         late = [entry for entry in self.entries.values() if entry.dropped == NO_TIME]
         if late and now() < self._budget.part(LATE_PART):
             for entry in late:
@@ -154,7 +156,7 @@ class Search(Standing):
             entry.dropped = entry.dropped or "for the scaling curve alone"
 
     def _find_speeds(self, entries: Sequence[Entry], until: float, steps: int = 0) -> None:
-        """From a few steps without values, or so many."""
+        """Find the speeds of `entries` from a few steps without values, or from `steps`."""
         self._what = f"speeds of {count('candidate', len(entries))}, from shapes"
         self._tell_part()
         with tempfile.TemporaryDirectory(prefix="orchestra-plan-") as place:
@@ -172,7 +174,9 @@ class Search(Standing):
                 entry.dropped = NO_TIME
 
     def _add_rates(self) -> None:
-        """The fastest exact candidate with the experiment's batch gets others' learning rates."""
+        """Give the fastest exact candidate with the experiment's batch other learning rates,
+        too.
+        """
         exact = (each for each in self.alive if each.candidate.exact and each.candidate.batch == 1)
         if (entry := next(exact, None)) is None:
             return
@@ -181,14 +185,17 @@ class Search(Standing):
             for other in with_rates(known.candidate):
                 fresh = replace(known, candidate=other, curves={}, done={}, rungs=[])
                 if known is not entry:
+                    # It is in no race: the process that learns with this rate is needed as the
+                    # source of the others.
                     fresh.dropped = "stands for what others learn"
                 self.entries[other.name] = fresh
 
     def _reference(self) -> None:
-        """What one process learns with the experiment's batch, until it reaches the target."""
+        """Train one process with the experiment's batch until it reaches the target."""
         entry = self.entries[ONE_PROCESS]
         if not self.alive:
             return
+        # As many seeds as are simulated at the same time: further ones would double the time.
         seeds = self.seeds[: processes()]
         deadline = self._budget.part(REFERENCE_PART)
         for part in PARTS:
@@ -215,7 +222,7 @@ class Search(Standing):
         return self.target
 
     def _race(self) -> None:
-        """All that may still win, in rungs: after each, the better half goes on."""
+        """Train all that may still win, in rungs: after each, the better half goes on."""
         if self.target is None:
             return
         self.drop_by_bound()
@@ -231,6 +238,8 @@ class Search(Standing):
             }
             wanted = self._missing(shares, self.seeds[:1])
             further = self._missing(shares, self.seeds[1 : processes()])
+            # The first rung has one seed, so that each candidate is seen; from the second one on
+            # chance is averaged out, as far as half of the time left allows (decision 117).
             if number > 1 and self._cost([*wanted, *further]) < 0.5 * (self._budget.until - now()):
                 wanted += further
             self._learn(wanted, self._budget.until)
@@ -238,14 +247,16 @@ class Search(Standing):
                 entry = self.entries[name]
                 done = self.source(entry).done.get(self.seeds[0], 0.0)
                 if done < NEARLY * share and not self.times(entry):
+                    # A run that was cut short cannot be compared at this rung.
                     entry.dropped = entry.dropped or CUT_OFF
             self._note_dropped(CUT_OFF, f"rung {number}", racing)
             self.judge(racing, number, part * horizon)
+            # A candidate that reached the target sooner than known shortens the rungs that follow.
             horizon = min(horizon, self.horizon())
 
     def _missing(self, shares: Mapping[str, float], seeds: Sequence[int]) -> list[Learning]:
-        """Return what is still to be learnt up to the shares of a rung, of those by whom it is
-        learnt.
+        """Return the runs that are still needed up to the shares of a rung, by the entries that
+        learn.
         """
         return [
             (source, seed, share)
@@ -256,7 +267,7 @@ class Search(Standing):
         ]
 
     def _cost(self, wanted: Sequence[Learning]) -> float:
-        """About the seconds that this takes, by what each took so far."""
+        """Estimate the seconds that `wanted` takes, by the seconds that each entry took so far."""
         seconds = 0.0
         for entry, seed, part in wanted:
             done = sum(entry.done.values())
@@ -267,13 +278,17 @@ class Search(Standing):
         return [entry for entry in self.ranking() if entry.dropped is None][:FINALISTS]
 
     def _confirm(self) -> None:
-        """The speeds of the first ones again, over more steps: those of a few depend on chance."""
+        """Find the speeds of the first ones again, over more steps: those of a few depend on
+        chance.
+        """
         exact = [entry for entry in self._finalists() if entry.candidate.exact]
         if exact and now() < self._budget.part(0.9):
             self._find_speeds(exact, self._budget.part(0.95), CONFIRMED_STEPS)
 
     def _more_seeds(self) -> None:
-        """The first ones with all seeds, and with more while they are close, as the time goes."""
+        """Train the first ones with all seeds, and with more while they are close, as far as
+        time allows.
+        """
         asked = len(self.seeds)
         while not self.stopped:
             if not (unfinished := self._unfinished()):
@@ -294,6 +309,7 @@ class Search(Standing):
         """Runs of the finalists that have neither reached the target nor missed it, by seed."""
         found = []
         for source in {each.name: each for each in map(self.source, self._finalists())}.values():
+            # A seed counts as missed only that far, so a run that is shorter would decide nothing.
             part = self.length.part(MISSED * self.length.samples * max(source.done.values()))
             known = {*self.times(source), *self.missed(source)}
             open_ones = (seed for seed in self.seeds if seed not in known)
@@ -313,7 +329,8 @@ class Search(Standing):
             before = jobs.get((entry.name, seed))
             part = part if before is None else max(part, before[-1])
             training = replace(entry.candidate.run.training, snapshots=self.length.snapshots)
-            if entry.candidate.exact:  # its time comes from shapes, on the real cluster
+            # The time of an exact candidate comes from shapes on the plan's cluster.
+            if entry.candidate.exact:
                 training = replace(training, cluster=ANYWHERE)
             run = replace(entry.candidate.run, training=training, seed=seed)
             folder = self._folder / _folder_name(entry.name) / f"seed-{seed}"
@@ -333,7 +350,7 @@ class Search(Standing):
                     entry.curves[run.seed] = tried.points
 
     def _try(self, jobs: Sequence[Job], deadline: float) -> list[tuple[Entry, Tried]]:
-        """Return what became of each job; those for which there was no time have no record.
+        """Return the outcome of each job; jobs for which there was no time have no record.
 
         Those with few ranks are over sooner, and so come first.
         """
@@ -355,7 +372,9 @@ class Search(Standing):
     def _launched(self, trials: Sequence[Trial], deadline: float) -> list[tuple[int, Tried]]:
         """Carry out the trials, shared out among processes; alone, if one took all with it."""
         ranks = min(processes(), len(trials))
-        threads = max(1, len(usable_cores()) // (2 * ranks))  # others are at work, too
+        # Half of the cores at most: on a busy machine threads that wait for each other take ten
+        # times the processor time of one (decision 98).
+        threads = max(1, len(usable_cores()) // (2 * ranks))
         try:
             with tempfile.TemporaryDirectory(prefix="orchestra-plan-") as claims:
                 work = Trials(trials, deadline, Path(claims), threads)
@@ -363,6 +382,8 @@ class Search(Standing):
                     try_all, work, ranks, patience=PATIENCE, on_event=lambda _: self._tell_part()
                 )
         except RunFailed as failure:
+            # One trial ended the process of all, out of memory for instance: apart, only that one
+            # fails.
             if len(trials) == 1:
                 return [(0, Tried(failure=str(failure).splitlines()[0]))]
             return [
@@ -384,17 +405,18 @@ def _folder_name(name: str) -> str:
 
 
 def processes() -> int:
-    """Return how many simulations go on at the same time, at most."""
+    """Return how many simulations may go on at the same time."""
     return max(1, min(len(usable_cores()), MOST_PROCESSES))
 
 
 def short(run: Run, steps: int = 0) -> Run:
-    """Return a few steps of `run`, or so many, without values where its strategy does without
-    them.
+    """Return a run of the same kind with few steps, or `steps`, without values where the
+    strategy allows.
     """
     training = run.training
     steps = steps or max(FEWEST_STEPS, min(SPEED_STEPS, RANK_STEPS // training.ranks))
     if isinstance(run.strategy, LocalSGD) and run.strategy.every is not None:
+        # Two rounds: fewer steps would have no average in them, or half of one.
         steps = 2 * run.strategy.every
     training = replace(training, epochs=None, steps=steps, target=None, snapshots=0)
     try:

@@ -1,4 +1,6 @@
-"""What a plan knows of its candidates: speeds, curves, the times that follow, and who is out."""
+"""The standing of a plan's candidates: their speeds and curves, the times that follow, and who
+is out.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ class Reached:
 
 
 def reached(points: Sequence[Point], target: Target) -> Reached | None:
-    """Return when the curve first crosses the target: a straight line between two snapshots.
+    """Return when the curve first crosses the target, on a straight line between two snapshots.
 
     None where no snapshot reaches it. `spacing` are the seconds between the two.
     """
@@ -51,6 +53,7 @@ def reached(points: Sequence[Point], target: Target) -> Reached | None:
             if before is None:
                 return Reached(point.samples, point.seconds, point.seconds)
             first = before.metrics[target.metric]
+            # Snapshots are far apart, and their spacing would decide between candidates.
             part = (bound(target) - first) / (value - first)
             return Reached(
                 before.samples + part * (point.samples - before.samples),
@@ -63,20 +66,21 @@ def reached(points: Sequence[Point], target: Target) -> Reached | None:
 
 
 def bound(target: Target) -> float:
-    """Return what the metric has to reach, from below or from above."""
+    """Return the value of the metric that has to be reached, from below or from above."""
     value = target.at_least if target.at_least is not None else target.at_most
     assert value is not None
     return value
 
 
 def penalty(target: Target, value: float) -> float:
-    """Of a value of the target's metric: smaller is better."""
+    """Return a value of the target's metric as a penalty: smaller is better."""
     return -value if target.at_least is not None else value
 
 
 def value_at(points: Sequence[Point], metric: str, samples: float) -> float | None:
-    """Return the metric after so many samples, on a straight line between the snapshots around; the
-    last one's beyond them, the first one's before them. None without any.
+    """Return the metric after `samples`, on a straight line between the two nearest snapshots.
+
+    The last snapshot's value beyond it, the first one's before it; None without snapshots.
     """
     known = [point for point in points if metric in point.metrics]
     if not known:
@@ -114,12 +118,14 @@ def most_worth(rate: float) -> float:
 
 
 def halved(scores: Mapping[str, tuple[float, float]], least: int) -> tuple[list[str], list[str]]:
-    """Return who goes on to the next rung, and who does not: the better half, and at least `least`.
+    """Return the names that go on to the next rung, and the others: the better half goes on, and
+    at least `least`.
 
     Args:
         scores: of each name, smaller is better; of equal ones the first stays.
     """
     order = sorted(scores, key=lambda name: scores[name])
+    # Successive halving (Jamieson and Talwalkar, AISTATS 2016).
     keep = max(least, (len(order) + 1) // 2)
     return order[:keep], order[keep:]
 
@@ -134,8 +140,8 @@ def chosen(times: Mapping[str, float], nodes: Mapping[str, int]) -> str:
 
 
 def bottleneck(seconds: Mapping[str, float]) -> str:
-    """Return what most of a worker's time goes into: "computing", "messages" or "waiting", with its
-    part.
+    """Return the largest part of a worker's time, "computing", "messages" or "waiting", and its
+    share.
 
     `seconds` are those of a record: compute, communicate and wait, of a worker in the mean.
     """
@@ -191,19 +197,23 @@ class Entry:
 
 @dataclass(frozen=True)
 class Length:
-    """Of a whole run: samples; and snapshots, so that judging takes no longer than learning."""
+    """The length of a whole run: samples, and so many snapshots that judging takes no longer
+    than learning.
+    """
 
     samples: int
     snapshots: int
 
     def part(self, samples: float) -> float:
-        """That of a run which ends at the first snapshot after so many samples, at most 1: a target
-        that is reached between two snapshots is only seen at the second."""
+        """Return the part of a run that ends at the first snapshot after `samples`, at most 1.
+
+        A target that is reached between two snapshots is only seen at the second.
+        """
         return min(1.0, math.ceil(self.snapshots * samples / self.samples) / self.snapshots)
 
 
 class Standing:
-    """How the candidates stand.
+    """The standing of all candidates.
 
     Attributes:
         entries: of all candidates, by name.
@@ -240,7 +250,7 @@ class Standing:
         return (each for each in self.entries.values() if each.candidate.learns_as == key)
 
     def times(self, entry: Entry) -> dict[int, Reached]:
-        """By seed, when `entry` reached the target."""
+        """Return when `entry` reached the target, by seed."""
         if self.target is None or entry.speed is None:
             return {}
         found = {}
@@ -269,7 +279,9 @@ class Standing:
         return fmean([*times.values(), *late])
 
     def missed(self, entry: Entry) -> list[int]:
-        """Return the seeds that went further than those that reached the target, and did not."""
+        """Return the seeds that went further than those that reached the target, and did not
+        reach it.
+        """
         times = self.times(entry)
         far = MISSED * max((each.samples for each in times.values()), default=math.inf)
         return [
@@ -280,8 +292,9 @@ class Standing:
         ]  # fmt: skip
 
     def uncertainty(self, entry: Entry) -> float | None:
-        """Of the time: the spread over the seeds, or half the spacing of the snapshots if that is
-        larger."""
+        """Return the uncertainty of the time: the spread over the seeds, or half the spacing of
+        the snapshots if that is larger.
+        """
         times = list(self.times(entry).values())
         if not times:
             return None
@@ -319,8 +332,9 @@ class Standing:
         return points[-1].samples / entry.speed if entry.candidate.exact else points[-1].seconds
 
     def horizon(self) -> float:
-        """Return the virtual seconds after which nobody can win any more; without a time to target
-        those of the slowest candidate for all samples.
+        """Return the virtual seconds after which no candidate can win any more.
+
+        Without a time to target, those of the slowest candidate for all samples.
         """
         if best := self.best():
             return best[1] * (1 + SPARED)
@@ -330,7 +344,7 @@ class Standing:
     # Who is out
 
     def drop_slower_twins(self) -> None:
-        """Of those that learn the same only the fastest stays."""
+        """Drop all but the fastest of the candidates that learn the same."""
         for entry in self.alive:
             first = max(self.alike(entry), key=lambda each: each.speed or 0.0)
             if entry is not first and entry.speed and first.speed:
@@ -340,7 +354,7 @@ class Standing:
                 )
 
     def drop_by_bound(self) -> None:
-        """Drop who cannot be the first, however much its updates are worth."""
+        """Drop candidates that cannot be the first, however much their updates are worth."""
         if (found := self.best()) is None:
             return
         best, time = found
@@ -349,6 +363,7 @@ class Standing:
         for entry in self.alive:
             if entry is best or not entry.speed or self.times(entry):
                 continue
+            # Generous, so that nobody is left out by a guess: see `cannot_win` (decision 98).
             update = entry.candidate.update_samples / most_worth(entry.candidate.rate)
             least = cannot_win(needed, batch, update, entry.speed, time)
             if least is not None:
@@ -358,8 +373,9 @@ class Standing:
                 )
 
     def judge(self, racing: Sequence[Entry], number: int, seconds: float) -> None:
-        """After rung `number`, of so many seconds: drop who cannot win any more, then the worse
-        half."""
+        """Drop candidates that cannot win any more after rung `number`, of `seconds`, then the
+        worse half.
+        """
         best = self.best()
         limit = None if best is None else best[1]
         scores = {}
@@ -374,8 +390,9 @@ class Standing:
             entry.dropped = f"rung {number}: {entry.rungs[-1]}, in the worse half"
 
     def _score(self, entry: Entry, seconds: float) -> tuple[float, float]:
-        """Smaller is better: the time to the target, else the metric after so many seconds, which
-        is also written down."""
+        """Return a score, smaller is better, and note it in words: the time to the target, else
+        the metric after `seconds`.
+        """
         assert self.target is not None
         time = self.time(entry)
         samples, metric = seconds * (entry.speed or 0.0), self.target.metric
@@ -390,7 +407,9 @@ class Standing:
         return math.inf, math.inf if value is None else penalty(self.target, value)
 
     def _reason(self, entry: Entry, number: int, limit: float | None) -> str | None:
-        """Return why `entry` is out after a rung; None if it may still win in time `limit`."""
+        """Return why `entry` is out after a rung; None if it may still win within `limit`
+        seconds.
+        """
         assert self.target is not None
         if self.time(entry) is not None:
             return None
