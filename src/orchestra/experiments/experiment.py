@@ -48,6 +48,8 @@ class Tune(Settings):
     seed: int = setting(1000, "of the trials; none of the experiment's seeds", low=0, high=MAX_SEED)
 
     def check(self) -> None:
+        # Strategies differ most in the rate that suits them, so that a fixed one would decide
+        # (decision 13).
         if RATE not in self.settings:
             raise InputError(f"tune.settings: lacks {RATE}, the setting that matters most; add it")
         for key, values in self.settings.items():
@@ -110,7 +112,8 @@ _LABEL = re.compile(r"[^\s./\\][^/\\\n\0]*")
 
 @dataclass(frozen=True, repr=False)
 class Experiment(Settings):
-    """What an experiment file says. There, the settings of `training` are keys of the file.
+    """The content of an experiment file, in which the settings of `training` are keys of their
+    own.
 
     `training.ranks` is the first of `ranks`.
     """
@@ -141,6 +144,8 @@ class Experiment(Settings):
             raise InputError("strategies: there is none; give a label and a strategy")
         _require_each_once("seeds", "seed", self.seeds)
         _require_each_once("ranks", "number", self.ranks)
+        # The settings are frozen; `ranks` is the experiment's, and a training has one number of
+        # them.
         object.__setattr__(self, "training", replace(self.training, ranks=self.ranks[0]))
         for label, strategy in self.strategies.items():
             reasons = [strategy.refusal(ranks) for ranks in self.ranks]
@@ -213,10 +218,13 @@ def not_run(experiment: Experiment) -> list[dict[str, Any]]:
 
 
 def with_one_process(experiment: Experiment) -> Experiment:
-    """Return `experiment` with the row that no comparison goes without: one process, all cores, the
-    same global batch.
+    """Return `experiment` with one process among its strategies: all cores, the same global
+    batch.
+
+    No comparison goes without this row.
     """
     strategies = experiment.strategies
+    # A single process on a device of its own is no rival for rows on the CPU.
     there = [strategies[label] for label in strategies if label not in experiment.devices]
     if any(isinstance(strategy, Single) for strategy in there):
         return experiment
@@ -242,7 +250,7 @@ def alone(experiment: Experiment, run: Run) -> Experiment:
 
 
 def only_run(experiment: Experiment, source: str) -> Run:
-    """Return what `train` takes of an experiment: the run of its one strategy on its one number of
+    """Return the run that `train` makes of an experiment: its one strategy on its one number of
     ranks, with the first seed.
 
     Raises:

@@ -1,5 +1,6 @@
-"""Rows of a comparison that differ in one setting: beside which row each technique is judged, and
-at which bandwidth it would begin to pay."""
+"""Techniques: rows of a comparison that differ in one setting, and the bandwidth at which it
+pays.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +52,9 @@ class Judged:
 
 
 def techniques(strategies: Mapping[str, Strategy[Any]]) -> list[Technique]:
-    """Every pair of strategies of one kind that are equal but for a setting, which has its default
-    in one of them."""
+    """Return all pairs of strategies of one kind that are equal but for one setting, which has
+    its default in one of them.
+    """
     return [
         Technique(name, plain, setting)
         for name, strategy in strategies.items()
@@ -80,8 +82,9 @@ def _one_more(strategy: Strategy[Any], plain: Strategy[Any]) -> str | None:
 def on_most_ranks(
     pairs: Sequence[Technique], runs: Sequence[Run], records: Sequence[RunRecord]
 ) -> Iterator[tuple[Technique, Run, Run]]:
-    """Each technique with its run and the plain one, with the first seed and the settings that were
-    chosen for them, on the most ranks that both completed."""
+    """Yield each technique with its run and the plain one, with the first seed and the settings
+    that were chosen for them, on the most ranks that both completed.
+    """
     settings = {
         (record.name, record.ranks): record.tuned
         for record in records
@@ -99,8 +102,9 @@ def on_most_ranks(
 
 
 def steps_needed(run: Run, records: Sequence[RunRecord]) -> float | None:
-    """Return steps to the target, or without a target all; the mean over the seeds. None if some
-    did not reach it.
+    """Return the mean steps to the target over the seeds, or all steps without a target.
+
+    None if some did not reach it.
     """
     own = [r for r in records if (r.name, r.ranks) == (run.name, run.training.ranks)]
     found = []
@@ -109,6 +113,7 @@ def steps_needed(run: Run, records: Sequence[RunRecord]) -> float | None:
         until = whole if run.training.target is None else record.time_to_target_seconds
         if record.status != "completed" or not whole or until is None:
             return None
+        # Steps, which other links do not change; their time is what the search simulates.
         found.append(record.steps * until / whole)
     return statistics.fmean(found)
 
@@ -120,7 +125,7 @@ def break_even(
     seconds: float,
     on_event: Callable[[Event | Notice], None],
 ) -> BreakEven:
-    """At which bandwidth `technique` begins to pay.
+    """Return the bandwidth at which `technique` begins to pay.
 
     Args:
         seconds: that the search may take.
@@ -152,7 +157,7 @@ def break_even(
 
 
 def read_techniques(folder: Path) -> list[Judged]:
-    """Return what `techniques.json` in `folder` holds; nothing where there is no such file."""
+    """Return the content of `techniques.json` in `folder`; empty where there is no such file."""
     try:
         document = json.loads((folder / TECHNIQUES).read_text(encoding="utf-8"))
         judged: list[Judged] = from_plain(list[Judged], document["techniques"])
@@ -164,6 +169,6 @@ def read_techniques(folder: Path) -> list[Judged]:
 
 
 def write_techniques(folder: Path, judged: Sequence[Judged]) -> None:
-    """`techniques.json`."""
+    """Write `techniques.json` into `folder`."""
     document = {"techniques": to_plain(list(judged))}
     write_atomically(folder / TECHNIQUES, json.dumps(document, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""What the ranks of a run write down goes to MLflow and Weights & Biases while they train.
+"""Trackers: the steps that ranks write down go to MLflow and Weights & Biases while they train.
 
 A thread of the launcher follows the files of the ranks. So no rank waits for a tracker, a tracker
 that fails does not end the run, and every engine can be tracked. The libraries are imported where
@@ -45,7 +45,7 @@ Figures = Mapping[str, float]
 
 
 class About:
-    """What a tracker is told of a run: its name, settings, tags and folder."""
+    """The description of a run for a tracker: its name, settings, tags and folder."""
 
     def __init__(self, run: Run, experiment: Experiment, folder: Path) -> None:
         self.experiment = experiment.name
@@ -86,10 +86,10 @@ class Tracker(Protocol):
     id: str
 
     def log(self, rows: Sequence[tuple[int, Figures]]) -> None:
-        """The figures of steps; steps of one figure need not come in their order."""
+        """Log the figures of steps; steps of one figure need not come in their order."""
 
     def finish(self, status: str, figures: Figures) -> None:
-        """The run has ended as "completed", "stopped" or "failed", with these figures."""
+        """End the run as "completed", "stopped" or "failed", with these figures."""
 
 
 class MLflowTracker:
@@ -171,6 +171,8 @@ class WandbTracker:
                 settings=console,
             )
             self.id = self._run.id
+            # Steps of a metric of our own, as W&B's own step must not fall, and evaluations come at
+            # the end.
             self._run.define_metric(STEP)
             self._run.define_metric("*", step_metric=STEP, step_sync=True)
         except Error as error:
@@ -219,6 +221,8 @@ class Tracking:
         self._tracks: dict[int, RankTrack] = {}
         self._consumed: list[tuple[int, int]] = []  # by the cluster, and steps of the first worker
         self._stop = threading.Event()
+        # A thread of the launcher: no rank waits for a network, nor imports these libraries
+        # (decision 100).
         self._thread = threading.Thread(target=self._follow, name="tracking", daemon=True)
         self._keep()
         self._thread.start()
@@ -241,9 +245,10 @@ class Tracking:
             self._log([*rows, (self._step, self._of_now())])
 
     def finish(self, status: str) -> None:
-        """The run has ended as "completed", "stopped" or "failed"."""
+        """Log the rest, and end the run as "completed", "stopped" or "failed"."""
         self._stop.set()
         self._thread.join(PATIENCE_SECONDS)
+        # A tracker that cannot be reached must not keep a finished run from ending.
         if self._thread.is_alive():
             names = " and ".join(TRACKERS[name] for name in self._trackers)
             _tell(f"{names} did not take all figures within {PATIENCE_SECONDS:g} s: given up")
@@ -254,6 +259,8 @@ class Tracking:
             if line["samples"] > self._samples:
                 self._samples = line["samples"]
                 metrics = {f"eval/{name}": value for name, value in line["metrics"].items()}
+                # Snapshots are evaluated after the training, and belong to the step at which they
+                # were taken.
                 rows.append((self._step_at(line["samples"]), metrics))
         self._log(rows)
         final = {} if self.record is None else _of_record(self.record)
@@ -299,7 +306,7 @@ class Tracking:
         self._keep()
 
     def _with_each(self, call: Callable[[Tracker], None]) -> None:
-        """Go on without a tracker that fails, and say so: the run is worth more."""
+        """Call `call` with each tracker; go on without one that fails, and say so."""
         for name, tracker in list(self._trackers.items()):
             try:
                 call(tracker)
@@ -309,7 +316,7 @@ class Tracking:
                 _tell(f"{TRACKERS[name]} failed, the run goes on without it: {reason}")
 
     def _keep(self) -> None:
-        """Write down as which run it is to go on, if it is resumed."""
+        """Write down the run's id in each tracker, and how far it was logged, for a resumption."""
         ids = {name: tracker.id for name, tracker in self._trackers.items()}
         state = {**_known(self._folder), **ids, "step": self._step, "samples": self._samples}
         with suppress(OSError):

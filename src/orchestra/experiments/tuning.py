@@ -1,4 +1,4 @@
-"""The trials before a comparison, and what is chosen by them."""
+"""The trials before a comparison, and the choice by them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ class Trial:
 
 @dataclass(frozen=True)
 class Criterion:
-    """What trials are judged by: a metric or "loss", as `by` has it, and whether more is better."""
+    """The criterion of trials: a metric or "loss", by which setting of `by`, and whether higher
+    is better.
+    """
 
     by: str
     metric: str
@@ -52,13 +54,13 @@ class Criterion:
 
     @classmethod
     def of(cls, tune: Tune, target: Target | None) -> Criterion:
-        """Return the target's metric in its direction, or the loss, as `tune` has it."""
+        """Return the target's metric in its direction, or the loss, as `tune` asks."""
         if target is None or tune.by == "loss":
             return cls("loss", "loss", higher=False)
         return cls("target", target.metric, higher=target.at_least is not None)
 
     def score(self, record: RunRecord) -> float | None:
-        """Return the figure of a trial; None where it failed, or diverged."""
+        """Return the figure of a trial; None where it failed or diverged."""
         if record.status != "completed":
             return None
         loss = record.final_loss if self.metric == "loss" else None
@@ -66,7 +68,9 @@ class Criterion:
         return value if value is not None and math.isfinite(value) else None
 
     def cost(self, record: RunRecord) -> tuple[float, float]:
-        """Smaller is better; the loss decides between equal figures."""
+        """Return a key to sort trials by, smaller is better; the loss decides between equal
+        figures.
+        """
         score, loss = self.score(record), record.final_loss
         if score is None:
             return math.inf, math.inf
@@ -132,6 +136,7 @@ def trials(experiment: Experiment) -> list[Trial]:
         for run in once
         for number, settings in enumerate(grid(tune, run))
     ]
+    # First all rows with the first combination, then all with the second: see `runs`.
     return sorted(every, key=lambda trial: trial.number)
 
 
@@ -149,7 +154,7 @@ def choose(
 def write_tuning(
     folder: Path, tune: Tune, training: Training, choices: Mapping[tuple[str, int], Choice]
 ) -> None:
-    """`tuning.json`: how it was chosen, every trial, and the choice."""
+    """Write `tuning.json`: the criterion, every trial, and the choices."""
     criterion = Criterion.of(tune, training.target)
     document = {
         "trials": max((len(choice.outcomes) for choice in choices.values()), default=0),
