@@ -1,6 +1,7 @@
-"""What a machine was measured to take for computation and for messages; see `orchestra calibrate`.
+"""Calibrations: the seconds that a machine was measured to take for computation and for
+messages.
 
-Plain data, kept as JSON that reads well.
+Plain data, kept as JSON that reads well; `orchestra calibrate` writes it.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Curve:
         (least, first), (most, last) = points[0], points[-1]
         if len(points) == 1:
             return first * max(amount, 1) / least
+        # Outside of the measured amounts the first or last stretch goes on.
         place = min(max(bisect_right(points, amount, key=lambda p: p[0]), 1), len(points) - 1)
         (low, before), (high, after) = points[place - 1 : place + 1]
         seconds = before + (after - before) / (high - low) * (amount - low)
@@ -91,7 +93,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Timing:
-    """What a worker takes for a step.
+    """The seconds of a worker's step.
 
     Attributes:
         threads: intra-op threads that it computes with.
@@ -136,6 +138,7 @@ class TaskCosts:
 
     def __post_init__(self) -> None:
         counts = [timing.threads for timing in self.timings]
+        # Amdahl's law beyond the last count goes through that of one thread.
         if counts[:1] != [1] or counts != sorted(set(counts)):
             raise ValueError("the threads of a task's timings have to rise, from 1 on")
 
@@ -160,7 +163,7 @@ class TaskCosts:
 
     @property
     def jitter(self) -> Jitter | None:
-        """How the durations of gradients varied on a core that had nothing else to do."""
+        """The variation of the durations of gradients on a core that had nothing else to do."""
         sigma = self.one.gradient.spread_at(self.batch_size) / NORMAL_QUARTILE
         return LogNormal(sigma) if sigma > 0 else None
 
@@ -194,7 +197,7 @@ def at_threads(measured: Sequence[tuple[int, float]], threads: int) -> float:
 
 @dataclass(frozen=True)
 class Messages:
-    """What a message between two ranks of the machine takes, over the bytes with its header.
+    """The seconds of a message between two ranks of the machine, over the bytes with its header.
 
     Attributes:
         send: processor seconds of the sender.
@@ -246,9 +249,7 @@ class Calibration:
     in_memory: MemoryCosts | None = None
 
     def quality_of(self, task: TaskCosts) -> Quality:
-        """Return how far the figures that a simulation of `task` goes by can be trusted, all
-        together.
-        """
+        """Return the quality of all figures together that a simulation of `task` goes by."""
         known = [quality for quality in (self.quality, task.quality) if quality is not None]
         return together(known or [Quality(self.measured_at, self.busy_with_others, 0.0)])
 
@@ -267,12 +268,15 @@ class Calibration:
         return dataclasses.replace(self, quality=marked(self.quality), tasks=tasks)
 
     def overhead(self, task: TaskCosts) -> Overhead:
-        """Return what messages cost beside the links that they cross, in a training of `task`."""
+        """Return the costs of messages beside the links that they cross, in a training of
+        `task`.
+        """
         add = self.work["add"]
         (fewer, short), (more, long) = add.points[0], add.points[-1]
         return Overhead(
             send=self.messages.send.plus(self.messages.handling / 2),
             receive=self.messages.receive.plus(self.messages.handling / 2),
+            # The slope alone: what an addition has beside its bytes is part of `handling`.
             add=(long - short) / (more - fewer) / 4,
             buffer=self.messages.buffer_bytes,
             wire=WIRE,
@@ -283,13 +287,14 @@ class Calibration:
         )
 
     def sharing(self, task: TaskCosts) -> Sharing:
-        """Return what becomes of cores that several threads want, in a training of `task`."""
+        """Return how threads share cores, in a training of `task`."""
         return Sharing(task.shared_speed, self.time_slice, task.refill)
 
     @property
     def cluster(self) -> str:
         """The notation of this machine as a cluster."""
         bandwidth = BANDWIDTH.write(float(f"{self.messages.bandwidth:.3g}"))
+        # Loopback's latency is next to nothing, and may come out at 0 or below (decision 30).
         latency = SECONDS.write(float(f"{max(self.messages.latency, 1e-9):.3g}"))
         return f'one_host({self.cores}, bandwidth="{bandwidth}", latency="{latency}")'
 

@@ -1,4 +1,4 @@
-"""A cluster as data: which machines, joined how, where the ranks are, and what goes wrong."""
+"""A cluster as data: the machines, how they are joined, where the ranks are, and the faults."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Cluster(Settings):
     )
 
     def check(self) -> None:
-        """All names are known, and the switches form one tree.
+        """Check that all names are known, and that the switches form one tree.
 
         Raises:
             Unfit: says which part does not fit.
@@ -83,8 +83,8 @@ class Cluster(Settings):
         return [link for link in ends if link is not None]
 
     def scaled(self, *, bandwidth: float = 1.0, latency: float = 1.0) -> Cluster:
-        """Return the same cluster with the bandwidth and latency between its nodes multiplied by
-        these.
+        """Return the same cluster with the bandwidths and latencies between its nodes
+        multiplied.
         """
 
         def link(old: Link | None) -> Link | None:
@@ -105,6 +105,7 @@ class Cluster(Settings):
         Raises:
             InputError: the placement names another number of ranks, or a fault befalls none.
         """
+        # Kept: the simulation asks for every message.
         if ranks not in self._placed:
             self._placed[ranks] = self._place(ranks)
         return self._placed[ranks]
@@ -116,12 +117,13 @@ class Cluster(Settings):
         return tuple(node.threads(there[node.name], chosen) for node in nodes)
 
     def bandwidths_of(self, ranks: int) -> tuple[float, ...]:
-        """Return bytes/s of each rank's own part of its node's link; of a single node's
+        """Return the bytes/s of each rank's part of its node's link; on a single node, of the
         loopback.
         """
         nodes = self.nodes_of(ranks)
         there = Counter(node.name for node in nodes)
         return tuple(
+            # Both directions are needed for an exchange, and ranks of one node share its link.
             min(link.bandwidth for link in (node.up or node.loopback, node.down or node.loopback))
             / there[node.name]
             for node in nodes
@@ -205,6 +207,7 @@ class Cluster(Settings):
     def speed_changes(self, node: Node) -> Changes:
         """Return the factors on the speed of `node`; slow-downs at the same time multiply."""
         slow = (fault for fault in self.faults if isinstance(fault, SlowDown))
+        # Factors are on the speed, while the fault's is on durations.
         return changes((fault, 1 / fault.factor) for fault in slow if fault.node == node.name)
 
     def bandwidth_changes(self, channel: Channel) -> Changes:
@@ -219,7 +222,9 @@ class Cluster(Settings):
         )
 
     def pauses(self, rank: int, ranks: int) -> tuple[tuple[float, float], ...]:
-        """Return when `rank` is stopped: (from, to) each, rising, apart from one another."""
+        """Return the times (from, to) at which `rank` is stopped, rising and apart from one
+        another.
+        """
         return joined(
             (fault.at, fault.at + fault.seconds)
             for fault in self.faults

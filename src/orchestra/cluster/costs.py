@@ -1,4 +1,4 @@
-"""How long work takes, measured or assumed; and how far measured figures can be trusted."""
+"""The costs of work, measured or assumed, and how far measured figures can be trusted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Cost(Protocol):
     """Seconds over an amount."""
 
     def at(self, amount: float) -> float:
-        """Return the seconds for so many units."""
+        """Return the seconds for `amount` units."""
         ...
 
 
@@ -27,13 +27,13 @@ class Line(Settings):
     each: float = quantity(SECONDS_PER_BYTE, REQUIRED, "for each unit in it", low=0)
 
     def at(self, amount: float) -> float:
-        """Return the seconds for so many units."""
+        """Return the seconds for `amount` units."""
         return self.fixed + self.each * amount
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """What becomes of cores that all compute at the same time, or are wanted by more threads.
+    """How cores are shared that all compute at the same time, or that more threads want.
 
     Attributes:
         speed: a core's while all compute, where it is 1 while one does.
@@ -116,16 +116,16 @@ class Overhead(Settings):
     tcp: Tcp = setting(Tcp(), "what TCP takes of the links")
 
     def message(self, frame_bytes: int) -> MessageCost:
-        """Return what a message of `frame_bytes` bytes costs, its header included."""
+        """Return the costs of a message of `frame_bytes` bytes, its header included."""
         first = self.send.at(0)
-        # Measured costs may fall with the size, by chance.
+        # Measured costs may fall with the size, by chance; time must not go backward.
         rest = max(self.send.at(frame_bytes) - first, 0.0)
         receiving = self.receive.at(frame_bytes)
         return MessageCost(first, rest, receiving)
 
 
 class MessageCost(NamedTuple):
-    """What one message costs.
+    """The costs of one message.
 
     Attributes:
         send_setup: processor seconds of the sender until the first byte leaves.
@@ -139,7 +139,7 @@ class MessageCost(NamedTuple):
 
 
 MAX_WAITED = 0.1
-"""The part of the processor time that others may take from a measurement."""
+"""The part of the processor time that others may take from a measurement (decision 40)."""
 MAX_SPREAD = 0.3
 """The spread up to which repeats can be taken for the same: half of their interquartile range over
 the median. A simulation would draw jitter with a standard deviation of 0.44 from it."""
@@ -147,7 +147,7 @@ the median. A simulation would draw jitter with a standard deviation of 0.44 fro
 
 @dataclass(frozen=True)
 class Quality:
-    """Under what conditions figures were measured.
+    """The conditions under which figures were measured.
 
     Attributes:
         measured_at: date and time, UTC.
@@ -199,5 +199,5 @@ def together(qualities: Sequence[Quality]) -> Quality:
 
 
 def marked(quality: Quality | None) -> Quality | None:
-    """Return the same with the mark that it was kept anyway, where there are doubts."""
+    """Return the quality with the mark that it was kept anyway, where there are doubts."""
     return replace(quality, kept_anyway=True) if quality and quality.doubts else quality

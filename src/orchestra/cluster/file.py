@@ -1,4 +1,4 @@
-"""The file of a cluster: read with the place of whatever is wrong, and written in full."""
+"""The file of a cluster: read with the place of every mistake, and written in full."""
 
 from __future__ import annotations
 
@@ -140,6 +140,7 @@ def _nodes(document: Mapping[str, Entry], places: dict[Part, str]) -> Iterator[N
         replaced = {"speed", "flops"} if {"speed", "flops"} & {*own} else set()
         inside = {k: entry for k, entry in common.items() if k not in replaced} | {**own}
         given: dict[str, Any] = {"name": str(name), **_links(inside, key)}
+        # A file without switches describes nodes at one switch.
         if "link" in inside and "switches" not in document:
             given["switch"] = ROOT
         node = READER.read_settings(Node, group, key, inside, given, also=("count", "link"))
@@ -201,7 +202,8 @@ def _faults(entry: Entry | None, places: dict[Part, str]) -> Iterator[Fault]:
 
 
 def cluster_text(cluster: Cluster) -> str:
-    """Return the file that says `cluster` in full; `read_cluster` gives an equal one back.
+    """Return the text of a file that holds `cluster` in full; `read_cluster` gives an equal one
+    back.
 
     Raises:
         InputError: its overhead is not made of lines.
@@ -215,6 +217,7 @@ def cluster_text(cluster: Cluster) -> str:
         "faults": [{type(fault).__name__: _plain(fault)} for fault in cluster.faults],
     }
     if cluster.overhead is not None:
+        # A file has to say `local`, as no default would be true everywhere.
         overhead = replace(cluster.overhead, local=cluster.overhead.local or Line(0, 0))
         if not all(isinstance(getattr(overhead, end), Line) for end in LINES):
             raise InputError("a measured overhead is no part of a file; leave overhead out")
@@ -223,15 +226,14 @@ def cluster_text(cluster: Cluster) -> str:
 
 
 def alike(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Return `nodes` in their order, those together that follow one another and differ in name
-    alone.
-    """
+    """Return `nodes` in their order, in groups of neighbours that differ in name alone."""
     return [list(group) for _, group in groupby(nodes, lambda node: replace(node, name="any"))]
 
 
 def _groups(nodes: Sequence[Node]) -> Iterator[tuple[str, dict[str, Any]]]:
     names = {node.name for node in nodes}
     for group in alike(nodes):
+        # Nodes that a `count` has made are written as one again, unless another node has that name.
         base = group[0].name.removesuffix("-0")
         counted = [node.name for node in group] == [f"{base}-{i}" for i in range(len(group))]
         if counted and len(group) > 1 and base not in names:

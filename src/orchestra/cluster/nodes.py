@@ -55,9 +55,10 @@ class Normal(Jitter):
     sigma: float = setting(0.05, "standard deviation, in durations", above=0, high=100)
 
     def factor(self, uniform: float) -> float:
-        """Return the quantile of the truncated distribution, from the whole one's inverse."""
+        """Return the quantile of the truncated distribution, by the inverse of the whole one."""
         low, high = 0.1, 1.9
         first = _NORMAL.cdf((low - 1) / self.sigma)
+        # Rounding may reach 1, which has no quantile.
         inside = min(first + uniform * (1 - 2 * first), _MAX_UNIFORM)
         return min(max(1 + self.sigma * _NORMAL.inv_cdf(inside), low), high)
 
@@ -112,6 +113,7 @@ class Drift(Settings):
         """Return the factor over time, in seconds, of one node: from normal numbers of
         `generator`.
         """
+        # The exact step of the process over a tenth of the time constant.
         keep = math.exp(-0.1)
         states = [generator.standard_normal()]
 
@@ -147,7 +149,9 @@ class Channel:
 
 @dataclass(frozen=True)
 class Path:
-    """What a message crosses on its way, in order; `latency` in seconds is that of all together."""
+    """The channels that a message crosses, in order; `latency`, in seconds, is that of all
+    together.
+    """
 
     channels: tuple[Channel, ...]
     latency: float
@@ -168,7 +172,7 @@ class Switch(Settings):
     )  # fmt: skip
 
     def check(self) -> None:
-        """A switch below another one has a link to it, in both directions."""
+        """Check that a switch below another one has a link to it, in both directions."""
         _require_word(self.name)
         if self.to is None and (self.up or self.down):
             raise InputError(f"switch {self.name} has a link, but not to what; give to")
@@ -211,7 +215,9 @@ class Node(Settings):
     )
 
     def check(self) -> None:
-        """Exactly one of speed and flops; a link in both directions, or none; a price is one."""
+        """Check for one of speed and flops, a link in both directions or none, and a price that
+        is one.
+        """
         _require_word(self.name)
         if self.speed is None and self.flops is None:
             raise InputError(f"node {self.name} lacks a speed; give speed: 1 or flops: 1.5 TFLOP/s")
@@ -243,7 +249,9 @@ class Node(Settings):
 
     @property
     def slots(self) -> int:
-        """Ranks that compute at full speed at the same time: one for each device, else core."""
+        """The number of ranks that compute at full speed at the same time: one a device, else
+        one a core.
+        """
         return self.devices or self.cores
 
 

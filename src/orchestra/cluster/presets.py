@@ -266,6 +266,7 @@ class TwoSites(Lan1Gbit):
     def cluster(self) -> Cluster:
         star = self._star()
         line = self._link("wan_bandwidth", "wan_latency")
+        # Ranks are spread in the order of nodes, so each site has neighbouring ranks.
         here = (self.nodes + 1) // 2
         nodes = tuple(
             replace(node, name=f"{site}-{number}", switch=f"site-{site}")
@@ -287,6 +288,7 @@ def gpu_machine(name: str, gpus: int, node: Node, link: Link) -> tuple[list[Node
     price = None
     if node.price is not None:
         amount, currency = read_price(node.price, where="price")
+        # A price is text: nine decimals, so that the sum over the GPUs is the machine's.
         price = f"{amount / gpus:.9f}".rstrip("0").rstrip(".") + f" {currency}/h"
     one = replace(
         node, cores=max(1, node.cores // gpus), devices=1, switch=name, up=link, down=link,

@@ -70,6 +70,7 @@ class Element:
         if match is None or match[2] not in units:
             self.refuse(f"has a {key} {text!r}, which is no number with a known unit")
         try:
+            # As fractions, rounded once: 2 Gbps have to be the same number as 250 MBps.
             return float(Fraction(match[1]) * Fraction(repr(units[match[2]])))
         except OverflowError:
             self.refuse(f"has a {key} {text!r}, which is beyond any machine")
@@ -101,9 +102,11 @@ def parse(path: Path) -> Element:
 
     parser.StartElementHandler = start
     parser.EndElementHandler = lambda _: stack.pop()
+    # Entities that expand each other grow exponentially (a "billion laughs"): none is accepted.
     parser.EntityDeclHandler = entity
     try:
         with path.open("rb") as file:
+            # One more than allowed, so that a larger file is noticed without being read.
             content = file.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             raise InputError(f"{path}: has more than {MAX_BYTES:,} bytes")
@@ -156,6 +159,7 @@ def _joined(
         one, other = sorted(pair)
         near.setdefault(one, {})[other] = links
         near.setdefault(other, {})[one] = links
+    # A connected graph is a tree if it has one edge less than points.
     if len(edges) != len(near) - 1:
         element.refuse("has more than one way between two of its points, or none")
     routes: dict[Pair, list[str]] = {}
@@ -204,7 +208,7 @@ def router_of(cluster: Element) -> str:
 
 
 class NoTree(ValueError):
-    """There is none, on account of the route between `pair`."""
+    """The routes form no tree, on account of the route between `pair`."""
 
     def __init__(self, pair: Pair, reason: str) -> None:
         super().__init__(reason)
@@ -254,8 +258,10 @@ def tree_of(
     for link, used in users.items():
         beyond = frozenset(other for other in points if {first, other} in used)
         others = frozenset(points) - beyond
+        # The link belongs to a tree if it is on all routes between the two sides, and on no other.
         split = {frozenset((here, there)) for here in others for there in beyond}
         if used == split and beyond:
+            # Without a root the first point is a leaf like any other: the link is its own.
             alone = root is None and others == {first}
             branches.setdefault(others if alone else beyond, []).append(link)
         elif len(used) == len(pairs):
@@ -264,6 +270,7 @@ def tree_of(
             pair = min(used ^ split, key=sorted)
             raise NoTree(pair, f"link {link} is on routes that form no tree")
     for one, other in combinations(branches, 2):
+        # Two splits contradict each other if branches overlap without one containing the other.
         if one & other and not (one <= other or other <= one):
             link = branches[other][0]
             pair = min(users[link], key=sorted)

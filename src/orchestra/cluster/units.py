@@ -59,6 +59,8 @@ class Unit:
         if name not in self.factors:
             raise InputError(f"{where}: {text!r}: {self._unknown(name)}")
         try:
+            # Rounded once: what is written into a record and read back is the same cluster, bit for
+            # bit.
             return float(Fraction(match["number"]) * self.factors[name])
         except OverflowError:
             raise InputError(f"{where}: {text!r} is beyond any machine") from None
@@ -73,7 +75,7 @@ class Unit:
         return self.write(float(f"{value:.3g}"))
 
     def name_for(self, value: float) -> str:
-        """Return the name in which `value` is a short number: "MB" for 1.2e6 bytes."""
+        """Return the name of a unit in which `value` is a short number: "MB" for 1.2e6 bytes."""
         number = Decimal(repr(value))
         if number == 0:  # the name that is nearest to one of `base`
             return min(self.written, key=lambda name: abs(self._decimal(name).log10()))
@@ -91,6 +93,7 @@ class Unit:
         return f"{value!r} is no {self.kind}; write a number and its unit: {self.example}"
 
     def _unknown(self, name: str) -> str:
+        # "Gb/s" is read both ways, a factor of 8 apart, and so refused (decision 26).
         bits = re.fullmatch(r"([kKMGT]?)b(?:/s|ps)?", name)
         if bits and self.kind == "bandwidth":
             prefix = bits[1].replace("K", "k")
@@ -103,14 +106,14 @@ _PRICE = re.compile(r"(?P<amount>\d{1,12}(?:\.\d{1,12})?) (?P<currency>[A-Z]{3})
 
 
 def clock_text(seconds: float) -> str:
-    """Return a duration such as 1:05 or 2:03:04."""
+    """Return a duration as text, such as 1:05 or 2:03:04."""
     minutes, rest = divmod(round(max(seconds, 0.0)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def read_price(text: str, *, where: str) -> tuple[float, str]:
-    """Return what an hour costs, and in which currency: "3.06 USD/h".
+    """Return the cost of an hour, and its currency: "3.06 USD/h".
 
     Raises:
         InputError: it is no such text.
