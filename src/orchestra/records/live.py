@@ -1,4 +1,6 @@
-"""A run under way: what `live.json` says, whether it goes on, and the lines added to files."""
+"""A run under way: the content of `live.json`, whether the run goes on, and lines added to
+files.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class RankNow:
-    """What a rank last said.
+    """The last report of a rank.
 
     `seconds` is the time on its stopwatch up to which `arrived` counts: for each rank that sent
     large messages the bytes, and the seconds for which one was arriving.
@@ -69,7 +71,7 @@ class Live:
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the budget is used up, at the pace until now, by the clock on the wall."""
+        """Seconds until the budget is used up, at the pace so far, by the clock on the wall."""
         if self.training_since is None or self.fraction is None:
             return None
         done = self.fraction - self.fraction_then
@@ -81,12 +83,13 @@ def write_live(folder: Path, live: Live) -> None:
     """Replace `live.json` as a whole. What cannot be written is left out: nobody depends on it."""
     path = folder / LIVE
     with contextlib.suppress(OSError):
+        # Without fsync: it is written about once a second, and worth nothing after a crash.
         partial_of(path).write_text(json.dumps(to_plain(live, finite=True)))
         partial_of(path).replace(path)
 
 
 def read_live(folder: Path) -> Live | None:
-    """Return what a run last said; None where there is no such file, or it is none of this
+    """Return the last `live.json` of a run; None where there is none, or it is of another
     version.
     """
     try:
@@ -121,13 +124,15 @@ def holder(folder: Path) -> str | None:
         inode = folder.stat().st_ino
         for line in Path("/proc/locks").read_text().splitlines():
             words = line.split()
+            # A process id of 0 belongs to another namespace, such as a container's; "->" marks one
+            # that waits.
             if words[1] == "FLOCK" and words[5].endswith(f":{inode}") and int(words[4]) > 0:
                 return f"process {words[4]}"
     return None
 
 
 def mean_rates(before: Sequence[RankNow], after: Sequence[RankNow]) -> dict[tuple[int, int], float]:
-    """Return the bytes per second of each pair (source, target), between two moments of the
+    """Return the bytes per second of each pair (source, target) between two moments of the
     stopwatch.
     """
     earlier = {each.rank: each for each in before}
@@ -186,12 +191,15 @@ class Tail:
             return []
         with file:
             status = os.fstat(file.fileno())
+            # A file that was replaced, or has become shorter, is another run's.
             same, size = (status.st_dev, status.st_ino), status.st_size
             if self._file is not None and (same != self._file or size < self._position):
                 self.began_anew = True
                 self._position, self._rest = 0, b""
             self._file = same
             lines = []
+            # To parse 100 MB of steps takes 9 s; its end and lines in between take 0.03 s (decision
+            # 100).
             if size - self._position > self._most_bytes:
                 start = size - self._most_bytes // 2
                 lines = self._sampled(file, self._position, start)

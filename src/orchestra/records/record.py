@@ -111,7 +111,7 @@ class RunRecord:
 
     @property
     def threads_by_rank(self) -> list[int]:
-        """How many threads each rank computed with; of one that was lost, the most of any."""
+        """The threads that each rank computed with; for a rank that was lost, the most of any."""
         known = {part["rank"]: part.get("threads", self.threads) for part in self.by_rank}
         ranks = max((*known, *map(int, self.left_out)), default=-1) + 1
         return [known.get(rank, self.threads) for rank in range(ranks)]
@@ -137,6 +137,7 @@ def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
     """Return the record of a run from what its ranks report; `about` gives the fields they do not
     know.
     """
+    # A rank that a switch made a server has computed samples, too.
     workers = [report for report in reports if report.role == "worker" or report.samples]
     leader = next(report.leader for report in reports if report.leader is not None)
     seconds = max(report.train_seconds for report in reports)
@@ -202,7 +203,7 @@ def write_summary(
     runs: Sequence[RunRecord],
     not_run: Sequence[Mapping[str, Any]] = (),
 ) -> Path:
-    """Write `summary.json` into `folder`, whole or not at all; its path.
+    """Write `summary.json` into `folder`, whole or not at all, and return its path.
 
     `not_run` has the name, ranks and reason of each row that could not be there.
     """
@@ -218,8 +219,7 @@ def write_summary(
 
 
 def read_summary(path: Path) -> list[RunRecord]:
-    """Return the runs that the `summary.json` at `path` tells of; the folder of each is that of
-    `path`.
+    """Return the runs in the `summary.json` at `path`; the folder of each is that of `path`.
 
     Raises:
         FileNotFoundError: there is none.
@@ -239,7 +239,7 @@ def read_summary(path: Path) -> list[RunRecord]:
 
 
 def write_curve(folder: Path, points: Sequence[Point]) -> None:
-    """The figures of the snapshots, one JSON line each, into `curve.jsonl`."""
+    """Write the figures of the snapshots into `curve.jsonl`, one JSON line each."""
     lines = (json.dumps(to_plain(point, finite=True)) + "\n" for point in points)
     write_atomically(folder / "curve.jsonl", "".join(lines))
 
@@ -281,7 +281,7 @@ class Links:
 
     @classmethod
     def of(cls, seconds: float, links: Sequence[Link]) -> Self:
-        """From what each carried."""
+        """Sum up what each of `links` carried in `seconds`."""
         tenths = [0] * TENTHS
         for link in links:
             tenths[min(int(link.share * TENTHS), TENTHS - 1)] += 1
@@ -296,7 +296,7 @@ def write_links(folder: Path, links: Links) -> None:
 
 
 def read_links(folder: Path) -> Links | None:
-    """Return what stands in `links.json` of a run's folder; None where there is none.
+    """Return the content of `links.json` of a run's folder; None where there is none.
 
     Raises:
         InputError: it is damaged.
@@ -340,6 +340,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     try:
         partial.write_bytes(content if isinstance(content, bytes) else content.encode())
         with partial.open("rb") as file:
+            # Otherwise the rename may reach the disk before the content does.
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
@@ -367,6 +368,7 @@ def environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "packages": {name: _version(name) for name in PACKAGES},
         "command": sys.argv,
+        # Where a replay finds the module of the task (decision 66).
         "modules": [p for p in sys.path if p and not p.startswith((sys.prefix, sys.base_prefix))],
     }
 
@@ -380,6 +382,7 @@ def _version(name: str) -> str | None:
 
 def _processor() -> str:
     try:
+        # On Linux `platform.processor()` is empty, or names the architecture alone.
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()

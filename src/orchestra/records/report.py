@@ -1,4 +1,4 @@
-"""What a rank reports of a run: its counters, timeline and curve; and who was a straggler by that.
+"""The report of a rank: its counters, timeline and curve; and stragglers as data.
 
 Plain data, free of torch.
 """
@@ -40,18 +40,23 @@ class Usage:
 
 
 def taken_by_others(usages: Sequence[Usage]) -> float | None:
-    """Return how many cores other programs kept busy in the mean, beside the processes of `usages`,
-    which ran on one machine at the same time; None where that is not known."""
+    """Return the mean number of cores that other programs kept busy, beside the processes of
+    `usages`.
+
+    These ran on one machine at the same time. None where the number is not known.
+    """
     longest = max(usages, key=lambda usage: usage.passed, default=None)
     if longest is None or longest.busy is None or longest.passed < LEAST_SECONDS:
         return None
     own = sum(usage.own for usage in usages)
+    # Both figures are rounded to hundredths of a second, so that the difference may be negative.
     return min(max(longest.busy - own, 0.0) / longest.passed, float(longest.cores))
 
 
 def busy_with_others(usages: Iterable[Usage | None]) -> float | None:
-    """Return the part of a machine's processor time that other programs took; the largest of all
-    machines, None where it is known of none.
+    """Return the part of a machine's processor time that other programs took.
+
+    Of several machines the largest; None where it is known of none.
     """
     by_machine: dict[str, list[Usage]] = {}
     for usage in usages:
@@ -112,7 +117,7 @@ def is_rising(name: str) -> bool | None:
 
 
 class Message(NamedTuple):
-    """Which message of a run: the `number`-th from `source` to `target` with this tag."""
+    """A message of a run: the `number`-th from `source` to `target` with this tag."""
 
     source: int
     target: int
@@ -198,6 +203,7 @@ class CounterSeries:
         if points and points[-1].seconds >= counters.seconds:
             points.pop()
         points.append(counters)
+        # Twice as far apart as the points could be: about half of them stay.
         apart = 2 * (counters.seconds - points[0].seconds) / MAX_POINTS
         if len(points) > MAX_POINTS:
             kept = points[:1]
@@ -258,7 +264,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class LeaderReport:
-    """What only one rank finds out: the worth of the final parameters, and of those before.
+    """The findings of the leader: the worth of the final parameters, and of those before.
 
     `final_loss` and `metrics` are on the test data; the last training loss where there is none.
     Where nothing has values there are neither, and no hash.
@@ -271,7 +277,7 @@ class LeaderReport:
 
 
 def changes_in(decisions: Sequence[Mapping[str, Any]]) -> list[str]:
-    """In words those of the `decisions` of a run by which another strategy went on."""
+    """Return in words those `decisions` of a run by which another strategy went on."""
     return [
         f"after step {each['step']} to {each['then']}: {each['reason']}"
         for each in decisions
@@ -298,12 +304,12 @@ class Straggler:
 
     @property
     def key(self) -> tuple[tuple[int, ...], Cause]:
-        """The same for the same ranks and cause."""
+        """A key that is equal for the same ranks and cause."""
         return self.ranks, self.cause
 
     @property
     def who(self) -> str:
-        """In words: "rank 2 (node-2)", "a link of rank 2 or 3"."""
+        """The ranks in words: "rank 2 (node-2)", "a link of rank 2 or 3"."""
         *most, last = map(str, self.ranks)
         joined = " or " if len(self.nodes) != 1 else " and "
         text = f"rank {', '.join(most)}{joined * bool(most)}{last}"
@@ -313,6 +319,6 @@ class Straggler:
 
     @property
     def text(self) -> str:
-        """In a line: "rank 2 is 3.9x slower (compute), 41 s lost to it"."""
+        """The straggler in a line: "rank 2 is 3.9x slower (compute), 41 s lost to it"."""
         lost = f", {self.lost_seconds:.0f} s lost to it" if self.lost_seconds >= 1 else ""
         return f"{self.who} is {self.factor:.1f}x slower ({self.cause}){lost}"

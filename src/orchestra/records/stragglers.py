@@ -1,4 +1,5 @@
-"""Which ranks held up the others: from what each rank reports of its time, without torch.
+"""Stragglers: the ranks that held up the others, by each rank's report of its time; without
+torch.
 
 A rank reads its counters at some sixty moments (`CounterSeries`). `find` cuts the run into windows,
 and compares ranks and links with their peers in each of them. docs/stragglers.md explains it.
@@ -91,7 +92,7 @@ def find(
 
 @dataclass(frozen=True)
 class Windows:
-    """What ranks did in windows of the run: see `Counters`.
+    """The work of ranks in windows of the run: see `Counters`.
 
     The arrays have a row for each of `ranks` and a column for each window. `arrived` has by source
     and target the bytes of large messages in each window, and the seconds that these took.
@@ -107,7 +108,9 @@ class Windows:
 
     @classmethod
     def of(cls, by_rank: Mapping[int, Sequence[Counters]], edges: Sequence[float]) -> Windows:
-        """Return those between the rising `edges`; sums are linear between the points of a rank."""
+        """Return the windows between the rising `edges`; sums are linear between the points of a
+        rank.
+        """
         sums, arrived = [], {}
         for target, series in by_rank.items():
             times = [point.seconds for point in series]
@@ -137,10 +140,11 @@ class Found(NamedTuple):
 
 
 def others(values: Array) -> Array:
-    """Return the median of the others, for each of two or more values."""
+    """Return for each of two or more values the median of the others."""
     order = np.argsort(values)
     place = np.argsort(order)
     rest = len(values) - 1
+    # Without the value itself the ranks above it move down by one.
     low, high = (values[order[k + (k >= place)]] for k in ((rest - 1) // 2, rest // 2))
     median: Array = (low + high) / 2
     return median
@@ -149,16 +153,19 @@ def others(values: Array) -> Array:
 def noise_of(logarithms: Collection[Array]) -> float:
     """Return the standard deviation of a window, from the differences between one and the next."""
     steps = np.concatenate([np.abs(np.diff(np.clip(row, -CLEAR, CLEAR))) for row in logarithms])
+    # The difference of two normal numbers has the mean magnitude 2 sigma / sqrt(pi). Neighbours are
+    # compared, as a lasting difference leaves these alone (decision 92).
     return float(steps.mean()) * math.sqrt(math.pi) / 2 if steps.size else 0.0
 
 
 def stretches(logs: Array, least: float, noise: float, begin: int = 0) -> Iterator[tuple[int, int]]:
-    """From where to where the logarithms of ratios are at least `least` in the mean, for certain.
+    """Yield where the logarithms of ratios are at least `least` in the mean, for certain.
 
     A stretch has the largest sum of what exceeds the half of `least`, where each window counts as
     much as another at most.
     """
     logs = np.clip(logs, -CLEAR, CLEAR)
+    # The segment with the largest sum (Kadane); its ends are then moved in to where it is clear.
     half, best, total, first, span = least / 2, 0.0, 0.0, 0, (0, 0)
     for index, value in enumerate(logs.tolist()):
         if total <= 0:
@@ -196,6 +203,8 @@ def slow_ranks(ranks: Sequence[int], windows: Windows, width: float) -> Iterator
     compute, read = windows.compute[rows], windows.input[rows]
     work = compute + read
     by_sample = _ratios(work, samples)
+    # A slow rank with a small share is ready with the others, and one with a large share is not
+    # slow.
     logs = np.minimum(by_sample, _ratios(work, steps))
     noise = noise_of(logs)
     for row, own in enumerate(logs):
@@ -234,7 +243,7 @@ def _ratios(work: Array, amount: Array) -> Array:
 
 
 def slow_links(windows: Windows, nodes: Mapping[int, str], width: float) -> Iterator[Found]:
-    """Ranks, or all those of a node, to and from which bytes take longer than elsewhere.
+    """Yield ranks, or all those of a node, to and from which bytes take longer than elsewhere.
 
     If that is half of all, the network is like that, and nobody is slower than others.
     """
@@ -246,6 +255,7 @@ def slow_links(windows: Windows, nodes: Mapping[int, str], width: float) -> Iter
     for arrived, local in ((inside, {}), (across, nodes)):
         found = list(_slow_pairs(arrived, local, width)) if len(arrived) > 2 else []
         named = {rank for each in found for rank in each.ranks}
+        # Half of all ranks behind slow links are the network, not stragglers.
         if len(found) == 1 or 2 * len(named) < len(windows.ranks):
             yield from found
 
@@ -281,8 +291,9 @@ def _slow_pairs(arrived: _Arrived, nodes: Mapping[int, str], width: float) -> It
 
 
 def _byte_ratios(arrived: _Arrived) -> tuple[dict[_Pair, Array], dict[_Pair, Array]]:
-    """By window: the logarithm of the seconds a byte over the others' median, NaN where there were
-    no messages; seconds beyond it."""
+    """Return by window the logarithm of the seconds a byte over the others' median, NaN where
+    there were no messages, and the seconds beyond it.
+    """
     logs = {pair: np.full_like(size, np.nan) for pair, (size, _) in arrived.items()}
     excess = {pair: np.zeros_like(size) for pair, (size, _) in arrived.items()}
     for k in range(len(next(iter(logs.values())))):
@@ -305,7 +316,7 @@ def _rates(arrived: _Arrived, first: int, last: int) -> dict[_Pair, float]:
 
 
 def _usual(rates: Mapping[_Pair, float]) -> dict[_Pair, float]:
-    """Return what the rate of a pair is compared with: the median of the other pairs with this
+    """Return the rate that each pair is compared with: the median of the other pairs with this
     source, or with this target, whichever is faster; where there are none, of all others.
 
     All that a server sends, or gets, shares its link: it says nothing that this takes longer than
@@ -322,6 +333,8 @@ def _usual(rates: Mapping[_Pair, float]) -> dict[_Pair, float]:
         if len(members) > 1:
             medians = others(np.array([rates[pair] for pair in members])).tolist()
             for pair, median in zip(members, medians, strict=True):
+                # The faster side: all pairs of a server share its link, and would excuse each
+                # other.
                 akin[pair] = min(akin.get(pair, math.inf), median)
     return found | akin
 
@@ -329,8 +342,8 @@ def _usual(rates: Mapping[_Pair, float]) -> dict[_Pair, float]:
 def _blamed(
     worst: _Pair, slow: Mapping[_Pair, bool], ends: Mapping[int, int | str]
 ) -> set[int | str]:
-    """Return the end of the `worst` pair of which the larger part of the pairs is `slow`; both
-    where that does not tell.
+    """Return the end of the `worst` pair at which the larger part of the pairs is `slow`; both
+    if equal.
     """
 
     def part(end: int | str) -> float:

@@ -36,6 +36,7 @@ def write_trace(folder: Path, reports: Sequence[RankReport]) -> None:
     events = trace_events(reports)
     if events:
         text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
+        # Without the time of writing, equal timelines are equal files.
         write_atomically(folder / FILE, gzip.compress(text.encode(), mtime=0))
 
 
@@ -98,7 +99,8 @@ def _without_others(piece: Slice, sent: Mapping[Message, float]) -> Iterator[Sli
     at = piece.start if piece.message is None else sent.get(piece.message, piece.start)
     if piece.category == "receive" and piece.start < at <= piece.end:
         step = {name: value for name, value in piece.args.items() if name == "step"}
-        if _micros(piece.start) < _micros(at):  # in virtual time a rounding may lie between
+        # In virtual time both may be rounded to the same microseconds.
+        if _micros(piece.start) < _micros(at):
             yield piece._replace(name="move other messages", end=at, args=step, message=None)
         piece = piece._replace(start=at)
     yield piece
@@ -119,7 +121,9 @@ def _names(report: RankReport, timeline: Timeline) -> Iterator[Event]:
 
 
 def _where(rank: int, flow: int) -> Event:
-    """Return process and thread numbers; those of threads have to be unique in Perfetto."""
+    """Return the numbers of process and thread; those of threads have to be unique (decision
+    16).
+    """
     return {"pid": rank, "tid": THREADS * (rank + 1) + flow}
 
 
@@ -136,6 +140,7 @@ def _slice_events(rank: int, piece: Slice, numbers: Mapping[Message, int]) -> It
     if piece.category == "send":
         yield {"ph": "s", "ts": start, **arrow}
     else:
+        # An arrow binds to the slice around its moment, and a slice does not hold its own end.
         inside = round(max(start, end - NANOSECOND), 3)
         yield {"ph": "f", "bp": "e", "ts": inside, **arrow}
 
@@ -205,7 +210,8 @@ def _parts(slices: Sequence[Event]) -> list[list[Event]]:
 
 
 def longest_waits(folder: Path) -> dict[int, str]:
-    """By rank, whom its main flow waited for longest, with the part of the time that it did so.
+    """Return whom each rank's main flow waited for longest, with the part of the time that it
+    did so.
 
     The time is that of the steps that the timeline in `folder` shows. A rank that came to serve
     has whom it waited for meanwhile, without a part. Empty where there is no timeline.
