@@ -25,7 +25,8 @@ Tensors: TypeAlias = dict[str, Tensor]
 
 
 def cached(name: str, make: Callable[[], Tensors]) -> Tensors:
-    """Return what `make` gives, from the file `name` in the cache folder if a whole one is there.
+    """Return the tensors of `make`, from the file `name` in the cache folder if a whole one is
+    there.
 
     Otherwise it is made and kept there, by one process of those that ask at the same time; the
     others wait for it. A damaged file is replaced. Where the folder cannot be written, each
@@ -45,6 +46,8 @@ def cached(name: str, make: Callable[[], Tensors]) -> Tensors:
         with ExitStack() as stack:
             with suppress(OSError):
                 path.parent.mkdir(parents=True, exist_ok=True)
+                # A file of its own: the content is renamed into place, and a lock would stay with
+                # the old file.
                 lock = stack.enter_context(path.with_suffix(".lock").open("w"))
                 fcntl.flock(lock, fcntl.LOCK_EX)
             tensors = _read(path)  # another process may have made them meanwhile
@@ -63,6 +66,7 @@ def _read(path: Path) -> Tensors | None:
             tensors: Tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError):
         return None
+    # safetensors has no checksum: a file whose middle was damaged would be read.
     return tensors if expected == _checksum(tensors) else None
 
 
@@ -84,7 +88,7 @@ def split(
 
 
 def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the mean over the batch."""
+    """Return the mean cross entropy over the batch."""
     images, labels = batch
     return functional.cross_entropy(model(images), labels)
 
@@ -114,12 +118,14 @@ def standardised(
 def random_view(
     batch: tuple[Tensor, ...], mean: float | Tensor, deviation: float | Tensor
 ) -> tuple[Tensor, ...]:
-    """`standardised`, then each image mirrored or not, and shifted by up to 4 pixels.
+    """Standardise images, mirror each or not, and shift it by up to 4 pixels.
 
     Draws from torch's global generator.
     """
     images, labels = standardised(batch, mean, deviation)
     mirrored = torch.rand(len(images), 1, 1, 1) < 0.5
+    # After standardisation 0 is the mean colour.
+    # After standardisation 0 is the mean colour.
     return random_shift((torch.where(mirrored, images.flip(3), images), labels), 0.0, reach=4)
 
 
@@ -198,7 +204,7 @@ class ResidualBlock(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape (n, inputs, height, width) to (n, outputs, height / stride, width / stride)."""
+        """Map shape (n, inputs, height, width) to (n, outputs, height / stride, width / stride)."""
         shortcut = x[:, :, :: self.stride, :: self.stride]
         shortcut = functional.pad(shortcut, (0, 0, 0, 0, 0, self.widening))
         return functional.relu(shortcut + self.layers(x))

@@ -35,8 +35,9 @@ SPLIT_SEED = 0
 
 
 def digits(chosen: settings.Digits) -> Task:
-    """scikit-learn's digits, and a small CNN."""
+    """Return the task: scikit-learn's digits, and a small CNN."""
     pixels, labels, *parts = split_digits()
+    # Of the training images alone: nothing of the test may be known in training.
     mean, deviation = pixels[parts[0]].mean(), pixels[parts[0]].std()
     images = ((pixels - mean) / deviation).unsqueeze(1)
     shift = partial(random_shift, background=float(-mean / deviation))
@@ -89,7 +90,7 @@ CHUNK = 2_000
 
 
 def digits28(chosen: settings.Digits28) -> Task:
-    """Return distorted digits, and LeNet-5."""
+    """Return the task: distorted digits, and LeNet-5."""
     images, labels, _ = distorted_digits(chosen.distortion)
     splits = split(images, labels, [TRAIN, VALIDATION, TEST], chosen.train_samples)
     transform = partial(standardised, mean=MEAN, deviation=DEVIATION)
@@ -113,6 +114,7 @@ def _made(distortion: float) -> dict[str, Tensor]:
     # RandomState: NumPy promises that its stream never changes.
     random = numpy.random.RandomState(IMAGE_SEED)
     sizes = zip(parts, (TRAIN, VALIDATION, TEST), strict=True)
+    # Split before distorting: two distortions of one original would be in training and test.
     originals = numpy.concatenate([_in_turns(part.numpy(), size, random) for part, size in sizes])
     large = _enlarged(pixels.double().numpy())
     chunks = numpy.split(originals, range(CHUNK, len(originals), CHUNK))

@@ -49,7 +49,7 @@ CHUNK = 500
 
 
 def images(chosen: settings.Images) -> Task:
-    """Return the images, mapped from the cache, and ResNet-20."""
+    """Return the task: images mapped from the cache, and ResNet-20."""
     name = f"images-recipe{RECIPE}-noise{chosen.noise!r}.safetensors"
     made = cached(name, lambda: _made(chosen.noise))
     sizes = [TRAIN, VALIDATION, TEST]
@@ -63,6 +63,7 @@ def _made(noise: float) -> dict[str, Tensor]:
     # RandomState: NumPy promises that its stream never changes.
     random = numpy.random.RandomState(IMAGE_SEED)
     waves, colours = _textures(random, CLASSES)
+    # Each class in turn, so that every split has all of them equally often.
     labels = numpy.arange(TRAIN + VALIDATION + TEST) % CLASSES
     chunks = numpy.split(labels, range(CHUNK, len(labels), CHUNK))
     images = [_drawn(waves[chunk], colours[chunk], noise, random) for chunk in chunks]
@@ -142,8 +143,8 @@ def data_folder(task: str, folder: str, source: str) -> Path:
 def hold_out(
     task: str, tensors: tuple[Tensor, ...], samples: int
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return tensors of equal first dimension without `samples` entries, and these; always the same
-    ones.
+    """Return tensors of equal first dimension without `samples` entries, and these; always the
+    same ones.
 
     Raises:
         InputError: nothing would be left to train on.
@@ -177,7 +178,7 @@ MNIST_MEAN, MNIST_DEVIATION = 0.1307, 0.3081
 
 
 def mnist(chosen: settings.Mnist) -> Task:
-    """Return the images in memory, and LeNet-5."""
+    """Return the task: images in memory, and LeNet-5."""
     folder = data_folder("mnist", chosen.folder, MNIST_SOURCE)
     rest, held = hold_out("mnist", mnist_images(folder, "training"), chosen.validation_samples)
     transform = partial(standardised, mean=MNIST_MEAN, deviation=MNIST_DEVIATION)
@@ -237,6 +238,7 @@ def read_idx(folder: Path, name: str, dimensions: int) -> tuple[Path, Tensor]:
             f"task mnist: {path}: {len(content) - header} bytes follow the header, which "
             f"announces {math.prod(shape)}; the file is not whole: fetch it again ({MNIST_SOURCE})"
         )
+    # A bytearray, since torch warns of memory that cannot be written.
     return path, torch.frombuffer(content, dtype=torch.uint8)[header:].view(shape)
 
 
@@ -253,7 +255,7 @@ CIFAR_MEAN, CIFAR_DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
 def cifar10(chosen: settings.Cifar10) -> Task:
-    """Return the images in memory, and ResNet-20."""
+    """Return the task: images in memory, and ResNet-20."""
     folder = data_folder("cifar10", chosen.folder, CIFAR_SOURCE)
     rest, held = hold_out("cifar10", training_images(folder), chosen.validation_samples)
     test = cifar10_images(folder / CIFAR_TEST)
