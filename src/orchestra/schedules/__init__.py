@@ -87,6 +87,8 @@ def ring(ranks: int) -> Schedule:
     return Schedule("ring", ranks, ranks, rounds, all_reduce=True)
 
 
+# Made once, as all others are: results are kept by schedule, and a second one would not be equal, as
+# its functions are not.
 @functools.cache
 def ring_reduce_scatter(ranks: int) -> Schedule:
     """Return the first half of `ring`: rank i ends with the sum of piece (i + 1) mod N.
@@ -130,6 +132,7 @@ def halving_doubling(ranks: int) -> Schedule:
         yield from _fold(ranks, core, core, REDUCE)
         distance = core // 2
         while distance:
+            # The half that the partner goes on with; the sender is done with it.
             given = (rank ^ distance) // distance * distance
             yield _columns(rank, rank ^ distance, given, given + distance, REDUCE)
             distance //= 2
@@ -205,6 +208,7 @@ def reduce_to_one(ranks: int) -> Schedule:
         if ranks > 1:
             others = np.arange(1, ranks)
             yield _single(others, np.zeros_like(others), np.zeros_like(others), REDUCE)
+            # All get the bits of rank 0's sum, in whatever order others would have added.
             yield from broadcast(ranks, 0).rounds()
 
     return Schedule("reduce_to_one", ranks, 1, rounds, all_reduce=True)
@@ -302,7 +306,7 @@ def _power_of_two(ranks: int) -> int:
 
 
 def _distances(core: int) -> Iterator[int]:
-    """1, 2, 4 ... below `core`."""
+    """Yield 1, 2, 4 ... below `core`."""
     yield from (1 << bit for bit in range(core.bit_length() - 1))
 
 

@@ -57,7 +57,9 @@ def _checked(costs: Sequence[Sequence[float]]) -> Costs:
 
 
 def _best(costs: Costs) -> Order:
-    """First the smallest slowest link; then the smallest sum over links no slower than that."""
+    """Return the order with the smallest slowest link and, among these, the smallest sum."""
+    # Two passes: the best beginning of a path depends on whether a slow link follows, so that one
+    # dynamic program cannot find the smallest sum among the smallest maxima (decision 17).
     _, slowest = _shortest_cycle(costs, np.maximum)
     order, _ = _shortest_cycle(np.where(costs <= slowest, costs, np.inf), np.add)
     return order
@@ -96,6 +98,7 @@ def _improved(costs: Costs) -> Order:
 
     def price(order: Order) -> tuple[float, float]:
         """Return the slowest link of a ring, and the sum of all."""
+        # The link back to the first rank belongs to the ring.
         links = costs[order, order[1:] + order[:1]]
         return float(links.max()), float(links.sum())
 
@@ -113,10 +116,11 @@ def _improved(costs: Costs) -> Order:
 
 
 def _nearest(costs: Costs, start: int) -> Order:
-    """Always on to the nearest rank that was not visited yet."""
+    """Return the order that goes on to the nearest rank that was not visited yet."""
     order = [start]
     left = set(range(len(costs))) - {start}
     while left:
+        # Sorted, as a set has no order: of equal costs the lowest rank is taken.
         order.append(min(sorted(left), key=lambda rank: costs[order[-1], rank]))
         left.remove(order[-1])
     return tuple(order)

@@ -1,9 +1,9 @@
-"""Which sums a schedule forms, and in which order it adds: what decides their bits.
+"""The sums that a schedule forms, and the order in which it adds, which decides their bits.
 
 Both are found by running the schedule on names in place of numbers. a + b has the bits of b + a,
-so a sum is known by its tree of pairs. Where the tree is a chain, as in a ring, pieces that begin
-at different ranks are added up together: rank after rank, each is added to all pieces whose turn it
-is, which lie side by side.
+so a sum is known by its tree of pairs. Where the tree is a chain, as in a ring, pieces that
+begin at different ranks are added up together: rank after rank, each is added to all pieces
+whose turn it is, which lie side by side.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Sums:
         return bool(self.copied or self.chained or self.others)
 
     def read(self, cuts: Sequence[int]) -> int:
-        """Return how many elements of all vectors together are read for these sums."""
+        """Return the number of elements of all vectors together that are read for these sums."""
         found = sum(cuts[end] - cuts[first] for first, end, _ in self.copied)
         for first, end, _, other in self.chained:
             found += (cuts[end] - cuts[first]) * (1 if other is None else 2)
@@ -131,7 +131,9 @@ def _chain(tree: Tree) -> list[int] | None:
 
 
 def _interleaved(chains: list[tuple[int, int, list[int]]]) -> list[Chained]:
-    """Rank after rank, round and round; side by side means in one go."""
+    """Return the additions rank after rank, round and round; pieces side by side are added in
+    one go.
+    """
     done = [1] * len(chains)
     left = sum(len(chain) - 1 for _, _, chain in chains)
     ranks = 1 + max((max(chain) for _, _, chain in chains), default=0)
@@ -162,6 +164,8 @@ class _Names:
     def run(self, rounds: Iterable[Round]) -> None:
         held = self.held
         for transfers in rounds:
+            # First all of the round is read: a transfer carries what its source held when the round
+            # began.
             arriving = [
                 (target, piece, operation, held[source][piece])
                 for source, target, first, end, operation in transfers.tolist()
@@ -173,6 +177,7 @@ class _Names:
                 )
 
     def _sum(self, own: int, other: int) -> int:
+        # a + b has the bits of b + a.
         pair = (min(own, other), max(own, other))
         if pair not in self._pairs:
             self._pairs[pair] = len(self.trees)
@@ -271,9 +276,10 @@ class Stage:
         return len(covered) * all(taken == everything for taken in self.taken.values())
 
 
+# For 256 ranks on 32 nodes making them anew for each node took longer than all else (decision 82).
 @functools.lru_cache(maxsize=1)
 def rounds_of(schedule: Schedule) -> Sequence[Round]:
-    """Return all rounds, for whoever needs them again and again: for the ranks of each host."""
+    """Return all rounds, for callers that need them for each host."""
     return tuple(schedule.rounds())
 
 
@@ -321,6 +327,7 @@ def _live(schedule: Schedule, wanted: frozenset[int]) -> Mapping[int, NDArray[np
         before = live.copy()
         rows = rounds[number].tolist()
         for _, target, first, end, operation in rows:
+            # What is overwritten does not matter before.
             if operation == COPY:
                 before[target, first:end] = False
         for source, target, first, end, _ in rows:
