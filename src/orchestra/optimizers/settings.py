@@ -18,7 +18,7 @@ from orchestra.settings.notation import calls_in
 
 
 def _require_literals(arguments: Mapping[str, object], name: str) -> None:
-    """Only what a file can say may stand here; a word without quotes was read as a `Call`."""
+    """Refuse arguments that no file can hold; a word without quotes was read as a `Call`."""
     for key, value in arguments.items():
         for call in calls_in(value):
             raise InputError(f"{name}.{key}: {call.name} is not a literal; quote it: {call.name!r}")

@@ -1,4 +1,5 @@
-"""A torch.optim optimizer as a value: class, arguments and groups, rebuilt where the update is.
+"""A torch.optim optimizer as a value: class, arguments and groups, rebuilt where updates are
+made.
 
 And its moments by parameter name, whole or in parts.
 """
@@ -41,7 +42,7 @@ REFUSED: Mapping[type[torch.optim.Optimizer], str] = {
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """How to make the optimizer of some parameters, by name.
+    """The recipe for the optimizer of some parameters, by name.
 
     `groups` holds for each parameter group the names of its parameters and the arguments that
     differ from `arguments`. Hooks and anything else attached to an instance do not travel.
@@ -58,7 +59,8 @@ class OptimizerSpec:
 
     @staticmethod
     def from_settings(settings: OptimizerSettings, names: Sequence[str]) -> OptimizerSpec:
-        """Return the spec that an experiment's `optimizer` and `parameter_groups` mean for `names`.
+        """Return the spec that an experiment's `optimizer` and `parameter_groups` give for
+        `names`.
 
         A parameter belongs to the first group whose pattern is found in its name.
         """
@@ -95,18 +97,18 @@ class OptimizerSpec:
             groups.append((members, overrides))
         arguments, known = optimizer.defaults, inspect.signature(type(optimizer)).parameters
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
-            # the groups hold the defaults that the constructor does not take
+            # Some defaults are no arguments of the constructor; the groups hold them anyway.
             arguments = {name: value for name, value in arguments.items() if name in known}
         return OptimizerSpec(type(optimizer), dict(arguments), tuple(groups))
 
     @property
     def elementwise(self) -> bool:
-        """A tensor may be cut and its parts updated apart."""
+        """True if a tensor may be cut, and its parts updated apart."""
         return self.cls in ELEMENTWISE
 
     @property
     def stateless(self) -> bool:
-        """An update depends on the gradient and the parameters alone: SGD without momentum."""
+        """True if an update depends on gradient and parameters alone: SGD without momentum."""
         momenta = [{**self.arguments, **group}.get("momentum", 0.0) for _, group in self.groups]
         return self.cls is torch.optim.SGD and not any(momenta)
 
@@ -119,12 +121,13 @@ class OptimizerSpec:
             rate = overrides.get("lr", default)
             if rate is None:
                 names = sorted(name for members, _ in self.groups for name in members)
+                # The class's own default, which only an instance tells.
                 return get_rates(self.build({name: torch.zeros(1, 1) for name in names}))
             rates.append(float(rate))
         return tuple(rates)
 
     def check(self) -> None:
-        """Fail early, and clearly, where the class refuses its arguments, or a group's.
+        """Refuse early, and clearly, arguments that the class or a step of it does not take.
 
         Some of them only a step refuses, which each group takes on a matrix of one element: every
         class takes matrices.
@@ -132,7 +135,8 @@ class OptimizerSpec:
         for members, overrides in self.groups:
             arguments = {**self.arguments, **overrides}
             if arguments.get("capturable"):
-                arguments["capturable"] = False  # for devices: refused on the CPU
+                # Meant for devices, and refused on the CPU, where this step is taken.
+                arguments["capturable"] = False
             one = OptimizerSpec(self.cls, arguments, ((members, {}),))
             parameter = torch.zeros(1, 1, device="cpu")
             parameter.grad = torch.zeros_like(parameter)
@@ -219,8 +223,8 @@ class OptimizerPart:
 def join_moments(
     parts: Iterable[Mapping[str, Any]], parameters: Mapping[str, Tensor], *, elementwise: bool
 ) -> Moments:
-    """Return the moments of whole `parameters`, from what `OptimizerPart.moments` gave on all
-    ranks.
+    """Return the moments of whole `parameters`, from those that `OptimizerPart.moments` gave on
+    all ranks.
     """
     joined: Moments = {}
     for part in parts:
@@ -228,6 +232,7 @@ def join_moments(
         shape = parameters[part["name"]].shape
         for key, value in part["state"].items():
             if isinstance(value, Tensor) and elementwise and value.dim():
+                # Element-wise state has the parameter's shape, and is cut where the parameter is.
                 flat = whole.setdefault(key, value.new_zeros(shape)).view(-1)
                 flat[first : first + value.numel()] = value.reshape(-1)
             else:
@@ -263,7 +268,8 @@ def install_moments(
             if isinstance(value, Tensor) and elementwise and value.dim():
                 part = value.reshape(-1)[first : first + tensor.numel()]
                 state[key] = part.to(tensor.device, copy=True).view(tensor.shape)
-            elif isinstance(value, Tensor):  # numbers, such as counts of steps, stay where they are
+            # Counts of steps stay where they are: torch keeps them on the CPU.
+            elif isinstance(value, Tensor):
                 state[key] = value.to(tensor.device if value.dim() else value.device, copy=True)
             else:
                 state[key] = value

@@ -87,8 +87,8 @@ def ring(ranks: int) -> Schedule:
     return Schedule("ring", ranks, ranks, rounds, all_reduce=True)
 
 
-# Made once, as all others are: results are kept by schedule, and a second one would not be equal, as
-# its functions are not.
+# Made once, as all others are: results are kept by schedule, and a second one would not be equal,
+# as its functions are not.
 @functools.cache
 def ring_reduce_scatter(ranks: int) -> Schedule:
     """Return the first half of `ring`: rank i ends with the sum of piece (i + 1) mod N.

@@ -161,7 +161,7 @@ class WorkQueue:
     def _take(self, worker: int) -> WorkItem:
         first = self._next
         if self._returned:
-            # The earliest samples first: under a bound all wait for the first gap in what is applied.
+            # The earliest first: under a bound all wait for the first gap in what is applied.
             return heapq.heappop(self._returned)
         if first == self._stop:
             return WorkItem(Kind.END, first, first, self._level)

@@ -57,18 +57,23 @@ def sources_of(graph: Graph) -> Graph:
 
 
 def connected(topology: Topology, ranks: int) -> bool:
-    """True if information of any rank reaches every other one, through the graphs of a period."""
+    """Return whether information of any rank reaches every other one, through the graphs of a
+    period.
+    """
     return connect([topology.graph(ranks, step) for step in range(topology.period(ranks))])
 
 
 def connect(graphs: Sequence[Graph]) -> bool:
-    """True if `graphs`, in turn and repeated, carry information of any rank to every other one."""
+    """Return whether `graphs`, in turn and repeated, carry information of any rank to every
+    other one.
+    """
     ranks = len(graphs[0])
     forward = [{target for graph in graphs for target in graph[rank]} for rank in range(ranks)]
     backward: list[set[int]] = [set() for _ in range(ranks)]
     for rank, targets in enumerate(forward):
         for target in targets:
             backward[target].add(rank)
+    # Whoever rank 0 reaches and is reached by reaches all others through it.
     return all(len(_reached(links)) == ranks for links in (forward, backward))
 
 
@@ -127,7 +132,7 @@ class Exponential(Topology):
         return 1 if self.peers is None else len(self._powers(ranks, self.peers + 1))
 
     def links(self, ranks: int, step: int) -> Graph:
-        """Rank i sends to i + each distance of the step."""
+        """Return the graph of a step: rank i sends to i + each distance of the step."""
         if self.peers is None:
             return _circulant(ranks, set(self._powers(ranks, 2)))
         power = self._powers(ranks, self.peers + 1)[step]
@@ -174,6 +179,7 @@ class RandomRegular(Topology):
 
     def links(self, ranks: int, step: int) -> Graph:
         degree = min(self.degree, ranks - 1)
+        # Each edge has two ends, so that ranks x degree has to be even.
         degree += ranks * degree % 2
         _require_room(ranks, degree, MAX_DRAWN)
         distances = list(range(1, degree // 2 + 1))
@@ -188,6 +194,7 @@ class RandomRegular(Topology):
 def _shuffle_edges(edges: list[tuple[int, int]], ranks: int, stream: random.Random) -> None:
     """Exchange ends of pairs of edges, until many were tried and the graph is connected."""
     present, tried = set(edges), 0
+    # An exchange may cut the graph in two, so that it goes on until it is connected.
     while tried < 10 * len(edges) or len(_reached(_neighbours(edges, ranks))) < ranks:
         tried += 1
         first, second = stream.randrange(len(edges)), stream.randrange(len(edges))
@@ -231,6 +238,7 @@ def doubly_stochastic(graph: Graph) -> Weights:
         )
     rows = []
     for rank, peers in enumerate(graph):
+        # Metropolis and Hastings: both ends of a link take the same weight.
         row = {peer: 1.0 / (1 + max(len(peers), len(graph[peer]))) for peer in peers}
         rows.append({rank: 1.0 - sum(row.values()), **row})
     return tuple(rows)
@@ -248,6 +256,7 @@ def random_shares(targets: tuple[int, ...], rank: int, step: int, seed: int) -> 
     """Return the shares that `rank` sends to each target, and keeps: parts of 1, random in each
     step.
     """
+    # A text seeds alike in every process, which `hash` does not.
     stream = random.Random(f"{seed}-{rank}-{step}")
     drawn = {to: stream.uniform(0.1, 1.0) for to in (rank, *targets)}
     total = sum(drawn.values())
