@@ -1,4 +1,4 @@
-"""What a rank reads: samples by their place in the global stream, and batches by their step."""
+"""The samples that a rank reads, by their place in the global stream, and batches by their step."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class MapSamples:
         self._order = GlobalOrder(samples, seed)
 
     def read(self, start: int, stop: int) -> Any:
-        """Draws no random numbers but those of the dataset itself."""
+        """Return the batch; draw no random numbers but those of the dataset itself."""
         places = self._order.indices(start, stop)
         indices = (places if self._members is None else self._members[places]).tolist()
         if getattr(self._dataset, "__getitems__", None):
@@ -110,10 +110,14 @@ class IterableSamples:
         self._position = 0
 
     def read(self, start: int, stop: int) -> Any:
-        if start < self._position:  # the batch of a worker that was lost
+        # The batch of a lost worker comes back to another one, which has read beyond it.
+        if start < self._position:
             self._stream, self._position = _epochs(self._dataset), 0
         if start > self._position:
+            # Augmentation inside the dataset draws from the global generator, also for samples that
+            # are skipped (decision 9). Without devices: each GPU's state would be copied, too.
             with torch.random.fork_rng(devices=[]):
+                # `islice` from n on draws what is before, and `next` the last of these.
                 next(islice(self._stream, start - self._position - 1, None))
         self._position = stop
         return self._collate(list(islice(self._stream, stop - start)))
@@ -137,7 +141,7 @@ def _epochs(dataset: IterableDataset[T]) -> Iterator[T]:
 
 
 def open_samples(dataset: Dataset[Any], seed: int, collate: Collate | None) -> Samples:
-    """Return the stream of `dataset`; `seed` shuffles a map-style one. `collate`: torch's by
+    """Return the stream of `dataset`; `seed` shuffles a map-style one. `collate` is torch's by
     default.
     """
     collate = collate or default_collate
@@ -154,8 +158,8 @@ def open_shard(
     shares: Sequence[float],
     worker: int,
 ) -> Samples:
-    """Return the stream of the samples that `sharding` gives to one worker; `shares` are all
-    workers'.
+    """Return the stream of the samples that `sharding` gives to one worker; `shares` are those
+    of all.
 
     Raises:
         InputError: there is no telling which sample is where, or of which class.

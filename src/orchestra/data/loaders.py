@@ -70,7 +70,8 @@ class ShardedLoader(ABC):
 def shard_loader(
     loader: Loader, workers: int, index: int, seed: int, alike: Alike | None = None
 ) -> ShardedLoader:
-    """Worker `index`'s part of each epoch of `loader`, whose batch size is that of one worker.
+    """Return worker `index`'s part of each epoch of `loader`, whose batch size is that of one
+    worker.
 
     - One worker: `loader` itself, the random numbers that it draws included.
     - A map-style dataset, shuffled or in sequence, in batches: each epoch is one permutation,
@@ -156,6 +157,8 @@ class _Whole(ShardedLoader):
         self.epoch += 1
         if first and _has_sampler(self._loader):
             later = _Later(self._loader.batch_sampler, first)
+            # The loader begins first, and then its sampler draws, as in an epoch that is not
+            # resumed: both draw from the global generator.
             batches: Iterator[Any] = iter(_with_batches(self._loader, later.__iter__))
             later.skip()
         else:
@@ -218,6 +221,7 @@ class _Dealt(ShardedLoader):
         for step in range(first, self._plan.steps):
             start, stop = self._plan.part(step, self._index)
             if start == stop:
+                # A worker without samples takes part in the step; what it reads counts 0.
                 start, stop = self._plan.part(step, 0)
             before = epoch * self._order.samples
             yield self._order.indices(before + start, before + stop).tolist()
@@ -243,7 +247,8 @@ class _EveryNth(ShardedLoader):
         self._repeated: deque[bool] = deque()  # of each item given, whether it is such a first one
         self._items: Any = loader
         self._loader: DataLoader[Any] | None = None
-        if _has_sampler(loader):  # it alone is read whole; others' samples are never loaded
+        # The sampler alone is read whole: samples of other workers are never loaded.
+        if _has_sampler(loader):
             self._items = loader.batch_sampler
             self._loader = _with_batches(loader, self._own_items)
 
@@ -265,6 +270,7 @@ class _EveryNth(ShardedLoader):
                 "read twice and others never: seed its own generators alike on all "
                 "(torch.Generator().manual_seed(0)), and do not deal samples out by rank"
             )
+        # The first item of a turn stands in for one that is not there.
         wanted = {0, self._index}
         turn = [item for n, item in enumerate(turn) if n in wanted]
         for number in itertools.count():
@@ -302,16 +308,18 @@ class QueuedLoader:
 
     @staticmethod
     def of(loader: Loader, seed: int) -> QueuedLoader | None:
-        """Return the queue of `loader`; None if its samples have no place in an epoch, or load
-        early.
+        """Return the queue of `loader`; None if its samples have no place in an epoch, or are
+        loaded early.
         """
         if not isinstance(loader, DataLoader) or not _is_standard(loader):
             return None
+        # Worker processes load batches before the queue has given them out (decision 45).
         return None if loader.num_workers or not len(loader) else QueuedLoader(loader, seed)
 
     def queue(self, start: int, shares: tuple[float, ...]) -> WorkQueue | None:
-        """Return the samples from `start` on, with a pause at the end of each epoch; None for a
-        worker alone, which needs none.
+        """Return the samples from `start` on, with a pause at the end of each epoch.
+
+        None for a worker alone, which needs no queue.
         """
         sizes = tuple((rank, self._batch_size) for rank, share in enumerate(shares) if share)
         return WorkQueue(start, None, sizes, self._samples) if len(sizes) > 1 else None
@@ -353,5 +361,6 @@ def _with_batches(
         "dataset num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context "
         "generator prefetch_factor persistent_workers pin_memory_device in_order"
     )
+    # A DataLoader cannot be given another sampler, nor be copied with its workers.
     options = {name: getattr(loader, name) for name in kept.split()}
     return DataLoader(batch_sampler=_Sampler(lists), **options)

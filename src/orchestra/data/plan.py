@@ -1,4 +1,4 @@
-"""The plan: which part of the global order each rank reads in each step."""
+"""The plan: the part of the global order that each rank reads in each step."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Plan:
         return min(self.start + step * self.global_batch, self.stop)
 
     def deal(self, step: int) -> Deal:
-        """Return what each rank reads in `step`."""
+        """Return the part that each rank reads in `step`."""
         deal = self._deals.get(step)
         if deal is None:
             start, stop = self.position(step), self.position(step + 1)
@@ -84,7 +84,7 @@ class Plan:
 
     @cached_property
     def _deals(self) -> dict[int, Deal]:
-        """Some of the steps asked for: ranks of one process share a plan, and take turns."""
+        """The deals of some steps: ranks of one process share a plan, and take turns."""
         return {}
 
     def counts(self, step: int) -> tuple[int, ...]:
@@ -115,10 +115,12 @@ def apportion(total: int, shares: tuple[float, ...]) -> tuple[int, ...]:
 
     Each count is the exact proportion rounded down or up; equal shares differ by one at most.
     """
+    # As fractions: every rank has to find the same counts, and ties have to be ties.
     weights = [Fraction(share) for share in shares]
     whole = sum(weights)
     exact = [total * weight / whole for weight in weights]
     counts = [int(quota) for quota in exact]
+    # `sorted` is stable, so that of equal remainders the first rank gets the sample.
     by_remainder = sorted(range(len(shares)), key=lambda rank: counts[rank] - exact[rank])
     for rank in by_remainder[: total - sum(counts)]:
         counts[rank] += 1
@@ -126,8 +128,9 @@ def apportion(total: int, shares: tuple[float, ...]) -> tuple[int, ...]:
 
 
 def shares_of(speeds: Sequence[float]) -> tuple[float, ...]:
-    """Return the weights of the parts of ranks that are that fast: 1 in the mean, to three
+    """Return the weights of the parts of ranks with these speeds: 1 in the mean, to three
     decimals.
     """
     mean = sum(speeds) / len(speeds)
+    # Three decimals are more than a measurement is worth; 0 would be a rank without data.
     return tuple(max(round(speed / mean, 3), 0.001) for speed in speeds)
