@@ -101,7 +101,7 @@ def _is_plain(hint: Any) -> bool:
 
 
 def type_text(hint: Any) -> str:
-    """Return `hint` in words a user would use."""
+    """Return `hint` in words for users."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Literal:
         return " or ".join(repr(choice) for choice in parts)
@@ -122,6 +122,7 @@ def _mismatch(value: object, hint: Any) -> Mismatch:
 
 def _choice(value: object, choices: tuple[object, ...]) -> object:
     for choice in choices:
+        # 1 == True == 1.0, but only one of them may be meant.
         if type(value) is type(choice) and value == choice:
             return choice
     if isinstance(value, str) and all(isinstance(choice, str) for choice in choices):
@@ -140,6 +141,7 @@ def _union(value: object, hint: Any, leaf: Callable[[Any, Any], object] | None) 
             continue
     wanted = [part for part in parts if part is not NoneType]
     if isinstance(value, str) and len(wanted) > 1:
+        # A text was meant for the part that takes texts: its message names the nearest choice.
         wanted = [part for part in wanted if get_origin(part) is Literal]
     if len(wanted) == 1:
         convert(value, wanted[0], leaf)  # raises again, with the reason of the part that was meant
@@ -149,6 +151,7 @@ def _union(value: object, hint: Any, leaf: Callable[[Any, Any], object] | None) 
 def _setting_value(value: Any, hint: Any) -> object:
     """Return a number, a text or an object as a setting; numbers are finite."""
     cls = get_origin(hint) or hint
+    # To Python `True` is an int.
     if isinstance(value, bool) and hint in (int, float):
         raise _mismatch(value, hint)
     if hint is int and isinstance(value, numbers.Integral):
@@ -161,10 +164,12 @@ def _setting_value(value: Any, hint: Any) -> object:
         if not math.isfinite(number):
             raise Mismatch(f"{number!r} is not a finite number")
         return number
+    # `isinstance` refuses protocols that are not `runtime_checkable`.
     if getattr(cls, "_is_protocol", False) and not getattr(cls, "_is_runtime_protocol", False):
         return value  # nothing to check against until it is used
     if isinstance(cls, type) and not isinstance(value, cls):
         raise _mismatch(value, hint)
+    # Lone surrogates, as of an argument that is no UTF-8, can be written to no file.
     if isinstance(value, str) and any("\ud800" <= sign <= "\udfff" for sign in value):
         raise Mismatch(f"{value!r} is not text in UTF-8")
     return value
@@ -239,7 +244,7 @@ class Limits:
     above: float | None = None
 
     def complaint(self, value: float) -> str | None:
-        """Return what is wrong with `value`, or None."""
+        """Return a complaint about `value`, or None."""
         if self.above is not None and value <= self.above:
             return f"{value!r} is not above {self.above!r}"
         if self.low is not None and value < self.low:
@@ -274,6 +279,7 @@ def setting(
     list, dict or set given as default is copied for each object. `more` is kept as metadata.
     """
     metadata = {"meaning": meaning, "limits": Limits(low, high, above), **more}
+    # dataclasses refuse mutable defaults, which all objects would share.
     if type(default).__hash__ is None:
         factory = partial(copy.deepcopy, default)
         return dataclasses.field(default_factory=factory, metadata=metadata)
@@ -305,7 +311,7 @@ class Settings:
         self.check()
 
     def check(self) -> None:
-        """Rules that span several fields; raise `InputError` where one is broken."""
+        """Check rules that span several fields; raise `InputError` where one is broken."""
 
     def with_setting(self, name: str, value: object) -> Self:
         """Return a copy with the setting `name` replaced, and checked again."""

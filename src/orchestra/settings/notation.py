@@ -35,7 +35,7 @@ _PARSING = threading.RLock()
 
 
 def expression(text: str) -> ast.expr:
-    """Return the tree of one expression.
+    """Return the syntax tree of one expression.
 
     Raises:
         ValueError: it is none, or too long, too deep, or has a number with too many digits.
@@ -60,6 +60,7 @@ def _check(tree: ast.expr) -> None:
     for _ in range(MAX_NESTED):
         for node in level:
             number = node.value if isinstance(node, ast.Constant) else None
+            # Python refuses to print a number of more than 4,300 digits, in a message too.
             if isinstance(number, int) and abs(number) >= 10**MAX_DIGITS:
                 raise ValueError(f"a number of more than {MAX_DIGITS} digits is beyond any use")
         level = [child for node in level for child in ast.iter_child_nodes(node)]
@@ -74,7 +75,7 @@ _REFERENCE = re.compile(
 )
 
 OPERATORS: Mapping[type[ast.operator], str] = {ast.BitAnd: "Both", ast.BitOr: "Either"}
-"""What `a & b` and `a | b` are short for."""
+"""The calls that `a & b` and `a | b` are short for."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,9 @@ def read(text: str, *, where: str) -> Call:
 
 
 def _read_any(text: str, *, where: str) -> object:
-    """Return what `text` spells: a call, or a literal with calls in it; None of what is no text."""
+    """Return the call or literal that `text` spells, which may hold calls; None for anything but
+    text.
+    """
     references: dict[str, str] = {}
 
     def stand_in(match: re.Match[str]) -> str:
@@ -134,7 +137,7 @@ def _read_any(text: str, *, where: str) -> object:
 
 
 def _value(node: ast.expr, references: Mapping[str, str]) -> object:
-    """Return what a tree spells, in which `references` stand for `package.module:Name`."""
+    """Return the value of a tree, in which `references` stand for `package.module:Name`."""
 
     def inside(nodes: Iterable[ast.expr]) -> list[object]:
         return [_value(item, references) for item in nodes]
@@ -186,7 +189,7 @@ def _name(node: ast.expr, references: Mapping[str, str]) -> str:
 
 
 def calls_in(value: object) -> Iterator[Call]:
-    """Yield the outermost calls in what was read, in lists, tuples and dicts too."""
+    """Yield the outermost calls in `value`, in lists, tuples and dicts too."""
     if isinstance(value, Call):
         yield value
     elif isinstance(value, Mapping):
@@ -197,7 +200,7 @@ def calls_in(value: object) -> Iterator[Call]:
 
 
 def literal(text: str) -> object:
-    """Return `text` of a command line as a value: a Python literal, else what YAML makes of it."""
+    """Return `text` of a command line as a value: a Python literal, else the value in YAML."""
     try:
         return ast.literal_eval(expression(text.strip()))
     except (ValueError, TypeError):
@@ -227,8 +230,8 @@ def build(value: object, registry: Registry, *, where: str) -> Any:
 
 
 def bound(call: Call, registry: Registry, *, where: str) -> Callable[..., Any]:
-    """Return what `call` would call; its arguments are checked against the signature, not their
-    values.
+    """Return the callable that `call` names, with its arguments checked against the signature,
+    not their values.
     """
     target: object = registry.resolve(call.name, where=where)
     if not callable(target):
@@ -236,6 +239,8 @@ def bound(call: Call, registry: Registry, *, where: str) -> Callable[..., Any]:
     if missing := getattr(target, "__abstractmethods__", None):
         names = ", ".join(sorted(missing))
         raise InputError(f"{where}: {call.name} is not complete: it has to define {names}")
+    # A name in a file may be any function, such as os:system: only what says so is called (decision
+    # 53).
     if not (isinstance(target, type) and issubclass(target, Settings)):
         _require_maker(target, call, registry, where)
     signature = inspect.signature(target)
@@ -249,6 +254,7 @@ def bound(call: Call, registry: Registry, *, where: str) -> Callable[..., Any]:
                     wrong = f"takes no arguments, but got {name!r}"
                 raise InputError(f"{where}: {call.name} {wrong}")
     try:
+        # Before anything is made, so that the message can name the arguments.
         signature.bind(*call.positional, **call.keywords)
     except TypeError as error:
         raise InputError(f"{where}: {call.name}({', '.join(known)}): {error}") from None
@@ -321,6 +327,7 @@ def replace_setting(value: Any, path: str, text: str, registry: Registry, *, whe
             if _holds_object(value, name) and isinstance(new, str):
                 reads = _read_any if text.strip()[:1] in ("[", "(") else read
                 new = build(reads(text, where=where), registry, where=where)
+        # Through the constructor, so that the new value is checked like any other.
         return {**value, name: new} if isinstance(value, dict) else value.with_setting(name, new)
     except InputError as error:
         message = str(error)

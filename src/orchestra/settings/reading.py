@@ -1,4 +1,4 @@
-"""Settings from the entries of a file: each message says the place, the reason and the remedy."""
+"""Settings from the entries of a file: each message gives the place, the reason and the remedy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_VALUES = 500_000
 
 
 class Refused(yaml.MarkedYAMLError):
-    """It is YAML, but beyond the bounds, or it says one thing twice."""
+    """YAML that is beyond the bounds, or gives something twice."""
 
     def __init__(self, problem: str, at: Any) -> None:
         super().__init__(problem=problem, problem_mark=at.start_mark)
@@ -45,7 +45,7 @@ class Loader(yaml.SafeLoader):
         self._nested = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """PyYAML's, but not nested without end."""
+        """Compose a node as PyYAML does, but not nested without end."""
         if self._nested == MAX_NESTED:
             at = self.peek_event()  # type: ignore[no-untyped-call]
             raise Refused(f"is nested more than {MAX_NESTED} deep", at)
@@ -55,8 +55,8 @@ class Loader(yaml.SafeLoader):
         return node
 
     def get_single_node(self) -> Any:
-        """Return the root, all of whose keys differ, and whose aliases repeat no more than can be
-        held.
+        """Return the root, all of whose keys differ, and whose aliases repeat no more than
+        memory can hold.
         """
         root = super().get_single_node()
         if root is not None:
@@ -67,6 +67,7 @@ class Loader(yaml.SafeLoader):
         """Count the values that `node` stands for; `values` has those of the nodes before."""
         known = values.get(id(node))
         if known is not None:
+            # Its count is not known yet: it is under way above.
             if not known:
                 raise Refused("an alias stands inside of what it repeats", node)
             return known
@@ -88,13 +89,14 @@ class Loader(yaml.SafeLoader):
             if not isinstance(node, yaml.ScalarNode):
                 raise Refused("a key has to be a word", node)
             key = node.value if node.tag.endswith(":merge") else self.construct_object(node)
-            for name in (key, str(key)):  # 1, 0x1 and "1" are one label
+            # As values and as texts: 1, 0x1 and "1" are one label.
+            for name in (key, str(key)):
                 if name in lines:
                     raise Refused(f"{node.value!r} stands in line {lines[name]}, too", node)
             lines[key] = lines[str(key)] = node.start_mark.line + 1
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """PyYAML's, which leaves it to Python to refuse `!!int x` and its like."""
+        """Construct as PyYAML does, which leaves it to Python to refuse `!!int x` and its like."""
         try:
             return super().construct_object(node, deep)
         except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
@@ -102,6 +104,7 @@ class Loader(yaml.SafeLoader):
             raise Refused(f"{str(node.value)[:REPEATED]!r} is no !!{kind}", node) from None
 
 
+# PyYAML reads `on` and `no` as booleans and 1e-3 as text; here both are as in YAML 1.2.
 _PLAIN = {"tag:yaml.org,2002:" + kind for kind in ("null", "merge")}
 Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag in _PLAIN]
@@ -143,7 +146,7 @@ def yaml_text(value: object) -> str:
 
 
 def yaml_value(text: str, where: str = "") -> object:
-    """Return the value of a YAML text, or the text itself where it is none.
+    """Return the value of a YAML text, or the text itself where it is no YAML.
 
     Raises:
         InputError: it is YAML that is refused; `where`, if given, opens the message.
@@ -170,7 +173,7 @@ class Entry:
     inside: Mapping[Any, Entry] = field(default_factory=dict)
 
     def at(self, key: str) -> str:
-        """Return the place of this entry in messages, with its dotted key unless it is an
+        """Return the place of this entry for messages, with its dotted key unless it is an
         option.
         """
         return self.where if self.where.startswith("--") else f"{self.where} {key}".rstrip()
@@ -186,6 +189,7 @@ def read_document(path: Path, *, needs: str, example: str) -> dict[str, Entry]:
     """
     try:
         with path.open(encoding="utf-8") as file:
+            # One more than allowed, so that a larger file is noticed without being read.
             text = file.read(MAX_CHARACTERS + 1)
         return _entries(text, str(path), needs, example)
     except OSError as error:
@@ -215,7 +219,7 @@ def _entries(text: str, name: str, needs: str, example: str) -> dict[str, Entry]
 
 
 def _inside(loader: Loader, node: yaml.Node, name: str) -> dict[Any, Entry]:
-    """Return what a sequence or a mapping holds, each item with the line of its key."""
+    """Return the items of a sequence or a mapping, each with the line of its key."""
     items: list[tuple[Any, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.SequenceNode):
         items = [(index, item, item) for index, item in enumerate(node.value)]
@@ -242,7 +246,7 @@ def mapping(entry: Entry, key: str, example: str) -> Mapping[Any, Entry]:
 
 
 def require(inside: Mapping[Any, Entry], examples: Mapping[str, str], where: str) -> None:
-    """Refuse a mapping that lacks a key of `examples`, which say what it may look like."""
+    """Refuse a mapping that lacks a key of `examples`, which has an example value of each."""
     for name, example in examples.items():
         if name not in inside:
             raise InputError(f"{where}: {name} is missing; add it, such as {name}: {example}")

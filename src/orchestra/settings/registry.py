@@ -55,18 +55,18 @@ class Registry:
         return sorted(self._all)
 
     def knows(self, name: str) -> bool:
-        """Return whether `name` is known, or says itself where to import from."""
+        """Return whether `name` is known, or gives a place to import from."""
         return ":" in name or name in self._known or name in self._all
 
     def _hint(self, name: str) -> str:
-        """Say what to write in place of an unknown name."""
+        """Return what to write in place of an unknown name."""
         if notation := self._elsewhere.get(name.lower().replace("-", "").replace("_", "")):
             return f"write {notation}"
         first = [known for known in self._all if known not in self._arguments]
         return nearest(name, first, self._arguments)
 
     def resolve(self, name: str, *, where: str) -> Any:
-        """Return what `name` stands for, imported.
+        """Import and return the object that `name` stands for.
 
         Raises:
             InputError: an unknown name, no such module or attribute, or an import that failed.
@@ -79,6 +79,8 @@ class Registry:
             module = importlib.import_module(module_name)
         except Exception as error:
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            # The module itself, or a package around it: otherwise something that it imports is
+            # missing.
             if missing is not None and f"{module_name}.".startswith(f"{missing}."):
                 reason = f"there is no module {module_name!r} in this folder or what is installed"
             else:
