@@ -124,6 +124,7 @@ def _fidelity(arguments: Sequence[str]) -> int:
     if options.markdown is not None:
         options.markdown.write_text(text)
     write_figures(options.json, "fidelity", rows)
+    # Ctrl-C ends the measurement, and what was measured is printed; 130 is a shell's status for it.
     if len(rows) < len(chosen):
         print(f"orchestra: stopped after {len(rows)} of {len(chosen)} rows", file=sys.stderr)
         return 130
@@ -191,7 +192,7 @@ def write_figures(path: Path | None, name: str, rows: Sequence[Any]) -> None:
 
 @contextmanager
 def progress_line() -> Iterator[Progress]:
-    """What shows progress on standard error: a bar on a terminal, elsewhere a line now and then."""
+    """Show progress on standard error: a bar on a terminal, elsewhere a line now and then."""
     if not sys.stderr.isatty():
         from orchestra.engines.processes.display import Lines
 
@@ -231,6 +232,7 @@ def print_table(title: str, headings: Sequence[str], lines: Iterable[Sequence[st
         table.add_column(heading, justify="right" if place else "left", no_wrap=True)
     for line in lines:
         table.add_row(*line)
+    # Without markup: names such as AllReduce[...] have brackets.
     console = Console(highlight=False, markup=False)
     console.print(title, style="bold", soft_wrap=True)
     console.print(table, end="\n\n")

@@ -90,6 +90,7 @@ def simulate(arguments: Sequence[str]) -> int:
 
 def _compare(options: Namespace) -> int:
     launched = detect(os.environ)
+    # Each rank of a launcher would start all runs of the comparison.
     if launched is not None and launched.ranks > 1:
         raise InputError(
             f"orchestra compare starts the processes of its runs itself: call it without "
@@ -152,7 +153,9 @@ LABEL_COLUMNS = 24
 
 
 def print_comparison(comparison: Comparison, baseline: str | None = None) -> None:
-    """The fairness rule, the rows best first, the answer, what failed, and where the rest lies."""
+    """Print the fairness rule, the rows best first, the answer, what failed, and where the rest
+    lies.
+    """
     console = Console(highlight=False, markup=False)
     folder = comparison.folder
     if comparison.records:
@@ -212,7 +215,7 @@ def _table(study: Study) -> tuple[str, Table]:
 
 
 def _columns(study: Study) -> Iterator[tuple[str, Callable[[Row], str]]]:
-    """Yield headings, and what stands below them in a row."""
+    """Yield headings, and the cells below them."""
     rows, primary = study.ranked, study.primary
 
     def to_target(row: Row) -> str:
@@ -243,8 +246,7 @@ def _columns(study: Study) -> Iterator[tuple[str, Callable[[Row], str]]]:
 
 
 def _figure(row: Row, measure: Measure) -> str:
-    """Return the mean over the seeds, and the spread where there are several, or how well it is
-    known."""
+    """Return the mean over the seeds with its spread or uncertainty, where there is one."""
     mean, spread = row.mean(measure.read), row.spread(measure.read)
     if mean is None:
         return "-"

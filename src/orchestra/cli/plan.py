@@ -1,4 +1,4 @@
-"""`orchestra plan`: which strategy for a model on machines that are described."""
+"""`orchestra plan`: the strategy for a model on machines that are described."""
 
 from __future__ import annotations
 
@@ -109,6 +109,7 @@ def _measure(options: argparse.Namespace, launched: Launched | None) -> int:
         )
     if path.suffix not in (".yaml", ".yml"):
         raise InputError(f"--cluster {path}: is the file to write, and neither .yaml nor .yml")
+    # The first rank writes the file; others may share its file system and see it already.
     if launched.rank == 0 and path.exists():
         raise InputError(f"--cluster {path}: is there already; name a new file for --measure")
     from orchestra.bench.calibrate.machines import as_cluster, measure_here
@@ -137,8 +138,8 @@ def _measure(options: argparse.Namespace, launched: Launched | None) -> int:
 def planning_parser(
     command: str, description: str, epilog: str, cluster: str, minutes: float
 ) -> Parser:
-    """Return a parser with what plan and map have in common; `cluster` says what --cluster is
-    there.
+    """Return a parser with the options that plan and map have in common; `cluster` is the help
+    text of --cluster.
     """
     parser = Parser(command, description, epilog)
     parser.add_argument(
@@ -162,7 +163,7 @@ def planning_parser(
 
 
 def experiment_of(options: argparse.Namespace) -> Experiment:
-    """Return the experiment that the options of `planning_parser` name.
+    """Return the experiment that the options of `planning_parser` describe.
 
     Raises:
         InputError: it, or its task, is refused.
@@ -176,7 +177,7 @@ def experiment_of(options: argparse.Namespace) -> Experiment:
 
 
 def read_target(text: str) -> dict[str, object]:
-    """Return the target that `text` says, as in an experiment file.
+    """Return the target in `text`, as in an experiment file.
 
     Raises:
         InputError: it is no metric, >= or <=, and a number.
@@ -192,7 +193,7 @@ def read_target(text: str) -> dict[str, object]:
 
 
 def print_plan(plan: Plan) -> None:
-    """The table, the answer, why, what was left out, and the command."""
+    """Print the table, the answer, the notes, what was verified, and the command."""
     console = Console(highlight=False, markup=False)
     if plan.target is not None:
         console.print(f"target: {target_text(plan.target)}")
