@@ -24,7 +24,7 @@ _NIGHT = "#1c1c1e"
 
 @dataclass(frozen=True)
 class Figure:
-    """What a page shows in one place, and `save` writes into files.
+    """A figure that a page shows and that `save` writes into files.
 
     `spec` is Vega-Lite as plain data, without the title, on a transparent ground. Its parameter
     `hidden` lists the strategies (names of rows) to leave out, and `dark` says that the ground is;
@@ -49,6 +49,7 @@ def save(figure: Figure, folder: Path) -> None:
 
 def save_as(figure: Figure, *paths: Path, width: int = WIDTH) -> None:
     """Write the figure into each of the files `paths`: SVG by that suffix, else PNG."""
+    # Drawn once: the PNG is made from the SVG, not by a second run of Vega (decision 15)
     drawing = vl_convert.vegalite_to_svg(for_image(figure, width))
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,6 +64,8 @@ def for_image(figure: Figure, width: int = WIDTH, dark: bool = False) -> dict[st
     params = [
         {"name": param["name"], "value": fixed[param["name"]]} if param["name"] in fixed else param
         for param in figure.spec["params"]
+        # Marks that can be zoomed are clipped, which took most of the time of the PNG files: 4.8 s
+        # for 23 figures, 1.4 s without (decision 15).
         if param["name"] != "zoom"  # which nobody can do in an image, and which costs time
     ]
     config = figure.spec["config"]
@@ -84,6 +87,7 @@ def for_page(part: Any) -> Any:
         return [for_page(item) for item in part]
     if not isinstance(part, Mapping):
         return part
+    # Data is long, and may have fields of these names
     inside = {key: item if key == "datasets" else for_page(item) for key, item in part.items()}
     strategies = "legend" in part and part.get("field") in ("strategy", "line")
     return {**inside, "legend": None} if strategies else inside
@@ -164,11 +168,13 @@ def layer(values: Iterable[Mapping[str, Any]], mark: str, *channels: Any, **look
     Those of the strategies that are hidden, by their "strategy", are not drawn. Floating-point
     numbers are rounded.
     """
+    # 15 digits a number would double a page; an eye tells five apart
     data = [
         {key: rounded(item) if isinstance(item, float) else item for key, item in value.items()}
         for value in values
     ]
     chart = alt.Chart(alt.InlineData(values=data))
+    # Marks that belong to no strategy, such as the target, stay whatever is hidden
     if all("strategy" in value for value in data):
         chart = chart.transform_filter(SHOWN)
     chart.mark = alt.MarkDef(type=mark, **look)  # type: ignore[arg-type]
@@ -189,6 +195,7 @@ def along(axis: str, keys: Sequence[str] = ()) -> alt.X:
         f"{axis}:Q",
         title=[titles[axis], *keys] if keys else titles[axis],
         axis=alt.Axis(grid=False, labelExpr=SI) if axis == "samples" else alt.Axis(grid=False),
+        # nice would end the axis after the run, at a round number
         scale=alt.Scale(nice=False, zero=True, padding=7),
     )
 
@@ -198,6 +205,8 @@ def zoomable(chart: alt.Chart, channels: Sequence[Literal["x", "y"]] = ("x", "y"
 
     The wheel alone and the finger scroll the page that the figure is on. A double click resets.
     """
+    # Only a mouse drags, and the wheel zooms with a key only: finger and bare wheel scroll the page
+    # (decision 15).
     mouse = "[pointerdown[event.pointerType === 'mouse' && !event.button], window:pointerup]"
     drag = f"{mouse} > window:pointermove!"
     zoom = alt.selection_interval(
@@ -220,9 +229,7 @@ def value_axis(title: str, log: bool = False, axis: alt.Axis | None = None) -> a
 
 
 def tips(*fields: str | tuple[str, ...]) -> list[alt.Tooltip]:
-    """Return what stands beside a mark that is pointed at: fields with their types, titles and
-    formats.
-    """
+    """Return the tooltip of a mark: fields with their types, titles and formats."""
     found = []
     for field in fields:
         name, *more = [field] if isinstance(field, str) else field
@@ -233,6 +240,7 @@ def tips(*fields: str | tuple[str, ...]) -> list[alt.Tooltip]:
 
 def kinds(field: str, values: Values, colours: Mapping[str, str], **legend: Any) -> alt.Color:
     """Return the colours of those kinds that are in `field` of `values`, in their order."""
+    # A legend of kinds that no bar has would be looked for in vain
     used = [kind for kind in colours if any(value[field] == kind for value in values)]
     scale = alt.Scale(domain=used, range=[colours[kind] for kind in used])
     shown = alt.Legend(symbolType="square", **legend)
@@ -257,6 +265,8 @@ class Look:
     ) -> None:
         chosen = {name: styles[name] for name in (styles if names is None else names)}
         longest = max((len(name) for name in chosen), default=1)
+        # By `room`, since `width` shrinks only after the legend was laid out, and the last entries
+        # were cut off (decision 15).
         columns = f"max(1, floor(room / {min(260, round(6.2 * longest) + 22) + 20}))"
         shown = alt.Legend(
             title=None,
@@ -271,6 +281,7 @@ class Look:
             return kind(f"{field}:N", scale=scale, legend=shown if legend else None)
 
         looks = chosen.values()
+        # Ink depends on the ground, which the page may change at any time
         inks = [{"expr": INK} if look.colour == INK else look.colour for look in looks]
         self.colour: alt.Color = channel(alt.Color, inks)
         self.dash: alt.StrokeDash = channel(alt.StrokeDash, [list(look.dash) for look in looks])
@@ -297,10 +308,13 @@ def figure(
     spec = chart.to_dict()
     spec["params"] = [*_PARAMS, *spec.get("params", ())]
     spec["config"] = _CONFIG
+    # A row's name has brackets, commas and perhaps a path in it
     file_name = re.sub(r"[^\w.]+", "-", name).strip("-")
     return Figure(file_name, title, caption, spec, section, least_width)
 
 
+# Fixed: a height in steps makes Vega-Lite warn beside `width: container`, and the page would jump
+# when a strategy is hidden (decision 15).
 LANE = 40
 """Height of a lane."""
 POINT: dict[str, Any] = {"yOffset": 8}
@@ -312,6 +326,7 @@ _SEPARATOR = "\u2063"  # that of Unicode which nobody sees, and nobody types
 
 def haloed(values: Values, width: float, *channels: Any, **style: Any) -> list[alt.Chart]:
     """Draw texts, and below them their halo, so that no line runs through them."""
+    # A layer of its own: a stroke of the text itself would be drawn over its letters
     halo = layer(values, "text", *channels, **style, stroke=GROUND, strokeWidth=width)
     return [halo, layer(values, "text", *channels, **style, color=INK_NOW)]
 
@@ -368,11 +383,13 @@ def headed_lanes(
     **axis: Any,
 ) -> Figure:
     """Return the figure of `layers` in several lanes for each strategy, below its name and its
-    text: those of the first layer's values, each of which has the key of its "lane".
+    text. The lanes are those of the first layer's values, each of which has the key of its
+    "lane".
     """
     domain: dict[str, None] = {}
     for strategy in texts:
         own = [v["lane"] for v in layers[0].data.values if v["strategy"] == strategy]
+        # The heading is a lane without a name of its own
         domain |= dict.fromkeys([lane_key(strategy), *own])
     y = alt.Y(
         "lane:N",
