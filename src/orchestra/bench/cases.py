@@ -25,10 +25,14 @@ from orchestra.trainer.settings import Run, Training
 class Terms:
     """The terms of closed formulas, in seconds.
 
-    Attributes: alone: a worker's whole step, with no other process beside it. step: the same,
-    while all ranks of the machine compute. update: an update of all parameters. stage: a
-    micro-batch on one stage of a pipeline. alpha: a message without content. message: a message
-    with all parameters. adding: adding the content of such a message.
+    Attributes:
+        alone: a worker's whole step, with no other process beside it.
+        step: the same, while all ranks of the machine compute.
+        update: an update of all parameters.
+        stage: a micro-batch on one stage of a pipeline.
+        alpha: a message without content.
+        message: a message with all parameters.
+        adding: adding the content of such a message.
     """
 
     ranks: int

@@ -44,10 +44,13 @@ class Observation:
     """One run: the seconds of a step of the budget, the bytes sent, and the share of each
     staleness.
 
-    Attributes: others: the part of the machine's processor time that other programs took, stolen
-    time included; None if unknown. own, stolen: processor seconds of the ranks, and those that
-    the hypervisor gave away. switches: how often a core was taken from a rank that had work to
-    do. attempts: how often it was run. computed: seconds of computation in each step, by rank.
+    Attributes:
+        others: the part of the machine's processor time that other programs took, stolen time
+            included; None if unknown.
+        own, stolen: processor seconds of the ranks, and those that the hypervisor gave away.
+        switches: how often a core was taken from a rank that had work to do.
+        attempts: how often it was run.
+        computed: seconds of computation in each step, by rank.
     """
 
     step_seconds: float
@@ -119,7 +122,8 @@ def bench_fidelity(
     predicted, and nothing is fitted afterwards. Return the rows and the calibration; if the user
     stops it, the rows of the completed blocks.
 
-    Raises: KeyboardInterrupt: the user stopped it before a block was completed.
+    Raises:
+        KeyboardInterrupt: the user stopped it before a block was completed.
     """
     rows: list[FidelityRow] = []
     with tempfile.TemporaryDirectory(prefix="orchestra-fidelity-") as name:

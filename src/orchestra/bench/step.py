@@ -126,7 +126,8 @@ def bench_step(
 ) -> list[StepRow]:
     """Measure every subject on every number of ranks (2 or more), in `rounds` rounds.
 
-    Raises: KeyboardInterrupt: the user stopped it.
+    Raises:
+        KeyboardInterrupt: the user stopped it.
     """
     rows = []
     for subject in subjects:

@@ -137,8 +137,10 @@ def run_ranks(
 class Budget:
     """The time of a measurement, divided evenly over the figures that remain.
 
-    Attributes: until: when all of them have to be measured, by `clock`, which is the same for
-    all processes of a machine. figures: how many remain.
+    Attributes:
+        until: when all of them have to be measured, by `clock`, which is the same for all processes
+            of a machine.
+        figures: how many remain.
     """
 
     until: float = math.inf
@@ -162,10 +164,12 @@ class Budget:
 class Kept:
     """The conditions under which a process measured.
 
-    Attributes: ran: seconds that the measuring thread ran while it was to wait for nothing.
-    passed: seconds that passed meanwhile. meters: by the number of cores that all ranks of the
-    measurement wanted, the processor time that was used meanwhile. left_out: figures that there
-    was no time for.
+    Attributes:
+        ran: seconds that the measuring thread ran while it was to wait for nothing.
+        passed: seconds that passed meanwhile.
+        meters: by the number of cores that all ranks of the measurement wanted, the processor time
+            that was used meanwhile.
+        left_out: figures that there was no time for.
     """
 
     ran: float = 0.0
@@ -246,7 +250,8 @@ def rounds(
     There is at least one repeat. There are at least `least` of them if they fit into `most`
     seconds, and up to `limit` within `seconds`.
 
-    Args: agreed: turns this rank's wish to end into that of all ranks.
+    Args:
+        agreed: turns this rank's wish to end into that of all ranks.
     """
     began, passed, count = time.perf_counter(), 0.0, 0
     enough = False

@@ -93,10 +93,11 @@ def scatter(runs: Sequence[float]) -> float:
 class Ratios:
     """Errors of the predicted ratios between two strategies of a block, over all pairs, by size.
 
-    Attributes: median, worst: of the predictions. interval: of the median, from resampled rounds
-    (bootstrap, percentiles). floor, worst_floor: the same for real runs: the ratios in one half
-    of the rounds, predicted by those in the other half. Smaller errors cannot be told from
-    noise.
+    Attributes:
+        median, worst: of the predictions.
+        interval: of the median, from resampled rounds (bootstrap, percentiles).
+        floor, worst_floor: the same for real runs: the ratios in one half of the rounds, predicted
+            by those in the other half. Smaller errors cannot be told from noise.
     """
 
     median: float

@@ -42,9 +42,12 @@ FIRST = 0.7
 class Attempt:
     """The result of a measurement.
 
-    Attributes: value: the figures. waited: the part of the processor time that other programs
-    took. left_out: figures that there was no time for. seconds: the time of the last attempt.
-    repeats: how often it was repeated.
+    Attributes:
+        value: the figures.
+        waited: the part of the processor time that other programs took.
+        left_out: figures that there was no time for.
+        seconds: the time of the last attempt.
+        repeats: how often it was repeated.
     """
 
     value: Any
@@ -58,9 +61,12 @@ class Attempt:
 class Measurement:
     """One of the measurements of a calibration.
 
-    Attributes: name: for the user. weight: its part of the time, relative to the others.
-    measure: is given the moments by which it should and by which it must be done (by the clock),
-    and a function to report its progress to; it returns None if it was not done in time.
+    Attributes:
+        name: for the user.
+        weight: its part of the time, relative to the others.
+        measure: is given the moments by which it should and by which it must be done (by the
+            clock), and a function to report its progress to; it returns None if it was not done in
+            time.
     """
 
     name: str
@@ -215,7 +221,8 @@ def measure_all(
     Each is made once. Those that were disturbed are repeated in turns while there is time, and
     the least disturbed attempt is kept.
 
-    Raises: RunFailed: the time was over before each was made once.
+    Raises:
+        RunFailed: the time was over before each was made once.
     """
     began = clock()
     end = began + limit
