@@ -136,7 +136,7 @@ STRATEGIES: dict[str, tuple[str, Callable[[Terms], float]]] = {
         lambda t: (MICROBATCHES + t.ranks - 1) * t.stage + 2 * (t.ranks - 1) * t.alpha,
     ),
 }
-"""By label, strategies of every family: the notation, and the seconds of a step by formula."""
+"""Strategies of every family by label: the notation, and the formula of a step's seconds."""
 
 ONE, COMPUTE, MESSAGES = "one worker", "compute only", "messages only"
 CONTROLS: dict[str, tuple[str, Callable[[Terms], float]]] = {
@@ -145,16 +145,18 @@ CONTROLS: dict[str, tuple[str, Callable[[Terms], float]]] = {
     COMPUTE: ("LocalSGD(1000000)", lambda t: t.step),
     MESSAGES: ('AllReduce("ring")', lambda t: t.step + t.ring),
 }
-"""What takes turns with the strategies, and is predicted like them, to tell where an error comes
-from: the step that the calibration measured, the same on all ranks at once, and an all-reduce of as
-many parameters that takes next to no computation. They are no strategies, and count as none."""
+"""Controls, which take turns with the strategies and are predicted like them. They show where an
+error comes from: the step that the calibration measured, the same on all ranks at once, and an
+all-reduce of as many parameters that takes next to no computation. They do not count as
+strategies."""
 
 EMULATED_STEPS, EMULATED_SECONDS = (24, 400), 4.0
 """Least and most steps of a run on an emulated cluster, where a step takes from milliseconds to
 seconds: as many as are predicted to take these seconds. The first ones cost a rank some 0.1 s of
 processor time for memory and caches, which a run of half a second would count as steps."""
 BUCKET_MEGABYTES = {"server in parts": 0.1, "asynchronous in parts": 0.1}
-"""Where pushes and pulls overlap with computing; elsewhere these models are one bucket."""
+"""Bucket sizes with which pushes and pulls overlap with computing; by default these models are one
+bucket."""
 
 
 @dataclass(frozen=True)
@@ -219,8 +221,9 @@ nodes:
   right: {{count: 2, switch: rack-1}}
 """,
 }
-"""Of four nodes each, less than two cores together: equal ones; one four times slower; one behind a
-link ten times thinner; two racks, with less between them than two of their nodes could use."""
+"""Clusters of four nodes with less than two cores together: equal ones; one four times slower; one
+behind a link with a tenth of the bandwidth; two racks whose uplink is thinner than two of their
+nodes could use."""
 
 
 def write_clusters(folder: Path) -> dict[str, Path]:

@@ -27,15 +27,17 @@ from orchestra.records.record import RunRecord
 from orchestra.trainer.settings import Run
 
 SKIPPED = 4
-"""One part of so many of a run's steps, its first, is not timed."""
+"""The first one of this many parts of a run's steps is not timed."""
 QUIET, ATTEMPTS = 0.03, 3
-"""A run of which other programs took a larger part of the machine is made again, at most so often
-in all; the least disturbed one counts."""
+"""A run of which other programs took a larger part of the machine is repeated, up to this many
+attempts in all; the least disturbed one counts."""
 EMULATED_QUIET = 0.1
-"""The same of an emulated run, in which the kernel's own work for the network counts as others'."""
+"""The same for an emulated run, in which the kernel's own work for the network counts as that of
+others."""
 STEPS = "steps-rank-*.jsonl"
 LEAST_PACE = 1e-3
-"""A step whose gradient is none of the rank's own takes no time, which no simulation allows."""
+"""The least factor: a step without a gradient of the rank's own takes no time, which no simulation
+allows."""
 Histogram = Mapping[int, float]
 
 

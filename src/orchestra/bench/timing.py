@@ -37,14 +37,14 @@ from orchestra.worker.runtime import Runtime
 
 T = TypeVar("T")
 Blocks = dict[str, list[float]]
-"""Seconds of each contestant's blocks, by round."""
+"""The seconds of each contestant's blocks, by round."""
 
 Progress = Callable[[str, float], None]
-"""Told what is being measured, and the part of it that is done."""
+"""Is told what is being measured, and which part of it is done."""
 LEAST, MOST = 9, 400
-"""Repeats of a measurement, where there is time for them."""
+"""The fewest and the most repeats of a measurement, if there is time for them."""
 WARM_UP = 3
-"""Repeats before those that count."""
+"""The repeats before those that count."""
 
 
 def join_gloo(runtime: Runtime, store: str, interface: str = "") -> None:

@@ -18,7 +18,7 @@ from orchestra.bench.fidelity import EMULATED_QUIET, QUIET, FidelityRow
 from orchestra.cluster.calibration import Calibration
 
 RESAMPLES = 1000
-"""Of the rounds, for an interval."""
+"""The number of resamplings of the rounds for an interval."""
 CONFIDENCE = 0.95
 
 

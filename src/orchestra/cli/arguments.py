@@ -21,7 +21,7 @@ _SETTINGS = {
         "lr", "momentum", "nesterov", "betas", "eps", "weight_decay")},
     "--learning-rate": "optimizer.lr",
 }  # fmt: skip
-"""Options that people try, and the keys that `--set` knows them by."""
+"""Options that users try, and the keys of `--set` that do the same."""
 
 
 class Parser(argparse.ArgumentParser):

@@ -146,10 +146,10 @@ FAIR = (
 )
 
 SETTINGS = ("ranks", "batch", "steps")
-"""Columns that are left out where all rows agree."""
+"""Columns that are left out if all rows agree."""
 
 LABEL_COLUMNS = 24
-"""Longer cells, and those with a spread, break where the terminal is narrow."""
+"""Longer cells, and those with a spread, are broken if the terminal is narrow."""
 
 
 def print_comparison(comparison: Comparison, baseline: str | None = None) -> None:

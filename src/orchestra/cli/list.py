@@ -60,7 +60,7 @@ HEADINGS: dict[str, tuple[Registry, type | None]] = {
     "clusters": (CLUSTERS, None),
     "jitter, of the nodes of a cluster": (CLUSTERS, Jitter),
 }
-"""The registry of the names under each heading, and their class where a registry has several."""
+"""The registry of the names under each heading, and their class if a registry has several."""
 REGISTRIES = {registry: title for title, (registry, base) in HEADINGS.items() if base is None}
 NODES = f"""\
 Durations vary on every node: as calibrated, else by {ASSUMED!r}. jitter=None, or null in \

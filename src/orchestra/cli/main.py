@@ -19,7 +19,7 @@ from orchestra import __version__
 from orchestra.errors import InputError, RunFailed, nearest
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
-"""A write that failed, with no file that the system would name."""
+"""The errors of a failed write for which the system names no file."""
 
 HELP = """\
 usage: orchestra COMMAND [ARGUMENT ...]

@@ -57,7 +57,7 @@ examples:
 """
 
 SHOWN = 12
-"""Rows of the table; plan.json has all."""
+"""The most rows of the table; plan.json has all."""
 
 
 def main(arguments: Sequence[str]) -> int:

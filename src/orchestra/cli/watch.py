@@ -54,7 +54,7 @@ docs/watching.md explains each column.
 
 REDRAW_SECONDS = 1.0
 PLAIN_COLUMNS = 140
-"""Of output that is no terminal."""
+"""The width of output that does not go to a terminal."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -25,7 +25,7 @@ SCHEMA = 2
 NORMAL_QUARTILE = 0.6745
 """Half of the interquartile range of a normal distribution, in standard deviations."""
 WIRE = 1538 / 1448
-"""Bytes on Ethernet for each byte of a full TCP segment (IEEE 802.3, IPv4 and timestamps)."""
+"""Bytes on Ethernet per byte of a full TCP segment (IEEE 802.3, IPv4 and timestamps)."""
 T = TypeVar("T")
 
 

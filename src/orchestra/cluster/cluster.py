@@ -28,7 +28,8 @@ from orchestra.errors import InputError, nearest
 from orchestra.settings import REQUIRED, Settings, setting
 
 Part = tuple[str, str | int]
-"""Where in a cluster something is: ("nodes", "worker-3"), ("faults", 0) or ("placement", "")."""
+"""The place of something in a cluster: ("nodes", "worker-3"), ("faults", 0) or ("placement",
+"")."""
 
 
 class Unfit(InputError):

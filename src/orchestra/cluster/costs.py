@@ -139,10 +139,10 @@ class MessageCost(NamedTuple):
 
 
 MAX_WAITED = 0.1
-"""The part of the processor time that others may take from a measurement (decision 40)."""
+"""The most of the processor time that others may take from a measurement (decision 40)."""
 MAX_SPREAD = 0.3
-"""The spread up to which repeats can be taken for the same: half of their interquartile range over
-the median. A simulation would draw jitter with a standard deviation of 0.44 from it."""
+"""The largest spread of repeats that agree: half of their interquartile range over the median. With
+this spread a simulation would draw jitter with a standard deviation of 0.44."""
 
 
 @dataclass(frozen=True)

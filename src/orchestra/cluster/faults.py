@@ -15,7 +15,7 @@ from orchestra.settings import REQUIRED, Settings, setting
 _RANK = re.compile(r"rank (\d+)")
 
 Changes = tuple[tuple[float, float], ...]
-"""(time, factor) each: the factor holds from that time to the next one's; the first time is 0."""
+"""Pairs (time, factor): a factor holds from its time to the next one; the first time is 0."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -23,7 +23,7 @@ class Fault(Settings):
     """Something that happens at a time. Base of all faults."""
 
     WORDS: ClassVar[str]
-    """For `words`: `self` is the fault; `at` and `seconds` are texts with their units."""
+    """The format of `words`: `self` is the fault; `at` and `seconds` are texts with their units."""
 
     @property
     def words(self) -> str:

@@ -27,10 +27,10 @@ from orchestra.settings.reading import (
 )
 
 KEYS = ("name", "all_nodes", "nodes", "switches", "ranks", "tcp", "overhead", "faults")
-"""The keys of a file."""
+"""The keys of a cluster file."""
 
 ROOT = "switch"
-"""The name of the one switch where a file has no `switches`."""
+"""The name of the only switch if a file has no `switches`."""
 
 LINK = "{bandwidth: 1 Gbit/s, latency: 50 us}"
 LINE = "{fixed: 20 us, each: 0.3 ns/B}"

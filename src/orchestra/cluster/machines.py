@@ -39,7 +39,7 @@ LINKS = {
     "gpu_link": "31.5 GB/s",
     "gpu_latency": "2.85 us",
 }
-"""Quantities of a machine's network, and of each GPU's link inside, with examples."""
+"""The quantities of a machine's network, and of each GPU's link inside it, with examples."""
 PCIE = ("PIX", "PXB", "PHB", "NODE", "SYS")
 MAX_OUTPUT = 4_000_000
 MIB = 2**20

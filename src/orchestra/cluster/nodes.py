@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.random import Generator
 
 MAX_CORES = 4096
-"""Of a node, and devices: several times those of the largest machine."""
+"""The most cores or devices of a node: several times those of the largest machine."""
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 _NORMAL = NormalDist()
@@ -90,7 +90,7 @@ class ExponentialTail(Jitter):
 
 
 DEFAULT: Final = "default"
-"""In place of a jitter: as calibrated, and where nothing was measured `ASSUMED`."""
+"""In place of a jitter: the calibrated one, or `ASSUMED` if nothing was measured."""
 ASSUMED = LogNormal(0.03)
 """Gradients on a core with nothing else to do deviated by 1.5 to 6 % in calibrations of a machine
 with 2 cores (half of the interquartile range over the median, divided by 0.6745)."""

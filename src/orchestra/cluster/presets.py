@@ -51,7 +51,7 @@ CLUSTERS = Registry(
 
 
 LOOPBACK = Link(3e9, 15e-6)
-"""Between ranks of one node; `OneHost` says where the figures are from."""
+"""The link between ranks of one node; `OneHost` gives the sources of the figures."""
 
 NVLINK = Link(25e9, 1.7e-6)
 """One NVLink of the generations 2 to 4 (V100, A100, H100), each direction: NVIDIA states 50 GB/s
@@ -63,9 +63,9 @@ GPU_OVERHEAD = Overhead(
     send=Line(1e-9, 0.0), receive=Line(1e-9, 0.0), local=Line(0.0, 0.0), add=2e-12, buffer=1 << 17,
     wire=1.0, collective=8.4e-6,
 )  # fmt: skip
-"""Of messages between GPUs by NCCL: what a hop takes is in the latencies of the links, a collective
-has 8.4 us beside its hops (as above), and no processor touches a byte. A GPU adds at the pace of
-its memory: three passes at 1.5 TB/s."""
+"""The overhead of messages between GPUs by NCCL. The time of a hop is in the latencies of the
+links, a collective takes 8.4 us beside its hops (as above), and no processor touches a byte. A GPU
+adds at the speed of its memory: three passes at 1.5 TB/s."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -35,12 +35,12 @@ from orchestra.errors import InputError
 from orchestra.settings import MAX_RANKS
 
 LOOPBACK = Link(10e9, 0.0)
-"""Between processes of a host, where the file does not say (SimGrid's network/loopback-bw)."""
+"""The link between processes of a host, if the file has none (SimGrid's network/loopback-bw)."""
 
 Policy = Literal["SHARED", "SPLITDUPLEX", "FATPIPE"]
 _CHANGES = ("speed_file", "availability_file", "state_file", "bandwidth_file", "latency_file")
 _IGNORED = {"prop", "config", "disk", "storage", "storage_type", "mount"}
-"""What says nothing about how long training takes."""
+"""Elements that do not affect how long training takes."""
 _STARS = {"Cluster", "Star"}
 
 

@@ -28,7 +28,7 @@ TIMES = {"w": 604800.0, "d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e
 TIMES |= {"ns": 1e-9, "ps": 1e-12, "": 1.0}
 ZONES = {"zone", "AS", "cluster"}
 EDGES = {"Floyd", "Dijkstra", "DijkstraCache"}
-"""Routings whose routes are single hops, of which the others are made."""
+"""Routings whose routes are single hops, from which all others are composed."""
 _QUANTITY = re.compile(
     r"\s*(\d{1,400}(?:\.\d{0,400})?(?:[eE][-+]?\d{1,3})?|\.\d{1,400})\s*([A-Za-z]*)\s*"
 )

@@ -38,10 +38,10 @@ class WorkerBatch(NamedTuple):
 
 
 Loader = DataLoader[Any] | Iterable[Any]
-"""A loader, or anything else that gives batches."""
+"""A loader, or any other iterable of batches."""
 
 Alike = Callable[[int], bool]
-"""Collective over the workers: whether a number is the same on all of them."""
+"""Return whether a number is the same on all workers. Collective over the workers."""
 
 
 class ShardedLoader(ABC):

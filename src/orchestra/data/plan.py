@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 STEPS_KEPT = 16
-"""Steps that each plan keeps: ranks that take turns are seldom further apart."""
+"""The steps that each plan keeps: ranks that take turns are seldom further apart."""
 
 
 class Deal(NamedTuple):
@@ -106,7 +106,7 @@ class Plan:
 
 
 plan_of = lru_cache(maxsize=8)(Plan)
-"""The one plan of these arguments."""
+"""Return the plan of these arguments, which is made once."""
 
 
 @lru_cache(maxsize=256)

@@ -28,7 +28,7 @@ from orchestra.strategies.base import Strategy
 from orchestra.trainer.settings import Run
 
 PATIENCE = 600.0
-"""Seconds that one simulation of a search may take."""
+"""The most seconds of one simulation of a search."""
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,12 @@ from orchestra.settings.reading import yaml_value
 from orchestra.trainer.settings import Run
 
 TRACKING = "tracking.json"
-"""In the folder of a run: its id in each tracker, and what was logged so far."""
+"""A file in the folder of a run: the run's id in each tracker, and what was logged so far."""
 LOOK_SECONDS = 1.0
 PATIENCE_SECONDS = 120.0
-"""At the end of a run, for a tracker that is slow or cannot be reached."""
+"""How long the end of a run waits for a tracker that is slow or unreachable."""
 MAX_RANKS = 32
-"""With charts of their own."""
+"""The most ranks with charts of their own."""
 MAX_METRICS = 1000  # of one call of MLflow
 MAX_TEXT = 500  # of a parameter, for any store of MLflow
 STEP = "train/global_step"

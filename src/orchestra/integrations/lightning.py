@@ -44,7 +44,7 @@ except ImportError as error:
 
 T = TypeVar("T")
 STATE = "orchestra"
-"""The place of Orchestra's state in a checkpoint of Lightning's."""
+"""The key of Orchestra's state in a Lightning checkpoint."""
 
 
 class OrchestraStrategy(ParallelStrategy):

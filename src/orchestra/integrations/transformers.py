@@ -36,7 +36,7 @@ except ImportError as error:
 T = TypeVar("T", bound=Trainer)
 
 STATE_NAME = "orchestra.pt"
-"""In a checkpoint's folder: what `batches.state_dict()` gave."""
+"""A file in a checkpoint's folder: the value of `batches.state_dict()`."""
 
 
 def distribute(

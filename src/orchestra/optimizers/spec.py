@@ -25,7 +25,7 @@ ELEMENTWISE = frozenset(
         _OPTIM.RMSprop, _OPTIM.Adagrad, _OPTIM.Adadelta, _OPTIM.ASGD, _OPTIM.Rprop,
     }
 )  # fmt: skip
-"""Each element's update depends on that element alone: a tensor may be cut between servers."""
+"""Optimizers that update each element by itself, so that servers may divide a tensor."""
 
 Moments = dict[str, dict[str, Any]]
 """Parameter name -> state key ("momentum_buffer", "exp_avg", "step" ...) -> value.

@@ -10,9 +10,9 @@ from orchestra.strategies.auto import Auto
 from orchestra.strategies.registry import STRATEGIES
 
 MOST = 4
-"""Candidates that are rehearsed, at most: each costs time."""
+"""The most candidates to rehearse, because each costs time."""
 ALIKE = 2
-"""Candidates that learn the same, at most: they differ in their exchange alone."""
+"""The most candidates that learn the same and differ in their exchange only."""
 
 
 def adaptive(search: Standing, best: Entry | None) -> str | None:

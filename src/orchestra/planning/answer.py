@@ -35,7 +35,8 @@ SCHEMA = 1
 RECORD, RECOMMENDED = "plan.json", "recommended.yaml"
 PORT = 29400
 TOO_WELL = 2.0
-"""Times as long as predicted: steps of strategies with `answers_beside` on emulated nodes."""
+"""How many times as long as predicted steps of strategies with `answers_beside` take on emulated
+nodes."""
 
 
 @dataclass(frozen=True)
@@ -366,7 +367,7 @@ def scaling_of(search: Standing, entry: Entry) -> dict[int, float]:
 
 
 CURVES = 8
-"""Candidates whose curves are in the answer."""
+"""The number of candidates whose curves are in the answer."""
 
 
 def curves_of(search: Standing, rows: Sequence[Row]) -> dict[str, list[tuple[float, float]]]:

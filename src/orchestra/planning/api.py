@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 
 MINUTES = 10.0
 CALIBRATION_PART, LEAST_CALIBRATION = 0.2, 30.0
-"""Of the budget, for a calibration where there is none; and seconds below which it is not tried."""
+"""The part of the budget for a calibration if there is none, and the seconds below which none is
+tried."""
 LAST_PART, LAST_SECONDS = 0.15, 40.0
-"""Of the budget, kept for what follows the search (runs that were cut off are judged, the scaling
-curve, the page); and seconds beyond which it needs no more."""
+"""The part of the budget kept for what follows the search (judging runs that were cut off, the
+scaling curve, the page), and the most seconds that this needs."""
 FEWEST_SNAPSHOTS, MOST_SNAPSHOTS = 10, 40
 Tell = Callable[[str, float], None]
 

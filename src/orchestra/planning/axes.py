@@ -21,9 +21,10 @@ from orchestra.errors import InputError, nearest
 from orchestra.settings.reading import yaml_text
 
 UNITS = {"bandwidth": BANDWIDTH, "latency": SECONDS, "memory": BYTES, "flops": FLOPS}
-"""By the last word of a key, what its values are given in; others are plain numbers."""
+"""The units of a setting's values, by the last word of its key; other settings are plain
+numbers."""
 SPAN = 30.0
-"""Without a range, bandwidth and latency go from 1/30 of the cluster's to 30 times it."""
+"""Without a given range, bandwidth and latency range from 1/30 of the cluster's to 30 times it."""
 SLOWEST = (0.05, 1.0)
 MOST_POINTS, MOST_NODES = 64, 1024
 

@@ -22,17 +22,18 @@ from orchestra.strategies.single import Single
 from orchestra.trainer.settings import MEASURED, Run, Training
 
 ADAPTIVE = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad")
-"""Optimizers whose rate goes by the square root of the batch; that of others is in proportion."""
+"""Optimizers whose learning rate is scaled by the square root of the batch; that of others is
+scaled in proportion."""
 
 BATCHES = (0.5, 1.0, 2.0, 4.0)
-"""Of a step of all workers, where the experiment's is 1."""
+"""The global batches to try, relative to the experiment's."""
 RATES = (0.5, 2.0)
-"""Times the learning rate, beside 1: tried with the experiment's batch."""
+"""The factors of the learning rate to try besides 1, with the experiment's batch."""
 KEPT = (0.25, 0.5)
-"""Batches that one process has with the experiment's own learning rate, too: its updates are then
-those that a worker beside others makes of its own samples."""
+"""Batches for which one process is also tried with the experiment's own learning rate: its updates
+are then those that a worker makes from its own samples."""
 MOST_COUNTS = 8
-"""Up to so many nodes every number of them is tried, of more the powers of two and all."""
+"""Up to this number of nodes every count is tried; with more nodes, the powers of two and all."""
 
 EVERYWHERE: Mapping[str, str] = {
     "ring": 'AllReduce("ring")',
@@ -62,11 +63,11 @@ EVERYWHERE: Mapping[str, str] = {
     "tree": 'AllReduce("tree")',
     "ring, sharded": 'AllReduce("ring", shard="parameters")',
 }
-"""The strategies on all nodes, with the experiment's batch; those first that show most."""
+"""The strategies on all nodes with the experiment's batch, the most informative ones first."""
 ON_FEWER = ("ring", "halving-doubling")
-"""Those that are tried on fewer nodes, too."""
+"""The strategies that are also tried on fewer nodes."""
 WITH_BATCHES = ("ring", "halving-doubling", "server beside")
-"""Those that are tried with other batches, too."""
+"""The strategies that are also tried with other batches."""
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,12 @@ from orchestra.trainer.settings import MEASURED, Target
 
 RECORD = "map.json"
 LEARN_PART, SPEEDS_PART = 0.5, 0.8
-"""Of the budget, when the samples to the target have to be known, and the samples/s."""
+"""The parts of the budget by which the samples to the target, and the samples per second, have to
+be known."""
 LAST_PART = 0.03
-"""Of the budget, kept for the figure."""
+"""The part of the budget kept for the figure."""
 ALIKE = 0.05
-"""Measured times that differ by less are a tie, in which a prediction cannot be wrong."""
+"""Measured times that differ by less are a tie, for which no prediction is wrong."""
 
 Tell = Callable[[str, float], None]
 

@@ -23,9 +23,10 @@ from orchestra.report.study import COLOURS, DASHES, Style
 Floats = NDArray[np.float64]
 
 FINE = 96
-"""Cells along each side: times between the points are interpolated, so that borders are smooth."""
+"""The cells along each side. Times between the points are interpolated, so that borders are
+smooth."""
 NAMED_FROM = 0.04
-"""Regions of at least this part of the plane have their name on them."""
+"""The smallest part of the plane for which a region has its name drawn."""
 ROUND: dict[str, Any] = {"strokeJoin": "round"}
 GREY = "#dadada"
 PALE = {
@@ -36,7 +37,7 @@ PALE = {
     "#E69F00": "#f5d490",
     "#56B4E9": "#b9def6",
 }
-"""The colours of reports, so light that words stand on them."""
+"""The colours of reports, light enough for words on them."""
 
 
 def write_figure(drawn: Map) -> None:

@@ -21,15 +21,17 @@ from orchestra.planning.standing import NO_TIME, Entry, chosen, reached
 from orchestra.report.numbers import count
 
 WHOLE = 0.95
-"""A run is over if its last snapshot is of so many of its samples."""
+"""A run is over if its last snapshot is at this part of its samples or later."""
 CHUNK = 96
-"""Simulations between two looks at the clock."""
+"""The simulations between two looks at the clock."""
 NEAR = 0.25
-"""In parts of a side of the plane: what was learned at a point so near is taken to hold."""
+"""The distance, in parts of a side of the plane, within which what was learned at a point is taken
+to hold."""
 
 Place = tuple[float, float]
 Samples = dict[str, dict[Place, float | None]]
-"""By strategy, by place: samples to the target; None where it missed it with a seed, or failed."""
+"""The samples to the target, by strategy and place; None if some seed missed it or the run
+failed."""
 
 
 @dataclass(frozen=True)

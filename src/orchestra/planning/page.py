@@ -18,7 +18,7 @@ from orchestra.report.study import COLOURS, DASHES, INK, SIGNS, Style
 
 PAGE = "plan.html"
 DRAWN = 10
-"""Candidates that a figure shows."""
+"""The most candidates in a figure."""
 
 
 def write_page(plan: Plan, title: str) -> Path:

@@ -37,27 +37,30 @@ from orchestra.trainer.settings import Run, Target
 from orchestra.worker.threads import usable_cores
 
 PARTS = (0.25, 0.5, 1.0)
-"""Of all samples, after which the reference is asked whether it has reached the target."""
+"""The parts of all samples after which it is checked whether the reference has reached the
+target."""
 NEARLY = 0.9
-"""Of a rung: a run whose steps do not divide it evenly may end a little before."""
+"""The part of a rung that counts as reaching it: a run whose steps do not divide it evenly may end
+a little before."""
 FINALISTS = 3
-"""Who is trained with further seeds."""
+"""The number of candidates that are trained with further seeds."""
 MOST_SEEDS = 8
-"""Of these, where the experiment has fewer, and the first ones are close."""
+"""The most seeds for these, if the experiment has fewer and the first candidates are close."""
 SPEED_PART, REFERENCE_PART, LATE_PART = 0.3, 0.6, 0.8
-"""Of the budget, when the speeds have to be known, the reference be over, and late speeds known."""
+"""The parts of the budget by which the speeds are known, the reference is over, and late speeds are
+known."""
 SPEED_STEPS, RANK_STEPS, FEWEST_STEPS, CONFIRMED_STEPS = 20, 4000, 8, 100
-"""Of a simulation for a speed: steps, those of all ranks together, the fewest, and those of the
-first ones."""
+"""The steps of a simulation that measures a speed; those of all ranks together; the fewest; and
+those of the first candidates."""
 PATIENCE = 3600.0
 MOST_PROCESSES = 8
 ANYWHERE = "one_host(cores=1)"
-"""Where one process learns for all that learn the same."""
+"""The cluster on which one process learns for all candidates that learn the same."""
 
 Job = tuple[Entry, Run, Path, float]
 """A run of a candidate, its folder, and the part of its samples after which it is stopped."""
 Learning = tuple[Entry, int, float]
-"""An entry that is to be simulated with a seed, up to a part of its samples."""
+"""An entry to simulate with a seed, up to a part of its samples."""
 
 
 @dataclass(frozen=True)

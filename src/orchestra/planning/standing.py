@@ -19,13 +19,14 @@ from orchestra.strategies.single import Single
 from orchestra.trainer.settings import Target
 
 MISSED = 1.5
-"""A seed has missed the target after so many times the samples that others needed."""
+"""A seed has missed the target after this many times the samples that other seeds needed."""
 SPARED = 0.02
-"""Candidates whose times differ by less are taken to be equally fast; fewer nodes decide."""
+"""Candidates whose times differ by less are taken to be equally fast; the one with fewer nodes
+comes first."""
 RUNGS = (0.35, 0.65, 1.0)
 """Parts of the best known time to target after which the race is halved."""
 FEWEST_RACING = 4
-"""Who goes on to the next rung in any case."""
+"""The candidates that enter the next rung in any case."""
 NO_TIME = "left out: there was no time to find its speed"
 CUT_OFF = "left out: there was no time for the race"
 

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from orchestra.planning.answer import Plan
 
 VERIFIED = 3
-"""Candidates that are trained for real, where that is asked for."""
+"""The number of candidates that are trained for real if that is requested."""
 SEEDS = 3
-"""Seeds with which each candidate is trained, at most."""
+"""The most seeds with which each candidate is trained."""
 TOLERATED = 0.1
-"""Computing that took longer or shorter than predicted by more is told: a machine that others use
-is not as fast as when it was calibrated."""
+"""A larger relative deviation of the compute time from the prediction is reported: a machine that
+others use is not as fast as when it was calibrated."""
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,11 @@ from orchestra.records.report import Straggler
 from orchestra.settings.base import from_plain, to_plain
 
 LIVE = "live.json"
-"""In the folder of a run: written about once a second, and removed when the run ends well."""
+"""A file in the folder of a run, written about once a second and removed when the run ends
+normally."""
 
 FRESH_SECONDS = 10.0
-"""A file that is older belongs to a run that has ended, unless a lock says otherwise."""
+"""An older file belongs to a run that has ended, unless a lock says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,8 @@ def host_name() -> str:
 Line = dict[str, Any]
 
 MOST_BYTES = 1 << 20
-"""Read at a time. Of a file that has grown by more, lines at even distances stand for the rest."""
+"""The most bytes read at a time. If a file has grown by more, lines at even distances stand for the
+rest."""
 SAMPLES = 64
 
 

@@ -27,11 +27,12 @@ from orchestra.settings.base import from_plain, to_plain
 SCHEMA = 1
 SUMMARY = "summary.json"
 CLUSTER = "cluster.yaml"
-"""In the folder of a run on a described cluster: the cluster, written out in full."""
+"""A file in the folder of a run on a described cluster: the whole cluster."""
 EMULATION = "emulation.json"
-"""In the folder of an emulated run: what the transports counted, and what the cables carried."""
+"""A file in the folder of an emulated run: the counts of the transports and of the cables."""
 TECHNIQUES = "techniques.json"
-"""In the folder of a comparison: the rows that differ in one setting, and where each pays."""
+"""A file in the folder of a comparison: the rows that differ in one setting, and where each
+pays."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,7 @@ def write_curve(folder: Path, points: Sequence[Point]) -> None:
 
 LINKS = "links.json"
 MAX_LINKS = 32
-"""Links that are listed; of the others only `tenths` tell."""
+"""The most links that are listed; the others are only counted in `tenths`."""
 TENTHS = 10
 
 

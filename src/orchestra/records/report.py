@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 NOTABLE = 0.1
-"""Part of a machine's processor time that other programs took: from here on there is a warning."""
+"""The part of a machine's processor time, taken by other programs, from which on there is a
+warning."""
 LEAST_SECONDS = 0.25
-"""Shorter stretches tell nothing: the system counts processor time in hundredths of a second."""
+"""Shorter times say nothing: the system counts processor time in hundredths of a second."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ class Timeline:
 
 MAX_POINTS = 60
 MAX_SOURCES = 128
-"""Ranks with messages from more sources than this do not report how fast these arrived."""
+"""Ranks that receive from more sources than this do not report how fast messages arrived."""
 
 
 class Counters(NamedTuple):

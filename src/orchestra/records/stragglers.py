@@ -16,7 +16,7 @@ from orchestra.records.report import Cause, Counters, Straggler
 from orchestra.settings.registry import LazyModule
 
 _Pair = tuple[int, int]
-"""Source and target of messages."""
+"""The source and the target of messages."""
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -28,24 +28,26 @@ else:
 
 MAX_WINDOWS = 30
 STEPS_A_WINDOW = 3
-"""Of the worker with the fewest steps; a run of less than three times as many tells nothing."""
+"""The steps of a window, of the worker with the fewest steps; a run of less than three windows says
+nothing."""
 LITTLE = 0.25
-"""Of what a straggler takes beyond others in a step: who lost less has not waited for it."""
+"""The part of a straggler's excess per step: whoever lost less has not waited for it."""
 LEAST_SECONDS = 2.0
-"""What lasts less on real processes is noise of the machine."""
+"""Shorter events on real processes are noise of the machine."""
 LEAST_WINDOWS = 3
 MATERIAL = 0.05
-"""Part of the time that the excess has to make up."""
+"""The part of the time that the excess has to amount to."""
 CERTAIN = 7.0
-"""Standard errors that the mean logarithm of the ratio has to be above 0."""
+"""How many standard errors the mean logarithm of the ratio has to lie above 0."""
 CLEAR = math.log(4.0)
-"""Logarithms of ratios count as this at most: what varies beyond is no doubt."""
+"""The largest logarithm of a ratio that counts: variation beyond it is no reason for doubt."""
 SLOWER = 1.2
-"""Of the median of the others: less is no straggler."""
+"""The ratio to the median of the others from which on a rank is a straggler."""
 THINNER = 2.5
-"""Times the seconds of others for a byte: less is no straggler. Two at a time take twice them."""
+"""The ratio of the seconds per byte to those of others from which on a link is a straggler. Two
+messages at a time take twice as long."""
 FASTEST = 1e-11
-"""Seconds a byte: what is faster counts as this."""
+"""The fewest seconds per byte that count."""
 
 
 def find(

@@ -25,7 +25,8 @@ THREADS = 1000  # more than a rank has flows
 MAIN = "main"
 """The flow of a rank that computes; the others are background flows."""
 MAX_BYTES = 1 << 23
-"""Of the packed file: waits in a larger one, of hundreds of ranks, take too long to read."""
+"""The most bytes of the packed file: waits in a larger one, of hundreds of ranks, take too long to
+read."""
 
 Event = dict[str, Any]
 Arrows = Sequence[tuple[Event, Event]]

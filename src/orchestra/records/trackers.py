@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 TRACKERS = {"tensorboard": "TensorBoard", "mlflow": "MLflow", "wandb": "Weights & Biases"}
-"""By setting, module and extra, which have the same name."""
+"""The names of trackers; a key is at once the setting, the module and the extra."""
 
 
 def require_tracker(name: str) -> None:

@@ -26,9 +26,10 @@ K = TypeVar("K", int, str, tuple[int, int], tuple[float, ...])
 Names = Callable[[Sequence[Row]], str]
 
 _NEARLY = 0.01
-"""Numbers of samples that differ by less than this part are a matter of the last steps."""
+"""Numbers of samples that differ by a smaller part differ only because of the last steps."""
 _WORTH = 1.1
-"""How many times as long as need be a step's gradients take before shares are proposed."""
+"""Shares are proposed if the slowest gradient takes at least this many times the best possible
+time."""
 
 
 # Where it was

@@ -301,7 +301,7 @@ def costs_in(currency: str) -> tuple[Measure, Measure]:
 
 
 METRIC = "metrics."
-"""Begins the keys of the measures that are metrics of the final parameters."""
+"""The prefix of the keys of measures that are metrics of the final parameters."""
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ HEAD = "cluster"
 """The section of those figures that stand beside the answer."""
 PAGE = "report.html"
 TABLES = {"csv": ("table.csv", csv_text), "latex": ("table.tex", latex_text)}
-"""What else the table of a report can be written as."""
+"""The other formats in which the table of a report can be written."""
 
 
 def write_report(
@@ -194,7 +194,7 @@ def _data(study: Study) -> Mapping[str, Any]:
 
 
 ROOM = 3_000_000
-"""The most characters that copies of timelines may add to a page."""
+"""The most characters by which copies of timelines may enlarge a page."""
 
 
 def _traces(study: Study, page: Path) -> Iterator[dict[str, Any]]:

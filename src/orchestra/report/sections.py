@@ -26,7 +26,7 @@ from orchestra.report.study import Study
 from orchestra.settings.base import from_plain
 
 MOST = 5
-"""Stragglers of a run that have lines of their own."""
+"""The most stragglers of a run that have rows of their own."""
 
 
 # Which techniques paid: rows that differ in one setting, side by side

@@ -44,7 +44,7 @@ SIGNS = {
     "triangle-right": "▶\N{VARIATION SELECTOR-15}",
     "triangle-left": "◀\N{VARIATION SELECTOR-15}",
 }
-"""Vega's shapes, and what stands for them in a text."""
+"""Vega's shapes, and the characters that represent them in text."""
 _STAR = (
     "M0.00,-1.00L0.26,-0.36L0.95,-0.31L0.43,0.14L0.59,0"
     ".81L0.00,0.45L-0.59,0.81L-0.43,0.14L-0.95,-0.31L-0.26,-0.36Z"

@@ -18,7 +18,7 @@ from orchestra.report.watching import Row, RunView
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDE = 100
-"""Columns of a terminal from which on there is more space between those of the table."""
+"""The width of a terminal, in columns, from which on the table has more space between columns."""
 MAX_LINKS = 4
 NOTE_LENGTH = 100  # characters below the table, at most
 STYLES = {

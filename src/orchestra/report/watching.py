@@ -25,11 +25,12 @@ PARTS = ("compute", "communicate", "wait", "input")
 NEEDED = {"step", "seconds", "consumed", "samples", "loss", *PARTS[:3]}
 WINDOW_SECONDS = 10.0
 WINDOW_STEPS = 10
-"""Figures are means over this time on the stopwatch, and over this many steps."""
+"""Figures are means over at least this many seconds of the stopwatch and this many steps."""
 MAX_WINDOW = 5000
 HISTORY = 512
 SILENT_SECONDS = 5.0
-"""A worker whose last step is so much older than that of another is said to have none."""
+"""How much older than another worker's last step a worker's last step has to be for it to count as
+silent."""
 
 Status = Literal["running", "completed", "stopped", "failed", "cut off"]
 

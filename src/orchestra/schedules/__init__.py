@@ -328,4 +328,4 @@ ALL_REDUCE: Mapping[str, Callable[[int], Schedule]] = {
     make.__name__: functools.cache(make)
     for make in (ring, halving_doubling, butterfly, tree, ring_gather, parallel, reduce_to_one)
 }
-"""Every algorithm that needs to know the number of ranks alone, by its name; each made once."""
+"""The algorithms that depend only on the number of ranks, by name; each schedule is made once."""

@@ -14,9 +14,10 @@ Costs = NDArray[np.float64]
 Order = tuple[int, ...]
 
 EXACT = 12
-"""Ranks up to which the best order is found for certain: the work doubles with each rank."""
+"""The most ranks for which the best order is found for certain: the work doubles with each rank."""
 STARTS = 4
-"""Beyond, how many first guesses are improved on; each may end at another order."""
+"""The number of first guesses that are improved if there are more ranks; each may end at another
+order."""
 
 
 def ring_order(costs: Sequence[Sequence[float]]) -> Order:

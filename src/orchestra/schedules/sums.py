@@ -240,10 +240,10 @@ def add_up(schedule: Schedule, vectors: Sequence[Tensor], edges: Sequence[int] |
 
 
 Pieces = Sequence[tuple[int, int]]
-"""Runs of pieces, from the first to before the end."""
+"""Runs of pieces, each as the first piece and the one after the last."""
 
 Rounds = tuple[int, int]
-"""The numbers of the first round, and of the one after the last."""
+"""The number of the first round, and of the one after the last."""
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,9 @@ from typing import (
 from orchestra.errors import InputError, nearest
 
 MAX_NESTED = 40
-"""Levels of a text that is read, as notation or as YAML."""
+"""The most levels of a text that is read, as notation or as YAML."""
 MAX_DIGITS = 100
-"""Of a whole number in such a text."""
+"""The most digits of a whole number in such a text."""
 
 _NAMES: dict[Any, str] = {
     int: "whole number",

@@ -75,7 +75,7 @@ _REFERENCE = re.compile(
 )
 
 OPERATORS: Mapping[type[ast.operator], str] = {ast.BitAnd: "Both", ast.BitOr: "Either"}
-"""The calls that `a & b` and `a | b` are short for."""
+"""The calls for which `a & b` and `a | b` are short forms."""
 
 
 @dataclass(frozen=True)

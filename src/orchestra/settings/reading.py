@@ -25,7 +25,7 @@ from orchestra.settings.base import (
 
 MAX_CHARACTERS = 4_000_000
 MAX_VALUES = 500_000
-"""Where each alias stands for all that it repeats."""
+"""The most values of a text, where each alias counts as all that it repeats."""
 
 
 class Refused(yaml.MarkedYAMLError):

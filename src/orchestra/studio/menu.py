@@ -15,10 +15,10 @@ from orchestra.settings import Settings, setting
 from orchestra.settings.notation import literal
 
 BATCH = 32
-"""Samples of a worker's batch; only the scale of samples/s depends on it."""
+"""The samples of a worker's batch; only the scale of samples/s depends on it."""
 MOST_WORKERS = 64
 ROUND = 8
-"""Steps between two exchanges of the strategies that exchange seldom."""
+"""The steps between two exchanges of strategies that exchange seldom."""
 
 
 @dataclass(frozen=True, repr=False)

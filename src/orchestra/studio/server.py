@@ -23,16 +23,16 @@ from orchestra.settings.base import Limits
 from orchestra.studio.menu import BATCH, MENU, MOST_WORKERS, Entry, Situation, entry_of
 
 KEPT: dict[str, int] = {"step": 4000, "course": 40}
-"""Answers of each kind that are kept."""
+"""The most cached answers of each kind."""
 MOST_PAGES = 100
-"""Of which the newest questions are remembered."""
+"""The most pages whose latest question is remembered."""
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
-"""What a browser calls this machine. Any other name is that of a stranger's page, which has the
-browser believe that the name is this machine (DNS rebinding)."""
+"""The names of this machine in a browser. Any other name belongs to another site, which makes the
+browser resolve it to this machine (DNS rebinding)."""
 COUNTS = (2, 4, 8, 16, 32, 64)
-"""Workers of the points of a scaling curve, up to the number chosen."""
+"""The numbers of workers in a scaling curve, up to the chosen number."""
 MOST_WATCHED = 16
-"""Workers whose messages are shown: of more, nobody could follow them."""
+"""The most workers whose messages are shown; more could not be followed."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
 )

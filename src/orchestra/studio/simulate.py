@@ -25,11 +25,12 @@ from orchestra.worker.interception import intercepted
 from orchestra.worker.runtime import PassingReporter, Runtime, SilentReporter
 
 MOST_MESSAGES = 3000
-"""That a page is given of one step."""
+"""The most messages of one step that a page is given."""
 TENSORS = 4
-"""Of the model, of equal sizes, each a bucket: what can overlap with the backward pass."""
+"""The tensors of the model, of equal sizes. Each is a bucket, which can overlap with the backward
+pass."""
 SMALL = 1000
-"""Bytes; smaller messages, which say who wants what, are left out where there are larger ones."""
+"""Messages with fewer bytes, which only coordinate, are left out if there are larger ones."""
 
 
 class Moment(NamedTuple):

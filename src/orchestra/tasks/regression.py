@@ -104,7 +104,8 @@ def scores(predictions: Tensor, targets: Tensor) -> dict[str, float]:
 # A model of which only the size is told, to ask how long a training takes, without data
 
 FLOPS_PER_PARAMETER = 6.0
-"""Of a sample's gradient where each parameter is multiplied once: 2 forward, 4 backward."""
+"""The operations of a sample's gradient that multiplies each parameter once: 2 forward, 4
+backward."""
 
 
 def synthetic(chosen: settings.Synthetic) -> Task:

@@ -18,10 +18,10 @@ MAX_LINKS = 2_000_000
 MAX_DRAWN = 200_000
 
 Graph = tuple[tuple[int, ...], ...]
-"""For each rank the ranks that it sends to, itself not among them, rising."""
+"""For each rank, the ranks to which it sends in ascending order, without itself."""
 
 Weights = tuple[Mapping[int, float], ...]
-"""W_ij: for each rank i the weight of what it has from each rank j, itself included."""
+"""W_ij: for each rank i, the weight of the values from each rank j, itself included."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Batches = tuple[int, ...]
 Speeds = tuple[float, ...]
-"""Samples a second of each worker."""
+"""The samples per second of each worker."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -170,9 +170,10 @@ BALANCINGS = Registry(
 # Carrying out a rule
 
 FIRST = 2
-"""Steps of a phase before its first decision: a worker that is far slower shows at once."""
+"""The steps of a phase before its first decision. It is small because a far slower worker shows at
+once."""
 MOST_CHANGES = 200
-"""How many changes a run keeps; beyond that every second one is dropped."""
+"""The number of changes that a run keeps; beyond it every second one is dropped."""
 
 
 @dataclass

@@ -39,7 +39,7 @@ DOOMED = ".deleted"
 TENSOR = "$tensor"
 
 Tensors = dict[str, Tensor]
-"""By the SHA-256 of type, shape and content."""
+"""Tensors by the SHA-256 of their type, shape and content."""
 
 
 class DamagedCheckpoint(Exception):

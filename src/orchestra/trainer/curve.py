@@ -38,13 +38,13 @@ T = TypeVar("T")
 EVALUATION_BATCH = 512
 # To evaluate all of 64 ranks took a simulation 59 s in place of 37 (decision 42).
 MAX_EVALUATED_REPLICAS = 16
-"""Replicas that are evaluated at each snapshot; the average is of all."""
+"""The most replicas that are evaluated at each snapshot; the average is over all of them."""
 
 SnapshotMetrics = dict[int, dict[str, float]]
-"""By the index of a snapshot, its loss and metrics."""
+"""The loss and the metrics of each snapshot, by its index."""
 
 _EVALUATE, _DONE = -1, -2
-"""Requests that are not the number of a part."""
+"""Requests other than the number of a part."""
 
 
 def hand_in(worker: Worker, leader: int, metrics: Callable[[], SnapshotMetrics]) -> None:

@@ -25,7 +25,7 @@ NOBODY = -1
 """A tag that no message has."""
 
 RANKS = "seconds", "stop"
-"""Questions of the rank, whichever flow asks."""
+"""Questions that belong to the rank, whichever flow asks."""
 
 
 class Ended(InputError):

@@ -33,7 +33,8 @@ from orchestra.worker.worker import Worker
 
 Extents = dict[str, tuple[int, int]]
 GRADIENTS = 7
-"""That each rank computes to measure its speed; the median of their seconds counts."""
+"""The gradients that each rank computes to measure its speed; the median of their seconds
+counts."""
 
 
 def budget_of(task: Task, training: Training) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from orchestra.worker.runtime import Work
 T = TypeVar("T")
 
 SHOWN = 16
-"""Of a collective of more ranks, no messages are shown where the engine can do without them."""
+"""The most ranks of a collective whose messages are recorded if the engine can do without them."""
 
 _size_text = functools.lru_cache(maxsize=1024)(BYTES.rounded)
 

@@ -33,9 +33,9 @@ from orchestra.worker.threads import usable_cores
 __all__ = ["LIMIT", "Workload", "calibrate"]
 
 LIMIT = 120.0
-"""Seconds that a calibration with one task may take by default."""
+"""The seconds that a calibration with one task may take by default."""
 FIRST = 0.7
-"""Part of the time that measuring everything once may take: the rest is for repeats."""
+"""The part of the time for measuring everything once; the rest is for repeats."""
 
 
 @dataclass(frozen=True)

@@ -25,23 +25,24 @@ from orchestra.worker.runtime import Runtime
 from orchestra.worker.threads import usable_cores
 
 SMALL = 4096
-"""Bytes of a vector that takes no time beside the collective itself."""
+"""The bytes of a vector that takes no time beside the collective itself."""
 LARGE = (1 << 18, 1 << 20, 4 << 20, 16 << 20)
-"""Bytes of vectors whose bytes take time."""
+"""The bytes of vectors that do take time."""
 CASES = 2 + len(LARGE)
 IN_TURN = 64 << 20
-"""Bytes of the vectors that take turns: a gradient is not in the caches when it is complete."""
+"""The bytes of all vectors that take turns: a complete gradient is not in the caches."""
 PASSES = 3
-"""Over a vector: a rank shows it, forms its share of the sums, and takes the results."""
+"""The passes over a vector: a rank publishes it, forms its share of the sums, and takes the
+results."""
 TAG = 1
 
 Times = Mapping[tuple[int, int], tuple[float, float]]
-"""By ranks and bytes: processor seconds of one of the ranks, and those that it waited."""
+"""By ranks and bytes: the processor seconds of one of the ranks, and the seconds that it waited."""
 WINDOW = 2
-"""All-reduces in a row, in which ranks wait by turns."""
+"""The all-reduces in a row within which ranks wait in turn."""
 TURNS = 9
 PAUSE = 0.0005
-"""Seconds between two looks at the clock, from which on the thread must have been stopped."""
+"""The seconds between two looks at the clock that show that the thread was stopped."""
 
 
 def ranks_wanted(cores: int) -> int:

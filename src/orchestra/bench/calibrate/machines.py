@@ -30,15 +30,18 @@ from orchestra.worker.runtime import Runtime
 from orchestra.worker.threads import usable_cores
 
 TRIED, LEAST, MOST = 1 << 16, 1 << 16, 16 << 20
-"""Bytes of the message that says how large others are to be, and of those at least and at most."""
+"""The bytes of the first message, which determines the size of the others; their least and most
+bytes."""
 ON_THE_WAY = 0.05
-"""Seconds that a message takes from which a bandwidth is read."""
+"""The seconds of a message from which a bandwidth is computed."""
 SMALL = 4
 WINDOWS, WINDOW_SECONDS = 5, 0.6
-"""In which gradients are counted: longer than the period of a quota of the processor."""
+"""The windows in which gradients are counted, and their seconds, longer than the period of a
+processor quota."""
 SPINNING_SECONDS = 0.5
 LATE, THIN = 1.25, 0.8
-"""A pair that has so many times the latency, or part of the bandwidth, of its links is named."""
+"""A pair with this many times the latency, or this part of the bandwidth, of its links is
+reported."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Machine:
 
 
 Links = Mapping[tuple[int, int], Link]
-"""Between each two nodes, by their numbers, in this direction: end to end."""
+"""The link from one node to another, end to end, by their numbers."""
 
 
 def measure_here(

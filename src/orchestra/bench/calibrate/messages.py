@@ -34,20 +34,20 @@ from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime
 
 SIZES = (4, 4096, 65_536, 262_144, 1 << 20, 2 << 20, 4 << 20, 16 << 20)
-"""Bytes of the messages that are measured."""
+"""The bytes of the measured messages."""
 ELEMENTS = (256, 4096, 65_536, 1 << 18, 1 << 20, 4 << 20)
 KINDS = 3
-"""Kinds of work on elements."""
+"""The kinds of work on elements."""
 SMALL = SIZES[:5]
-"""Bytes of messages of a rank to itself."""
+"""The bytes of messages of a rank to itself."""
 REDUCED, ROUNDS = 65_536, 200
-"""Bytes of a message in an all-reduce that is measured, and how often."""
+"""The bytes of a message in a measured all-reduce, and the number of its repeats."""
 FIRST = 10
-"""Times that a message goes back and forth before anybody looks at the clock."""
+"""The messages back and forth between two looks at the clock."""
 PASSES = 3
 TAG = 1
 LONG_AGO = 0.002
-"""Seconds after which a rank that waits is asleep."""
+"""The seconds after which a waiting rank is asleep."""
 
 
 @dataclass(frozen=True)

@@ -37,11 +37,11 @@ from orchestra.worker.runtime import PassingReporter, Runtime, Work
 
 T = TypeVar("T")
 SLICES = (1, 2, 4, 8)
-"""The optimizer is measured on the parameters cut over so many servers."""
+"""The numbers of servers over which the parameters are divided to measure the optimizer."""
 EXCHANGED = 65_536
-"""Bytes of an exchange that takes turns with steps."""
+"""The bytes of an exchange that takes turns with steps."""
 FIRST_STEPS = 3
-"""Steps of a run that do not count."""
+"""The first steps of a run, which do not count."""
 
 
 @dataclass(frozen=True)

@@ -133,9 +133,9 @@ def _by_rank(study: Study) -> Iterator[Figure]:
 # Batches that a rule balanced
 
 LABELLED = 8
-"""Lines that can be told apart by the names of their workers."""
+"""The most lines that are labelled with their workers."""
 APART = 0.03
-"""Of the global batch: lines that lie closer have one name."""
+"""The part of the global batch within which lines share a label."""
 
 
 def batches(study: Study) -> Iterator[Figure]:
@@ -236,9 +236,9 @@ def traffic(study: Study) -> Iterator[Figure]:
 
 
 MAX_LINKS = 6
-"""Links of each strategy."""
+"""The most links of each strategy."""
 _LINK_ROOM = "width - 92"
-"""For bars: behind the longest are its words."""
+"""The width of the longest bar, which leaves room for its label."""
 
 
 def links(study: Study) -> Iterator[Figure]:

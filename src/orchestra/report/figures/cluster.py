@@ -27,7 +27,7 @@ from orchestra.report.study import COLOURS, Study
 from orchestra.settings import write
 
 MAX_NODES = 64
-"""With more, nodes that follow one another and are alike share a row."""
+"""In larger clusters, consecutive nodes that are alike share a row."""
 _ROW, _NARROW_ROW, _TOP = 24.0, 18.0, 34.0  # heights in pixels: of rows, and above them
 _MANY = 24  # rows that are narrow
 _LETTER, _GAP = 5.7, 26  # widths in pixels

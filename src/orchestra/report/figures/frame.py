@@ -16,7 +16,7 @@ from orchestra.records.record import write_atomically
 from orchestra.report.study import INK, Style
 
 WIDTH = 680
-"""Of an image file, in pixels before it is scaled; on a page it is that of the container."""
+"""The width of an image file, in pixels before scaling; on a page it is that of the container."""
 
 PAPER = "white"
 _NIGHT = "#1c1c1e"
@@ -97,10 +97,11 @@ Values = list[dict[str, Any]]
 C = TypeVar("C")
 
 SI = "format(datum.value, '~s')"
-"""The label of a tick with a prefix of its own: 0, 500, 1.5k; a format gives all ticks the same."""
+"""The label of a tick with a prefix of its own (0, 500, 1.5k); a format would give all ticks the
+same prefix."""
 
 SHOWN = "indexof(hidden, datum.strategy) < 0"
-"""Every mark of data is filtered by this, so that a page can hide a strategy everywhere."""
+"""The filter of every mark of data, by which a page can hide a strategy everywhere."""
 
 INK_NOW = alt.ExprRef(INK)
 FAINT = alt.ExprRef("faint")
@@ -316,9 +317,9 @@ def figure(
 # Fixed: a height in steps makes Vega-Lite warn beside `width: container`, and the page would jump
 # when a strategy is hidden (decision 15).
 LANE = 40
-"""Height of a lane."""
+"""The height of a lane, in pixels."""
 POINT: dict[str, Any] = {"yOffset": 8}
-"""In the lower part of its lane; the upper is that of the text."""
+"""The offset of marks in the lower part of a lane; its upper part is for text."""
 BAR: dict[str, Any] = {"height": 15, **POINT}
 _HEADED_LANE = 17
 _SEPARATOR = "\u2063"  # that of Unicode which nobody sees, and nobody types

@@ -24,7 +24,8 @@ from orchestra.report.rows import Row, grouped
 from orchestra.report.study import Study
 
 MOST = 32
-"""Most ranks that are drawn: of each strategy, the row on the most ranks up to this number."""
+"""The most ranks in a figure. Of each strategy, the row with the most ranks up to this number is
+drawn."""
 WIDTH = 680.0
 _LETTER = 5.3
 _TOP = 16.0

@@ -221,9 +221,9 @@ def _values(strategy: str, window: Window, lanes: Lanes) -> tuple[Values, Values
 # The messages of one step
 
 _SAME = 0.01
-"""Of an exchange: arrows that begin within such a part of it begin together."""
+"""The part of an exchange within which arrows are taken to begin together."""
 _FULL = 0.9
-"""Of the most bytes of a step: one with as many is no step in between two exchanges."""
+"""A step with this part of the most bytes of any step is not one between two exchanges."""
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ from orchestra.trainer.own_loop.rank import Command, OwnRank
 from orchestra.worker.runtime import Runtime
 
 MID_EPOCH = -(1 << 20)
-"""In place of the step of a pause: the workers' epoch goes on after it. Phases end above that."""
+"""The step of a pause after which the workers' epoch continues. The numbers of ending phases are
+larger."""
 SAVING = MID_EPOCH - 1
-"""The same, where the state of all ranks is collected."""
+"""The step of such a pause in which the state of all ranks is collected."""
 
 ENDED = (
     "this loop ended when another model was distributed; models that are trained by turns are all "
