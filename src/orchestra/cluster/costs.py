@@ -33,7 +33,8 @@ class Line(Settings):
 
 @dataclass(frozen=True)
 class Sharing:
-    """How cores are shared that all compute at the same time, or that more threads want.
+    """How cores are shared when all compute at the same time, or when there are more threads
+    than cores.
 
     Attributes:
         speed: a core's while all compute, where it is 1 while one does.
@@ -53,8 +54,8 @@ EVENLY = Sharing()
 
 @dataclass(frozen=True, repr=False)
 class MemoryCosts(Settings):
-    """What a collective in shared memory costs each of its ranks, in processor seconds; and `wake`,
-    which passes.
+    """The costs of a collective in shared memory for each of its ranks, in processor seconds;
+    `wake` is time that passes.
 
     The defaults are assumed, near what machines of two cores gave.
     """
@@ -67,7 +68,7 @@ class MemoryCosts(Settings):
 
 @dataclass(frozen=True, repr=False)
 class Tcp(Settings):
-    """What TCP takes of the links between nodes, beside the headers of `Overhead.wire`.
+    """The overhead of TCP on the links between nodes, besides the headers of `Overhead.wire`.
 
     Acknowledgements: one for every second full segment (RFC 5681, section 4.2): with timestamps, in
     Ethernet's frames, 90 bytes for 2 times 1,538. The first window: 10 segments (RFC 6928). The
@@ -93,7 +94,7 @@ class Tcp(Settings):
 
 @dataclass(frozen=True, repr=False)
 class Overhead(Settings):
-    """What messages cost beside the links that they cross, in processor seconds.
+    """The costs of messages besides the links that they cross, in processor seconds.
 
     `cold` is once for each step with messages: these and the gradient push each other out of the
     caches.

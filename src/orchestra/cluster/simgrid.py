@@ -60,7 +60,9 @@ class Wire:
 
 @dataclass(frozen=True)
 class Above:
-    """Where something is attached: the switch above, if there is one, and the wires up to it."""
+    """The place where something is attached: the switch above, if there is one, and the wires to
+    it.
+    """
 
     switch: str | None = None
     wires: tuple[Wire, ...] = ()

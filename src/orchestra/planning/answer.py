@@ -82,7 +82,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a plan has found.
+    """The result of a plan.
 
     Attributes:
         target: what was planned for; None where not even that could be chosen.
@@ -125,7 +125,7 @@ class Plan:
 
     @property
     def places(self) -> str:
-        """What `scaling` counts."""
+        """The unit that `scaling` counts."""
         return "nodes" if any(len(row.nodes) > 1 for row in self.rows) else "ranks"
 
 
@@ -274,7 +274,7 @@ def time_text(row: Row) -> str:
 
 
 def target_text(target: Target) -> str:
-    """As in a sentence: "accuracy >= 0.85"."""
+    """Return the target as part of a sentence: "accuracy >= 0.85"."""
     if target.at_least is not None:
         return f"{target.metric} >= {target.at_least:g}"
     return f"{target.metric} <= {target.at_most:g}"

@@ -51,7 +51,7 @@ class Axis:
 
     @property
     def title(self) -> str:
-        """What a figure calls it."""
+        """The title of the axis in a figure."""
         return TITLES.get(self.key, self.key)
 
 

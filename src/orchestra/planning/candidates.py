@@ -117,7 +117,7 @@ class Candidate:
 
     @property
     def samples(self) -> int:
-        """In a step of all of its workers."""
+        """The samples of one step of all of its workers."""
         training = self.run.training
         return training.global_batch(self.run.strategy.roles(training.ranks).shares)
 

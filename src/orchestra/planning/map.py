@@ -70,7 +70,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Map:
-    """What a map has found.
+    """The result of a map.
 
     Attributes:
         samples: by strategy, those that it takes to the target, the mean over the seeds; where that

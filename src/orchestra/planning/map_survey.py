@@ -45,7 +45,7 @@ class Point:
 
     @property
     def winner(self) -> str:
-        """Who is first; of those within 2 %, one process rather than several."""
+        """The fastest strategy; among those within 2 %, one process is preferred."""
         return chosen(self.seconds, {name: name != ONE_PROCESS for name in self.seconds})
 
     def relearned(self, name: str, samples: float | None) -> Point:

@@ -159,7 +159,7 @@ def bottleneck(seconds: Mapping[str, float]) -> str:
 
 @dataclass
 class Entry:
-    """What is known of a candidate.
+    """All that is known about a candidate.
 
     Attributes:
         record: of some steps, from shapes: its speed and what workers did; None while unknown.

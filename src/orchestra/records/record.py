@@ -123,7 +123,9 @@ class RunRecord:
         return len({float(f"{speed:.3g}") for speed in self.alone.values()}) > 1
 
     def summary(self) -> dict[str, Any]:
-        """This run's entry in `summary.json`: everything but the folder, finite or null."""
+        """Return this run's entry in `summary.json`: everything but the folder; figures are
+        finite or null.
+        """
         entry: dict[str, Any] = to_plain(self, finite=True)
         del entry["folder"]
         return entry

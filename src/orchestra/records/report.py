@@ -171,7 +171,7 @@ MAX_SOURCES = 128
 
 
 class Counters(NamedTuple):
-    """What a rank has done until the moment `seconds` on the stopwatch, summed up from its start.
+    """The totals of a rank from its start until the moment `seconds` on the stopwatch.
 
     `compute`, `input` (reading batches) and `blocked` (in the transport) are seconds of the main
     flow. `arrived` has for each rank that sent large messages their bytes, and the seconds for

@@ -1,4 +1,5 @@
-"""What runs have left, and the rows of a report: each a strategy on a number of ranks, over seeds.
+"""The rows of a report, read from the files of runs: each is a strategy on a number of ranks,
+over seeds.
 
 Everything that a report shows comes from the files that are read here.
 """

@@ -95,7 +95,9 @@ def _shortest_cycle(costs: Costs, join: Callable[..., Any]) -> tuple[Order, floa
 
 
 def _improved(costs: Costs) -> Order:
-    """From the best of the nearest neighbours' orders, exchange stretches while that helps."""
+    """Return the best of the nearest neighbours' orders, with stretches exchanged while that
+    helps.
+    """
 
     def price(order: Order) -> tuple[float, float]:
         """Return the slowest link of a ring, and the sum of all."""

@@ -46,7 +46,7 @@ class Chained(NamedTuple):
 
 
 class Sums:
-    """How the sums of some pieces are formed: in chains, as far as they are chains."""
+    """The structure of the sums of some pieces: chains, as far as possible."""
 
     def __init__(self, runs: Iterable[PieceRun]) -> None:
         runs = list(runs)

@@ -51,7 +51,7 @@ class Registry:
         return {point.name: point.value for point in entry_points(group=self._group)} | self._known
 
     def names(self) -> list[str]:
-        """Every known name, those of installed packages included."""
+        """Return every known name, those of installed packages included."""
         return sorted(self._all)
 
     def knows(self, name: str) -> bool:

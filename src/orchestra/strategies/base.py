@@ -426,7 +426,7 @@ class Replicas(Strategy[R]):
 
     def reduce(self, worker: Worker, state: R) -> None:
         """Keep the gradient on this worker."""
-        # Left where autograd put it, without a copy: optimizers read tensor by tensor (decision 122)
+        # Left where autograd put it, not copied: optimizers read tensor by tensor (decision 122)
         exchange.keep_gradient(worker)
 
     def agree(self, worker: Worker, state: R) -> None:

@@ -94,7 +94,9 @@ def _require_room(ranks: int, degree: int, most: int = MAX_LINKS) -> None:
 
 
 def _circulant(ranks: int, distances: set[int]) -> Graph:
-    """Every rank sends to those that are `distances` further on, around the circle."""
+    """Return the graph in which every rank sends to those that are `distances` further on the
+    circle.
+    """
     steps = {distance % ranks for distance in distances} - {0}
     _require_room(ranks, len(steps))
     return tuple(

@@ -1,4 +1,4 @@
-"""What is evaluated after the stopwatch: the curve of a run, and its final model.
+"""Evaluate after the stopwatch: the curve of a run, and its final model.
 
 First every rank hands in what it has, without values; so the leader knows that all have ended, and
 nothing of what follows takes time from one that still trains. From then on the others answer the

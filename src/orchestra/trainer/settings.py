@@ -220,7 +220,7 @@ class Training(Settings):
 
     @property
     def snapshots_wanted(self) -> int:
-        """How many snapshots there are to be, if memory allows."""
+        """The number of snapshots, if memory allows."""
         if self.snapshots is not None:
             return self.snapshots
         return SNAPSHOTS if self.target is None else TO_TARGET

@@ -81,7 +81,9 @@ class OwnLoop:
         return not parameters.isdisjoint(self._gradients.parameters)
 
     def enter(self, module: nn.Module, _: Any) -> None:
-        """Before a forward pass of `module`; the first one of a step may change the parameters."""
+        """Prepare for a forward pass of `module`; the first one of a step may change the
+        parameters.
+        """
         self.worker.compute.run(Work("forward", 0), lambda: None)  # a sign of life
         if not torch.is_grad_enabled():
             return
@@ -258,7 +260,7 @@ class OwnLoop:
     # The end
 
     def finish(self, *, goes_on: bool = False) -> None:
-        """This loop is over: leave in order, whatever the others still do.
+        """End this loop, and leave in order, whatever the others still do.
 
         Ranks that serve are told whether the script `goes_on` with another loop.
         """
@@ -267,7 +269,7 @@ class OwnLoop:
             self.batches.end(self.batches.leave(goes_on=goes_on))
 
     def close(self, *, handed_over: bool) -> None:
-        """After `finish`: let go of the model, and of the optimizer where it is `handed_over`."""
+        """Release the model, and the optimizer if it is `handed_over`. Called after `finish`."""
         self._handed_over = handed_over
         for hook in self._model_hooks:
             hook.remove()

@@ -308,7 +308,7 @@ class Epochs(OwnRank):
     # Ranks that serve
 
     def serve_to_the_end(self) -> None:
-        """On a rank without data: serve until the workers have left this loop.
+        """Serve until the workers have left this loop. Called on a rank without data.
 
         Raises SystemExit where their scripts are over.
         """

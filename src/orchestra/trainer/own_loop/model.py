@@ -264,7 +264,7 @@ class BackwardPasses:
         return last and not self.paused
 
     def take(self, samples: int, total: int, batch: Any) -> None:
-        """A batch is handed out."""
+        """Called when a batch is handed out."""
         first = next(tensors_of(batch), None)
         # A weak reference tells later whether the loop has let go of the batch.
         held: Callable[[], object] = (lambda: None) if first is None else weakref.ref(first)
@@ -272,12 +272,12 @@ class BackwardPasses:
         self._fresh, self._forwards_on_last = True, 0
 
     def forward(self) -> None:
-        """A forward pass of the whole model begins."""
+        """Called when a forward pass of the whole model begins."""
         self._forwards += 1
         self._forwards_on_last += 1
 
     def backward(self) -> None:
-        """A backward pass begins.
+        """Called when a backward pass begins.
 
         Raises:
             InputError: no batch can be behind it.
@@ -303,7 +303,7 @@ class BackwardPasses:
         self._in_step = count.plus(self._in_step)
 
     def end(self) -> None:
-        """A backward pass ends."""
+        """Called when a backward pass ends."""
         self.under_way, self.complete = False, True
         self.done += 1
 

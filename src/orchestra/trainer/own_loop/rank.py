@@ -345,7 +345,9 @@ class OwnRank:
     # Ranks that serve
 
     def tell(self, command: Command) -> None:
-        """On workers, before they stop: the first one tells ranks that serve what follows."""
+        """Tell ranks that serve what follows, from the first worker. Called on workers before
+        they stop.
+        """
         first, serving = self._places()
         if self.worker.rank == first:
             for rank in serving:
