@@ -79,10 +79,14 @@ def main(arguments: Sequence[str]) -> int:
 
     limit = options.limit or LIMIT
     with progress_line() as tell:
+        # The limit counts from the beginning of the command, the import of torch included (decision
+        # 40)
         measured = calibrate([subject], options.seconds, tell, limit - (now() - began))
+    # Before it is refused: the user sees what was disturbed
     print_calibration(measured)
     quality = measured.quality_of(measured.tasks[0])
     doubts = quality.doubts
+    # Simulations would go by them from then on (decision 40)
     if doubts and not options.keep_anyway:
         raise RunFailed(
             f"not kept, since not to be trusted: {'; '.join(doubts)}; calibrate again when the "

@@ -163,6 +163,7 @@ def print_comparison(comparison: Comparison, baseline: str | None = None) -> Non
         for line in (FAIR, *fairness(study).tuning):
             console.print(f"{line}.")
         for condition in conditions(study):
+            # Whoever reads a terminal knows the machine; the report names it
             if condition.name != "machine":
                 console.print(f"{condition.name}: {condition.text}")
         common, table = _table(study)
@@ -224,6 +225,7 @@ def _columns(study: Study) -> Iterator[tuple[str, Callable[[Row], str]]]:
         return _figure(row, TIME_TO_TARGET) + share
 
     def switched(row: Row) -> str:
+        # Runs of one row may switch at different steps, by their losses
         steps = {run.record.switched_at_step for run in row.completed}
         known = sorted(step for step in steps if step is not None)
         texts = [f"{known[0]} to {known[-1]}"] if len(known) > 1 else list(map(str, known))

@@ -62,6 +62,7 @@ SHOWN = 12
 
 def main(arguments: Sequence[str]) -> int:
     options = _parser().read(arguments)
+    # For the command that is printed after --measure
     options.given = arguments
     launched = detect(os.environ)
     if options.measure:
@@ -115,6 +116,7 @@ def _measure(options: argparse.Namespace, launched: Launched | None) -> int:
     from orchestra.bench.calibrate.machines import as_cluster, measure_here
 
     training = experiment.training
+    # The whole batch: the speeds of nodes are compared, not those of ranks
     batch = training.ranks * training.batch_size
     with progress_line() as tell:
         found = measure_here(experiment.task, batch, launched, tell)
@@ -198,6 +200,7 @@ def print_plan(plan: Plan) -> None:
     if plan.target is not None:
         console.print(f"target: {target_text(plan.target)}")
     console.print(f"costs: {plan.costs}")
+    # Those without a speed were refused, or there was no time; plan.json says which
     rows = [row for row in plan.rows if row.speed][:SHOWN]
     if rows:
         console.print(_table(plan, rows))
@@ -241,6 +244,7 @@ def _table(plan: Plan, rows: Sequence[Row]) -> Table:
         cells = [row.name, str(len(row.nodes)), str(row.batch), _figure(row.speed), time_text(row)]
         cells.append("-" if row.best is None else f"{row.best:.4g}")
         cells += [_figure(row.cost)] * (priced is not None)
+        # Without its percentage, which would make the column as wide as the names
         table.add_row(*cells, row.bottleneck.rstrip("0123456789 %"))
     return table
 

@@ -45,6 +45,7 @@ class Curve:
         amounts = [amount for amount, _ in self.points]
         if not amounts or min(amounts) < 1 or amounts != sorted(set(amounts)):
             raise ValueError("the amounts of a curve have to rise, from 1 on")
+        # The simulation's compute refuses zero (decision 30)
         if not all(seconds > 0 and math.isfinite(seconds) for _, seconds in self.points):
             raise ValueError("the seconds of a curve have to be above 0")
 
@@ -56,6 +57,7 @@ class Curve:
         """
         points = self.points
         (least, first), (most, last) = points[0], points[-1]
+        # One point has no slope: in proportion above, and no less than one unit below
         if len(points) == 1:
             return first * max(amount, 1) / least
         # Outside of the measured amounts the first or last stretch goes on.
@@ -63,6 +65,7 @@ class Curve:
         (low, before), (high, after) = points[place - 1 : place + 1]
         seconds = before + (after - before) / (high - low) * (amount - low)
         if amount < least:
+            # The line through noisy points may cross zero
             return max(seconds, first * max(amount, 1) / least)
         return max(seconds, last) if amount > most else seconds
 
@@ -164,6 +167,8 @@ class TaskCosts:
     @property
     def jitter(self) -> Jitter | None:
         """The variation of the durations of gradients on a core that had nothing else to do."""
+        # The spread is half of the interquartile range over the median: for a normal distribution
+        # 0.6745 standard deviations.
         sigma = self.one.gradient.spread_at(self.batch_size) / NORMAL_QUARTILE
         return LogNormal(sigma) if sigma > 0 else None
 
@@ -187,10 +192,12 @@ def at_threads(measured: Sequence[tuple[int, float]], threads: int) -> float:
     if threads >= most:
         if most == 1:
             return last
+        # Negative where the threads were more than m times as fast, by chance or by caches
         serial = max((last / measured[0][1] - 1 / most) / (1 - 1 / most), 0.0)
         return last * (serial + (1 - serial) / threads) / (serial + (1 - serial) / most)
     place = bisect_right(measured, threads, key=lambda point: point[0])
     (few, slow), (many, fast) = measured[place - 1 : place + 1]
+    # Straight over 1 / threads, which is exact under Amdahl's law (decision 39)
     part = (1 / few - 1 / threads) / (1 / few - 1 / many)
     return slow + (fast - slow) * part
 
@@ -250,6 +257,7 @@ class Calibration:
 
     def quality_of(self, task: TaskCosts) -> Quality:
         """Return the quality of all figures together that a simulation of `task` goes by."""
+        # Files of earlier versions say only how much others took
         known = [quality for quality in (self.quality, task.quality) if quality is not None]
         return together(known or [Quality(self.measured_at, self.busy_with_others, 0.0)])
 
@@ -259,6 +267,7 @@ class Calibration:
 
     def with_task(self, costs: TaskCosts) -> Calibration:
         """Return a copy in which `costs` are the figures of their task."""
+        # The newest figures of a task replace those before
         others = tuple(other for other in self.tasks if other.key != costs.key)
         return dataclasses.replace(self, tasks=(*others, costs))
 
@@ -274,6 +283,7 @@ class Calibration:
         add = self.work["add"]
         (fewer, short), (more, long) = add.points[0], add.points[-1]
         return Overhead(
+            # Half at either end: only the sum was measured
             send=self.messages.send.plus(self.messages.handling / 2),
             receive=self.messages.receive.plus(self.messages.handling / 2),
             # The slope alone: what an addition has beside its bytes is part of `handling`.

@@ -118,6 +118,7 @@ class Overhead(Settings):
 
     def message(self, frame_bytes: int) -> MessageCost:
         """Return the costs of a message of `frame_bytes` bytes, its header included."""
+        # What a message without bytes costs is over before its first byte leaves
         first = self.send.at(0)
         # Measured costs may fall with the size, by chance; time must not go backward.
         rest = max(self.send.at(frame_bytes) - first, 0.0)
@@ -191,6 +192,7 @@ def together(qualities: Sequence[Quality]) -> Quality:
     """
     return Quality(
         measured_at=min(quality.measured_at for quality in qualities),
+        # One doubtful figure makes a simulation doubtful
         waited=max(quality.waited for quality in qualities),
         spread=max(quality.spread for quality in qualities),
         repeats=sum(quality.repeats for quality in qualities),

@@ -91,6 +91,7 @@ def load_cluster(text: str, *, where: str, folder: Path) -> Cluster:
 
 def is_file(text: str) -> bool:
     """Return whether `text` is the path of a cluster's file, not the name of a preset."""
+    # By its suffix: a preset's notation never ends so
     return isinstance(text, str) and text.endswith((".yaml", ".yml"))
 
 
@@ -103,6 +104,7 @@ def read_cluster(path: Path) -> Cluster:
     document = read_document(path, needs="nodes and ranks", example="ranks: spread")
     refuse_others(document, "", KEYS)
     require(document, {"nodes": _NODES, "ranks": "spread"}, str(path))
+    # Where each part stands, so that a check of the whole cluster can name the line
     places: dict[Part, str] = {("placement", ""): document["ranks"].at("ranks")}
     places["nodes", ""] = document["nodes"].at("nodes")
     values: dict[str, Any] = {
@@ -159,6 +161,7 @@ def _copies(node: Node, entry: Entry, key: str) -> list[Node]:
 
 def _switches(entry: Entry | None, places: dict[Part, str]) -> Iterator[Switch]:
     if entry is None:
+        # It stands nowhere in the file
         places["switches", ROOT] = "switches"
         yield Switch(ROOT)
         return

@@ -57,9 +57,11 @@ class Normal(Jitter):
     def factor(self, uniform: float) -> float:
         """Return the quantile of the truncated distribution, by the inverse of the whole one."""
         low, high = 0.1, 1.9
+        # Both tails have this part of the distribution, so the mean stays 1
         first = _NORMAL.cdf((low - 1) / self.sigma)
         # Rounding may reach 1, which has no quantile.
         inside = min(first + uniform * (1 - 2 * first), _MAX_UNIFORM)
+        # Rounding may leave the interval
         return min(max(1 + self.sigma * _NORMAL.inv_cdf(inside), low), high)
 
 
@@ -71,6 +73,7 @@ class LogNormal(Jitter):
 
     def factor(self, uniform: float) -> float:
         """exp(sigma z - sigma^2 / 2), which has the mean 1."""
+        # E exp(sigma z) = exp(sigma^2 / 2), so that the mean is 1
         return math.exp(self.sigma * _NORMAL.inv_cdf(uniform) - self.sigma**2 / 2)
 
 
@@ -115,10 +118,12 @@ class Drift(Settings):
         """
         # The exact step of the process over a tenth of the time constant.
         keep = math.exp(-0.1)
+        # Begins in the stationary state: nodes have drifted before the run, too
         states = [generator.standard_normal()]
 
         def factor(time: float) -> float:
             place = int(10 * time / self.time_constant)
+            # As far as anybody has asked: the values do not depend on when they are asked for
             while len(states) <= place:
                 new = math.sqrt(1 - keep**2) * generator.standard_normal()
                 states.append(keep * states[-1] + new)
@@ -245,6 +250,7 @@ class Node(Settings):
         """
         if self.devices:
             return 1
+        # The ranks of a node share its cores, as on processes (decision 39)
         return min(chosen or max(1, self.cores // ranks), self.cores)
 
     @property

@@ -65,6 +65,7 @@ def techniques(strategies: Mapping[str, Strategy[Any]]) -> list[Technique]:
 
 def _one_more(strategy: Strategy[Any], plain: Strategy[Any]) -> str | None:
     """Return the only setting that differs, where `plain` has its default."""
+    # Settings of the same name mean other things in other strategies
     if type(strategy) is not type(plain):
         return None
     differing = [
@@ -75,6 +76,7 @@ def _one_more(strategy: Strategy[Any], plain: Strategy[Any]) -> str | None:
     if len(differing) != 1:
         return None
     name = differing[0].name
+    # Of two values that are both no default neither is the plain one (decision 86)
     is_default = getattr(plain, name) == default_of(differing[0])
     return f"{name}={getattr(strategy, name)!r}" if is_default else None
 
@@ -92,11 +94,13 @@ def on_most_ranks(
     }
     for pair in pairs:
         ranks = [n for name, n in settings if name == pair.name and (pair.plain, n) in settings]
+        # On the most ranks: there exchanging costs most
         if ranks:
             both = (
                 next(r for r in runs if (r.name, r.training.ranks) == (name, max(ranks)))
                 for name in (pair.name, pair.plain)
             )
+            # With the settings that trials have chosen, as in the comparison
             technique, plain = (tuned(r, settings[r.name, max(ranks)]) for r in both)
             yield pair, technique, plain
 
@@ -148,6 +152,7 @@ def break_even(
             patience=PATIENCE,
             on_event=on_event,
         )
+    # A technique without an answer is no reason to end a comparison that is done
     except (InputError, RunFailed) as failure:
         return BreakEven(reason=str(failure).splitlines()[0])
     if outcome.stopped:

@@ -55,6 +55,7 @@ class Criterion:
     @classmethod
     def of(cls, tune: Tune, target: Target | None) -> Criterion:
         """Return the target's metric in its direction, or the loss, as `tune` asks."""
+        # Without a target no metric has a direction that the user has asked for
         if target is None or tune.by == "loss":
             return cls("loss", "loss", higher=False)
         return cls("target", target.metric, higher=target.at_least is not None)
@@ -64,6 +65,7 @@ class Criterion:
         if record.status != "completed":
             return None
         loss = record.final_loss if self.metric == "loss" else None
+        # The loss is a field of the record; a task may also have a metric of that name
         value = record.metrics.get(self.metric, loss)
         return value if value is not None and math.isfinite(value) else None
 
@@ -75,6 +77,7 @@ class Criterion:
         if score is None:
             return math.inf, math.inf
         equal = loss if loss is not None and math.isfinite(loss) else math.inf
+        # Accuracies on few validation samples are often equal
         return -score if self.higher else score, equal
 
 
@@ -88,6 +91,7 @@ class Choice:
     @property
     def best(self) -> Trial | None:
         """The best trial, the earlier of equals; None where all failed or diverged."""
+        # min() keeps the first of equals
         trial, record = min(self.outcomes, key=lambda outcome: self.criterion.cost(outcome[1]))
         return None if self.criterion.score(record) is None else trial
 
@@ -130,8 +134,10 @@ def trials(experiment: Experiment) -> list[Trial]:
     tune = experiment.tune
     if tune is None:
         return []
+    # One seed for all trials: the seeds of the comparison are looked at once, afterwards
     once = runs(replace(experiment, seeds=(tune.seed,), tune=None))
     every = [
+        # The test data stays unseen until the settings are chosen
         Trial(number, settings, replace(tuned(run, settings), judged_on="validation"))
         for run in once
         for number, settings in enumerate(grid(tune, run))

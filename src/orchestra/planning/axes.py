@@ -72,6 +72,7 @@ def _slowest_node(cluster: Cluster, value: float) -> Cluster:
     place = max(range(len(speeds)), key=lambda i: (-speeds[i], i))
     factor = value * max(speeds) / speeds[place]
     node = cluster.nodes[place]
+    # A node has one of speed and flops
     speed = node.speed and node.speed * factor
     slow = replace(node, speed=speed, flops=node.flops and node.flops * factor)
     return replace(cluster, nodes=(*cluster.nodes[:place], slow, *cluster.nodes[place + 1 :]))
@@ -85,6 +86,7 @@ def _nodes(cluster: Cluster, value: float) -> Cluster:
         )
     known = len(cluster.nodes)
     nodes = tuple(
+        # Names of nodes are unique
         node if place < known else replace(node, name=f"{node.name}-again-{place // known}")
         for place in range(round(value))
         for node in (cluster.nodes[place % known],)
@@ -164,6 +166,8 @@ def loaded(text: str) -> Cluster:
 def _with_keys(text: str, values: Mapping[str, str]) -> Cluster:
     """Change `values` of the cluster's file, by their place ("nodes.old.speed")."""
     source = Path(text).read_text() if is_file(text) else cluster_text(loaded(text))
+    # Plain values, without the lines that messages name: these would be those of no file of the
+    # user's
     document = yaml.safe_load(source)
     for key, value in values.items():
         *above, last = key.split(".")
@@ -194,6 +198,7 @@ def _plain(value: str) -> int | float | str:
         number = float(value)
     except ValueError:
         return value
+    # A whole number where the file wants one, as in `cores`
     return int(number) if number.is_integer() else number
 
 
@@ -228,6 +233,7 @@ def read_axis(text: str, cluster: Cluster, points: int, *, where: str) -> Axis:
         parts = [float(value) for value in np.geomspace(low, high, points)]
     if key == "nodes":
         parts = [float(round(value)) for value in parts]
+    # Rounded numbers of nodes may coincide
     parts = sorted(set(parts))
     highest = {"nodes": MOST_NODES, "slowest_node": 1.0}.get(key, math.inf)
     if not 2 <= len(parts) <= MOST_POINTS or parts[-1] > highest or parts[0] <= 0:

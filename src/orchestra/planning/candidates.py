@@ -111,8 +111,10 @@ class Candidate:
     def update_samples(self) -> float:
         """The least samples that any of its updates is made of."""
         if self.exact or isinstance(self.run.strategy, AllReduce):
+            # All gradients of a step make one update
             return float(self.samples)
         workers = self.run.strategy.roles(self.run.training.ranks).workers
+        # Asynchronous and local updates are made of one worker's samples
         return self.samples / max(1, len(workers))
 
     @property
@@ -169,6 +171,7 @@ class Space:
         A strategy that cannot run on so many ranks is left out; one without room in memory is found
         in the simulation.
         """
+        # One process first: it is the reference for all that learn as it does (decision 98)
         found = [self._alone(batch) for batch in BATCHES]
         found += [self._alone(batch, kept=True) for batch in KEPT]
         if not (counts := self.counts):
@@ -188,6 +191,7 @@ class Space:
             for count in counts if label in ON_FEWER else counts[-1:]:
                 for batch in BATCHES if label in WITH_BATCHES and count == counts[-1] else (1.0,):
                     found += self._together(label, each, count, batch)
+        # With alike nodes parts by speed would be equal ones
         for count in counts if self.mixed else ():
             found += self._together("ring", strategies["ring"], count, 1.0, MEASURED)
         return by_interest(found)
@@ -206,9 +210,11 @@ class Space:
         rate.
         """
         node, optimizer = self.fastest[0].name, self.experiment.training.optimizer
+        # One process on the whole cluster takes its fastest node
         cluster = self._written("all", "spread") if self.several else self._only((node,))
         training, rate = self._training(1, batch, cluster), 1.0
         if kept:
+            # The experiment's own rate again, in place of the scaled one
             training = training.with_setting("optimizer", optimizer)
             rate = 1 / scaled_rate(optimizer, batch)
         name = ONE_PROCESS + _batch_text(batch) + ", rate kept" * kept
@@ -222,6 +228,7 @@ class Space:
         refuses.
         """
         nodes = self.fastest[:count] if self.several else self.fastest * count
+        # A rank on each device; a node without devices is one rank with all its cores
         devices = [max(node.devices, 1) if self.several else 1 for node in nodes]
         names = [n.name for n, ranks in zip(nodes, devices, strict=True) for _ in range(ranks)]
         on = f" on {count} {'nodes' if self.several else 'ranks'}"
@@ -231,6 +238,8 @@ class Space:
                 return []
             training = self._training(len(names), batch, self._only(tuple(names)), shares)
             run = self._run(name, each, training)
+        # A setting that this number of ranks cannot have: no candidate, and no reason to end the
+        # plan
         except InputError:
             return []
         return [Candidate(name, run, tuple(dict.fromkeys(names)), label, batch)]
@@ -247,6 +256,7 @@ class Space:
         new.
         """
         path = self.folder / f"{name}.yaml"
+        # Candidates with the same nodes share a file
         if not path.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             write_atomically(path, cluster_text(replace(self.cluster, placement=placement)))
@@ -269,10 +279,12 @@ class Space:
             equal="global_batch",
             steps=steps,
             shares=shares,
+            # The batch is varied instead
             accumulation=1,
             engine="simulation",
             tensors="real",
             cluster=cluster,
+            # Candidates are stopped and resumed by the search itself
             checkpoint_every=None,
             trace_steps=0,
             record_order=False,

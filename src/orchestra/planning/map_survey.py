@@ -52,7 +52,9 @@ class Point:
         """Return the same with other `samples` of a strategy, or without it, if it is not alone."""
         left = {key: value for key, value in self.seconds.items() if key != name}
         if samples is None:
+            # A point has to have a first one, even if that missed the target with a seed
             return Point(self.x, self.y, left or self.seconds, self.samples)
+        # The speed stays, so the time goes with the samples
         left[name] = self.seconds[name] * samples / self.samples[name]
         return Point(self.x, self.y, left, {**self.samples, name: samples})
 
@@ -83,6 +85,7 @@ class Survey(Search):
             for entry in entries
             if entry.dropped is None
             for source in (self.source(entry),)
+            # A strategy that missed the target with the first seed need not be tried with others
             if seed in first or self.samples_of(source, first) is not None
             if self.samples_of(source, [seed]) is None
         }
@@ -100,6 +103,7 @@ class Survey(Search):
             if seeds is None or seed in seeds
         ]
         known = [at.samples for at in found if at is not None]
+        # A mean over the lucky seeds would make an unreliable strategy first
         return fmean(known) if known and not self.fell_short(entry, seeds) else None
 
     def fell_short(self, entry: Entry, seeds: Sequence[int] | None = None) -> bool:
@@ -109,6 +113,7 @@ class Survey(Search):
             reached(points, self.target) is None
             for seed, points in self.source(entry).curves.items()
             if (seeds is None or seed in seeds) and points
+            # A run that was cut off has not missed the target
             if points[-1].samples >= WHOLE * self.length.samples
         )
 
@@ -153,12 +158,14 @@ def learned_there(
             and gap(place_of(point), trained.get(point.winner, ())) > NEAR
         ]
 
+    # With its samples another strategy may be first at a point (decision 106)
     while (left := untrained()) and not survey.stopped and now() < until:
         chosen_now = spread_out(left, trained, place_of, processes())
         entries = [Entry(candidate(point, name)) for point, name in chosen_now]
         survey.learn(until, entries)
         for (point, name), entry in zip(chosen_now, entries, strict=True):
             samples = survey.samples_of(entry)
+            # Only what is decided: a run that was cut off leaves the place untrained
             if samples is not None or entry.dropped or survey.fell_short(entry):
                 trained.setdefault(name, {})[place_of(point)] = samples
         if not trained.keys() >= {name for _, name in chosen_now}:
@@ -199,6 +206,8 @@ def spread_out(
         gaps = [gap(place_of(point), known.get(name, ())) for point, name in left]
         if not gaps or max(gaps) <= NEAR:
             break
+        # As far as possible from what is known, so that an early end still covers the plane
+        # (decision 106)
         point, name = left[gaps.index(max(gaps))]
         found.append((point, name))
         known.setdefault(name, []).append(place_of(point))
