@@ -67,6 +67,7 @@ class Unit:
 
     def write(self, value: float) -> str:
         """Return a text that `read` turns back into exactly `value`, which is finite."""
+        # repr is the shortest text that gives this float again; Decimal moves its point exactly
         number, name = Decimal(repr(value)), self.name_for(value)
         return f"{(number / self._decimal(name)).normalize():f} {name}"
 

@@ -62,6 +62,7 @@ class Optimizer(Settings):
     groups: tuple[Group, ...] = setting((), "parameters with arguments of their own")
 
     def check(self) -> None:
+        # Whether torch has such a class is known only where torch is imported: in the ranks
         if not self.name.isidentifier():
             raise InputError(f"Optimizer.name: {self.name!r} is not the name of a class")
         _require_literals(self.arguments, self.name)
@@ -78,6 +79,7 @@ class Optimizer(Settings):
             InputError: not such a call; `where` opens the message.
         """
         call = read(text, where=where)
+        # By position arguments mean different things in different optimizers
         if call.positional:
             raise InputError(f"{where}: name the arguments of {call.name}: {call.name}(lr=0.1)")
         try:
@@ -106,6 +108,7 @@ def _warm(fraction: float, warmup: float) -> float:
     """Return the linear warm-up's factor: from 0 at the start to 1 at `warmup`, and 1 from there
     on.
     """
+    # By samples of the whole cluster, so that it is as long on every number of ranks
     return fraction / warmup if fraction < warmup else 1.0
 
 

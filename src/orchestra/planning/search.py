@@ -219,6 +219,7 @@ class Search(Standing):
             and points
             and (entry.done.get(self.seeds[0], 0.0) >= 1 or now() > self._budget.part(0.5))
         ):
+            # One process reaches it for certain, and with some samples to spare for the others
             value = value_at(points, "loss", 0.75 * points[-1].samples)
             if value is not None and math.isfinite(value):
                 self.target = Target("loss", at_most=float(f"{value:.3g}"))
@@ -297,6 +298,7 @@ class Search(Standing):
             if not (unfinished := self._unfinished()):
                 if len(self.seeds) >= MOST_SEEDS or not self.is_close():
                     break
+                # They follow the experiment's, so that a plan can be repeated
                 self.seeds = (*self.seeds, max(self.seeds) + 1)
                 continue
             seed = unfinished[0][1]
@@ -330,6 +332,7 @@ class Search(Standing):
         jobs: dict[tuple[str, int], tuple[Entry, Run, Path, float]] = {}
         for entry, seed, part in wanted:
             before = jobs.get((entry.name, seed))
+            # Several candidates may ask for the run of one that learns for all
             part = part if before is None else max(part, before[-1])
             training = replace(entry.candidate.run.training, snapshots=self.length.snapshots)
             # The time of an exact candidate comes from shapes on the plan's cluster.
@@ -342,9 +345,11 @@ class Search(Standing):
         for (entry, run, _, part), (_, tried) in zip(jobs.values(), found, strict=True):
             entry.wall += tried.seconds
             if tried.failure is not None:
+                # Without its run nothing is known of those that learn the same
                 for alike in (entry, *self.alike(entry)):
                     alike.dropped = alike.dropped or f"failed: {tried.failure}"
             elif tried.record is not None:
+                # Rounding of steps may leave a completed run a little below all samples
                 whole = tried.record.status == "completed"
                 share = min(part, tried.record.samples / self.length.samples)
                 done = 1.0 if whole else max(entry.done.get(run.seed, 0.0), share)
@@ -359,6 +364,8 @@ class Search(Standing):
         """
         found: dict[int, Tried] = {}
         trials: dict[int, Trial] = {}
+        # Cheap ones first: else one process with a quarter of the batch waits behind 16 ranks
+        # (decision 117)
         order = sorted(range(len(jobs)), key=lambda place: jobs[place][1].training.ranks)
         for place in order:
             _, run, folder, part = jobs[place]
@@ -421,6 +428,7 @@ def short(run: Run, steps: int = 0) -> Run:
     if isinstance(run.strategy, LocalSGD) and run.strategy.every is not None:
         # Two rounds: fewer steps would have no average in them, or half of one.
         steps = 2 * run.strategy.every
+    # No target and no snapshots: only the time of its steps is of interest
     training = replace(training, epochs=None, steps=steps, target=None, snapshots=0)
     try:
         without = replace(training, tensors="shapes", clip_norm=None)

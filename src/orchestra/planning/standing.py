@@ -125,6 +125,7 @@ def halved(scores: Mapping[str, tuple[float, float]], least: int) -> tuple[list[
     Args:
         scores: of each name, smaller is better; of equal ones the first stays.
     """
+    # sorted() is stable: of equal ones the first stays
     order = sorted(scores, key=lambda name: scores[name])
     # Successive halving (Jamieson and Talwalkar, AISTATS 2016).
     keep = max(least, (len(order) + 1) // 2)
@@ -136,6 +137,7 @@ def chosen(times: Mapping[str, float], nodes: Mapping[str, int]) -> str:
     nodes.
     """
     limit = min(times.values()) * (1 + SPARED)
+    # More nodes for the same time would be a waste
     near = [name for name in times if times[name] <= limit]
     return min(near, key=lambda name: (nodes[name], times[name]))
 
@@ -210,6 +212,7 @@ class Length:
 
         A target that is reached between two snapshots is only seen at the second.
         """
+        # Rounded up to the next snapshot, at which it can be seen
         return min(1.0, math.ceil(self.snapshots * samples / self.samples) / self.snapshots)
 
 
@@ -276,6 +279,7 @@ class Standing:
         mean = fmean(times.values())
         others = self.source(entry).curves.keys() - times.keys()
         under_way = (self.elapsed(entry, seed) for seed in sorted(others))
+        # A lower bound, but no longer luck (decision 117)
         late = [seconds for seconds in under_way if seconds > mean]
         return fmean([*times.values(), *late])
 
@@ -284,6 +288,7 @@ class Standing:
         reach it.
         """
         times = self.times(entry)
+        # A seed that was stopped earlier than the others has not missed the target (decision 98)
         far = MISSED * max((each.samples for each in times.values()), default=math.inf)
         return [
             seed
@@ -300,6 +305,7 @@ class Standing:
         if not times:
             return None
         spread = stdev(each.seconds for each in times) if len(times) > 1 else 0.0
+        # The target lies somewhere between two snapshots, on either side of the middle
         return max(spread, fmean(each.spacing for each in times) / 2)
 
     def is_close(self) -> bool:
@@ -307,6 +313,7 @@ class Standing:
         pair = [entry for entry in self.ranking() if entry.dropped is None][:2]
         errors = [(self.uncertainty(each) or 0.0) ** 2 / len(self.times(each)) for each in pair]
         times = [self.time(each) or 0.0 for each in pair]
+        # Else further seeds would not change the order (decision 119)
         return len(pair) == 2 and times[1] - times[0] < 2 * math.sqrt(sum(errors))
 
     def ranking(self) -> list[Entry]:
@@ -338,6 +345,7 @@ class Standing:
         Without a time to target, those of the slowest candidate for all samples.
         """
         if best := self.best():
+            # One with fewer nodes may still be chosen within that
             return best[1] * (1 + SPARED)
         seconds = (self.length.samples / entry.speed for entry in self.alive if entry.speed)
         return max(seconds, default=0.0)
@@ -362,6 +370,7 @@ class Standing:
         needed = fmean(each.samples for each in self.times(best).values())
         batch = best.candidate.samples
         for entry in self.alive:
+            # Whoever has reached the target has a time, which says more than a bound
             if entry is best or not entry.speed or self.times(entry):
                 continue
             # Generous, so that nobody is left out by a guess: see `cannot_win` (decision 98).
@@ -386,6 +395,7 @@ class Standing:
                 entry.dropped = self._reason(entry, number, limit)
                 if entry.dropped is None:
                     scores[entry.name] = score
+        # After the last rung all are known as far as needed
         for name in halved(scores, FEWEST_RACING)[1] if number < len(RUNGS) else ():
             entry = self.entries[name]
             entry.dropped = f"rung {number}: {entry.rungs[-1]}, in the worse half"
@@ -415,6 +425,7 @@ class Standing:
         if self.time(entry) is not None:
             return None
         elapsed = self.elapsed(entry)
+        # Within the time of the first it may still come before it
         if limit is None or (number < len(RUNGS) and elapsed < limit):
             return None
         value = best_value(self.curve(entry), self.target)

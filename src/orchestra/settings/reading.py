@@ -49,6 +49,7 @@ class Loader(yaml.SafeLoader):
         if self._nested == MAX_NESTED:
             at = self.peek_event()  # type: ignore[no-untyped-call]
             raise Refused(f"is nested more than {MAX_NESTED} deep", at)
+        # PyYAML recurses: a text of brackets would end in a RecursionError, or worse
         self._nested += 1
         node = super().compose_node(parent, index)
         self._nested -= 1
@@ -78,6 +79,7 @@ class Loader(yaml.SafeLoader):
             count += sum(self._check(item, values) for _, item in node.value)
         elif isinstance(node, yaml.SequenceNode):
             count += sum(self._check(item, values) for item in node.value)
+        # Aliases of aliases grow exponentially, from a few lines (the "billion laughs")
         if count > MAX_VALUES:
             raise Refused(f"with its aliases it has more than {MAX_VALUES:,} values", node)
         values[id(node)] = count
@@ -155,6 +157,7 @@ def yaml_value(text: str, where: str = "") -> object:
         return yaml.load(text, Loader=Loader)
     except Refused as refused:
         raise InputError(f"{where}: {refused.problem}".removeprefix(": ")) from None
+    # A notation such as AllReduce("ring") is no YAML, and is read as the text that it is
     except yaml.YAMLError:
         return text
 
@@ -242,6 +245,7 @@ def mapping(entry: Entry, key: str, example: str) -> Mapping[Any, Entry]:
     """Return the entries inside `entry`, which has to be a mapping."""
     if not isinstance(entry.value, Mapping):
         raise InputError(f"{entry.at(key)}: has to be a mapping, such as {example}")
+    # Values from Python or an option have no lines of their own
     return entry.inside or {name: Entry(item, entry.where) for name, item in entry.value.items()}
 
 
@@ -310,6 +314,7 @@ class Reader:
         except InputError as error:
             text = str(error).removeprefix(f"{cls.__name__}: ")
             reason = text.removeprefix(f"{key}.")
+            # An error inside already begins with the setting's name
             between = ": " if reason == text else "."
             raise InputError(f"{where}{between}{reason}") from None
 
@@ -324,6 +329,7 @@ class Reader:
         field = next(field for field in settings_of(cls) if field.name == name)
         value, default = entry.value, default_of(field)
         inner, unit = _settings_in(type_hints(cls)[name]), field.metadata.get("unit")
+        # `null` is the default of many settings; whether this one may be None is checked below
         if value is None and default is not REQUIRED:
             pass
         elif name in self.special:
