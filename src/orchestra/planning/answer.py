@@ -210,6 +210,7 @@ def row_of(search: Standing, entry: Entry) -> Row:
         seconds=time,
         uncertainty=search.uncertainty(entry) if time else None,
         seeds=len(search.times(entry)),
+        # A lower bound, of those that have no time to the target
         after=search.elapsed(entry) or None if time is None else None,
         best=best_value(search.curve(entry), target) if target and entry.speed else None,
         cost=None if time is None or entry.cost_rate is None else time * entry.cost_rate,
@@ -232,6 +233,7 @@ def recommended(rows: Sequence[Row]) -> Row | None:
 def headline(rows: Sequence[Row], best: Row | None, target: Target | None) -> str:
     """Return the answer in one sentence."""
     if not any(row.speed for row in rows):
+        # Of many refusals the first one; mostly it is the same for all
         reason = next((row.dropped for row in rows if row.dropped not in (None, NO_TIME)), None)
         if reason is None:
             return "There was no time to simulate anything; give more minutes."
@@ -288,7 +290,9 @@ def real_run(experiment: Experiment, run: Run) -> Experiment:
     given = experiment.training
     training = replace(
         run.training,
+        # What the search has set is undone: the file trains for real, as the user's own would
         engine="processes",
+        # The plan's cluster is simulated, and has no meaning for processes
         cluster=given.cluster if given.engine == "processes" else "one_host",
         calibration="auto",
         snapshots=given.snapshots,
@@ -353,6 +357,7 @@ def scaling_of(search: Standing, entry: Entry) -> dict[int, float]:
         each, training = other.candidate, other.candidate.run.training
         if other.speed is None or each.batch != chosen.batch:
             continue
+        # One process is the beginning of every scaling curve
         if isinstance(each.run.strategy, Single):
             places = 1
         elif (each.run.strategy, training.shares) == (

@@ -140,6 +140,7 @@ def draw_map(
     began = now()
     if not 0 < minutes <= 100_000:
         raise InputError(f"minutes: {minutes:g} is not above 0; give 15, or 0.5")
+    # An impossible value is refused before minutes of simulation
     clusters = {
         (x, y): plane.cluster(x, y) for x, y in product(plane.x.values, plane.y.values)
     }  # all of them are looked at first
@@ -161,6 +162,7 @@ def draw_map(
             partial(_candidate, experiment, clusters, folder), budget.until,
         )  # fmt: skip
     except KeyboardInterrupt:
+        # Points that were not yet compared could name the wrong strategy
         survey.stopped, points, learned = True, [], []
     drawn = _map_of(survey, experiment, plane, points, folder)
     drawn = replace(drawn, costs=costs, left_out=[*notes, *learned, *drawn.left_out])
@@ -185,6 +187,8 @@ def _learners(experiment: Experiment, plane: Plane, folder: Path) -> list[Candid
     found: dict[str, Candidate] = {}
     for cluster in reversed(clusters):  # the largest first: its strategies have to be known
         for each in mapped(experiment, cluster, folder / f"clusters/{len(cluster.nodes)}"):
+            # Of strategies on several numbers of nodes the names differ; one process is the same on
+            # all
             found.setdefault(each.name, each)
     return list(found.values())
 
@@ -297,6 +301,7 @@ def _checked(
 ) -> Iterable[Check]:
     """Emulate `number` points that are far from one another: train the first two strategies."""
     for place, point in enumerate(spread(drawn, number)):
+        # The first two: whether their order is right is the question
         first = sorted(point.seconds, key=lambda name: point.seconds[name])[:2]
         predicted = {name: point.seconds[name] for name in first}
         tell(f"emulating point {place + 1} of {number}", place / number)

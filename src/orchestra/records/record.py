@@ -113,6 +113,7 @@ class RunRecord:
     @property
     def threads_by_rank(self) -> list[int]:
         """The threads that each rank computed with; for a rank that was lost, the most of any."""
+        # Old records have one number for all
         known = {part["rank"]: part.get("threads", self.threads) for part in self.by_rank}
         ranks = max((*known, *map(int, self.left_out)), default=-1) + 1
         return [known.get(rank, self.threads) for rank in range(ranks)]
@@ -120,6 +121,7 @@ class RunRecord:
     @property
     def mixed(self) -> bool:
         """True if its nodes are known to be unlike in what they do alone."""
+        # To three digits: measured speeds of equal nodes differ in the further ones
         return len({float(f"{speed:.3g}") for speed in self.alone.values()}) > 1
 
     def summary(self) -> dict[str, Any]:
@@ -142,7 +144,9 @@ def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
     """
     # A rank that a switch made a server has computed samples, too.
     workers = [report for report in reports if report.role == "worker" or report.samples]
+    # One rank alone evaluates
     leader = next(report.leader for report in reports if report.leader is not None)
+    # A run is over when its last rank is
     seconds = max(report.train_seconds for report in reports)
     samples = sum(report.samples for report in workers)
     switches = [report for report in workers if report.switched_at_step is not None]
@@ -166,6 +170,7 @@ def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
         bytes_sent=sum(report.bytes_sent for report in reports),
         bytes_estimated=any(report.bytes_estimated for report in reports),
         seconds={
+            # Of workers alone: a server waits whenever nobody asks it
             part: sum(report.seconds[part] for report in workers) / len(workers)
             for part in ("compute", "communicate", "wait")
         },
@@ -288,6 +293,7 @@ class Links:
         tenths = [0] * TENTHS
         for link in links:
             tenths[min(int(link.share * TENTHS), TENTHS - 1)] += 1
+        # sorted() is stable: links of equal load stay in the order of the cluster
         busiest = sorted((link for link in links if link.bytes), key=lambda link: -link.share)
         unused = sum(not link.bytes for link in links)
         return cls(seconds, len(links), unused, tenths, busiest[:MAX_LINKS])

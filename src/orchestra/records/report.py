@@ -201,6 +201,7 @@ class CounterSeries:
     def add(self, counters: Counters) -> None:
         """Keep `counters`, the latest so far."""
         points = self.points
+        # Virtual time may stand still between two of them; the later one has all
         if points and points[-1].seconds >= counters.seconds:
             points.pop()
         points.append(counters)

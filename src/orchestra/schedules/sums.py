@@ -139,11 +139,13 @@ def _interleaved(chains: list[tuple[int, int, list[int]]]) -> list[Chained]:
     ranks = 1 + max((max(chain) for _, _, chain in chains), default=0)
     order: list[Chained] = []
     while left:
+        # By rank, so that pieces whose turn it is follow one another in `order`, and become one
         for rank in range(ranks):
             for place, (first, end, chain) in enumerate(chains):
                 if done[place] < len(chain) and chain[done[place]] == rank:
                     other = chain[0] if done[place] == 1 else None
                     last = order[-1] if order else None
+                    # One addition over adjacent pieces in place of several short ones
                     if last and last[1:] == (first, rank, other):
                         order[-1] = last._replace(end=end)
                     else:
@@ -229,6 +231,7 @@ def add_up(schedule: Schedule, vectors: Sequence[Tensor], edges: Sequence[int] |
     if schedule.slots:
         cuts = (0, length)
     with torch.no_grad():
+        # The sum of one is itself
         if len(vectors) > 1:
             total = torch.empty_like(vectors[0])
             sums_of(schedule).form(vectors, total, cuts, 0, length)

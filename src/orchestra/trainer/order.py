@@ -84,6 +84,8 @@ class Recording(Interceptor):
             self.order.flows.setdefault(operation.flow.name, FlowOrder())
         if operation.kind == "receive" and operation.peer is None:
             sources = self.order.answers(flow.name, "sources")
+            # In the order of the receives, since a repeat asks in that order; who sent is known
+            # only later
             operation.marks[self] = len(sources)
             sources.append(-1)  # filled by `wait`; the order is that of the receives
         return proceed()
@@ -103,6 +105,7 @@ class Recording(Interceptor):
                 "down: leave record_order out, or choose another strategy than Hogwild"
             )
         answer = proceed()
+        # JSON has no sets, and equal orders have to make equal files
         kept = sorted(answer) if isinstance(answer, frozenset) else answer
         self.order.answers(flow.name, what).append(kept)
         return answer
@@ -131,6 +134,8 @@ class Repeating(Interceptor):
         """Give the recorded answer; wait until an operation that was done then is done."""
         answer = self._next(flow, what)
         if what == "done" and answer and operation is not None and operation.begun is not None:
+            # In the repeat it may be done later than it was then, and what follows takes it for
+            # done
             operation.begun.wait()
         return frozenset(answer) if what == "lost" else answer  # type: ignore[return-value]
 

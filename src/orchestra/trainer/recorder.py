@@ -36,6 +36,7 @@ class Spent:
         traffic = worker.transport.traffic
         return Spent(
             worker.compute.seconds,
+            # torch.distributed's collectives pass by the transport, so the worker counts them
             traffic.seconds_communicating + worker.measures.native_seconds,
             traffic.seconds_waiting,
             worker.transport.bytes_sent + worker.measures.native_bytes,
@@ -92,7 +93,9 @@ class Recorder:
     def resume(self) -> None:
         """Start the stopwatch, or let it go on."""
         self._started_at = self._flushed_at = self._worker.transport.now()
+        # The counters go on while the stopwatch stands; what they grew by meanwhile is left out
         self._spent_before = self._spent_last = Spent.by(self._worker)
+        # Of a resumed run the decisions before stand in the file already
         self._decided = len(self._worker.measures.decisions)
         self._worker.runtime.stopwatch(True)
         self._keep_counters(self.totals.elapsed, self._spent_before)
@@ -125,6 +128,7 @@ class Recorder:
 
     def _keep_counters(self, seconds: float, spent: Spent) -> None:
         arrived = self._worker.transport.arrived()
+        # A server of a thousand workers would report a thousand pairs at each moment
         if len(arrived) > MAX_SOURCES:
             arrived = {}
         spent = self.totals.spent.plus(spent.plus(self._spent_before, -1))
@@ -157,6 +161,7 @@ class Recorder:
             self._keep_counters(seconds, spent)
         line: dict[str, Any] = {
             "step": number,
+            # Microseconds: more digits would double the file, and are noise
             "seconds": round(seconds, 6),
             "samples": step.samples,
             "consumed": step.consumed,
@@ -172,6 +177,7 @@ class Recorder:
         if (switched := self._worker.measures.switched_at_step) is not None:
             line["switched_at_step"] = switched
         decisions = self._worker.measures.decisions
+        # At most one decision lies between two steps
         if len(decisions) > self._decided:
             line["decision"], self._decided = decisions[-1], len(decisions)
         if step.position is not None:
@@ -188,6 +194,7 @@ class Recorder:
         passed, self._seconds_last = seconds - self._seconds_last, seconds
         figures = {"loss": step.loss}
         figures |= {f"learning rate/{group}": rate for group, rate in enumerate(step.rates)}
+        # A simulated step may take no time
         if passed > 0:
             figures["samples per second"] = step.samples / passed
         if step.staleness:

@@ -37,8 +37,10 @@ class Batches(Epochs):
         ranks = {}
         if not self._is_over():
             if self.is_worker():
+                # Refused on each worker alike, before anything collective begins
                 self._check_place()
                 self.take_over()
+                # Servers learn of the saving by this step of the pause
                 self.strategy.quiesce(self.worker, self.state, SAVING)
                 ranks = self.collect(self._order_state())
             else:
@@ -77,11 +79,13 @@ class Batches(Epochs):
                 "over them, or leave that with break"
             )
         check_fits(where, state, self._settings(), self.worker, self.length, self._generators())
+        # A switch has happened, and the state is of the roles before it
         if self.roles != self.strategy.roles(self.worker.runtime.ranks):
             raise InputError(
                 f"{where}: ranks have changed their roles since the beginning: load before training"
             )
         position, ranks = state["position"], state["ranks"]
+        # Workers that go on from unlike states would train unlike models, and nothing would say so
         if not self.alike(digest([position, parameters_in(ranks)])):
             raise InputError(f"{where}: workers load unlike states: give all the same one")
         self.load(state)
