@@ -1,1 +1,1 @@
-"""Speed as ratios to peers, measured in turn in one run."""
+"""Benchmarks: speed as ratios to peers that take turns with Orchestra in the same run."""

@@ -1,4 +1,6 @@
-"""What `orchestra bench fidelity` predicts: strategies, each with a closed formula, and tasks."""
+"""The cases that `orchestra bench fidelity` predicts: strategies, each with a closed formula,
+and tasks.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,16 @@ from orchestra.trainer.settings import Run, Training
 
 @dataclass(frozen=True)
 class Terms:
-    """What a closed formula is made of, in seconds.
+    """The terms of closed formulas, in seconds.
 
     Attributes:
-        alone: a worker's whole step, with nobody beside it.
-        step: the same, where all ranks of the machine compute.
+        alone: a worker's whole step, with no other process beside it.
+        step: the same, while all ranks of the machine compute.
         update: an update of all parameters.
         stage: a micro-batch on one stage of a pipeline.
         alpha: a message without content.
         message: a message with all parameters.
-        adding: adding what arrived with one.
+        adding: adding the content of such a message.
     """
 
     ranks: int
@@ -50,7 +52,7 @@ class Terms:
 
     @property
     def spread(self) -> float:
-        """A reduce-scatter and an all-gather, but for the latencies of their messages."""
+        """A reduce-scatter and an all-gather, without the latencies of their messages."""
         return (self.ranks - 1) / self.ranks * (2 * (self.message - self.alpha) + self.adding)
 
     @property
@@ -64,7 +66,9 @@ class Terms:
 
     @property
     def uneven(self) -> float:
-        """Folding the ranks beyond a power of two in, and out."""
+        """The extra messages of the ranks beyond a power of two."""
+        # The ranks beyond the power of two send their vector and get the result, so two messages
+        # more
         return 0.0 if 2**self.rounds == self.ranks else 2 * self.message
 
     @property
@@ -73,7 +77,8 @@ class Terms:
 
     @property
     def asynchronous(self) -> float:
-        """A worker's round, unless the server is the limit."""
+        """A worker's round, or the server's share of it if that takes longer."""
+        # A step of the budget is one of all ranks, and servers compute none of it
         return self.ranks / self.workers * max(self.step + self.served, self.workers * self.served)
 
 
@@ -98,6 +103,7 @@ STRATEGIES: dict[str, tuple[str, Callable[[Terms], float]]] = {
     "sharded": ('AllReduce(shard="optimizer")', lambda t: t.step + t.ring),
     "server": (
         "ParameterServer()",
+        # The server takes the gradients one after another
         lambda t: t.ranks / t.workers * (t.step + t.workers * (t.served + t.adding)),
     ),
     "asynchronous": (f"ParameterServer({ASYNCHRONOUS})", lambda t: t.asynchronous),
@@ -118,40 +124,46 @@ STRATEGIES: dict[str, tuple[str, Callable[[Terms], float]]] = {
         lambda t: t.ranks / t.workers * max(t.step, t.workers * t.served),
     ),
     "local SGD": (f"LocalSGD({LOCAL_STEPS})", lambda t: t.step + t.ring / LOCAL_STEPS),
+    # The average arrives two steps later, while the ranks compute
     "late local SGD": (f"LocalSGD({LOCAL_STEPS}, overlap=2)", lambda t: t.step),
     "gossip": ("Gossip()", lambda t: max(t.step, min(2, t.ranks - 1) * t.whole)),
     "push-sum": ("StochasticGradientPush()", lambda t: t.step + t.message + 3 * t.adding),
     "late push-sum": ("StochasticGradientPush(overlap=1)", lambda t: t.step + 2 * t.adding),
+    # Averages of pairs go on in the background
     "pairwise": ("PairwiseAveraging()", lambda t: t.step),
     "pipeline": (
         f"Pipeline(microbatches={MICROBATCHES})",
         lambda t: (MICROBATCHES + t.ranks - 1) * t.stage + 2 * (t.ranks - 1) * t.alpha,
     ),
 }
-"""By label, strategies of every family: the notation, and the seconds of a step by formula."""
+"""Strategies of every family by label: the notation, and the formula of a step's seconds."""
 
 ONE, COMPUTE, MESSAGES = "one worker", "compute only", "messages only"
 CONTROLS: dict[str, tuple[str, Callable[[Terms], float]]] = {
     ONE: ("Single()", lambda t: t.alone),
+    # A million steps without an average: more than any run here has
     COMPUTE: ("LocalSGD(1000000)", lambda t: t.step),
     MESSAGES: ('AllReduce("ring")', lambda t: t.step + t.ring),
 }
-"""What takes turns with the strategies, and is predicted like them, to tell where an error comes
-from: the step that the calibration measured, the same on all ranks at once, and an all-reduce of as
-many parameters that takes next to no computation. They are no strategies, and count as none."""
+"""Controls, which take turns with the strategies and are predicted like them. They show where an
+error comes from: the step that the calibration measured, the same on all ranks at once, and an
+all-reduce of as many parameters that takes next to no computation. They do not count as
+strategies."""
 
 EMULATED_STEPS, EMULATED_SECONDS = (24, 400), 4.0
 """Least and most steps of a run on an emulated cluster, where a step takes from milliseconds to
 seconds: as many as are predicted to take these seconds. The first ones cost a rank some 0.1 s of
 processor time for memory and caches, which a run of half a second would count as steps."""
 BUCKET_MEGABYTES = {"server in parts": 0.1, "asynchronous in parts": 0.1}
-"""Where pushes and pulls overlap with computing; elsewhere these models are one bucket."""
+"""Bucket sizes with which pushes and pulls overlap with computing; by default these models are one
+bucket."""
 
 
 @dataclass(frozen=True)
 class Subtask:
-    """A task, the `model` that it trains in words, its parameters, about, the steps of its runs,
-    and numbers of ranks."""
+    """A task: the `model` that it trains in words, the approximate number of its parameters, the
+    steps of its runs, and numbers of ranks.
+    """
 
     model: str
     subject: Workload
@@ -161,7 +173,7 @@ class Subtask:
 
     @property
     def messages(self) -> Workload:
-        """A model of the same size that takes next to no computation."""
+        """A task whose model has the same size and takes next to no computation."""
         return _workload(f"synthetic({self.parameters})", "SGD(lr=0.01)", 1)
 
 
@@ -209,12 +221,13 @@ nodes:
   right: {{count: 2, switch: rack-1}}
 """,
 }
-"""Of four nodes each, less than two cores together: equal ones; one four times slower; one behind a
-link ten times thinner; two racks, with less between them than two of their nodes could use."""
+"""Clusters of four nodes with less than two cores together: equal ones; one four times slower; one
+behind a link with a tenth of the bandwidth; two racks whose uplink is thinner than two of their
+nodes could use."""
 
 
 def write_clusters(folder: Path) -> dict[str, Path]:
-    """Write a file for each into `folder`; their paths, by name."""
+    """Write a file for each cluster into `folder`, and return the paths by name."""
     paths = {}
     for name, text in CLUSTERS.items():
         paths[name] = folder / f"{name}.yaml"
@@ -224,9 +237,10 @@ def write_clusters(folder: Path) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class Case:
-    """One prediction to be tested: on processes of this machine, or on an emulated `cluster`.
+    """A prediction to be tested, on processes of this machine or on an emulated `cluster`.
 
-    A run has `steps`, or else those of the task, or the least of an emulated cluster.
+    A run has `steps` if given; otherwise the steps of the task, or the fewest for an emulated
+    cluster.
     """
 
     label: str
@@ -237,15 +251,16 @@ class Case:
     steps: int | None = None
 
     def lengthened(self, step_seconds: float) -> Case:
-        """Return the case with more steps, if it is short on an emulated cluster."""
+        """Return the case with more steps if its run on an emulated cluster would be short."""
         if self.cluster is None:
             return self
         least, most = EMULATED_STEPS
+        # Shorter runs are mostly first uses of memory and code (decision 120)
         return replace(self, steps=min(max(least, round(EMULATED_SECONDS / step_seconds)), most))
 
     @property
     def block(self) -> tuple[str, int, str]:
-        """Equal for the cases that are compared with each other: task, ranks and cluster."""
+        """The key of the cases that are compared with each other: task, ranks and cluster."""
         return self.task.model, self.ranks, self.cluster.name if self.cluster else ""
 
     @property
@@ -271,9 +286,11 @@ class Case:
             training=Training(
                 ranks=self.processes,
                 batch_size=subject.batch_sizes[0],
+                # The calibrated batch, on any number of ranks
                 equal="worker_batch",
                 steps=self.steps or (EMULATED_STEPS[0] if self.file else self.task.steps),
                 optimizer=subject.optimizer,
+                # Nothing but steps: copies and the timeline would be timed with them
                 snapshots=0,
                 trace_steps=0,
                 bucket_megabytes=BUCKET_MEGABYTES.get(self.label, Training.bucket_megabytes),
@@ -282,7 +299,9 @@ class Case:
         )
 
     def simulated(self, machine: str, calibration: str) -> Run:
-        """The same in virtual time, on its cluster or else on one that is this `machine`."""
+        """Return the same run in virtual time, on its cluster or else on a cluster that is this
+        `machine`.
+        """
         run = self.run
         training = replace(
             run.training,
@@ -299,9 +318,9 @@ def cases(
     ranks: Sequence[int] | None = None,
     clusters: Sequence[Path | None] = (None,),
 ) -> list[Case]:
-    """The strategies with these labels, and the controls, on every task, on every number of ranks
-    that they can run on: `ranks`, or the task's own; on this machine, or on each of the emulated
-    `clusters`, with a rank on each node.
+    """Return the strategies with these labels, and the controls, on every task and number of
+    ranks on which they can run. The numbers are `ranks`, or the task's own. They run on this
+    machine, or on each of the emulated `clusters` with one rank on each node.
 
     Raises:
         InputError: nothing is left.
@@ -310,7 +329,10 @@ def cases(
     for file, task in itertools.product(clusters, tasks):
         cluster = None if file is None else read_cluster(file)
         for count in ranks or (task.ranks if cluster is None else [len(cluster.nodes)]):
+            # The controls run in every block: they tell whether an error comes from the machine,
+            # from crowded cores, or from messages (decision 97).
             made = [Case(label, task, count, cluster, file) for label in (*strategies, *CONTROLS)]
+            # Some strategies need two ranks, say, or an even number
             found += [one for one in made if one.run.strategy.refusal(one.processes) is None]
     if all(case.label in CONTROLS for case in found):
         raise InputError("--strategies: none of them runs on that many ranks")
@@ -318,7 +340,7 @@ def cases(
 
 
 def predicted(case: Case, calibration: Calibration) -> tuple[float, float]:
-    """Seconds a step by a closed formula, and by the step of one worker with nobody beside it.
+    """Return the seconds of a step by a closed formula, and those of one worker alone.
 
     The formula is the usual sum: computation, plus a latency for each message and a time for each
     byte on the longest way, plus additions. alpha, beta and gamma come from the calibration, and
@@ -334,6 +356,7 @@ def predicted(case: Case, calibration: Calibration) -> tuple[float, float]:
     speed = crowding = 1.0
     if cluster is not None:
         speeds = [node.speed_beside(costs.flops) for node in cluster.nodes_of(ranks)]
+        # All wait for the slowest node; a worker alone is placed on the fastest
         threads, speed = 1, min(speeds) if ranks > 1 else max(speeds)
     elements = sum(parameter.elements for parameter in costs.parameters)
     update = costs.seconds("update", elements, threads) / speed
@@ -341,6 +364,7 @@ def predicted(case: Case, calibration: Calibration) -> tuple[float, float]:
     alone = (gradient + rest) / speed + update
     workers = len(case.run.strategy.roles(ranks).workers)
     if cluster is None:
+        # Of the machine's processes only workers compute; emulated nodes have quotas instead
         crowding = max(1.0, workers / calibration.cores)
     stage = costs.seconds("gradient", batch * ranks / MICROBATCHES, threads) / ranks / speed
     overhead = calibration.overhead(costs)
@@ -354,6 +378,7 @@ def predicted(case: Case, calibration: Calibration) -> tuple[float, float]:
         step=alone * crowding,
         update=update,
         stage=stage * crowding,
+        # The smallest message measured: next to no content
         alpha=one_way.points[0][1] + alpha,
         message=one_way.at(4 * elements) + alpha + beta * 4 * elements,
         adding=overhead.add * 4 * elements / speed,
@@ -362,8 +387,9 @@ def predicted(case: Case, calibration: Calibration) -> tuple[float, float]:
 
 
 def _way(case: Case, wire: float) -> tuple[float, float]:
-    """Return the latency and the seconds a byte of the worst way between two ranks of a cluster;
-    none on one machine."""
+    """Return the latency and the seconds per byte of the worst route between two ranks of a
+    cluster; zeros on one machine.
+    """
     if case.cluster is None or case.processes == 1:
         return 0.0, 0.0
     nodes = case.cluster.nodes_of(case.processes)

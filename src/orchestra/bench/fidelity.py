@@ -1,4 +1,6 @@
-"""`orchestra bench fidelity`: predictions of the simulation beside the same runs on processes."""
+"""`orchestra bench fidelity`: predictions of the simulation compared with the same runs on
+processes.
+"""
 
 from __future__ import annotations
 
@@ -25,25 +27,28 @@ from orchestra.records.record import RunRecord
 from orchestra.trainer.settings import Run
 
 SKIPPED = 4
-"""One part of so many of a run's steps, its first, is not timed."""
+"""The first one of this many parts of a run's steps is not timed."""
 QUIET, ATTEMPTS = 0.03, 3
-"""A run of which other programs took a larger part of the machine is made again, at most so often
-in all; the least disturbed one counts."""
+"""A run of which other programs took a larger part of the machine is repeated, up to this many
+attempts in all; the least disturbed one counts."""
 EMULATED_QUIET = 0.1
-"""The same of an emulated run, in which the kernel's own work for the network counts as others'."""
+"""The same for an emulated run, in which the kernel's own work for the network counts as that of
+others."""
 STEPS = "steps-rank-*.jsonl"
 LEAST_PACE = 1e-3
-"""A step whose gradient is none of the rank's own takes no time, which no simulation allows."""
+"""The least factor: a step without a gradient of the rank's own takes no time, which no simulation
+allows."""
 Histogram = Mapping[int, float]
 
 
 @dataclass(frozen=True)
 class Observation:
-    """One run: seconds of a step of the budget, bytes sent, shares of each staleness.
+    """One run: the seconds of a step of the budget, the bytes sent, and the share of each
+    staleness.
 
     Attributes:
         others: the part of the machine's processor time that other programs took, stolen time
-            included; None where it is not known.
+            included; None if unknown.
         own, stolen: processor seconds of the ranks, and those that the hypervisor gave away.
         switches: how often a core was taken from a rank that had work to do.
         attempts: how often it was run.
@@ -63,7 +68,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class FidelityRow:
-    """A case: what was predicted, and what real runs were like.
+    """A case: its predictions, and the results of its real runs.
 
     Attributes:
         real_seconds: the median of the `runs`, one for each round.
@@ -101,7 +106,7 @@ class FidelityRow:
     attempts: int = 1
 
     def error(self, predictor: str) -> float:
-        """Predicted over real, less 1."""
+        """Return predicted over real, less 1."""
         predicted: float = getattr(self, predictor)
         return predicted / self.real_seconds - 1
 
@@ -113,19 +118,21 @@ def bench_fidelity(
     calibration: Path | None = None,
     on_progress: Progress | None = None,
 ) -> tuple[list[FidelityRow], Calibration]:
-    """Calibrate, then predict and run for real, block by block.
+    """Calibrate, then predict and run the chosen cases, block by block.
 
-    With `calibration`, that file is taken, and nothing is measured. Nothing that is predicted has
-    been run before, and nothing is fitted afterwards. The calibration comes with the rows: those of
-    the blocks that were completed, if the user stops it.
+    With `calibration` that file is used, and nothing is measured. No case is run before it is
+    predicted, and nothing is fitted afterwards. Return the rows and the calibration; if the user
+    stops it, the rows of the completed blocks.
 
-    Raises KeyboardInterrupt where none was.
+    Raises:
+        KeyboardInterrupt: the user stopped it before a block was completed.
     """
     rows: list[FidelityRow] = []
     with tempfile.TemporaryDirectory(prefix="orchestra-fidelity-") as name:
         path = calibration or Path(name) / "calibration.json"
         if calibration is None:
             subjects = {case.subject.task: case.subject for case in chosen}
+            # Everything is predicted from one calibration made before; nothing is fitted afterwards
             path.write_text(calibrate([*subjects.values()], seconds, on_progress).to_json())
         measured = read_calibration(path)
         done = itertools.count(1)
@@ -135,9 +142,11 @@ def bench_fidelity(
                 on_progress(what, next(done) / (len(chosen) * (1 + rounds)))
 
         try:
+            # Block by block: runs that are compared lie seconds apart, not minutes (decision 97)
             for _, block in itertools.groupby(chosen, lambda case: case.block):
                 rows += _measured([*block], rounds, measured, path, tell)
         except KeyboardInterrupt:
+            # Whatever block was completed is worth its half hour
             if not rows:
                 raise
     return rows, measured
@@ -150,7 +159,7 @@ def _measured(
     path: Path,
     tell: Callable[[str], None],
 ) -> Iterator[FidelityRow]:
-    """Predict all cases, which take turns in `rounds` rounds then, every other one in reverse."""
+    """Predict all cases, then run them in turns for `rounds` rounds, every other one in reverse."""
     block = [*block]
     with tempfile.TemporaryDirectory(prefix="orchestra-fidelity-") as name:
         folder = Path(name)
@@ -161,10 +170,12 @@ def _measured(
             keep = folder / f"{case.label}-predicted"
             seen = observe(case.simulated(measured.cluster, str(path)), keep)
             longer = case.lengthened(seen.step_seconds)
+            # Predicted with as many steps as it will run
             if longer.run != case.run:
                 seen = observe(longer.simulated(measured.cluster, str(path)), keep)
             block[index], virtual[case.label] = longer, seen
         for number in range(rounds):
+            # Every other round in reverse, so that a machine that becomes slower favours nobody
             for case in order(block, number):
                 tell(f"running {case.label}")
                 real[case.label].append(observe(case.run, folder / f"{case.label}-run"))
@@ -177,6 +188,8 @@ def _measured(
             row = row_of(case, real[case.label], virtual[case.label], formula, constant, differ)
             if case.cluster is not None:
                 run = case.simulated(measured.cluster, str(path))
+                # Only emulated nodes have cores of their own; elsewhere the recorded computation
+                # has the waiting for a core in it.
                 again = observe(
                     run, folder / "replayed", pace_of(real[case.label][0], virtual[case.label])
                 )
@@ -185,14 +198,15 @@ def _measured(
 
 
 def observe(run: Run, keep: Path, pace: Pace | None = None) -> Observation:
-    """Carry out `run`, again where other programs disturbed it; its final parameters go to the file
-    `keep`. With `pace`, see `simulate`, it is a simulation.
+    """Carry out `run`, again if other programs disturbed it, and move its final parameters to
+    the file `keep`. With `pace` (see `simulated_run`) it is a simulation.
 
     Raises:
         RunFailed: it failed.
         KeyboardInterrupt: the user stopped it.
     """
     found: list[Observation] = []
+    # With 3 % nearly every emulated run would be made three times (decision 97)
     quiet = EMULATED_QUIET if run.training.engine == "emulation" else QUIET
     while len(found) < ATTEMPTS and (not found or (found[-1].others or 0.0) > quiet):
         with tempfile.TemporaryDirectory(prefix="orchestra-fidelity-") as name:
@@ -204,7 +218,9 @@ def observe(run: Run, keep: Path, pace: Pace | None = None) -> Observation:
             if record.status == "stopped":
                 raise KeyboardInterrupt
             found.append(_observation(record, step_seconds(run, folder), folder))
+            # Of synchronous strategies any attempt has the same parameters
             (folder / "parameters.safetensors").replace(keep)
+    # Not the fastest one, which would be a choice by the result
     least = min(found, key=lambda one: one.others or 0.0)
     return replace(least, attempts=len(found))
 
@@ -219,6 +235,7 @@ def _observation(record: RunRecord, seconds: float, folder: Path) -> Observation
         shares,
         record.busy_with_others,
         own=sum(usage.own for usage in usages),
+        # Stolen time is the machine's, and every rank reads it
         stolen=max((usage.stolen or 0.0 for usage in usages), default=0.0),
         switches=sum(usage.switches for usage in usages),
         computed={
@@ -229,10 +246,13 @@ def _observation(record: RunRecord, seconds: float, folder: Path) -> Observation
 
 
 def pace_of(real: Observation, virtual: Observation) -> Pace:
-    """By what each step's simulated computation has to be multiplied to be that of a real run."""
+    """Return the factors by which each step's simulated computation becomes that of a real run,
+    by rank.
+    """
     found = {}
     for rank, seconds in real.computed.items():
         usual = statistics.median(virtual.computed.get(rank) or [0.0])
+        # A rank that only served has nothing to be paced
         if usual > 0:
             found[rank] = [max(one / usual, LEAST_PACE) for one in seconds]
     return found
@@ -243,7 +263,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 
 def step_seconds(run: Run, folder: Path) -> float:
-    """Seconds of a step of the budget, from the steps that the ranks wrote down.
+    """Return the seconds of a step of the budget, from the steps that the ranks recorded.
 
     The first quarter, in which memory is taken for the first time, does not count; nor does what
     follows the last step.
@@ -251,11 +271,14 @@ def step_seconds(run: Run, folder: Path) -> float:
     paces: list[float] = []
     for file in folder.glob(STEPS):
         lines = [line for line in _lines(file) if line["seconds"] is not None]
+        # A run that hardly has a step says nothing about the pace
         if len(lines) > SKIPPED * 2:
             begin, end = lines[len(lines) // SKIPPED], lines[-1]
             steps = end["step"] - begin["step"]
+            # Scaled to all of this rank's steps: asynchronous ranks take different numbers of them
             paces.append((end["seconds"] - begin["seconds"]) / steps * len(lines))
     assert run.training.steps is not None
+    # The budget's steps, which the ranks share
     return statistics.mean(paces) / run.training.steps
 
 
@@ -282,6 +305,7 @@ def row_of(
         virtual.step_seconds,
         formula,
         constant,
+        # Asynchronous runs differ in their bytes from one to the next
         min(differences, key=abs),
         distance(together, virtual.staleness) if stale else None,
         parameters_differ,
@@ -296,24 +320,28 @@ def row_of(
 
 
 def distance(one: Histogram, other: Histogram) -> float:
-    """The total variation distance: 0 for the same shares, 1 where none is common."""
+    """Return the total variation distance: 0 for equal shares, 1 for shares without a common
+    value.
+    """
     values = one.keys() | other.keys()
     return sum(abs(one.get(v, 0.0) - other.get(v, 0.0)) for v in values) / 2
 
 
 def mean_and_tail(shares: Histogram) -> tuple[float, float]:
-    """The mean of the values, and their 95th percentile; 0 without any."""
+    """Return the mean of the values and their 95th percentile; zeros if there are none."""
     cumulated, tail = 0.0, 0
     for value in sorted(shares):
         cumulated, tail = cumulated + shares[value], value
+        # The shares add up to 1 but for rounding
         if cumulated >= 0.95 - 1e-9:
             break
     return sum(value * share for value, share in shares.items()), float(tail)
 
 
 def largest_difference(one: Path, other: Path) -> float:
-    """Of any parameter or buffer in two files."""
+    """Return the largest absolute difference of any parameter or buffer in two files."""
     first, second = load_file(one), load_file(other)
     assert first.keys() == second.keys()
+    # In float64: differences in the last bits are what it looks for
     differences = (first[name].double() - second[name].double() for name in first)
     return max(float(difference.abs().max()) for difference in differences if difference.numel())

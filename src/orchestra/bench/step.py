@@ -1,4 +1,6 @@
-"""A step of `AllReduce` beside one of DistributedDataParallel, and one of a single process."""
+"""`orchestra bench step`: a step of `AllReduce` compared with one of DistributedDataParallel,
+and with one of a single process.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,11 @@ from orchestra.worker.worker import Step, Worker
 
 @dataclass(frozen=True)
 class BenchmarkModel:
-    """A model with a batch to measure it by.
+    """A model and its batches for a benchmark.
 
-    `batch_size` is that of one worker, `batch` makes one of a number of samples; `steps` are timed
-    together, as one block, so that a block is long beside the clock and short beside the drift of
-    the machine.
+    `batch_size` is that of one worker; `batch` makes a batch of a number of samples. `steps`
+    steps are timed together as one block, which is long compared with the clock's resolution and
+    short compared with the drift of the machine.
     """
 
     name: str
@@ -45,7 +47,7 @@ class BenchmarkModel:
 
 
 def images(shape: Sequence[int], samples: int) -> tuple[Tensor, Tensor]:
-    """Random inputs, [samples, *shape], and labels of ten classes."""
+    """Return random inputs, [samples, *shape], and labels of ten classes."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(samples, *shape, generator=generator)
     return inputs, torch.randint(10, (samples,), generator=generator)
@@ -61,13 +63,13 @@ def perceptron() -> nn.Module:
 
 
 def transformer() -> nn.Module:
-    """The GPT of the task `characters`: 116,705 parameters."""
+    """Return the GPT of the task `characters`: 116,705 parameters."""
     chosen = Characters()
     return GPT(VOCABULARY, chosen.context, chosen.layers, chosen.heads, chosen.width)
 
 
 def tokens(samples: int) -> tuple[Tensor, Tensor]:
-    """Random characters, [samples, context], and random ones that follow."""
+    """Return random characters, [samples, context], and random ones that follow."""
     generator = torch.Generator().manual_seed(0)
     shape = 2, samples, Characters().context
     first, second = torch.randint(VOCABULARY, shape, generator=generator)
@@ -91,7 +93,7 @@ RATE = 0.01
 
 @dataclass(frozen=True)
 class Contest:
-    """What the ranks are to measure; `threads` are those of one process with all cores."""
+    """The order to the ranks; `threads` is the number of threads of one process with all cores."""
 
     subject: BenchmarkModel
     rounds: int
@@ -101,7 +103,7 @@ class Contest:
 
 @dataclass(frozen=True)
 class StepRow:
-    """One contestant, with one model on one number of ranks.
+    """The result of one contestant, with one model on one number of ranks.
 
     `step_seconds` is the median over the rounds; `ratio` the median of the ratios to the block
     of the best DistributedDataParallel (`best_peer`) in the same round.
@@ -124,15 +126,19 @@ def bench_step(
 ) -> list[StepRow]:
     """Measure every subject on every number of ranks (2 or more), in `rounds` rounds.
 
-    Raises KeyboardInterrupt where the user stopped it.
+    Raises:
+        KeyboardInterrupt: the user stopped it.
     """
     rows = []
     for subject in subjects:
         for count in ranks:
+            # One round more, which warms up
             blocks = (rounds + 1) * (len(BUCKET_MEGABYTES) + len(OURS) + 1)
             what = f"{subject.name}, {count} ranks"
             with tempfile.TemporaryDirectory(prefix="orchestra-bench-") as folder:
                 store = str(Path(folder) / "store")
+                # The launcher's threads, which are those of one process with all cores; ranks get a
+                # part of them
                 contest = Contest(subject, rounds, store, torch.get_num_threads())
                 first, *_ = run_ranks(
                     measure, contest, count, steps=blocks, what=what, on_progress=on_progress
@@ -142,7 +148,7 @@ def bench_step(
 
 
 def step_rows(subject: BenchmarkModel, ranks: int, blocks: Blocks) -> list[StepRow]:
-    """The figures of each contestant; `blocks` holds seconds of `subject.steps` steps."""
+    """Return the figures of each contestant; `blocks` holds seconds of `subject.steps` steps."""
     medians = {name: statistics.median(seconds) for name, seconds in blocks.items()}
     best = _best_peer(blocks)
     samples = ranks * subject.batch_size * subject.steps
@@ -162,13 +168,14 @@ def step_rows(subject: BenchmarkModel, ranks: int, blocks: Blocks) -> list[StepR
 
 def _best_peer(blocks: Blocks) -> str:
     """Return the bucket size that is fastest beside the others in the same rounds."""
+    # Against the mean of its round, so that a slow round favours no size
     peers = [PEER.format(size) for size in BUCKET_MEGABYTES]
     rounds = list(map(statistics.mean, zip(*(blocks[name] for name in peers), strict=True)))
     return min(peers, key=lambda name: median_ratio(blocks[name], rounds))
 
 
 def measure(runtime: Runtime, contest: Contest) -> Blocks:
-    """On each rank: the seconds of each contestant's blocks."""
+    """Return on each rank the seconds of each contestant's blocks."""
     subject = contest.subject
     join_gloo(runtime, contest.store)
     steps = {PEER.format(size): _peer(subject, size) for size in BUCKET_MEGABYTES}
@@ -189,7 +196,10 @@ def block_of(step: Callable[[], None], steps: int) -> Callable[[], None]:
 def _peer(subject: BenchmarkModel, bucket_megabytes: int) -> Callable[[], None]:
     torch.manual_seed(0)
     model = DistributedDataParallel(
-        subject.build(), bucket_cap_mb=bucket_megabytes, gradient_as_bucket_view=True
+        # Without copies between gradients and buckets: the peer at its best
+        subject.build(),
+        bucket_cap_mb=bucket_megabytes,
+        gradient_as_bucket_view=True,
     )
     return plain_step(subject, model, subject.batch_size)
 
@@ -202,7 +212,7 @@ def plain_step(
     backward: Callable[[Tensor], object] = Tensor.backward,
     then: Callable[[], object] = lambda: None,
 ) -> Callable[[], None]:
-    """Return a step as in a loop by hand, which reads the loss, as every step of ours does.
+    """Return a step as in a plain training loop. It reads the loss, as every step of ours does.
 
     Args:
         optimizer: plain SGD if None.
@@ -215,6 +225,7 @@ def plain_step(
         optimizer.zero_grad()
         loss = subject.loss(model, batch)
         backward(loss)
+        # Reads the loss as a loop that logs it would; ours does so, too
         loss.item()
         optimizer.step()
         then()
@@ -223,7 +234,10 @@ def plain_step(
 
 
 def alone(runtime: Runtime, contest: Contest, steps_of_block: int) -> Callable[[], None]:
-    """Give the first rank the batch of all ranks and all cores; the others wait meanwhile."""
+    """Return a block in which the first rank has the batch of all ranks and all cores, while the
+    others wait.
+    """
+    # The others wait at the barrier before the next block
     if runtime.rank != 0:
         return lambda: None
     subject = contest.subject
@@ -252,6 +266,8 @@ def our_step(
 
     def step() -> None:
         worker.begin_step(Step(samples, samples * runtime.ranks, rates=(RATE,)))
+        # The worker's own loop, without reading data and writing records, which the peers' loop
+        # lacks, too
         strategy.gradient(worker, state, batch)
         strategy.update(worker, state)
 

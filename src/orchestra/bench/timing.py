@@ -1,4 +1,5 @@
-"""Timing on a machine that others use, too: contestants that take turns, and repeated measurements.
+"""Timing on a machine that is shared with other programs: contestants take turns, and
+measurements are repeated.
 
 Contestants take turns in the same processes, block by block. Whatever else the machine does then
 falls on all of them alike, and a block is compared with the block of its own round only. Every
@@ -36,23 +37,24 @@ from orchestra.worker.runtime import Runtime
 
 T = TypeVar("T")
 Blocks = dict[str, list[float]]
-"""Seconds of each contestant's blocks, by round."""
+"""The seconds of each contestant's blocks, by round."""
 
 Progress = Callable[[str, float], None]
-"""Told what is being measured, and the part of it that is done."""
+"""Is told what is being measured, and which part of it is done."""
 LEAST, MOST = 9, 400
-"""Repeats of a measurement, where there is time for them."""
+"""The fewest and the most repeats of a measurement, if there is time for them."""
 WARM_UP = 3
-"""Repeats before those that count."""
+"""The repeats before those that count."""
 
 
 def join_gloo(runtime: Runtime, store: str, interface: str = "") -> None:
-    """torch.distributed's default group on gloo, through the file `store`, on loopback or on the
-    network `interface`.
+    """Join torch.distributed's default group on gloo, through the file `store`, on loopback or
+    on the network `interface`.
 
-    It is left to the end of the process. Destroying it can hang: that holds the interpreter and
-    joins gloo's threads, which may need the interpreter to let go of a tensor (torch 2.13).
+    The group is never destroyed. Destroying it can hang: that holds the interpreter's lock and
+    joins gloo's threads, which may need the lock to release a tensor (torch 2.13, decision 11).
     """
+    # Left to itself gloo goes by the address of the host's name, which need not be one of its own
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     if interface or loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface or loopback[0])
@@ -63,7 +65,8 @@ def join_gloo(runtime: Runtime, store: str, interface: str = "") -> None:
 def take_turns(
     runtime: Runtime, contestants: Mapping[str, Callable[[], None]], rounds: int
 ) -> Blocks:
-    """Run a block of each contestant in each of `rounds` rounds, after one that warms up.
+    """Run a block of each contestant in each of `rounds` rounds, after one round of warm-up.
+    Return the seconds of the blocks.
 
     All ranks begin each block together. Ends early where the user asks for a stop.
     """
@@ -71,10 +74,12 @@ def take_turns(
     done = 0
     for number in range(rounds + 1):
         for name in order(list(contestants), number):
+            # Agreed on, since a rank that ended alone would leave the others at the next barrier
             if _somebody_stops(runtime):
                 return blocks
             started = time.perf_counter()
             contestants[name]()
+            # The first round warms up
             if number:
                 blocks[name].append(time.perf_counter() - started)
             done += 1
@@ -83,19 +88,21 @@ def take_turns(
 
 
 def order(names: Sequence[T], number: int) -> Sequence[T]:
-    """The order in round `number`: every other one in reverse."""
+    """Return the order in round `number`: every other one in reverse."""
+    # So that a machine that becomes slower, or busy, favours nobody
     return names if number % 2 else names[::-1]
 
 
 def _somebody_stops(runtime: Runtime) -> bool:
-    """Return whether any rank is to stop; also the barrier before a block."""
+    """Return whether any rank is to stop. This is also the barrier before a block."""
     wishes = torch.tensor([float(runtime.reporter.stop_requested())])
     dist.all_reduce(wishes)
     return bool(wishes)
 
 
 def median_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
-    """The median over the rounds of the ratios within a round."""
+    """Return the median over the rounds of the ratios within a round."""
+    # Blocks of one round lie close together; a ratio of medians would compare unlike moments
     return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
 
 
@@ -109,8 +116,8 @@ def run_ranks(
     on_progress: Progress | None = None,
     **limits: Any,
 ) -> Sequence[Any]:
-    """Launch `program` and return what each rank did; `on_progress` hears how many of its `steps`
-    rank 0 has done. `limits` are those of `launch`.
+    """Launch `program` and return the result of each rank. `on_progress` is told how many of its
+    `steps` rank 0 has done; `limits` are those of `launch`.
 
     Raises:
         KeyboardInterrupt: the user stopped it: it has no result.
@@ -128,12 +135,12 @@ def run_ranks(
 
 @dataclass
 class Budget:
-    """The time of a measurement, divided evenly over the figures that are still to come.
+    """The time of a measurement, divided evenly over the figures that remain.
 
     Attributes:
-        until: when all of them have to be there, by `clock`, which is one for all processes of a
-            machine.
-        figures: how many are still to come.
+        until: when all of them have to be measured, by `clock`, which is the same for all processes
+            of a machine.
+        figures: how many remain.
     """
 
     until: float = math.inf
@@ -142,11 +149,12 @@ class Budget:
 
     @property
     def over(self) -> bool:
-        """Whether the time has passed: what can be left out is left out."""
+        """True if the time has passed, so that optional figures are left out."""
         return self.clock() >= self.until
 
     def share(self) -> float:
-        """Seconds for the next figure, 0 where the time has passed."""
+        """Return the seconds for the next figure; 0 if the time has passed."""
+        # A slow figure takes from all later ones alike (decision 40)
         seconds = max(self.until - self.clock(), 0.0) / max(self.figures, 1)
         self.figures -= 1
         return seconds
@@ -154,13 +162,14 @@ class Budget:
 
 @dataclass
 class Kept:
-    """Under what conditions a process measured.
+    """The conditions under which a process measured.
 
     Attributes:
-        ran: seconds that the measuring thread ran, where it was never to wait for anything.
+        ran: seconds that the measuring thread ran while it was to wait for nothing.
         passed: seconds that passed meanwhile.
-        meters: by how many cores all ranks of the measurement wanted: what was used meanwhile.
-        left_out: what there was no time for.
+        meters: by the number of cores that all ranks of the measurement wanted, the processor time
+            that was used meanwhile.
+        left_out: figures that there was no time for.
     """
 
     ran: float = 0.0
@@ -170,12 +179,14 @@ class Kept:
 
     @property
     def waiting(self) -> float:
-        """The part of the time in which the thread was kept from a processor."""
+        """The part of the time for which the thread had to wait for a processor."""
         return max(0.0, 1 - self.ran / self.passed) if self.passed else 0.0
 
     @contextmanager
     def watched(self, cores: int) -> Iterator[None]:
-        """Notes what others take while this rank and its like want so many `cores`."""
+        """Record what other programs take while this rank and its peers want `cores` cores
+        together.
+        """
         meter = self.meters.setdefault(cores, UsageMeter())
         meter.running(True)
         try:
@@ -185,13 +196,16 @@ class Kept:
 
 
 def waited(ranks: Sequence[Kept]) -> float:
-    """The part of the processor time that a measurement wanted and other programs took, where that
-    was worst; from what all of its `ranks` noted."""
+    """Return the part of the processor time that a measurement wanted and other programs took,
+    in its worst part; from the notes of all `ranks` of the measurement.
+    """
+    # The larger of both figures counts; where the system does not tell of others, this one alone
     parts = [kept.waiting for kept in ranks]
     for wanted in {wanted for kept in ranks for wanted in kept.meters}:
         usages = [kept.meters[wanted].usage() for kept in ranks if wanted in kept.meters]
         cores, taken = usages[0].cores, taken_by_others(usages)
         if taken is not None:
+            # Others disturb as far as they leave fewer cores than were wanted (decision 40)
             parts.append(max(0.0, 1 - (cores - taken) / min(wanted, cores)))
     return max(parts, default=0.0)
 
@@ -199,19 +213,23 @@ def waited(ranks: Sequence[Kept]) -> float:
 def repeat(
     function: Callable[[], object], seconds: float, kept: Kept, most: float = math.inf
 ) -> list[float]:
-    """Processor seconds of each call of `function`, for about `seconds`, after a warm-up.
+    """Return the processor seconds of each call of `function`, for about `seconds`, after a
+    warm-up.
 
-    Of this thread alone: other work on the machine does not count, nor do threads that torch has.
-    A slow function is called less often than `LEAST` times, so that it all takes `most` seconds.
+    They are those of this thread alone: neither other programs nor torch's threads count. A slow
+    function is called fewer than `LEAST` times, so that all calls together take at most `most`
+    seconds.
     """
     started = time.perf_counter()
     for _ in range(WARM_UP):
         function()
+        # A call that takes seconds may not spend the time on warming up
         if time.perf_counter() - started > most / 3:
             break
     times: list[float] = []
     began, ran = time.perf_counter(), time.thread_time()
     for _ in rounds(seconds, most):
+        # The thread's own seconds: other programs add only what they do to caches (decision 30)
         called = time.thread_time()
         function()
         times.append(time.thread_time() - called)
@@ -229,11 +247,11 @@ def rounds(
 ) -> Iterator[float]:
     """Yield the seconds that have passed, once for each repeat of a measurement.
 
-    There is at least one. There are `least` of them within `most` seconds, and up to `limit` within
-    `seconds`.
+    There is at least one repeat. There are at least `least` of them if they fit into `most`
+    seconds, and up to `limit` within `seconds`.
 
     Args:
-        agreed: makes of this rank's wish to end that of all.
+        agreed: turns this rank's wish to end into that of all ranks.
     """
     began, passed, count = time.perf_counter(), 0.0, 0
     enough = False
@@ -242,12 +260,16 @@ def rounds(
         count += 1
         passed = time.perf_counter() - began
         enough = agreed(
+            # Ranks read their clocks one after another, so the wish of one has to be that of all
             passed >= most or (count >= least and (passed >= seconds or count >= limit))
         )
 
 
 def total(transport: Transport, own: float = 0.0, ranks: Sequence[int] | None = None) -> float:
-    """Return the sum of what each of `ranks` gives, all by default; each waits for the others."""
+    """Return the sum of the values that `ranks` give (all ranks by default). Each waits for the
+    others.
+    """
+    # float64: sizes in bytes are agreed on by it, which float32 rounds from 16 MiB on
     values = torch.tensor([own], dtype=torch.float64)
     group = Group(tuple(range(transport.size) if ranks is None else ranks))
     all_reduce(transport, values, "ring", group, Tag.AGREE)
@@ -255,14 +277,15 @@ def total(transport: Transport, own: float = 0.0, ranks: Sequence[int] | None = 
 
 
 def curve_of(times: Mapping[int, Sequence[float]]) -> Curve:
-    """The curve through the medians of repeated measurements, by amount."""
+    """Return the curve through the medians of repeated measurements, by amount."""
     amounts = sorted(times)
+    # Curves refuse zero, and so does the simulated compute (decision 30)
     points = tuple((float(n), max(statistics.median(times[n]), 1e-9)) for n in amounts)
     return Curve(points, tuple(spread(times[n]) for n in amounts))
 
 
 def spread(times: Sequence[float]) -> float:
-    """Half of the interquartile range over the median; 0 where there is only one."""
+    """Return half the interquartile range over the median; 0 for a single time."""
     if len(times) < 2:
         return 0.0
     lower, median, upper = statistics.quantiles(times, n=4)

@@ -1,5 +1,6 @@
-"""How good predictions of step times are: ratios within a block, order, regret, absolute errors;
-and the tables that say so, for a terminal and docs/fidelity.md."""
+"""The quality of predicted step times: ratios within a block, order, regret and absolute errors,
+and their tables for a terminal and for docs/fidelity.md.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ from orchestra.bench.fidelity import EMULATED_QUIET, QUIET, FidelityRow
 from orchestra.cluster.calibration import Calibration
 
 RESAMPLES = 1000
-"""Of the rounds, for an interval."""
+"""The number of resamplings of the rounds for an interval."""
 CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
 class Block:
-    """Strategies that took turns on one machine.
+    """The strategies that took turns on one machine.
 
     Attributes:
         real: seconds of a step of each strategy, one for each round.
@@ -38,38 +39,45 @@ class Block:
         return {label: statistics.median(runs) for label, runs in self.real.items()}
 
     def errors(self) -> list[float]:
-        """Predicted over real, less 1, of each strategy."""
+        """Return predicted over real, less 1, of each strategy."""
         return [self.predicted[label] / real - 1 for label, real in self.medians.items()]
 
     def distances(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Shapes (rounds, pairs) and (pairs,): the logarithm of the ratio of each pair's seconds,
-        real and predicted."""
+        """Return the logarithms of the ratios of all pairs: real ones, of shape (rounds, pairs),
+        and predicted ones, of shape (pairs,).
+        """
+        # Each pair once
         first, second = np.triu_indices(len(self.real), 1)
+        # Logarithms, so that a ratio and its inverse have errors of the same size
         real = np.log(np.array(list(self.real.values()), dtype=float))
         predicted = np.log([self.predicted[label] for label in self.real])
         return (real[first] - real[second]).T, predicted[first] - predicted[second]
 
     def tau(self) -> float | None:
-        """Kendall's tau-a of predicted and real medians; None for a single strategy."""
+        """Return Kendall's tau-a of predicted and real medians; None for a single strategy."""
         real = self.medians
         signs = [
+            # Equal predictions count as neither right nor wrong (tau-a)
             np.sign(real[a] - real[b]) * np.sign(self.predicted[a] - self.predicted[b])
             for a, b in itertools.combinations(real, 2)
         ]
         return float(np.mean(signs)) if signs else None
 
     def regret(self) -> float:
-        """How much longer a step takes under the strategy that is predicted to be the fastest than
-        under the one that is."""
+        """Return how much longer a step takes under the strategy predicted to be the fastest
+        than under the strategy that is the fastest, as a fraction.
+        """
         chosen = min(self.real, key=lambda label: self.predicted[label])
         return self.medians[chosen] / min(self.medians.values()) - 1
 
     def pairs(self) -> tuple[int, int]:
-        """Pairs of strategies whose runs differ by more than those of both scatter, and how many of
-        them are predicted in the right order."""
+        """Return the number of pairs of strategies whose runs differ by more than they scatter,
+        and how many of these are predicted in the right order.
+        """
         found = kept = 0
         for a, b in itertools.combinations(self.real, 2):
             difference = self.medians[a] - self.medians[b]
+            # The order of runs that overlap is chance
             if abs(difference) > scatter(self.real[a]) + scatter(self.real[b]):
                 found += 1
                 kept += (self.predicted[a] - self.predicted[b]) * difference > 0
@@ -77,19 +85,19 @@ class Block:
 
 
 def scatter(runs: Sequence[float]) -> float:
-    """Half of the distance between the fastest and the slowest of `runs`."""
+    """Return half the distance between the fastest and the slowest of `runs`."""
     return (max(runs) - min(runs)) / 2
 
 
 @dataclass(frozen=True)
 class Ratios:
-    """Errors of the ratios between two strategies of a block, over all pairs: their size.
+    """Errors of the predicted ratios between two strategies of a block, over all pairs, by size.
 
     Attributes:
         median, worst: of the predictions.
         interval: of the median, from resampled rounds (bootstrap, percentiles).
-        floor, worst_floor: real against real: the ratios in one half of the rounds predicted by
-            those in the other. Nothing is known of an error that is smaller.
+        floor, worst_floor: the same for real runs: the ratios in one half of the rounds, predicted
+            by those in the other half. Smaller errors cannot be told from noise.
     """
 
     median: float
@@ -100,24 +108,34 @@ class Ratios:
 
 
 def ratio_errors(blocks: Sequence[Block]) -> Ratios:
-    """Those of all pairs of `blocks`, which have at least two rounds and two strategies each."""
+    """Return the errors over all pairs of `blocks`. Each block has at least two rounds and two
+    strategies.
+    """
     distances = [block.distances() for block in blocks]
 
     def errors(rows: Sequence[NDArray[np.intp]]) -> NDArray[np.float64]:
-        """Of the predictions, beside the medians over these rows of the real ones."""
+        """Return the errors of the predictions against the medians over these rows of the real
+        ratios.
+        """
         pairs = zip(distances, rows, strict=True)
+        # The median of ratios within rounds, not the ratio of medians (decision 97)
         apart = (told - np.median(real[chosen], axis=0) for (real, told), chosen in pairs)
         return np.asarray(np.abs(np.expm1(np.concatenate([*apart]))))
 
     rounds = [len(real) for real, _ in distances]
+    # All rounds as they are, then resampled ones
     whole = errors([np.arange(count) for count in rounds])
+    # Seeded, so that a table of the same runs is the same
     generator = np.random.default_rng(0)
     medians = [
         np.median(errors([generator.integers(count, size=count) for count in rounds]))
         for _ in range(RESAMPLES)
     ]
     low, high = np.quantile(medians, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    # Every other round, not the first half and the second: a machine that drifts would be between
+    # them
     apart = (np.median(real[::2], axis=0) - np.median(real[1::2], axis=0) for real, _ in distances)
+    # How well real runs predict real runs: an error below that is not told (decision 97)
     halves = np.abs(np.expm1(np.concatenate([*apart])))
     return Ratios(
         median=float(np.median(whole)),
@@ -130,7 +148,7 @@ def ratio_errors(blocks: Sequence[Block]) -> Ratios:
 
 @dataclass(frozen=True)
 class Verdict:
-    """On one predictor, over all blocks.
+    """The quality of one predictor, over all blocks.
 
     Attributes:
         ratios: errors of ratios within a block.
@@ -151,8 +169,9 @@ class Verdict:
 
 
 def verdict(blocks: Sequence[Block]) -> Verdict:
-    """On the predictions of all `blocks`; `ratios` only where a block has several strategies, in at
-    least two rounds."""
+    """Return the verdict on the predictions of all `blocks`. It has `ratios` only if some block
+    has several strategies, each in at least two rounds.
+    """
     several = [block for block in blocks if len(block.real) > 1]
     rounds = min((len(runs) for block in several for runs in block.real.values()), default=0)
     errors = [abs(error) for block in blocks for error in block.errors()]
@@ -160,6 +179,7 @@ def verdict(blocks: Sequence[Block]) -> Verdict:
     taus = [tau for block in several if (tau := block.tau()) is not None]
     pairs = [block.pairs() for block in blocks]
     return Verdict(
+        # A single round has no halves to compare
         ratio_errors(several) if rounds > 1 else None,
         statistics.mean(taus) if taus else None,
         statistics.median(regrets),
@@ -180,13 +200,14 @@ PREDICTORS = {
 
 
 def verdicts(rows: Sequence[FidelityRow]) -> dict[str, Verdict]:
-    """One on each predictor, by its title; controls are left out."""
+    """Return a verdict on each predictor, by its title; controls are left out."""
     strategies = [row for row in rows if row.label not in CONTROLS]
     groups: dict[tuple[str, int, str], list[FidelityRow]] = defaultdict(list)
     for row in strategies:
         groups[row.task, row.ranks, row.cluster].append(row)
     found = {}
     for name, title in PREDICTORS.items():
+        # `replayed` is known of emulated clusters only
         if all(getattr(row, name) is not None for row in strategies):
             blocks = (
                 Block({r.label: r.runs for r in rows}, {r.label: getattr(r, name) for r in rows})
@@ -208,12 +229,14 @@ CASE_HEADINGS = (
 
 
 def markdown(rows: Sequence[FidelityRow], calibration: Calibration) -> str:
-    """When and where, then three tables, for docs/fidelity.md: the predictors, the controls, and
-    every case."""
+    """Return the date, the machine and three tables for docs/fidelity.md: the predictors, the
+    controls, and every case.
+    """
     machine = calibration.machine
     reasons = (calibration.quality_of(task).doubts for task in calibration.tasks)
     doubts = "; ".join(dict.fromkeys(itertools.chain(*reasons)))
     runs = sum(len(row.runs) for row in rows)
+    # All rows of a table are of one engine
     quiet = EMULATED_QUIET if rows[0].cluster else QUIET
     lines = [
         f"Measured on {calibration.measured_at[:10]}: {machine.get('processor')}, "
@@ -264,7 +287,8 @@ def _verdict_cells(title: str, found: Verdict) -> tuple[str, ...]:
 
 
 def _at_least(error: float, floor: float) -> str:
-    """Write `error`, or that it is below what can be told."""
+    """Return `error` in words, or that it is below what can be measured."""
+    # Nothing is known of an error that is smaller than that of real runs beside each other
     return f"{error:.1%}" if error >= floor else f"below {floor:.1%}"
 
 

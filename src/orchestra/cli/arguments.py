@@ -21,7 +21,7 @@ _SETTINGS = {
         "lr", "momentum", "nesterov", "betas", "eps", "weight_decay")},
     "--learning-rate": "optimizer.lr",
 }  # fmt: skip
-"""What people try as options, and the keys that `--set` knows them by."""
+"""Options that users try, and the keys of `--set` that do the same."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,6 +37,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
+        # argparse would print its usage and exit; `main` prints one line.
         raise InputError(f"{message}; see {self.prog} --help")
 
     def option(self, name: str, value: str, meaning: str, **more: Any) -> None:
@@ -48,7 +49,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(name, action="store_true", help=meaning, **more)
 
     def add_run_options(self, out: str) -> None:
-        """What every command that makes runs takes; `out` says what --out is there."""
+        """Add the options of every command that makes runs; `out` is the help text of --out."""
         engine = "real processes (default), the same on emulated nodes, or a simulation"
         self.option("--engine", "{processes,emulation,simulation}", engine, choices=ENGINES)
         self.option("--cluster", "CLUSTER", "what is simulated or emulated: a preset or a file")
@@ -59,11 +60,12 @@ class Parser(argparse.ArgumentParser):
         self.option("--out", "DIR", out, type=Path)
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """The arguments of a command line.
+        """Return the arguments of a command line.
 
         Raises:
             InputError: an unknown option or argument, a missing or refused value.
         """
+        # `parse_args` names all unknown options at once, and none that may be meant.
         namespace, unknown = self.parse_known_args(arguments)
         for argument in unknown:
             option = argument.partition("=")[0]
@@ -78,6 +80,7 @@ class Parser(argparse.ArgumentParser):
         known = self._option_string_actions
         settings = _SETTINGS if "--set" in known else {}
         spelled = option.replace("_", "-")
+        # A setting is no option, although many are tried as one: the message then offers --set.
         close = difflib.get_close_matches(spelled, [*known, *settings], n=1, cutoff=0.5)
         if not close or close[0] in known:
             return nearest(option, known)
@@ -89,11 +92,13 @@ class Parser(argparse.ArgumentParser):
 
 
 RUN_SETTINGS = ("engine", "cluster", "record_order")
-"""What `Parser.add_run_options` adds that is a key of an experiment."""
+"""The options of `Parser.add_run_options` that are keys of an experiment."""
 
 
 def entries(options: argparse.Namespace, *keys: str) -> dict[str, Entry]:
-    """What the options that are `keys` of an experiment, where given, say in place of the file."""
+    """Return the options that are `keys` of an experiment and were given, in place of the
+    file's.
+    """
     return {
         key: Entry(value, f"--{key.replace('_', '-')}")
         for key in keys
@@ -125,7 +130,8 @@ MOST = 1000
 
 
 def numbers(text: str) -> list[int]:
-    """The numbers in `text`; before the last one `...` stands for those that continue the others.
+    """Return the numbers in `text`; before the last one `...` stands for those that continue the
+    others.
 
     They go on by equal steps where all given ones do (1,2,...,8), else by equal factors
     (1,2,4,...,256).
@@ -149,7 +155,7 @@ def numbers(text: str) -> list[int]:
 
 
 def counts(option: str, text: str, *, low: int, why: str = "") -> list[int]:
-    """The numbers in the value of `option`, each at least `low`, for the reason `why`.
+    """Return the numbers in the value of `option`, each at least `low`, for the reason `why`.
 
     Raises:
         InputError: they are no such numbers.
@@ -165,6 +171,7 @@ def counts(option: str, text: str, *, low: int, why: str = "") -> list[int]:
 
 def _continued(text: str, first: list[int], last: int) -> list[int]:
     """Go on as `first` does, which has to rise, up to `last`."""
+    # Equal steps come first: 1,2,...,8 are steps of one, and not powers of two.
     rules = (1, first[1] - first[0]), (first[1] // max(first[0], 1), 0)
     for factor, step in rules if first[1] > first[0] else ():
         if all(b == a * factor + step for a, b in itertools.pairwise(first)):

@@ -124,6 +124,7 @@ def _fidelity(arguments: Sequence[str]) -> int:
     if options.markdown is not None:
         options.markdown.write_text(text)
     write_figures(options.json, "fidelity", rows)
+    # Ctrl-C ends the measurement, and what was measured is printed; 130 is a shell's status for it.
     if len(rows) < len(chosen):
         print(f"orchestra: stopped after {len(rows)} of {len(chosen)} rows", file=sys.stderr)
         return 130
@@ -131,7 +132,8 @@ def _fidelity(arguments: Sequence[str]) -> int:
 
 
 def listed(option: str, text: str | None, known: Mapping[str, T]) -> dict[str, T]:
-    """The entries of `known` that `text`, the value of `option`, names (ring,server); None: all.
+    """Return the entries of `known` that `text`, the value of `option`, names (ring,server); None:
+    all.
 
     Raises:
         InputError: an unknown name.
@@ -144,7 +146,7 @@ def listed(option: str, text: str | None, known: Mapping[str, T]) -> dict[str, T
 
 
 def bench_parser(program: str, description: str, *, rounds: int | None = None) -> Parser:
-    """A parser with the options of every benchmark; `rounds` is the default."""
+    """Return a parser with the options of every benchmark; `rounds` is the default."""
     parser = Parser("bench", description)
     parser.prog = program
     if rounds is not None:
@@ -155,7 +157,7 @@ def bench_parser(program: str, description: str, *, rounds: int | None = None) -
 
 
 def read_options(parser: Parser, arguments: Sequence[str]) -> Namespace:
-    """The options, checked before minutes are spent."""
+    """Return the options, checked before minutes are spent."""
     options = parser.read(arguments)
     if getattr(options, "rounds", 1) < 1:
         raise InputError(f"--rounds: {options.rounds} is below 1")
@@ -167,7 +169,7 @@ def read_options(parser: Parser, arguments: Sequence[str]) -> Namespace:
 
 
 def rank_counts(text: str) -> list[int]:
-    """Numbers of ranks, such as 2,4; each at least 2."""
+    """Return numbers of ranks, such as 2,4; each at least 2."""
     return counts("--ranks", text, low=2, why=": nothing would be exchanged")
 
 
@@ -190,7 +192,7 @@ def write_figures(path: Path | None, name: str, rows: Sequence[Any]) -> None:
 
 @contextmanager
 def progress_line() -> Iterator[Progress]:
-    """What shows progress on standard error: a bar on a terminal, elsewhere a line now and then."""
+    """Show progress on standard error: a bar on a terminal, elsewhere a line now and then."""
     if not sys.stderr.isatty():
         from orchestra.engines.processes.display import Lines
 
@@ -230,6 +232,7 @@ def print_table(title: str, headings: Sequence[str], lines: Iterable[Sequence[st
         table.add_column(heading, justify="right" if place else "left", no_wrap=True)
     for line in lines:
         table.add_row(*line)
+    # Without markup: names such as AllReduce[...] have brackets.
     console = Console(highlight=False, markup=False)
     console.print(title, style="bold", soft_wrap=True)
     console.print(table, end="\n\n")

@@ -1,4 +1,4 @@
-"""`orchestra calibrate`: what computation and messages take on this machine."""
+"""`orchestra calibrate`: measure computation and messages on this machine."""
 
 from __future__ import annotations
 
@@ -79,16 +79,21 @@ def main(arguments: Sequence[str]) -> int:
 
     limit = options.limit or LIMIT
     with progress_line() as tell:
+        # The limit counts from the beginning of the command, the import of torch included (decision
+        # 40)
         measured = calibrate([subject], options.seconds, tell, limit - (now() - began))
+    # Before it is refused: the user sees what was disturbed
     print_calibration(measured)
     quality = measured.quality_of(measured.tasks[0])
     doubts = quality.doubts
+    # Simulations would go by them from then on (decision 40)
     if doubts and not options.keep_anyway:
         raise RunFailed(
             f"not kept, since not to be trusted: {'; '.join(doubts)}; calibrate again when the "
             "machine is quiet, or keep it with --keep-anyway"
         )
     kept = measured.marked() if doubts else measured
+    # Tasks that were calibrated on another machine, or with other versions, would not fit the rest.
     if before is not None and before.machine == measured.machine:
         kept = replace(kept, tasks=before.tasks).with_task(kept.tasks[0])
     try:
@@ -133,6 +138,7 @@ def _subject(options: Namespace) -> Workload:
         experiment = load(options.experiment)
         training = experiment.training
         task, optimizer, precision = experiment.task, training.optimizer, training.precision
+        # A gradient is of a whole batch, or of a micro-batch where it is accumulated.
         sizes = (training.batch_size, -(-training.batch_size // training.accumulation))
     if options.task is not None:
         task = task_text(options.task, where="--task")
@@ -171,7 +177,7 @@ Row = tuple[str, ...]
 
 
 def print_calibration(calibration: Calibration) -> None:
-    """What was measured: medians, and how far the repeats lie apart."""
+    """Print the figures: medians, and how far the repeats lie apart."""
     for task in calibration.tasks:
         more = [f"{timing.threads} threads" for timing in task.timings[1:]]
         print_table(
@@ -208,7 +214,7 @@ def print_calibration(calibration: Calibration) -> None:
 
 
 def print_links(matrix: Sequence[Sequence[float]], size: int, order: Sequence[int]) -> None:
-    """The costs between ranks, and what to do with them."""
+    """Print the costs between ranks, and the order of a ring over them."""
     headings = ("us", *(f"to {rank}" for rank in range(len(matrix))))
     rows = [
         (f"from {source}", *("-" if s == source else f"{x * 1e6:.0f}" for s, x in enumerate(row)))

@@ -210,6 +210,7 @@ def _clean(arguments: Sequence[str]) -> int:
     from orchestra.engines.emulation.nodes import require_emulation
     from orchestra.engines.emulation.quota import sweep
 
+    # As root and on Linux only: without either there is nothing that could have been left.
     require_emulation()
     for line in (removed := sweep()):
         print(f"removed {line}")
@@ -225,6 +226,8 @@ def _read_command(
     parser = Parser(f"emulation {action}", description, epilog)
     _add_cluster(parser)
     parser.option("--ranks", "N", "default: one a node, or as many as the cluster names", type=int)
+    # A further "--", so that there is one in any case; argparse would take options of the command
+    # for ours.
     words = [*arguments, "--"]
     place = words.index("--")
     return parser.read(words[:place]), words[place + 1 : -1]

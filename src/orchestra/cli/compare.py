@@ -90,6 +90,7 @@ def simulate(arguments: Sequence[str]) -> int:
 
 def _compare(options: Namespace) -> int:
     launched = detect(os.environ)
+    # Each rank of a launcher would start all runs of the comparison.
     if launched is not None and launched.ranks > 1:
         raise InputError(
             f"orchestra compare starts the processes of its runs itself: call it without "
@@ -145,14 +146,16 @@ FAIR = (
 )
 
 SETTINGS = ("ranks", "batch", "steps")
-"""Columns that are left out where all rows agree."""
+"""Columns that are left out if all rows agree."""
 
 LABEL_COLUMNS = 24
-"""Longer cells, and those with a spread, break where the terminal is narrow."""
+"""Longer cells, and those with a spread, are broken if the terminal is narrow."""
 
 
 def print_comparison(comparison: Comparison, baseline: str | None = None) -> None:
-    """The fairness rule, the rows best first, the answer, what failed, and where the rest lies."""
+    """Print the fairness rule, the rows best first, the answer, what failed, and where the rest
+    lies.
+    """
     console = Console(highlight=False, markup=False)
     folder = comparison.folder
     if comparison.records:
@@ -160,6 +163,7 @@ def print_comparison(comparison: Comparison, baseline: str | None = None) -> Non
         for line in (FAIR, *fairness(study).tuning):
             console.print(f"{line}.")
         for condition in conditions(study):
+            # Whoever reads a terminal knows the machine; the report names it
             if condition.name != "machine":
                 console.print(f"{condition.name}: {condition.text}")
         common, table = _table(study)
@@ -212,7 +216,7 @@ def _table(study: Study) -> tuple[str, Table]:
 
 
 def _columns(study: Study) -> Iterator[tuple[str, Callable[[Row], str]]]:
-    """Yield headings, and what stands below them in a row."""
+    """Yield headings, and the cells below them."""
     rows, primary = study.ranked, study.primary
 
     def to_target(row: Row) -> str:
@@ -221,6 +225,7 @@ def _columns(study: Study) -> Iterator[tuple[str, Callable[[Row], str]]]:
         return _figure(row, TIME_TO_TARGET) + share
 
     def switched(row: Row) -> str:
+        # Runs of one row may switch at different steps, by their losses
         steps = {run.record.switched_at_step for run in row.completed}
         known = sorted(step for step in steps if step is not None)
         texts = [f"{known[0]} to {known[-1]}"] if len(known) > 1 else list(map(str, known))
@@ -243,8 +248,7 @@ def _columns(study: Study) -> Iterator[tuple[str, Callable[[Row], str]]]:
 
 
 def _figure(row: Row, measure: Measure) -> str:
-    """Return the mean over the seeds, and the spread where there are several, or how well it is
-    known."""
+    """Return the mean over the seeds with its spread or uncertainty, where there is one."""
     mean, spread = row.mean(measure.read), row.spread(measure.read)
     if mean is None:
         return "-"

@@ -1,4 +1,4 @@
-"""`orchestra list`: what can be named, and the settings of each."""
+"""`orchestra list`: the names that an experiment may use, and the settings of each."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ HEADINGS: dict[str, tuple[Registry, type | None]] = {
     "clusters": (CLUSTERS, None),
     "jitter, of the nodes of a cluster": (CLUSTERS, Jitter),
 }
-"""Where names come from, and of which class those are that stand under a heading of their own."""
+"""The registry of the names under each heading, and their class if a registry has several."""
 REGISTRIES = {registry: title for title, (registry, base) in HEADINGS.items() if base is None}
 NODES = f"""\
 Durations vary on every node: as calibrated, else by {ASSUMED!r}. jitter=None, or null in \
@@ -131,6 +131,8 @@ def _names() -> dict[str, list[tuple[str, ...]]]:
     titles: dict[str, list[tuple[str, ...]]] = {title: [] for title in HEADINGS}
     for registry, plain in REGISTRIES.items():
         for name, target in _resolved(registry).items():
+            # Rules, compressors and topologies share the registry of strategies, under headings of
+            # their own.
             own = (title for title, (_, base) in HEADINGS.items() if base and _is(target, base))
             uses = (target.use,) if _is(target, Strategy) else ()
             titles[next(own, plain)].append((name, _first_line(target), *uses))
@@ -143,8 +145,9 @@ def _names() -> dict[str, list[tuple[str, ...]]]:
 
 
 def _resolved(registry: Registry) -> dict[str, Any]:
-    """Return what each name stands for, or what prevents that: one bad plug-in does not spoil the
-    list."""
+    """Return the object of each name, or the error that prevents it: one bad plug-in does not
+    spoil the list.
+    """
     found: dict[str, Any] = {}
     for name in registry.names():
         try:
@@ -191,12 +194,12 @@ def _print_strategies() -> None:
 
 
 def variants_of(name: str, strategy: type[Strategy[Any]]) -> tuple[tuple[str, str], ...]:
-    """Notations and when to use them; without any, the strategy as it is."""
+    """Return notations with when to use them; without variants, the strategy as it is."""
     return strategy.variants or ((f"{name}()", strategy.use),)
 
 
 def _seen(notation: str, standing: Standing) -> str:
-    """Return where it was seen best, in words; nothing if it was not."""
+    """Return where a variant was among the fastest, in words; empty if nowhere."""
     real, simulated = standing.good_on(notation), standing.good_in_simulation(notation)
     parts = [f"on {', '.join(real)} in real runs"] if real else []
     parts += [f"on {', '.join(simulated)} in simulated runs"] if simulated else []
@@ -275,6 +278,7 @@ def _print_indented(text: str, indent: int, before: str = "", style: str | None 
     console = _console()
     width = max(console.width, indent + _NARROWEST)
     wrapper = textwrap.TextWrapper(width, before.ljust(indent), " " * indent)
+    # Names such as DC-ASGD stay whole.
     wrapper.break_on_hyphens = False
     lines = wrapper.wrap(text)
     for line in lines or [before]:

@@ -19,7 +19,7 @@ from orchestra import __version__
 from orchestra.errors import InputError, RunFailed, nearest
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
-"""A write that failed, with no file that the system would name."""
+"""The errors of a failed write for which the system names no file."""
 
 HELP = """\
 usage: orchestra COMMAND [ARGUMENT ...]
@@ -82,15 +82,18 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: that of the process); its exit status."""
+    """Run the command line `argv` (default: that of the process), and return its exit status."""
     return guarded(_dispatch, argv)
 
 
 def guarded(command: Callable[[list[str]], int], argv: Sequence[str] | None = None) -> int:
-    """Run `command` on `argv` (default: that of the process); an error is a line and a status."""
+    """Run `command` on `argv` (default: that of the process); turn errors into a line and a
+    status.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # it was closed when the process began
+        # Python has none where it was closed when the process began (`orchestra ... >&-`).
+        if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
     try:
         with _ended_by_sigterm():
@@ -109,7 +112,7 @@ def guarded(command: Callable[[list[str]], int], argv: Sequence[str] | None = No
     except OSError as error:
         if error.filename is None and error.errno not in NO_ROOM:
             raise
-        _drop_output()  # it would fail again at the end
+        _drop_output()
         where = error.filename or "standard output, or a file"
         return _complain(f"{where}: {error.strerror}", 1)
 
@@ -124,11 +127,13 @@ def _ended_by_sigterm() -> Iterator[None]:
     try:
         yield
     finally:
+        # None stands for a handler that was not set from Python, which cannot be put back.
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 def _drop_output() -> None:
     """Send what is still to be written to standard output nowhere."""
+    # Python flushes standard output as it ends, and would fail once more.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -152,6 +157,7 @@ def _dispatch(arguments: list[str]) -> int:
     module, _, function = COMMANDS[command].partition(":")
     status = getattr(importlib.import_module(module), function)(rest)
     assert isinstance(status, int)
+    # Here, where a full disk or a closed pipe still becomes a line and a status.
     sys.stdout.flush()
     return status
 

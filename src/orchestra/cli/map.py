@@ -1,4 +1,6 @@
-"""`orchestra map`: which strategy is first where, as two quantities of a cluster vary."""
+"""`orchestra map`: the strategy that is first at each point, as two quantities of a cluster
+vary.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,7 @@ def _parser() -> Parser:
 
 
 def print_map(drawn: Map) -> None:
-    """The map in letters, who they are, what was left out, and where the figure is."""
+    """Print the map in letters, the strategies, what was left out, and where the figure is."""
     console = Console(highlight=False, markup=False)
     if drawn.target is not None:
         console.print(f"target: {target_text(drawn.target)}")
@@ -100,7 +102,7 @@ def print_map(drawn: Map) -> None:
 
 
 def _grid(drawn: Map, letters: dict[str, str]) -> Table:
-    """In each cell the first strategy and its seconds; y goes upwards."""
+    """Return a table with the first strategy and its seconds in each cell; y goes upwards."""
     x, y = drawn.plane.x, drawn.plane.y
     table = Table(box=None, pad_edge=False, title=f"{x.title} →, {y.title} ↑", title_justify="left")
     known = {(point.x, point.y): point for point in drawn.points}

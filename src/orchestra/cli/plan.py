@@ -1,4 +1,4 @@
-"""`orchestra plan`: which strategy for a model on machines that are described."""
+"""`orchestra plan`: the strategy for a model on machines that are described."""
 
 from __future__ import annotations
 
@@ -57,11 +57,12 @@ examples:
 """
 
 SHOWN = 12
-"""Rows of the table; plan.json has all."""
+"""The most rows of the table; plan.json has all."""
 
 
 def main(arguments: Sequence[str]) -> int:
     options = _parser().read(arguments)
+    # For the command that is printed after --measure
     options.given = arguments
     launched = detect(os.environ)
     if options.measure:
@@ -109,11 +110,13 @@ def _measure(options: argparse.Namespace, launched: Launched | None) -> int:
         )
     if path.suffix not in (".yaml", ".yml"):
         raise InputError(f"--cluster {path}: is the file to write, and neither .yaml nor .yml")
+    # The first rank writes the file; others may share its file system and see it already.
     if launched.rank == 0 and path.exists():
         raise InputError(f"--cluster {path}: is there already; name a new file for --measure")
     from orchestra.bench.calibrate.machines import as_cluster, measure_here
 
     training = experiment.training
+    # The whole batch: the speeds of nodes are compared, not those of ranks
     batch = training.ranks * training.batch_size
     with progress_line() as tell:
         found = measure_here(experiment.task, batch, launched, tell)
@@ -137,7 +140,9 @@ def _measure(options: argparse.Namespace, launched: Launched | None) -> int:
 def planning_parser(
     command: str, description: str, epilog: str, cluster: str, minutes: float
 ) -> Parser:
-    """A parser with what plan and map have in common; `cluster` says what --cluster is there."""
+    """Return a parser with the options that plan and map have in common; `cluster` is the help
+    text of --cluster.
+    """
     parser = Parser(command, description, epilog)
     parser.add_argument(
         "experiment", nargs="?", type=Path, metavar="EXPERIMENT", help="a YAML file"
@@ -160,7 +165,7 @@ def planning_parser(
 
 
 def experiment_of(options: argparse.Namespace) -> Experiment:
-    """The experiment that the options of `planning_parser` name.
+    """Return the experiment that the options of `planning_parser` describe.
 
     Raises:
         InputError: it, or its task, is refused.
@@ -174,7 +179,7 @@ def experiment_of(options: argparse.Namespace) -> Experiment:
 
 
 def read_target(text: str) -> dict[str, object]:
-    """The target that `text` says, as in an experiment file.
+    """Return the target in `text`, as in an experiment file.
 
     Raises:
         InputError: it is no metric, >= or <=, and a number.
@@ -190,11 +195,12 @@ def read_target(text: str) -> dict[str, object]:
 
 
 def print_plan(plan: Plan) -> None:
-    """The table, the answer, why, what was left out, and the command."""
+    """Print the table, the answer, the notes, what was verified, and the command."""
     console = Console(highlight=False, markup=False)
     if plan.target is not None:
         console.print(f"target: {target_text(plan.target)}")
     console.print(f"costs: {plan.costs}")
+    # Those without a speed were refused, or there was no time; plan.json says which
     rows = [row for row in plan.rows if row.speed][:SHOWN]
     if rows:
         console.print(_table(plan, rows))
@@ -238,6 +244,7 @@ def _table(plan: Plan, rows: Sequence[Row]) -> Table:
         cells = [row.name, str(len(row.nodes)), str(row.batch), _figure(row.speed), time_text(row)]
         cells.append("-" if row.best is None else f"{row.best:.4g}")
         cells += [_figure(row.cost)] * (priced is not None)
+        # Without its percentage, which would make the column as wide as the names
         table.add_row(*cells, row.bottleneck.rstrip("0123456789 %"))
     return table
 

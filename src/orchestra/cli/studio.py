@@ -44,15 +44,19 @@ def main(arguments: Sequence[str]) -> int:
         from werkzeug.serving import make_server
 
         from orchestra.studio.server import Simulator, begin_process, make_app
+    # Only for what the extra brings: another missing module is a fault of the installation.
     except ModuleNotFoundError as error:
         if error.name not in ("flask", "werkzeug"):
             raise
         raise InputError(
             "orchestra studio needs Flask: pip install 'neural-orchestra[studio]'"
         ) from None
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # no line for each request
+    # A page asks many times a second: no line for each request.
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    # Bound before processes are started, so that a port that is taken is noticed at once.
     listening = _listen(options.port)
     size = min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
+    # Spawned: each process imports torch, and the server itself stays without (decision 101).
     with multiprocessing.get_context("spawn").Pool(size, begin_process) as pool:
         app = make_app(Simulator(pool, size))
         server = make_server(ADDRESS, 0, app, threaded=True, fd=listening.fileno())
@@ -67,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _listen(port: int) -> socket.socket:
-    """A socket that listens on `port` of this machine, for itself alone.
+    """Return a socket that listens on `port` of this machine, for itself alone.
 
     Raises:
         InputError: somebody else does.

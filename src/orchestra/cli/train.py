@@ -101,7 +101,7 @@ def _run(options: Namespace, launched: Launched | None) -> int:
 
 
 def resolve(options: Namespace, launched: Launched | None = None) -> Experiment:
-    """The experiment that the command line asks for."""
+    """Return the experiment that the command line asks for."""
     if options.experiment is None and not (options.task and options.strategy):
         raise InputError(
             "give an experiment file, or both --task and --strategy; see orchestra train --help"
@@ -111,6 +111,7 @@ def resolve(options: Namespace, launched: Launched | None = None) -> Experiment:
             raise InputError(
                 f"under {launched.launcher} give --out DIR: every rank has to know the folder"
             )
+        # A launcher has said how many ranks there are.
         options.ranks = launched.ranks if options.ranks is None else options.ranks
     given = entries(options, *RUN_SETTINGS, "task", "ranks")
     given["tune"] = Entry(None, "train")  # it tunes nothing
@@ -129,8 +130,10 @@ def check_task(text: str) -> None:
 
 
 def _follow(run: Run, folder: Path, launched: Launched, experiment: str) -> int:
-    """Take part as a rank beside the first, which keeps the record and tells how the run ended;
-    where that one is gone, this one does. The first rank of each node tells it in any case."""
+    """Take part as a rank beside the first, which keeps the record and tells how the run ended.
+
+    Where the first is gone, this rank does; the first rank of each node tells it in any case.
+    """
 
     def first_is_gone(reason: str) -> None:
         write_failure(run, folder, experiment, RunFailed(reason))
@@ -156,7 +159,7 @@ def print_record(record: RunRecord, run: Run) -> None:
 
 
 def figures(record: RunRecord, run: Run) -> Iterator[tuple[str, str]]:
-    """What the terminal says of a run: names, and values in words."""
+    """Yield the figures of a run for the terminal: names, and values in words."""
     yield "status", record.status
     yield "ranks", f"{record.ranks} ({record.workers} workers, {record.servers} servers)"
     yield "length", f"{record.steps} steps, {record.samples} samples"

@@ -54,7 +54,7 @@ docs/watching.md explains each column.
 
 REDRAW_SECONDS = 1.0
 PLAIN_COLUMNS = 140
-"""Of output that is no terminal."""
+"""The width of output that does not go to a terminal."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -71,6 +71,7 @@ def main(arguments: Sequence[str]) -> int:
     page = page_of(options.folder or newest(PARENT))
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
+        # A file has no width, and rich would take 80 columns.
         console = Console(highlight=False, markup=False, width=PLAIN_COLUMNS, no_color=True)
     try:
         return follow(page, console, once=options.once or not console.is_terminal)
@@ -97,7 +98,7 @@ class RunPage:
 
 
 class ComparisonPage:
-    """What is shown of a comparison: the runs that are done, and the one under way."""
+    """The page of a comparison: the runs that are done, and the one under way."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -129,6 +130,7 @@ class ComparisonPage:
                 self._made[folder] = _made(folder, what, record)
             else:
                 self._made.pop(folder, None)
+                # Of several that were begun only the one under way holds its folder's lock.
                 if folder.exists() and under_way(folder, read_live(folder), now):
                     current = folder
         self.over = not (at_work or current)
@@ -148,7 +150,7 @@ class ComparisonPage:
 
 
 def page_of(folder: Path) -> RunPage | ComparisonPage:
-    """What is to be shown of `folder`.
+    """Return the page for `folder`.
 
     Raises:
         InputError: it is not the folder of a run or of a comparison.
@@ -166,7 +168,7 @@ def page_of(folder: Path) -> RunPage | ComparisonPage:
 
 
 def newest(parent: Path) -> Path:
-    """The folder in `parent` in which a run or comparison was begun last.
+    """Return the folder in `parent` in which a run or comparison was begun last.
 
     Raises:
         InputError: there is none.
@@ -183,7 +185,7 @@ def _newest_in(parent: Path) -> Path | None:
 
 
 def follow(page: RunPage | ComparisonPage, console: Console, *, once: bool) -> int:
-    """Show `page` again and again until nothing more is to come; the exit status."""
+    """Show `page` again and again until nothing more is to come; return the exit status."""
     times = moments(REDRAW_SECONDS)
     if once:
         console.print(page.draw(next(times), console, None))
@@ -193,12 +195,13 @@ def follow(page: RunPage | ComparisonPage, console: Console, *, once: bool) -> i
             live.update(page.draw(now, console, console.height), refresh=True)
             if page.over:
                 break
+    # The live display is transient: what is left is the whole page, in as many lines as it takes.
     console.print(page.draw(now, console, None))
     return 0 if page.well else 1
 
 
 def _record(folder: Path) -> RunRecord | None:
-    """The record of a run that is over; a stopped one is not."""
+    """Return the record of a run that is over; a stopped one is not."""
     try:
         records = read_summary(folder / SUMMARY)
     except FileNotFoundError:

@@ -1,6 +1,7 @@
-"""What a machine was measured to take for computation and for messages; see `orchestra calibrate`.
+"""Calibrations: the seconds that a machine was measured to take for computation and for
+messages.
 
-Plain data, kept as JSON that reads well.
+Plain data, kept as JSON that reads well; `orchestra calibrate` writes it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SCHEMA = 2
 NORMAL_QUARTILE = 0.6745
 """Half of the interquartile range of a normal distribution, in standard deviations."""
 WIRE = 1538 / 1448
-"""Bytes on Ethernet for each byte of a full TCP segment (IEEE 802.3, IPv4 and timestamps)."""
+"""Bytes on Ethernet per byte of a full TCP segment (IEEE 802.3, IPv4 and timestamps)."""
 T = TypeVar("T")
 
 
@@ -44,33 +45,37 @@ class Curve:
         amounts = [amount for amount, _ in self.points]
         if not amounts or min(amounts) < 1 or amounts != sorted(set(amounts)):
             raise ValueError("the amounts of a curve have to rise, from 1 on")
+        # The simulation's compute refuses zero (decision 30)
         if not all(seconds > 0 and math.isfinite(seconds) for _, seconds in self.points):
             raise ValueError("the seconds of a curve have to be above 0")
 
     def at(self, amount: float) -> float:
-        """Seconds for `amount`, always above 0.
+        """Return the seconds for `amount`, always above 0.
 
         The first and the last stretch go on beyond their ends; more never takes less than the
         largest amount did, and less takes at least its proportion of the smallest.
         """
         points = self.points
         (least, first), (most, last) = points[0], points[-1]
+        # One point has no slope: in proportion above, and no less than one unit below
         if len(points) == 1:
             return first * max(amount, 1) / least
+        # Outside of the measured amounts the first or last stretch goes on.
         place = min(max(bisect_right(points, amount, key=lambda p: p[0]), 1), len(points) - 1)
         (low, before), (high, after) = points[place - 1 : place + 1]
         seconds = before + (after - before) / (high - low) * (amount - low)
         if amount < least:
+            # The line through noisy points may cross zero
             return max(seconds, first * max(amount, 1) / least)
         return max(seconds, last) if amount > most else seconds
 
     def spread_at(self, amount: float) -> float:
-        """The spread of the repeats at a point; 0 if none were made or noted."""
+        """Return the spread of the repeats at a point; 0 if none were made or noted."""
         known = zip(self.points, self.spread, strict=False)
         return next((spread for point, spread in known if point[0] == amount), 0.0)
 
     def plus(self, seconds: float) -> Curve:
-        """The same, and `seconds` more for each amount."""
+        """Return the same, and `seconds` more for each amount."""
         return Curve(tuple((amount, value + seconds) for amount, value in self.points), self.spread)
 
 
@@ -91,7 +96,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Timing:
-    """What a worker takes for a step.
+    """The seconds of a worker's step.
 
     Attributes:
         threads: intra-op threads that it computes with.
@@ -136,6 +141,7 @@ class TaskCosts:
 
     def __post_init__(self) -> None:
         counts = [timing.threads for timing in self.timings]
+        # Amdahl's law beyond the last count goes through that of one thread.
         if counts[:1] != [1] or counts != sorted(set(counts)):
             raise ValueError("the threads of a task's timings have to rise, from 1 on")
 
@@ -150,7 +156,7 @@ class TaskCosts:
     def seconds(
         self, part: Literal["gradient", "update", "step"], amount: float, threads: int
     ) -> float:
-        """The seconds of `part` of a step with `threads` threads; see `at_threads`."""
+        """Return the seconds of `part` of a step with `threads` threads; see `at_threads`."""
         measured = [(t.threads, getattr(t, part).at(amount)) for t in self.timings]
         return at_threads(measured, threads)
 
@@ -160,7 +166,9 @@ class TaskCosts:
 
     @property
     def jitter(self) -> Jitter | None:
-        """How the durations of gradients varied on a core that had nothing else to do."""
+        """The variation of the durations of gradients on a core that had nothing else to do."""
+        # The spread is half of the interquartile range over the median: for a normal distribution
+        # 0.6745 standard deviations.
         sigma = self.one.gradient.spread_at(self.batch_size) / NORMAL_QUARTILE
         return LogNormal(sigma) if sigma > 0 else None
 
@@ -171,7 +179,8 @@ class TaskCosts:
 
 
 def at_threads(measured: Sequence[tuple[int, float]], threads: int) -> float:
-    """Seconds with so many threads, where `measured` are pairs of threads and seconds from 1 on.
+    """Return the seconds with so many threads, where `measured` are pairs of threads and seconds
+    from 1 on.
 
     Between two counts the seconds are a straight line over 1 / threads. Beyond the last count, m,
     they follow Amdahl's law through the first and the last, T(n) = T(1) (s + (1 - s) / n), with
@@ -183,17 +192,19 @@ def at_threads(measured: Sequence[tuple[int, float]], threads: int) -> float:
     if threads >= most:
         if most == 1:
             return last
+        # Negative where the threads were more than m times as fast, by chance or by caches
         serial = max((last / measured[0][1] - 1 / most) / (1 - 1 / most), 0.0)
         return last * (serial + (1 - serial) / threads) / (serial + (1 - serial) / most)
     place = bisect_right(measured, threads, key=lambda point: point[0])
     (few, slow), (many, fast) = measured[place - 1 : place + 1]
+    # Straight over 1 / threads, which is exact under Amdahl's law (decision 39)
     part = (1 / few - 1 / threads) / (1 / few - 1 / many)
     return slow + (fast - slow) * part
 
 
 @dataclass(frozen=True)
 class MessageTimes:
-    """What a message between two ranks of the machine takes, over the bytes with its header.
+    """The seconds of a message between two ranks of the machine, over the bytes with its header.
 
     Attributes:
         send: processor seconds of the sender.
@@ -256,26 +267,30 @@ class Calibration:
     near: MessageTimes | None = None
 
     def quality_of(self, task: TaskCosts) -> Quality:
-        """How far the figures that a simulation of `task` goes by can be trusted, all together."""
+        """Return the quality of all figures together that a simulation of `task` goes by."""
+        # Files of earlier versions say only how much others took
         known = [quality for quality in (self.quality, task.quality) if quality is not None]
         return together(known or [Quality(self.measured_at, self.busy_with_others, 0.0)])
 
     def task(self, task: str, optimizer: str, precision: str) -> TaskCosts | None:
-        """The figures of a task; None where it was not measured with these."""
+        """Return the figures of a task; None where it was not measured with these."""
         return next((t for t in self.tasks if t.key == (task, optimizer, precision)), None)
 
     def with_task(self, costs: TaskCosts) -> Calibration:
-        """A copy in which `costs` are the figures of their task."""
+        """Return a copy in which `costs` are the figures of their task."""
+        # The newest figures of a task replace those before
         others = tuple(other for other in self.tasks if other.key != costs.key)
         return dataclasses.replace(self, tasks=(*others, costs))
 
     def marked(self) -> Calibration:
-        """A copy that says of itself that it was kept although it is not to be trusted."""
+        """Return a copy that says of itself that it was kept although it is not to be trusted."""
         tasks = tuple(dataclasses.replace(t, quality=marked(t.quality)) for t in self.tasks)
         return dataclasses.replace(self, quality=marked(self.quality), tasks=tasks)
 
     def overhead(self, task: TaskCosts) -> Overhead:
-        """What messages cost beside the links that they cross, in a training of `task`."""
+        """Return the costs of messages beside the links that they cross, in a training of
+        `task`.
+        """
         add = self.work["add"]
         (fewer, short), (more, long) = add.points[0], add.points[-1]
         handling = self.messages.handling / 2
@@ -287,8 +302,10 @@ class Calibration:
                 receive=self.near.receive.plus(handling),
             )
         return Overhead(
+            # Half at either end: only the sum was measured
             send=self.messages.send.plus(handling),
             receive=self.messages.receive.plus(handling),
+            # The slope alone: what an addition has beside its bytes is part of `handling`.
             add=(long - short) / (more - fewer) / 4,
             buffer=self.messages.buffer_bytes,
             wire=WIRE,
@@ -299,24 +316,25 @@ class Calibration:
         )
 
     def sharing(self, task: TaskCosts) -> Sharing:
-        """What becomes of cores that several threads want, in a training of `task`."""
+        """Return how threads share cores, in a training of `task`."""
         return Sharing(task.shared_speed, self.time_slice, task.refill)
 
     @property
     def cluster(self) -> str:
         """The notation of this machine as a cluster."""
         bandwidth = BANDWIDTH.write(float(f"{self.messages.bandwidth:.3g}"))
+        # Loopback's latency is next to nothing, and may come out at 0 or below (decision 30).
         latency = SECONDS.write(float(f"{max(self.messages.latency, 1e-9):.3g}"))
         return f'one_host({self.cores}, bandwidth="{bandwidth}", latency="{latency}")'
 
     def to_json(self) -> str:
-        """The text of a file that `read_calibration` understands."""
+        """Return the text of a file that `read_calibration` understands."""
         document = {"schema": SCHEMA, **dataclasses.asdict(self)}
         return json.dumps(document, indent=1) + "\n"
 
 
 def read_calibration(path: Path) -> Calibration:
-    """What was measured, from the file at `path`.
+    """Return what was measured, from the file at `path`.
 
     Raises:
         InputError: there is none, or it is damaged, or of another version.

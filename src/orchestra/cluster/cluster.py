@@ -1,4 +1,4 @@
-"""A cluster as data: which machines, joined how, where the ranks are, and what goes wrong."""
+"""A cluster as data: the machines, how they are joined, where the ranks are, and the faults."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from orchestra.errors import InputError, nearest
 from orchestra.settings import REQUIRED, Settings, setting
 
 Part = tuple[str, str | int]
-"""Where in a cluster something is: ("nodes", "worker-3"), ("faults", 0) or ("placement", "")."""
+"""The place of something in a cluster: ("nodes", "worker-3"), ("faults", 0) or ("placement",
+"")."""
 
 
 class Unfit(InputError):
@@ -55,7 +56,7 @@ class Cluster(Settings):
     )
 
     def check(self) -> None:
-        """All names are known, and the switches form one tree.
+        """Check that all names are known, and that the switches form one tree.
 
         Raises:
             Unfit: says which part does not fit.
@@ -83,7 +84,9 @@ class Cluster(Settings):
         return [link for link in ends if link is not None]
 
     def scaled(self, *, bandwidth: float = 1.0, latency: float = 1.0) -> Cluster:
-        """The same cluster with the bandwidth and latency between its nodes multiplied by these."""
+        """Return the same cluster with the bandwidths and latencies between its nodes
+        multiplied.
+        """
 
         def link(old: Link | None) -> Link | None:
             return old and Link(old.bandwidth * bandwidth, old.latency * latency)
@@ -98,26 +101,30 @@ class Cluster(Settings):
     # Where the ranks are
 
     def nodes_of(self, ranks: int) -> tuple[Node, ...]:
-        """The node of each of `ranks` ranks.
+        """Return the node of each of `ranks` ranks.
 
         Raises:
             InputError: the placement names another number of ranks, or a fault befalls none.
         """
+        # Kept: the simulation asks for every message.
         if ranks not in self._placed:
             self._placed[ranks] = self._place(ranks)
         return self._placed[ranks]
 
     def threads_of(self, ranks: int, chosen: int | None = None) -> tuple[int, ...]:
-        """How many threads each of `ranks` ranks computes with; see `Node.threads`."""
+        """Return how many threads each of `ranks` ranks computes with; see `Node.threads`."""
         nodes = self.nodes_of(ranks)
         there = Counter(node.name for node in nodes)
         return tuple(node.threads(there[node.name], chosen) for node in nodes)
 
     def bandwidths_of(self, ranks: int) -> tuple[float, ...]:
-        """Bytes/s of each rank's own part of its node's link; of a single node's loopback."""
+        """Return the bytes/s of each rank's part of its node's link; on a single node, of the
+        loopback.
+        """
         nodes = self.nodes_of(ranks)
         there = Counter(node.name for node in nodes)
         return tuple(
+            # Both directions are needed for an exchange, and ranks of one node share its link.
             min(link.bandwidth for link in (node.up or node.loopback, node.down or node.loopback))
             / there[node.name]
             for node in nodes
@@ -149,7 +156,7 @@ class Cluster(Settings):
     # What a message crosses
 
     def path(self, source: Node, target: Node) -> Path:
-        """The way from one node to another, or the loopback of one node."""
+        """Return the way from one node to another, or the loopback of one node."""
         key = source.name, target.name
         if key not in self._paths:
             names = self._names_of(source, target)
@@ -199,12 +206,13 @@ class Cluster(Settings):
     # What changes with time
 
     def speed_changes(self, node: Node) -> Changes:
-        """The factors on the speed of `node`; slow-downs at the same time multiply."""
+        """Return the factors on the speed of `node`; slow-downs at the same time multiply."""
         slow = (fault for fault in self.faults if isinstance(fault, SlowDown))
+        # Factors are on the speed, while the fault's is on durations.
         return changes((fault, 1 / fault.factor) for fault in slow if fault.node == node.name)
 
     def bandwidth_changes(self, channel: Channel) -> Changes:
-        """The factors on the bandwidth of `channel`: 0 while its link is cut."""
+        """Return the factors on the bandwidth of `channel`: 0 while its link is cut."""
         owner, _, kind = channel.name.rpartition(" ")
         return changes(
             (fault, 0.0 if isinstance(fault, LinkCut) else 1 / fault.factor)
@@ -215,7 +223,9 @@ class Cluster(Settings):
         )
 
     def pauses(self, rank: int, ranks: int) -> tuple[tuple[float, float], ...]:
-        """When `rank` is stopped: (from, to) each, rising, apart from one another."""
+        """Return the times (from, to) at which `rank` is stopped, rising and apart from one
+        another.
+        """
         return joined(
             (fault.at, fault.at + fault.seconds)
             for fault in self.faults
@@ -223,7 +233,7 @@ class Cluster(Settings):
         )
 
     def death(self, rank: int, ranks: int) -> float | None:
-        """When `rank` dies; None if it does not."""
+        """Return when `rank` dies; None if it does not."""
         times = (
             fault.at
             for fault in self.faults
@@ -232,7 +242,7 @@ class Cluster(Settings):
         return min(times, default=None)
 
     def delay(self, source: int, target: int, ranks: int, time: float) -> float:
-        """Seconds that a message between two ranks arrives later if sent at `time`."""
+        """Return the seconds that a message between two ranks arrives later if sent at `time`."""
         return sum(
             fault.seconds
             for fault in self.faults

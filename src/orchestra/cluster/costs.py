@@ -1,4 +1,4 @@
-"""How long work takes, measured or assumed; and how far measured figures can be trusted."""
+"""The costs of work, measured or assumed, and how far measured figures can be trusted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Cost(Protocol):
     """Seconds over an amount."""
 
     def at(self, amount: float) -> float:
-        """Seconds for so many units."""
+        """Return the seconds for `amount` units."""
         ...
 
 
@@ -27,13 +27,14 @@ class Line(Settings):
     each: float = quantity(SECONDS_PER_BYTE, REQUIRED, "for each unit in it", low=0)
 
     def at(self, amount: float) -> float:
-        """Seconds for so many units."""
+        """Return the seconds for `amount` units."""
         return self.fixed + self.each * amount
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """What becomes of cores that all compute at the same time, or are wanted by more threads.
+    """How cores are shared when all compute at the same time, or when there are more threads
+    than cores.
 
     Attributes:
         speed: a core's while all compute, where it is 1 while one does.
@@ -53,8 +54,8 @@ EVENLY = Sharing()
 
 @dataclass(frozen=True, repr=False)
 class MemoryCosts(Settings):
-    """What collectives in shared memory cost each of their ranks, and messages in shared memory
-    their ends, in processor seconds; and `wake`, which passes.
+    """The costs of collectives in shared memory for each of their ranks, and of messages in shared
+    memory for both ends, in processor seconds; `wake` is time that passes.
 
     The defaults are assumed, near what machines of two cores gave.
     """
@@ -71,7 +72,7 @@ class MemoryCosts(Settings):
 
 @dataclass(frozen=True, repr=False)
 class Tcp(Settings):
-    """What TCP takes of the links between nodes, beside the headers of `Overhead.wire`.
+    """The overhead of TCP on the links between nodes, besides the headers of `Overhead.wire`.
 
     Acknowledgements: one for every second full segment (RFC 5681, section 4.2): with timestamps, in
     Ethernet's frames, 90 bytes for 2 times 1,538. The first window: 10 segments (RFC 6928). The
@@ -97,7 +98,7 @@ class Tcp(Settings):
 
 @dataclass(frozen=True, repr=False)
 class Overhead(Settings):
-    """What messages cost beside the links that they cross, in processor seconds.
+    """The costs of messages besides the links that they cross, in processor seconds.
 
     `cold` is once for each step with messages: these and the gradient push each other out of the
     caches.
@@ -120,15 +121,16 @@ class Overhead(Settings):
     tcp: Tcp = setting(Tcp(), "what TCP takes of the links")
 
     def message(self, frame_bytes: int, near: bool = False) -> MessageCost:
-        """What a message of `frame_bytes` bytes costs, its header included.
+        """Return the costs of a message of `frame_bytes` bytes, its header included.
 
         `near`: its ranks share memory.
         """
         send, receive = self.send, self.receive
         if near:
             send, receive = self.in_memory.send or send, self.in_memory.receive or receive
+        # What a message without bytes costs is over before its first byte leaves
         first = send.at(0)
-        # Measured costs may fall with the size, by chance.
+        # Measured costs may fall with the size, by chance; time must not go backward.
         rest = max(send.at(frame_bytes) - first, 0.0)
         return MessageCost(first, rest, receive.at(frame_bytes))
 
@@ -139,7 +141,7 @@ class Overhead(Settings):
 
 
 class MessageCost(NamedTuple):
-    """What one message costs.
+    """The costs of one message.
 
     Attributes:
         send_setup: processor seconds of the sender until the first byte leaves.
@@ -153,15 +155,15 @@ class MessageCost(NamedTuple):
 
 
 MAX_WAITED = 0.1
-"""The part of the processor time that others may take from a measurement."""
+"""The most of the processor time that others may take from a measurement (decision 40)."""
 MAX_SPREAD = 0.3
-"""The spread up to which repeats can be taken for the same: half of their interquartile range over
-the median. A simulation would draw jitter with a standard deviation of 0.44 from it."""
+"""The largest spread of repeats that agree: half of their interquartile range over the median. With
+this spread a simulation would draw jitter with a standard deviation of 0.44."""
 
 
 @dataclass(frozen=True)
 class Quality:
-    """Under what conditions figures were measured.
+    """The conditions under which figures were measured.
 
     Attributes:
         measured_at: date and time, UTC.
@@ -199,9 +201,12 @@ class Quality:
 
 
 def together(qualities: Sequence[Quality]) -> Quality:
-    """The quality of figures that are used together: the worst of each, and the oldest date."""
+    """Return the quality of figures that are used together: the worst of each, and the oldest
+    date.
+    """
     return Quality(
         measured_at=min(quality.measured_at for quality in qualities),
+        # One doubtful figure makes a simulation doubtful
         waited=max(quality.waited for quality in qualities),
         spread=max(quality.spread for quality in qualities),
         repeats=sum(quality.repeats for quality in qualities),
@@ -211,5 +216,5 @@ def together(qualities: Sequence[Quality]) -> Quality:
 
 
 def marked(quality: Quality | None) -> Quality | None:
-    """The same with the mark that it was kept anyway, where there are doubts."""
+    """Return the quality with the mark that it was kept anyway, where there are doubts."""
     return replace(quality, kept_anyway=True) if quality and quality.doubts else quality

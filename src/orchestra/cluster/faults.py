@@ -1,4 +1,4 @@
-"""What goes wrong in a cluster, and when, in seconds since the beginning of a run."""
+"""The faults of a cluster, in seconds since the beginning of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from orchestra.settings import REQUIRED, Settings, setting
 _RANK = re.compile(r"rank (\d+)")
 
 Changes = tuple[tuple[float, float], ...]
-"""(time, factor) each: the factor holds from that time to the next one's; the first time is 0."""
+"""Pairs (time, factor): a factor holds from its time to the next one; the first time is 0."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -23,11 +23,11 @@ class Fault(Settings):
     """Something that happens at a time. Base of all faults."""
 
     WORDS: ClassVar[str]
-    """For `words`: `self` is the fault; `at` and `seconds` are texts with their units."""
+    """The format of `words`: `self` is the fault; `at` and `seconds` are texts with their units."""
 
     @property
     def words(self) -> str:
-        """What happens, when, in a few words: "dies at 90 s"."""
+        """The fault and its time in a few words: "dies at 90 s"."""
         times = ((name, getattr(self, name, None)) for name in ("at", "seconds"))
         texts = {name: SECONDS.write(time) for name, time in times if time is not None}
         return self.WORDS.format(self=self, **texts)
@@ -48,7 +48,7 @@ class Lasting(Fault):
     until: float | None = quantity(SECONDS, None, "its end; none: it stays", low=0)
 
     def check(self) -> None:
-        """It ends after it begins."""
+        """Check that it ends after it begins."""
         if self.until is not None and self.until <= self.at:
             raise InputError(
                 f"{type(self).__name__} ends at {SECONDS.write(self.until)}, not after it begins "
@@ -56,12 +56,12 @@ class Lasting(Fault):
             )
 
     def holds(self, time: float) -> bool:
-        """Whether it is there at `time`."""
+        """Return whether it is there at `time`."""
         return self.at <= time < (math.inf if self.until is None else self.until)
 
     @property
     def span(self) -> str:
-        """From when to when it is there."""
+        """The time from its beginning to its end, in words."""
         begin = SECONDS.write(self.at)
         return f"from {begin}" if self.until is None else f"{begin} to {SECONDS.write(self.until)}"
 
@@ -102,7 +102,7 @@ class Delay(Lasting):
     target: str | None = setting(None, "to this node or rank alone; none: to any")
 
     def check(self) -> None:
-        """Some messages are meant, not all: those would be a latency."""
+        """Check that some messages are meant, not all: a delay of all would be a latency."""
         super().check()
         if self.source is None and self.target is None:
             raise InputError("Delay has neither source nor target; name a node or a rank")
@@ -140,26 +140,29 @@ FAULTS: dict[str, type[Fault]] = {
 
 
 def rank_of(name: str) -> int | None:
-    """The rank that "rank 2" means; None for the name of a node."""
+    """Return the rank that a name such as "rank 2" means; None for the name of a node."""
     match = _RANK.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def changes(faults: Iterable[tuple[Lasting, float]]) -> Changes:
-    """The product of the factors of those faults that hold, from each time at which it changes."""
+    """Return the product of the factors of the faults that hold, from each time at which it
+    changes.
+    """
     pairs = list(faults)
     times = {0.0, *(fault.at for fault, _ in pairs)}
     times |= {fault.until for fault, _ in pairs if fault.until is not None}
     found: list[tuple[float, float]] = []
     for time in sorted(times):
         factor = math.prod(factor for fault, factor in pairs if fault.holds(time))
+        # Each change is an event of the simulation, which shares out links and cores anew.
         if not found or found[-1][1] != factor:
             found.append((time, factor))
     return tuple(found)
 
 
 def joined(spans: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """The same times covered by (from, to) that neither overlap nor touch, rising."""
+    """Return the times that `spans` cover, as (from, to) that neither overlap nor touch, rising."""
     found: list[tuple[float, float]] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:

@@ -1,4 +1,4 @@
-"""The file of a cluster: read with the place of whatever is wrong, and written in full."""
+"""The file of a cluster: read with the place of every mistake, and written in full."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from orchestra.settings.reading import (
 )
 
 KEYS = ("name", "all_nodes", "nodes", "switches", "ranks", "tcp", "overhead", "faults")
-"""The keys of a file."""
+"""The keys of a cluster file."""
 
 ROOT = "switch"
-"""The name of the one switch where a file has no `switches`."""
+"""The name of the only switch if a file has no `switches`."""
 
 LINK = "{bandwidth: 1 Gbit/s, latency: 50 us}"
 LINE = "{fixed: 20 us, each: 0.3 ns/B}"
@@ -66,7 +66,7 @@ _FAULT = "Death: {of: worker-3, at: 90 s}"
 
 
 def load_cluster(text: str, *, where: str, folder: Path) -> Cluster:
-    """The cluster that `text` names: `lan_1gbit(nodes=8)`, or the path of a YAML file.
+    """Return the cluster that `text` names: `lan_1gbit(nodes=8)`, or the path of a YAML file.
 
     Args:
         where: opens the message of every error about `text` itself.
@@ -90,12 +90,13 @@ def load_cluster(text: str, *, where: str, folder: Path) -> Cluster:
 
 
 def is_file(text: str) -> bool:
-    """Whether `text` is the path of a cluster's file, not the name of a preset."""
+    """Return whether `text` is the path of a cluster's file, not the name of a preset."""
+    # By its suffix: a preset's notation never ends so
     return isinstance(text, str) and text.endswith((".yaml", ".yml"))
 
 
 def read_cluster(path: Path) -> Cluster:
-    """The cluster in the file `path`.
+    """Return the cluster in the file `path`.
 
     Raises:
         InputError: one line with the file, the line, the key, what is wrong, and the remedy.
@@ -103,6 +104,7 @@ def read_cluster(path: Path) -> Cluster:
     document = read_document(path, needs="nodes and ranks", example="ranks: spread")
     refuse_others(document, "", KEYS)
     require(document, {"nodes": _NODES, "ranks": "spread"}, str(path))
+    # Where each part stands, so that a check of the whole cluster can name the line
     places: dict[Part, str] = {("placement", ""): document["ranks"].at("ranks")}
     places["nodes", ""] = document["nodes"].at("nodes")
     values: dict[str, Any] = {
@@ -140,6 +142,7 @@ def _nodes(document: Mapping[str, Entry], places: dict[Part, str]) -> Iterator[N
         replaced = {"speed", "flops"} if {"speed", "flops"} & {*own} else set()
         inside = {k: entry for k, entry in common.items() if k not in replaced} | {**own}
         given: dict[str, Any] = {"name": str(name), **_links(inside, key)}
+        # A file without switches describes nodes at one switch.
         if "link" in inside and "switches" not in document:
             given["switch"] = ROOT
         node = READER.read_settings(Node, group, key, inside, given, also=("count", "link"))
@@ -158,6 +161,7 @@ def _copies(node: Node, entry: Entry, key: str) -> list[Node]:
 
 def _switches(entry: Entry | None, places: dict[Part, str]) -> Iterator[Switch]:
     if entry is None:
+        # It stands nowhere in the file
         places["switches", ROOT] = "switches"
         yield Switch(ROOT)
         return
@@ -201,7 +205,8 @@ def _faults(entry: Entry | None, places: dict[Part, str]) -> Iterator[Fault]:
 
 
 def cluster_text(cluster: Cluster) -> str:
-    """The file that says `cluster` in full; `read_cluster` gives an equal one back.
+    """Return the text of a file that holds `cluster` in full; `read_cluster` gives an equal one
+    back.
 
     Raises:
         InputError: its overhead is not made of lines.
@@ -215,6 +220,7 @@ def cluster_text(cluster: Cluster) -> str:
         "faults": [{type(fault).__name__: _plain(fault)} for fault in cluster.faults],
     }
     if cluster.overhead is not None:
+        # A file has to say `local`, as no default would be true everywhere.
         overhead = replace(cluster.overhead, local=cluster.overhead.local or Line(0, 0))
         if not all(isinstance(getattr(overhead, end), Line) for end in LINES):
             raise InputError("a measured overhead is no part of a file; leave overhead out")
@@ -223,13 +229,14 @@ def cluster_text(cluster: Cluster) -> str:
 
 
 def alike(nodes: Sequence[Node]) -> list[list[Node]]:
-    """`nodes` in their order, those together that follow one another and differ in name alone."""
+    """Return `nodes` in their order, in groups of neighbours that differ in name alone."""
     return [list(group) for _, group in groupby(nodes, lambda node: replace(node, name="any"))]
 
 
 def _groups(nodes: Sequence[Node]) -> Iterator[tuple[str, dict[str, Any]]]:
     names = {node.name for node in nodes}
     for group in alike(nodes):
+        # Nodes that a `count` has made are written as one again, unless another node has that name.
         base = group[0].name.removesuffix("-0")
         counted = [node.name for node in group] == [f"{base}-{i}" for i in range(len(group))]
         if counted and len(group) > 1 and base not in names:

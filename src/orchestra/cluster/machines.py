@@ -1,4 +1,4 @@
-"""Clusters from what describes machines: this one, saved outputs of its tools, a cloud's instances.
+"""Clusters from descriptions of machines: this one, saved outputs of tools, a cloud's instances.
 
 here                                     this machine: lscpu, and nvidia-smi where there is one
 node.json,4,speed=0.8,topo=topo.txt      four like the one whose `lscpu -J` was saved
@@ -39,7 +39,7 @@ LINKS = {
     "gpu_link": "31.5 GB/s",
     "gpu_latency": "2.85 us",
 }
-"""Quantities of a machine's network, and of each GPU's link inside, with examples."""
+"""The quantities of a machine's network, and of each GPU's link inside it, with examples."""
 PCIE = ("PIX", "PXB", "PHB", "NODE", "SYS")
 MAX_OUTPUT = 4_000_000
 MIB = 2**20
@@ -47,14 +47,14 @@ MIB = 2**20
 
 @cache
 def instances() -> dict[str, dict[str, str]]:
-    """The rows of the table of cloud instances, by name ("aws:g5.xlarge")."""
+    """Return the rows of the table of cloud instances, by name ("aws:g5.xlarge")."""
     text = Path(__file__).with_name("instances.csv").read_text(encoding="utf-8")
     lines = (line for line in text.splitlines() if not line.startswith("#"))
     return {row["name"]: row for row in csv.DictReader(lines)}
 
 
 def cluster_of(sources: Sequence[str], name: str) -> Cluster:
-    """The machines that `sources` name, at one switch.
+    """Return the machines that `sources` name, at one switch.
 
     Raises:
         InputError: an unknown machine or key, or a figure that nobody knows and was not given.
@@ -88,8 +88,9 @@ def cluster_of(sources: Sequence[str], name: str) -> Cluster:
 
 @dataclass(frozen=True)
 class Machine:
-    """What is known of `count` machines: each as a node without links, and `links`, the quantities
-    that are known, by the names of `LINKS`."""
+    """The description of `count` machines: each as a node without links, and `links`, the
+    quantities that are known, by the names of `LINKS`.
+    """
 
     source: str
     node: Node
@@ -103,7 +104,7 @@ class Machine:
         return [f"{self.node.name}-{index}" for index in range(self.count)]
 
     def link(self, bandwidth: str, latency: str) -> Link:
-        """The link of these two quantities."""
+        """Return the link of these two quantities."""
         for key in (bandwidth, latency):
             if key not in self.links:
                 raise InputError(f"{self.source}: its {key} is not known; add ,{key}={LINKS[key]}")
@@ -134,6 +135,7 @@ def _machine(source: str) -> Machine:
         known |= {"name": re.sub(r"[^\w.-]", "-", Path(what).stem), "cores": _cores(lscpu, what)}
         gpus = _topology(matrix, topo or "nvidia-smi topo -m", links) if matrix else 0
         if what == HERE and not gpus:
+            # The machine itself is the one that is calibrated.
             known["speed"] = 1.0
     for key, value in given.items():
         entry = Entry(value if key in ("name", "price") else yaml_value(value), source)
@@ -142,6 +144,7 @@ def _machine(source: str) -> Machine:
         read = READER.read_setting(settings, field, entry, key)
         (known if key in KEYS else links)[key] = read
         if key in ("speed", "flops"):
+            # A figure that is given replaces the other unit, of which a node has one only.
             known.pop("flops" if key == "speed" else "speed", None)
     if "speed" not in known and "flops" not in known:
         unit = "flops=15 TFLOP/s, what a GPU sustains" if gpus else "speed=1, of a core beside "
@@ -155,13 +158,14 @@ def _machine(source: str) -> Machine:
 
 
 def _instance(row: Mapping[str, str], known: dict[str, Any], links: dict[str, float]) -> int:
-    """Take what the table knows; return the number of GPUs."""
+    """Take the figures of a row of the table; return the number of GPUs."""
     gpus = int(row["gpus"])
     known["name"] = row["name"].partition(":")[2]
     known["cores"] = int(row["vcpus"])
     known["memory"] = float(row["gpu_memory"] if gpus else row["memory"]) * MIB
     if row["usd_per_hour"]:
         known["price"] = f"{row['usd_per_hour']} USD/h"
+    # The table has Mbit/s.
     links["bandwidth"] = float(row["network"]) * 1e6 / 8
     if row["gpu_link"]:
         links |= {"gpu_link": float(row["gpu_link"]) * 1e9, "gpu_latency": NVLINK.latency}
@@ -174,7 +178,7 @@ def _instance(row: Mapping[str, str], known: dict[str, Any], links: dict[str, fl
 
 
 def _outputs(what: str, topo: str | None) -> tuple[str, str]:
-    """Return what `lscpu -J` and `nvidia-smi topo -m` said; the latter may be empty."""
+    """Return the outputs of `lscpu -J` and `nvidia-smi topo -m`; the latter may be empty."""
     if what != HERE:
         return _read(what), _read(topo) if topo else ""
     lscpu = _run("lscpu", "-J")
@@ -184,7 +188,7 @@ def _outputs(what: str, topo: str | None) -> tuple[str, str]:
 
 
 def _run(*command: str) -> str:
-    """Return what a tool says; nothing where there is none, or it fails."""
+    """Return the output of a command; empty where there is none, or it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -232,10 +236,12 @@ def _topology(text: str, where: str, links: dict[str, float]) -> int:
     Raises:
         InputError: they are not all joined alike, which is no star.
     """
+    # nvidia-smi underlines its header, also where its output is no terminal.
     lines = [re.sub(r"\x1b\[[\d;]*m", "", line).split() for line in text.splitlines()]
     rows = [
         (at, line) for at, line in enumerate(lines, 1) if line and re.match(r"GPU\d+$", line[0])
     ]
+    # The header begins with GPU0, too; a row has an X at itself.
     rows = [(at, line) for at, line in rows if "X" in line]
     if not rows:
         raise InputError(f"{where}: is no output of nvidia-smi topo -m: no row begins with GPU0")
@@ -257,5 +263,6 @@ def _topology(text: str, where: str, links: dict[str, float]) -> int:
             links["gpu_link"] = int(bonded[1]) * NVLINK.bandwidth
         elif kind != "PCIe":
             raise InputError(f"{kinds[kind]}, which is not known")
+        # The bandwidth of PCIe depends on generation and lanes, which the matrix does not say.
         links["gpu_latency"] = NVLINK.latency if bonded else PCIE_LATENCY
     return len(rows)

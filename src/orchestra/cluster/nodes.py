@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.random import Generator
 
 MAX_CORES = 4096
-"""Of a node, and devices: several times those of the largest machine."""
+"""The most cores or devices of a node: several times those of the largest machine."""
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 _NORMAL = NormalDist()
@@ -32,14 +32,16 @@ class Jitter(Settings, ABC):
 
     @abstractmethod
     def factor(self, uniform: float) -> float:
-        """The factor at the quantile `uniform`, which lies between 0 and 1, both excluded."""
+        """Return the factor at the quantile `uniform`, which lies between 0 and 1, both
+        excluded.
+        """
 
     @property
     def expectation(self) -> float:
         return 1.0
 
     def draw(self, generator: Generator) -> float:
-        """A factor, from one uniform number of `generator`."""
+        """Return a factor, from one uniform number of `generator`."""
         return self.factor(max(generator.random(), _LEAST_UNIFORM))
 
 
@@ -53,10 +55,13 @@ class Normal(Jitter):
     sigma: float = setting(0.05, "standard deviation, in durations", above=0, high=100)
 
     def factor(self, uniform: float) -> float:
-        """The quantile of the truncated distribution, from the whole one's inverse."""
+        """Return the quantile of the truncated distribution, by the inverse of the whole one."""
         low, high = 0.1, 1.9
+        # Both tails have this part of the distribution, so the mean stays 1
         first = _NORMAL.cdf((low - 1) / self.sigma)
+        # Rounding may reach 1, which has no quantile.
         inside = min(first + uniform * (1 - 2 * first), _MAX_UNIFORM)
+        # Rounding may leave the interval
         return min(max(1 + self.sigma * _NORMAL.inv_cdf(inside), low), high)
 
 
@@ -68,6 +73,7 @@ class LogNormal(Jitter):
 
     def factor(self, uniform: float) -> float:
         """exp(sigma z - sigma^2 / 2), which has the mean 1."""
+        # E exp(sigma z) = exp(sigma^2 / 2), so that the mean is 1
         return math.exp(self.sigma * _NORMAL.inv_cdf(uniform) - self.sigma**2 / 2)
 
 
@@ -87,7 +93,7 @@ class ExponentialTail(Jitter):
 
 
 DEFAULT: Final = "default"
-"""In place of a jitter: as calibrated, and where nothing was measured `ASSUMED`."""
+"""In place of a jitter: the calibrated one, or `ASSUMED` if nothing was measured."""
 ASSUMED = LogNormal(0.03)
 """Gradients on a core with nothing else to do deviated by 1.5 to 6 % in calibrations of a machine
 with 2 cores (half of the interquartile range over the median, divided by 0.6745)."""
@@ -107,12 +113,17 @@ class Drift(Settings):
     time_constant: float = quantity(SECONDS, 60.0, "after which it is forgotten", low=0.01, above=0)
 
     def factors(self, generator: Generator) -> Callable[[float], float]:
-        """The factor over time, in seconds, of one node: from normal numbers of `generator`."""
+        """Return the factor over time, in seconds, of one node: from normal numbers of
+        `generator`.
+        """
+        # The exact step of the process over a tenth of the time constant.
         keep = math.exp(-0.1)
+        # Begins in the stationary state: nodes have drifted before the run, too
         states = [generator.standard_normal()]
 
         def factor(time: float) -> float:
             place = int(10 * time / self.time_constant)
+            # As far as anybody has asked: the values do not depend on when they are asked for
             while len(states) <= place:
                 new = math.sqrt(1 - keep**2) * generator.standard_normal()
                 states.append(keep * states[-1] + new)
@@ -143,7 +154,9 @@ class Channel:
 
 @dataclass(frozen=True)
 class Path:
-    """What a message crosses on its way, in order; `latency` in seconds is that of all together."""
+    """The channels that a message crosses, in order; `latency`, in seconds, is that of all
+    together.
+    """
 
     channels: tuple[Channel, ...]
     latency: float
@@ -164,7 +177,7 @@ class Switch(Settings):
     )  # fmt: skip
 
     def check(self) -> None:
-        """A switch below another one has a link to it, in both directions."""
+        """Check that a switch below another one has a link to it, in both directions."""
         _require_word(self.name)
         if self.to is None and (self.up or self.down):
             raise InputError(f"switch {self.name} has a link, but not to what; give to")
@@ -207,7 +220,9 @@ class Node(Settings):
     )
 
     def check(self) -> None:
-        """Exactly one of speed and flops; a link in both directions, or none; a price is one."""
+        """Check for one of speed and flops, a link in both directions or none, and a price that
+        is one.
+        """
         _require_word(self.name)
         if self.speed is None and self.flops is None:
             raise InputError(f"node {self.name} lacks a speed; give speed: 1 or flops: 1.5 TFLOP/s")
@@ -223,22 +238,26 @@ class Node(Settings):
         return None if self.price is None else read_price(self.price, where="price")[1]
 
     def speed_beside(self, flops: float) -> float:
-        """The speed of a core (or a device), relative to one of `flops` FLOP/s."""
+        """Return the speed of a core (or a device), relative to one of `flops` FLOP/s."""
         if self.speed is not None:
             return self.speed
         assert self.flops is not None
         return self.flops / flops
 
     def threads(self, ranks: int, chosen: int | None = None) -> int:
-        """The threads of each of `ranks` ranks on this node: its share of the cores, at least
-        one, or `chosen`, up to the number of cores. A rank with a device has one."""
+        """Return the threads of each of `ranks` ranks on this node: its share of the cores, at
+        least one, or `chosen`, up to the number of cores. A rank with a device has one.
+        """
         if self.devices:
             return 1
+        # The ranks of a node share its cores, as on processes (decision 39)
         return min(chosen or max(1, self.cores // ranks), self.cores)
 
     @property
     def slots(self) -> int:
-        """Ranks that compute at full speed at the same time: one for each device, else core."""
+        """The number of ranks that compute at full speed at the same time: one a device, else
+        one a core.
+        """
         return self.devices or self.cores
 
 

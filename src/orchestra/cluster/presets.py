@@ -51,7 +51,7 @@ CLUSTERS = Registry(
 
 
 LOOPBACK = Link(3e9, 15e-6)
-"""Between ranks of one node; `OneHost` says where the figures are from."""
+"""The link between ranks of one node; `OneHost` gives the sources of the figures."""
 
 NVLINK = Link(25e9, 1.7e-6)
 """One NVLink of the generations 2 to 4 (V100, A100, H100), each direction: NVIDIA states 50 GB/s
@@ -63,9 +63,9 @@ GPU_OVERHEAD = Overhead(
     send=Line(1e-9, 0.0), receive=Line(1e-9, 0.0), local=Line(0.0, 0.0), add=2e-12, buffer=1 << 17,
     wire=1.0, collective=8.4e-6,
 )  # fmt: skip
-"""Of messages between GPUs by NCCL: what a hop takes is in the latencies of the links, a collective
-has 8.4 us beside its hops (as above), and no processor touches a byte. A GPU adds at the pace of
-its memory: three passes at 1.5 TB/s."""
+"""The overhead of messages between GPUs by NCCL. The time of a hop is in the latencies of the
+links, a collective takes 8.4 us beside its hops (as above), and no processor touches a byte. A GPU
+adds at the speed of its memory: three passes at 1.5 TB/s."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -74,7 +74,7 @@ class Preset(Settings, ABC):
 
     @abstractmethod
     def cluster(self) -> Cluster:
-        """The cluster that the settings describe."""
+        """Return the cluster that the settings describe."""
 
     def _read(self, unit: Unit, name: str) -> float:
         where = f"{CLUSTERS.name_of(type(self))}.{name}"
@@ -266,6 +266,7 @@ class TwoSites(Lan1Gbit):
     def cluster(self) -> Cluster:
         star = self._star()
         line = self._link("wan_bandwidth", "wan_latency")
+        # Ranks are spread in the order of nodes, so each site has neighbouring ranks.
         here = (self.nodes + 1) // 2
         nodes = tuple(
             replace(node, name=f"{site}-{number}", switch=f"site-{site}")
@@ -277,7 +278,8 @@ class TwoSites(Lan1Gbit):
 
 
 def gpu_machine(name: str, gpus: int, node: Node, link: Link) -> tuple[list[Node], Switch]:
-    """The nodes of a machine's GPUs, and the switch that joins them, without a link of its own.
+    """Return the nodes of a machine's GPUs, and the switch that joins them, without a link of its
+    own.
 
     Args:
         node: the machine: its cores, price and watts are dealt out, its link is left out.
@@ -286,6 +288,7 @@ def gpu_machine(name: str, gpus: int, node: Node, link: Link) -> tuple[list[Node
     price = None
     if node.price is not None:
         amount, currency = read_price(node.price, where="price")
+        # A price is text: nine decimals, so that the sum over the GPUs is the machine's.
         price = f"{amount / gpus:.9f}".rstrip("0").rstrip(".") + f" {currency}/h"
     one = replace(
         node, cores=max(1, node.cores // gpus), devices=1, switch=name, up=link, down=link,

@@ -35,12 +35,12 @@ from orchestra.errors import InputError
 from orchestra.settings import MAX_RANKS
 
 LOOPBACK = Link(10e9, 0.0)
-"""Between processes of a host, where the file does not say (SimGrid's network/loopback-bw)."""
+"""The link between processes of a host, if the file has none (SimGrid's network/loopback-bw)."""
 
 Policy = Literal["SHARED", "SPLITDUPLEX", "FATPIPE"]
 _CHANGES = ("speed_file", "availability_file", "state_file", "bandwidth_file", "latency_file")
 _IGNORED = {"prop", "config", "disk", "storage", "storage_type", "mount"}
-"""What says nothing about how long training takes."""
+"""Elements that do not affect how long training takes."""
 _STARS = {"Cluster", "Star"}
 
 
@@ -60,14 +60,16 @@ class Wire:
 
 @dataclass(frozen=True)
 class Above:
-    """Where something is attached: the switch above, if there is one, and the wires up to it."""
+    """The place where something is attached: the switch above, if there is one, and the wires to
+    it.
+    """
 
     switch: str | None = None
     wires: tuple[Wire, ...] = ()
 
 
 def read_platform(path: Path) -> Cluster:
-    """The cluster of the hosts in a SimGrid platform file.
+    """Return the cluster of the hosts in a SimGrid platform file.
 
     Raises:
         InputError: it is none, or a part does not fit, with its line.
@@ -88,11 +90,12 @@ class _Platform:
         speeds = [each.bandwidth(key) for each in clusters for key in ("bw", "bb_bw")
                   if each.attributes.get(key)]  # fmt: skip
         speeds += [wire.up.bandwidth for wire in self._wires.values()]
+        # A link has to have some bandwidth where a zone gives it none; this one never limits.
         self._unlimited = sum(speeds) or LOOPBACK.bandwidth
         """More than any message can have: all links together."""
 
     def cluster(self) -> Cluster:
-        """What the one outermost zone describes."""
+        """Return the cluster that the one outermost zone describes."""
         for element in self._root.inside:
             if element.tag not in ZONES | _IGNORED:
                 element.refuse("is no part of a platform that can be imported; remove it")
@@ -132,6 +135,7 @@ class _Platform:
         points = element.of("host", *ZONES)
         if not points:
             return None
+        # A zone around one point adds nothing: no switch for it.
         if len(points) == 1 and gateway in (None, points[0].id, *routers_of(points[0])):
             return self._attach(points[0], above, gateway, self._loopbacks(element))
         return self._routed(element, points, above, gateway)
@@ -275,6 +279,7 @@ class _Platform:
         wires = above.wires
         if above.switch is not None and late:
             free = Link(self._unlimited, late)
+            # Half of the backbone's latency lies between this switch and the one above.
             wires = (*wires, Wire(free, free, "SPLITDUPLEX", element))
         try:
             given = self._link_up(name, "to", Above(above.switch, wires))
@@ -284,8 +289,9 @@ class _Platform:
         return name
 
     def _link_up(self, name: str, key: str, above: Above) -> dict[str, Any]:
-        """Return the link of a node or switch: its wires as one, and a switch of its own for those
-        whose directions share."""
+        """Return the link of a node or switch: its wires as one, below a switch of its own where
+        directions share.
+        """
         if above.switch is None:
             return {}
         both = [wire for wire in above.wires if wire.policy != "FATPIPE"]
@@ -300,6 +306,7 @@ class _Platform:
         shared = min((w.up.bandwidth for w in both if w.policy == "SHARED"), default=None)
         to = above.switch
         if shared is not None:
+            # Directions that compete are one capacity, which only a switch can have.
             to = f"{name}.wire"
             free = {"up": Link(up.bandwidth, 0.0), "down": Link(down.bandwidth, 0.0)}
             self._switches.append(Switch(to, to=above.switch, shared=shared, **free))
@@ -309,6 +316,7 @@ class _Platform:
         """Refuse a FATPIPE that a single message could fill."""
         widest = max((node.up.bandwidth for node in self._nodes if node.up is not None), default=0)
         for wire in self._fat:
+            # A FATPIPE limits each message alone, which a tree of shared links cannot say.
             if wire.up.bandwidth < widest:
                 reason = "is a FATPIPE that limits each message by itself, and a link of a host "
                 wire.element.refuse(f"{reason}carries more; make it SHARED, or wider")
@@ -316,7 +324,7 @@ class _Platform:
     # Routes
 
     def _loopbacks(self, element: Element) -> dict[str, Link]:
-        """Return those of hosts that a zone has a route for."""
+        """Return the loopbacks of hosts for which a zone has a route."""
         found = {}
         for route in element.of("route"):
             if route.attributes.get("src") == route.attributes.get("dst"):
@@ -327,7 +335,7 @@ class _Platform:
         return found
 
     def _named(self, element: Element, name: str) -> Wire:
-        """Return the link of this name, or the one that a direction in its name belongs to."""
+        """Return the link of this name, or the link of which the name means one direction."""
         base = re.sub(r"_(UP|DOWN)$", "", name)
         if name not in self._wires and (
             base not in self._wires or self._wires[base].policy != "SPLITDUPLEX"
@@ -369,7 +377,7 @@ def _radical(element: Element) -> Iterator[int]:
 
 
 def _watts(element: Element, state: int) -> float | None:
-    """Return what a host draws with all cores at work, where the file says so."""
+    """Return the power of a host with all cores at work, where the file gives it."""
     for prop in element.of("prop"):
         if prop.id == "wattage_per_state":
             states = prop.attributes.get("value", "").split(",")

@@ -28,7 +28,7 @@ TIMES = {"w": 604800.0, "d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e
 TIMES |= {"ns": 1e-9, "ps": 1e-12, "": 1.0}
 ZONES = {"zone", "AS", "cluster"}
 EDGES = {"Floyd", "Dijkstra", "DijkstraCache"}
-"""Routings whose routes are single hops, of which the others are made."""
+"""Routings whose routes are single hops, from which all others are composed."""
 _QUANTITY = re.compile(
     r"\s*(\d{1,400}(?:\.\d{0,400})?(?:[eE][-+]?\d{1,3})?|\.\d{1,400})\s*([A-Za-z]*)\s*"
 )
@@ -57,19 +57,20 @@ class Element:
         return self.attributes.get("id", "")
 
     def bandwidth(self, key: str) -> float:
-        """An attribute in bytes/s."""
+        """Return an attribute in bytes/s."""
         return self.quantity(key, self.attributes.get(key, ""), BANDWIDTHS)
 
     def latency(self, key: str) -> float:
-        """An attribute in seconds; 0 where it is not there."""
+        """Return an attribute in seconds; 0 where it is not there."""
         return self.quantity(key, self.attributes.get(key, "0"), TIMES)
 
     def quantity(self, key: str, text: str, units: Mapping[str, float]) -> float:
-        """The number in `text`, in terms of what its unit stands for."""
+        """Return the number in `text`, in terms of what its unit stands for."""
         match = _QUANTITY.fullmatch(text)
         if match is None or match[2] not in units:
             self.refuse(f"has a {key} {text!r}, which is no number with a known unit")
         try:
+            # As fractions, rounded once: 2 Gbps have to be the same number as 250 MBps.
             return float(Fraction(match[1]) * Fraction(repr(units[match[2]])))
         except OverflowError:
             self.refuse(f"has a {key} {text!r}, which is beyond any machine")
@@ -80,7 +81,7 @@ class Element:
 
 
 def parse(path: Path) -> Element:
-    """The root of a platform file; nothing else is fetched, and no entity is expanded.
+    """Return the root of a platform file; nothing else is fetched, and no entity is expanded.
 
     Raises:
         InputError: it cannot be read, is no XML, or no platform of version 4.
@@ -101,9 +102,11 @@ def parse(path: Path) -> Element:
 
     parser.StartElementHandler = start
     parser.EndElementHandler = lambda _: stack.pop()
+    # Entities that expand each other grow exponentially (a "billion laughs"): none is accepted.
     parser.EntityDeclHandler = entity
     try:
         with path.open("rb") as file:
+            # One more than allowed, so that a larger file is noticed without being read.
             content = file.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             raise InputError(f"{path}: has more than {MAX_BYTES:,} bytes")
@@ -122,7 +125,7 @@ def parse(path: Path) -> Element:
 def routes_in(
     element: Element, names: Sequence[str], link_of: Callable[[Element], str]
 ) -> tuple[dict[Pair, list[str]], dict[Pair, Element]]:
-    """The links between each two of `names`, and the element that says so."""
+    """Return the links between each two of `names`, and the element that says so."""
     routes: dict[Pair, list[str]] = {}
     lines: dict[Pair, Element] = {}
     one_way: dict[tuple[str, str], Element] = {}
@@ -156,6 +159,7 @@ def _joined(
         one, other = sorted(pair)
         near.setdefault(one, {})[other] = links
         near.setdefault(other, {})[one] = links
+    # A connected graph is a tree if it has one edge less than points.
     if len(edges) != len(near) - 1:
         element.refuse("has more than one way between two of its points, or none")
     routes: dict[Pair, list[str]] = {}
@@ -174,7 +178,7 @@ def _joined(
 
 
 def gateways_in(element: Element) -> dict[str, str]:
-    """The gateway of each zone inside `element`, by the name of the zone."""
+    """Return the gateway of each zone inside `element`, by the name of the zone."""
     found: dict[str, str] = {}
     for route in element.of("zoneRoute", "ASroute"):
         for end in ("src", "dst"):
@@ -190,7 +194,7 @@ def require_router(zone: Element, gateway: str) -> None:
 
 
 def routers_of(zone: Element) -> list[str]:
-    """The points at which a zone, or one inside it, can be entered."""
+    """Return the points at which a zone, or one inside it, can be entered."""
     if zone.tag == "cluster":
         return [router_of(zone)]
     inner = [name for each in zone.of(*ZONES) for name in routers_of(each)]
@@ -204,7 +208,7 @@ def router_of(cluster: Element) -> str:
 
 
 class NoTree(ValueError):
-    """There is none, on account of the route between `pair`."""
+    """The routes form no tree, on account of the route between `pair`."""
 
     def __init__(self, pair: Pair, reason: str) -> None:
         super().__init__(reason)
@@ -223,14 +227,14 @@ class RouteTree:
     trunk: Sequence[str] = ()
 
     def around(self, points: frozenset[str]) -> frozenset[str] | None:
-        """The smallest branch that has `points` and more; None where it is the whole."""
+        """Return the smallest branch that has `points` and more; None where it is the whole."""
         return min((each for each in self.branches if points < each), key=len, default=None)
 
 
 def tree_of(
     points: Sequence[str], routes: Mapping[Pair, Sequence[str]], root: str | None = None
 ) -> RouteTree:
-    """The tree of the `routes`, the names of the links between each two of `points`.
+    """Return the tree of the `routes`, the names of the links between each two of `points`.
 
     In a tree a link splits the points in two, and is on the routes from one part to the other and
     on no other; links whose splits do not contradict each other form a tree (P. Buneman, 1971).
@@ -254,8 +258,10 @@ def tree_of(
     for link, used in users.items():
         beyond = frozenset(other for other in points if {first, other} in used)
         others = frozenset(points) - beyond
+        # The link belongs to a tree if it is on all routes between the two sides, and on no other.
         split = {frozenset((here, there)) for here in others for there in beyond}
         if used == split and beyond:
+            # Without a root the first point is a leaf like any other: the link is its own.
             alone = root is None and others == {first}
             branches.setdefault(others if alone else beyond, []).append(link)
         elif len(used) == len(pairs):
@@ -264,6 +270,7 @@ def tree_of(
             pair = min(used ^ split, key=sorted)
             raise NoTree(pair, f"link {link} is on routes that form no tree")
     for one, other in combinations(branches, 2):
+        # Two splits contradict each other if branches overlap without one containing the other.
         if one & other and not (one <= other or other <= one):
             link = branches[other][0]
             pair = min(users[link], key=sorted)

@@ -45,7 +45,7 @@ class Unit:
     most: float
 
     def read(self, text: object, *, where: str) -> float:
-        """The quantity that `text` names, in terms of `base`, rounded once.
+        """Return the quantity that `text` names, in terms of `base`, rounded once.
 
         Raises:
             InputError: a plain number, an unknown unit, or no quantity.
@@ -59,21 +59,24 @@ class Unit:
         if name not in self.factors:
             raise InputError(f"{where}: {text!r}: {self._unknown(name)}")
         try:
+            # Rounded once: what is written into a record and read back is the same cluster, bit for
+            # bit.
             return float(Fraction(match["number"]) * self.factors[name])
         except OverflowError:
             raise InputError(f"{where}: {text!r} is beyond any machine") from None
 
     def write(self, value: float) -> str:
-        """A text that `read` turns back into exactly `value`, which is finite."""
+        """Return a text that `read` turns back into exactly `value`, which is finite."""
+        # repr is the shortest text that gives this float again; Decimal moves its point exactly
         number, name = Decimal(repr(value)), self.name_for(value)
         return f"{(number / self._decimal(name)).normalize():f} {name}"
 
     def rounded(self, value: float) -> str:
-        """`value` in a text for people, with three significant digits: "1.23 MB"."""
+        """Return `value` in a text for people, with three significant digits: "1.23 MB"."""
         return self.write(float(f"{value:.3g}"))
 
     def name_for(self, value: float) -> str:
-        """The name in which `value` is a short number: "MB" for 1.2e6 bytes."""
+        """Return the name of a unit in which `value` is a short number: "MB" for 1.2e6 bytes."""
         number = Decimal(repr(value))
         if number == 0:  # the name that is nearest to one of `base`
             return min(self.written, key=lambda name: abs(self._decimal(name).log10()))
@@ -91,6 +94,7 @@ class Unit:
         return f"{value!r} is no {self.kind}; write a number and its unit: {self.example}"
 
     def _unknown(self, name: str) -> str:
+        # "Gb/s" is read both ways, a factor of 8 apart, and so refused (decision 26).
         bits = re.fullmatch(r"([kKMGT]?)b(?:/s|ps)?", name)
         if bits and self.kind == "bandwidth":
             prefix = bits[1].replace("K", "k")
@@ -103,14 +107,14 @@ _PRICE = re.compile(r"(?P<amount>\d{1,12}(?:\.\d{1,12})?) (?P<currency>[A-Z]{3})
 
 
 def clock_text(seconds: float) -> str:
-    """A duration such as 1:05 or 2:03:04."""
+    """Return a duration as text, such as 1:05 or 2:03:04."""
     minutes, rest = divmod(round(max(seconds, 0.0)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def read_price(text: str, *, where: str) -> tuple[float, str]:
-    """What an hour costs, and in which currency: "3.06 USD/h".
+    """Return the cost of an hour, and its currency: "3.06 USD/h".
 
     Raises:
         InputError: it is no such text.
@@ -195,7 +199,7 @@ SECONDS_PER_BYTE = Unit(
 def quantity(
     unit: Unit, default: T, meaning: str, *, low: float | None = None, above: float | None = None
 ) -> T:
-    """A field of a `Settings` class that a file gives with `unit`, and Python in its base.
+    """Return a field of a `Settings` class that a file gives with `unit`, and Python in its base.
 
     Its range is the unit's, from `low` on where that is given.
     """

@@ -1,4 +1,4 @@
-"""Collectives by name, begun and waited for at once, among any group of ranks."""
+"""Collectives by name, which are begun and waited for, among any group of ranks."""
 
 from __future__ import annotations
 
@@ -37,12 +37,15 @@ def execute(
     tag: int,
     edges: Sequence[int] | None = None,
 ) -> int:
-    """Begin `Transport.collective` and wait for it: the bytes of buffer used beside `vector`."""
+    """Begin `Transport.collective` and wait for it; return the bytes of buffer used beside
+    `vector`.
+    """
     return transport.collective(CollectiveCall(schedule, vector, group, tag, edges)).wait()
 
 
 def send_object(transport: Transport, value: Any, to: int) -> None:
     """Send plain JSON data to the rank `to`, which calls `receive_object`."""
+    # A bytearray, since torch warns of memory that cannot be written.
     message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     transport.send(message, to, Tag.OBJECTS).wait()
 
@@ -53,9 +56,12 @@ def receive_object(transport: Transport, source: int) -> Any:
 
 
 def gather_objects(transport: Transport, value: Any, group: Group, root: int) -> Sequence[Any]:
-    """Plain JSON data of every rank of `group`, in its order, on `root` (empty elsewhere)."""
+    """Return the plain JSON data of every rank of `group`, in its order, on `root`; empty
+    elsewhere.
+    """
     if transport.rank != root:
         send_object(transport, value, root)
         return ()
+    # As those of others arrive: a tuple has become a list.
     own = json.loads(json.dumps(value))
     return [own if rank == root else receive_object(transport, rank) for rank in group.ranks]

@@ -58,7 +58,7 @@ class Compressor(Settings, ABC):
     """
 
     adds: ClassVar[bool] = False
-    """Whether payloads may be summed before they are decoded, by any all-reduce.
+    """True if payloads may be summed before they are decoded, by any all-reduce.
 
     Otherwise they are bytes, and everybody gets those of all workers.
     """
@@ -72,14 +72,14 @@ class Compressor(Settings, ABC):
     """Vectors of all parameters that `memory` takes, to a first approximation."""
 
     brings_momentum: ClassVar[bool] = False
-    """Whether the optimizer has to be SGD without momentum of its own."""
+    """True if the optimizer has to be SGD without momentum of its own."""
 
     _: KW_ONLY
     error_feedback: bool = setting(False, "send in later steps what was left out in this one")
 
     @property
     def decodable_alone(self) -> bool:
-        """Whether a server can decode a payload without the others; then it is an `Encoder`."""
+        """True if a server can decode a payload without the others; then it is an `Encoder`."""
         return False
 
     @property
@@ -112,10 +112,10 @@ class Encoder(Compressor):
     """A compressor whose payloads travel once."""
 
     sized: ClassVar[bool] = True
-    """Whether the bytes of a payload depend on its shape and the step alone."""
+    """True if the bytes of a payload depend on its shape and the step alone."""
 
     whole: ClassVar[bool] = False
-    """Whether it works element by element: then several tensors may pass as one."""
+    """True if it works element by element: then several tensors may pass as one."""
 
     @property
     def decodable_alone(self) -> bool:

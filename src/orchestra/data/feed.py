@@ -1,4 +1,4 @@
-"""What a rank reads: samples by their place in the global stream, and batches by their step."""
+"""The samples that a rank reads, by their place in the global stream, and batches by their step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Samples(Protocol):
     """One endless stream of samples, equal on every rank."""
 
     def read(self, start: int, stop: int) -> Any:
-        """The batch of the samples at positions `start` to `stop`; at least one."""
+        """Return the batch of the samples at positions `start` to `stop`; at least one."""
         ...
 
 
@@ -49,7 +49,9 @@ class GlobalOrder:
         self._permutation = torch.arange(0 if shuffled else samples)
 
     def indices(self, start: int, stop: int) -> Tensor:
-        """The samples at positions `start` to `stop` of the stream, which may straddle epochs."""
+        """Return the samples at positions `start` to `stop` of the stream, which may straddle
+        epochs.
+        """
         parts = []
         while start < stop:
             epoch, offset = divmod(start, self.samples)
@@ -84,7 +86,7 @@ class MapSamples:
         self._order = GlobalOrder(samples, seed)
 
     def read(self, start: int, stop: int) -> Any:
-        """Draws no random numbers but those of the dataset itself."""
+        """Return the batch; draw no random numbers but those of the dataset itself."""
         places = self._order.indices(start, stop)
         indices = (places if self._members is None else self._members[places]).tolist()
         if getattr(self._dataset, "__getitems__", None):
@@ -108,10 +110,14 @@ class IterableSamples:
         self._position = 0
 
     def read(self, start: int, stop: int) -> Any:
-        if start < self._position:  # the batch of a worker that was lost
+        # The batch of a lost worker comes back to another one, which has read beyond it.
+        if start < self._position:
             self._stream, self._position = _epochs(self._dataset), 0
         if start > self._position:
+            # Augmentation inside the dataset draws from the global generator, also for samples that
+            # are skipped (decision 9). Without devices: each GPU's state would be copied, too.
             with torch.random.fork_rng(devices=[]):
+                # `islice` from n on draws what is before, and `next` the last of these.
                 next(islice(self._stream, start - self._position - 1, None))
         self._position = stop
         return self._collate(list(islice(self._stream, stop - start)))
@@ -135,7 +141,9 @@ def _epochs(dataset: IterableDataset[T]) -> Iterator[T]:
 
 
 def open_samples(dataset: Dataset[Any], seed: int, collate: Collate | None) -> Samples:
-    """The stream of `dataset`; `seed` shuffles a map-style one. `collate`: torch's by default."""
+    """Return the stream of `dataset`; `seed` shuffles a map-style one. `collate` is torch's by
+    default.
+    """
     collate = collate or default_collate
     if isinstance(dataset, IterableDataset):
         return IterableSamples(dataset, collate)
@@ -150,7 +158,8 @@ def open_shard(
     shares: Sequence[float],
     worker: int,
 ) -> Samples:
-    """The stream of the samples that `sharding` gives to one worker; `shares` are all workers'.
+    """Return the stream of the samples that `sharding` gives to one worker; `shares` are those
+    of all.
 
     Raises:
         InputError: there is no telling which sample is where, or of which class.
@@ -170,7 +179,7 @@ def open_shard(
 
 
 def labels_of(dataset: Any) -> NDArray[numpy.int64]:
-    """The class of every sample: the dataset's `targets` or `labels`, else read one by one.
+    """Return the class of every sample: the dataset's `targets` or `labels`, else read one by one.
 
     Raises:
         InputError: a sample's last part is no whole number.
@@ -190,7 +199,7 @@ def labels_of(dataset: Any) -> NDArray[numpy.int64]:
 
 
 def epoch_samples(dataset: Dataset[Any]) -> int:
-    """The samples of an epoch, for a budget in epochs.
+    """Return the samples of an epoch, for a budget in epochs.
 
     Raises:
         InputError: the dataset does not know its length.
@@ -218,7 +227,7 @@ class Feed:
     own: bool = False
 
     def next(self, step: int) -> tuple[Any, int]:
-        """The batch of `step` and how many samples it holds; (None, 0) if there are none.
+        """Return the batch of `step` and how many samples it holds; (None, 0) if there are none.
 
         Steps may begin anywhere (a run is resumed), and then rise.
         """

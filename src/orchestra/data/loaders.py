@@ -38,10 +38,10 @@ class WorkerBatch(NamedTuple):
 
 
 Loader = DataLoader[Any] | Iterable[Any]
-"""A loader, or anything else that gives batches."""
+"""A loader, or any other iterable of batches."""
 
 Alike = Callable[[int], bool]
-"""Collective over the workers: whether a number is the same on all of them."""
+"""Return whether a number is the same on all workers. Collective over the workers."""
 
 
 class ShardedLoader(ABC):
@@ -54,7 +54,7 @@ class ShardedLoader(ABC):
 
     @abstractmethod
     def begin(self, first: int) -> Iterator[WorkerBatch]:
-        """The next epoch, from its batch number `first` on.
+        """Return the next epoch, from its batch number `first` on.
 
         The ones before are not loaded where a sampler chooses them; else they are drawn and
         dropped. What the samplers draw from the global generators is drawn in here.
@@ -70,7 +70,8 @@ class ShardedLoader(ABC):
 def shard_loader(
     loader: Loader, workers: int, index: int, seed: int, alike: Alike | None = None
 ) -> ShardedLoader:
-    """Worker `index`'s part of each epoch of `loader`, whose batch size is that of one worker.
+    """Return worker `index`'s part of each epoch of `loader`, whose batch size is that of one
+    worker.
 
     - One worker: `loader` itself, the random numbers that it draws included.
     - A map-style dataset, shuffled or in sequence, in batches: each epoch is one permutation,
@@ -121,7 +122,7 @@ def _check_gives_batches(loader: object) -> None:
 
 
 def _is_standard(loader: DataLoader[Any]) -> bool:
-    """Whether an epoch of `loader` is each sample once, in order or shuffled, in batches."""
+    """Return whether an epoch of `loader` is each sample once, in order or shuffled, in batches."""
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         return False
     sampler = loader.sampler
@@ -131,7 +132,7 @@ def _is_standard(loader: DataLoader[Any]) -> bool:
 
 
 def _has_sampler(loader: Loader) -> TypeGuard[DataLoader[Any]]:
-    """Whether a sampler chooses the samples of each batch before they are loaded."""
+    """Return whether a sampler chooses the samples of each batch before they are loaded."""
     return (
         isinstance(loader, DataLoader)
         and loader.batch_sampler is not None
@@ -140,7 +141,7 @@ def _has_sampler(loader: Loader) -> TypeGuard[DataLoader[Any]]:
 
 
 def generators_of(loader: Loader) -> list[torch.Generator]:
-    """The generators of a loader and its samplers, beside the global ones."""
+    """Return the generators of a loader and its samplers, beside the global ones."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     inner = getattr(batch_sampler, "sampler", None)
     holders = (loader, getattr(loader, "sampler", None), batch_sampler, inner)
@@ -156,6 +157,8 @@ class _Whole(ShardedLoader):
         self.epoch += 1
         if first and _has_sampler(self._loader):
             later = _Later(self._loader.batch_sampler, first)
+            # The loader begins first, and then its sampler draws, as in an epoch that is not
+            # resumed: both draw from the global generator.
             batches: Iterator[Any] = iter(_with_batches(self._loader, later.__iter__))
             later.skip()
         else:
@@ -218,6 +221,7 @@ class _Dealt(ShardedLoader):
         for step in range(first, self._plan.steps):
             start, stop = self._plan.part(step, self._index)
             if start == stop:
+                # A worker without samples takes part in the step; what it reads counts 0.
                 start, stop = self._plan.part(step, 0)
             before = epoch * self._order.samples
             yield self._order.indices(before + start, before + stop).tolist()
@@ -243,7 +247,8 @@ class _EveryNth(ShardedLoader):
         self._repeated: deque[bool] = deque()  # of each item given, whether it is such a first one
         self._items: Any = loader
         self._loader: DataLoader[Any] | None = None
-        if _has_sampler(loader):  # it alone is read whole; others' samples are never loaded
+        # The sampler alone is read whole: samples of other workers are never loaded.
+        if _has_sampler(loader):
             self._items = loader.batch_sampler
             self._loader = _with_batches(loader, self._own_items)
 
@@ -265,6 +270,7 @@ class _EveryNth(ShardedLoader):
                 "read twice and others never: seed its own generators alike on all "
                 "(torch.Generator().manual_seed(0)), and do not deal samples out by rank"
             )
+        # The first item of a turn stands in for one that is not there.
         wanted = {0, self._index}
         turn = [item for n, item in enumerate(turn) if n in wanted]
         for number in itertools.count():
@@ -302,19 +308,24 @@ class QueuedLoader:
 
     @staticmethod
     def of(loader: Loader, seed: int) -> QueuedLoader | None:
-        """The queue of `loader`; None if its samples have no place in an epoch, or load early."""
+        """Return the queue of `loader`; None if its samples have no place in an epoch, or are
+        loaded early.
+        """
         if not isinstance(loader, DataLoader) or not _is_standard(loader):
             return None
+        # Worker processes load batches before the queue has given them out (decision 45).
         return None if loader.num_workers or not len(loader) else QueuedLoader(loader, seed)
 
     def queue(self, start: int, shares: tuple[float, ...]) -> WorkQueue | None:
-        """The samples from `start` on, with a pause at the end of each epoch; None for a worker
-        alone, which needs none."""
+        """Return the samples from `start` on, with a pause at the end of each epoch.
+
+        None for a worker alone, which needs no queue.
+        """
         sizes = tuple((rank, self._batch_size) for rank, share in enumerate(shares) if share)
         return WorkQueue(start, None, sizes, self._samples) if len(sizes) > 1 else None
 
     def load(self, item: WorkItem) -> WorkerBatch:
-        """The batch of `item`."""
+        """Return the batch of `item`."""
         self._items.append(item)
         return WorkerBatch(next(self._batches), item.samples, item.samples)
 
@@ -350,5 +361,6 @@ def _with_batches(
         "dataset num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context "
         "generator prefetch_factor persistent_workers pin_memory_device in_order"
     )
+    # A DataLoader cannot be given another sampler, nor be copied with its workers.
     options = {name: getattr(loader, name) for name in kept.split()}
     return DataLoader(batch_sampler=_Sampler(lists), **options)

@@ -1,4 +1,4 @@
-"""The plan: which part of the global order each rank reads in each step."""
+"""The plan: the part of the global order that each rank reads in each step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 STEPS_KEPT = 16
-"""Steps that each plan keeps: ranks that take turns are seldom further apart."""
+"""The steps that each plan keeps: ranks that take turns are seldom further apart."""
 
 
 class Deal(NamedTuple):
@@ -28,7 +28,7 @@ class Deal(NamedTuple):
         return self.stop - self.start
 
     def part(self, rank: int) -> tuple[int, int]:
-        """The positions (start, stop) that `rank` reads."""
+        """Return the positions (start, stop) that `rank` reads."""
         start = self.start + self.before[rank]
         return start, start + self.counts[rank]
 
@@ -65,11 +65,13 @@ class Plan:
         return -(-(self.stop - self.start) // self.global_batch)
 
     def position(self, step: int) -> int:
-        """The position in the stream at which `step` begins: all before it has been consumed."""
+        """Return the position in the stream at which `step` begins: all before it has been
+        consumed.
+        """
         return min(self.start + step * self.global_batch, self.stop)
 
     def deal(self, step: int) -> Deal:
-        """What each rank reads in `step`."""
+        """Return the part that each rank reads in `step`."""
         deal = self._deals.get(step)
         if deal is None:
             start, stop = self.position(step), self.position(step + 1)
@@ -82,19 +84,19 @@ class Plan:
 
     @cached_property
     def _deals(self) -> dict[int, Deal]:
-        """Some of the steps asked for: ranks of one process share a plan, and take turns."""
+        """The deals of some steps: ranks of one process share a plan, and take turns."""
         return {}
 
     def counts(self, step: int) -> tuple[int, ...]:
-        """The samples of each rank in `step`."""
+        """Return the samples of each rank in `step`."""
         return self.deal(step).counts
 
     def part(self, step: int, rank: int) -> tuple[int, int]:
-        """The positions (start, stop) of the stream that `rank` reads in `step`."""
+        """Return the positions (start, stop) of the stream that `rank` reads in `step`."""
         return self.deal(step).part(rank)
 
     def own_part(self, step: int, rank: int) -> tuple[int, int]:
-        """The positions in the stream of the rank's own shard that it reads in `step`.
+        """Return the positions in the stream of the rank's own shard that it reads in `step`.
 
         What it read before `start` is what an equal plan would have dealt to it.
         """
@@ -104,7 +106,7 @@ class Plan:
 
 
 plan_of = lru_cache(maxsize=8)(Plan)
-"""The one plan of these arguments."""
+"""Return the plan of these arguments, which is made once."""
 
 
 @lru_cache(maxsize=256)
@@ -113,10 +115,12 @@ def apportion(total: int, shares: tuple[float, ...]) -> tuple[int, ...]:
 
     Each count is the exact proportion rounded down or up; equal shares differ by one at most.
     """
+    # As fractions: every rank has to find the same counts, and ties have to be ties.
     weights = [Fraction(share) for share in shares]
     whole = sum(weights)
     exact = [total * weight / whole for weight in weights]
     counts = [int(quota) for quota in exact]
+    # `sorted` is stable, so that of equal remainders the first rank gets the sample.
     by_remainder = sorted(range(len(shares)), key=lambda rank: counts[rank] - exact[rank])
     for rank in by_remainder[: total - sum(counts)]:
         counts[rank] += 1
@@ -124,6 +128,9 @@ def apportion(total: int, shares: tuple[float, ...]) -> tuple[int, ...]:
 
 
 def shares_of(speeds: Sequence[float]) -> tuple[float, ...]:
-    """The weights of the parts of ranks that are that fast: 1 in the mean, to three decimals."""
+    """Return the weights of the parts of ranks with these speeds: 1 in the mean, to three
+    decimals.
+    """
     mean = sum(speeds) / len(speeds)
+    # Three decimals are more than a measurement is worth; 0 would be a rank without data.
     return tuple(max(round(speed / mean, 3), 0.001) for speed in speeds)

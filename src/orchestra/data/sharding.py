@@ -1,8 +1,8 @@
-"""Fixed shards: which samples belong to which worker for the whole of a run.
+"""Fixed shards: the samples that belong to each worker for the whole of a run.
 
 Without sharding the workers share one global order, and each step deals out its next part: every
-worker sees every sample in the end. With it each worker sees only its own samples, in an order of
-its own that changes with every pass.
+worker sees every sample in the end. With it each worker sees only its own samples, in an order
+of its own that changes with every pass.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Sharding(Settings, ABC):
     """A rule that splits the training samples between the workers; every sample has one owner."""
 
     needs_labels: ClassVar[bool] = True
-    """Whether `split` looks at the labels."""
+    """True if `split` looks at the labels."""
 
     @abstractmethod
     def split(self, labels: Indices, shares: Sequence[float], seed: int) -> list[Indices]:
-        """The samples of each worker, whose part of the data is as large as its share.
+        """Return the samples of each worker, whose part of the data is as large as its share.
 
         Args:
             labels: of all samples, shape (samples,); zeros where they are not needed.
@@ -47,7 +47,7 @@ class IID(Sharding):
     needs_labels = False
 
     def split(self, labels: Indices, shares: Sequence[float], seed: int) -> list[Indices]:
-        """A permutation, cut by the shares."""
+        """Return a permutation, cut by the shares."""
         return _cut(_random(seed).permutation(len(labels)), shares)
 
 
@@ -61,7 +61,7 @@ class Contiguous(Sharding):
     needs_labels = False
 
     def split(self, labels: Indices, shares: Sequence[float], seed: int) -> list[Indices]:
-        """Runs of samples; nothing is drawn."""
+        """Return runs of samples; nothing is drawn."""
         import numpy
 
         return _cut(numpy.arange(len(labels)), shares)
@@ -72,7 +72,7 @@ class Stratified(Sharding):
     """Each class in the same proportions to all workers (Provatas et al., IEEE BigData 2021)."""
 
     def split(self, labels: Indices, shares: Sequence[float], seed: int) -> list[Indices]:
-        """Each class, shuffled, is cut by the shares; what is left over goes in turns."""
+        """Cut each class, shuffled, by the shares; deal out in turns what is left over."""
         import numpy
 
         random = _random(seed)
@@ -95,11 +95,12 @@ class Dirichlet(Sharding):
     alpha: float = setting(0.5, "concentration: small for unlike workers", low=0.01, high=1e6)
 
     def split(self, labels: Indices, shares: Sequence[float], seed: int) -> list[Indices]:
-        """p_c ~ Dirichlet(alpha N share) for each class c, whose samples are cut by p_c."""
+        """Draw p_c ~ Dirichlet(alpha N share) for each class c, and cut its samples by p_c."""
         import numpy
 
         random = _random(seed)
         parts: list[list[Indices]] = [[] for _ in shares]
+        # With equal shares each worker has the concentration alpha.
         concentration = self.alpha * len(shares) * numpy.asarray(shares)
         for label in numpy.unique(labels):
             members = random.permutation(numpy.flatnonzero(labels == label))
@@ -118,7 +119,7 @@ SHARDINGS = Registry(
 
 
 def _random(seed: int) -> np.random.RandomState:
-    """RandomState: NumPy promises that its stream never changes."""
+    """Return a RandomState, whose stream NumPy promises never to change."""
     import numpy
 
     return numpy.random.RandomState(numpy.random.MT19937(numpy.random.SeedSequence((seed, 1))))
@@ -132,16 +133,17 @@ def _cut(indices: Indices, shares: Sequence[float]) -> list[Indices]:
 
 
 def _in_turns(count: int, shares: Sequence[float]) -> Indices:
-    """An owner for each of `count` places; every run of places is shared as `shares` say."""
+    """Return an owner for each of `count` places; every run of places is shared as `shares` say."""
     import numpy
 
+    # Each worker's places are evenly spaced; whose place comes first owns the sample.
     due = [(numpy.arange(math.ceil(count * share)) + 0.5) / share for share in shares]
     owners = numpy.concatenate([numpy.full(len(at), k) for k, at in enumerate(due)])
     return owners[numpy.argsort(numpy.concatenate(due), kind="stable")[:count]]
 
 
 def _nobody_empty(parts: list[Indices]) -> list[Indices]:
-    """Whoever has nothing gets a sample of the largest part."""
+    """Give each worker without samples one of the largest part."""
     import numpy
 
     for worker, part in enumerate(parts):

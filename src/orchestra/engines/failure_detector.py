@@ -118,7 +118,7 @@ class FailureDetector:
 
     @property
     def over(self) -> bool:
-        """Whether nothing is left to wait for."""
+        """True if nothing is left to wait for."""
         return all(member.gone for member in self._members.values())
 
     def suspects(self, now: float) -> list[int]:

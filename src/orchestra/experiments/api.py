@@ -1,4 +1,4 @@
-"""Training, comparing and replaying from Python, in the words of the experiment file."""
+"""Training, comparing and replaying from Python, with the keys of the experiment file."""
 
 from __future__ import annotations
 
@@ -135,7 +135,9 @@ def compare(
 
 
 def _compared(task: Any, given: dict[str, Any]) -> Experiment:
-    """The experiment on `task`, or in the file that `task` names where no strategies are given."""
+    """Return the experiment on `task`, or in the file that `task` names where no strategies are
+    given.
+    """
     if "strategies" in given:
         return _experiment(None, {"task": task, **given})
     if not isinstance(task, str | Path):
@@ -145,7 +147,7 @@ def _compared(task: Any, given: dict[str, Any]) -> Experiment:
 
 @dataclass(frozen=True)
 class Replay:
-    """How a replay went.
+    """The outcome of a replay.
 
     Attributes:
         equal: whether the final parameters are those of the run, bit for bit; None where it was
@@ -189,9 +191,11 @@ def replay(
         raise InputError(f"until: {until} is no step; the first is 1")
     if not (source / RESOLVED).is_file():
         raise InputError(f"{source}: there is no {RESOLVED}; give the folder of one run")
+    # The folder of a comparison has an experiment.yaml, too, of several runs.
     if inside := sorted(path.parent for path in source.glob(f"runs/*/*/*/{RESOLVED}")):
         raise InputError(f"{source}: is a comparison; give one of its runs, such as {inside[0]}")
-    with suppress(OSError, ValueError):  # where the task may be: the replay may be elsewhere
+    # The task's module may lie in a folder that is on the path of the run only (decision 66).
+    with suppress(OSError, ValueError):
         known = json.loads((source / "environment.json").read_text()).get("modules", [])
         sys.path += [folder for folder in known if folder not in sys.path]
     settings = only_run(load(source / RESOLVED), str(source / RESOLVED))
@@ -201,6 +205,7 @@ def replay(
     from orchestra.engines.simulation.replay import STATES, replay_run
     from orchestra.trainer.checkpoints import read_rank
 
+    # Bits depend on how many threads do the arithmetic: those of each rank then (decision 39).
     (record,) = read_summary(source / SUMMARY)
     threads = None if record.engine == "simulation" else record.threads_by_rank
     replayed = replay_run(settings, source, folder, until=until, threads=threads, quiet=quiet)
@@ -218,7 +223,7 @@ def _experiment(path: Path | None, given: Mapping[str, Any]) -> Experiment:
 
 
 def notation_of(value: Any, key: str) -> Any:
-    """The notation of what Python gives as an object; plain values as they are."""
+    """Return the notation of what Python gives as an object; plain values as they are."""
     if isinstance(value, Mapping):
         inside = (lambda _: key) if key == "strategies" else str
         return {name: notation_of(item, inside(name)) for name, item in value.items()}

@@ -55,7 +55,7 @@ SEARCH_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a comparison has led to.
+    """The outcome of a comparison.
 
     Attributes:
         records: of the runs, completed and failed, in the order in which they are made.
@@ -75,7 +75,7 @@ class Comparison:
 
     @property
     def well(self) -> bool:
-        """Whether every run was completed."""
+        """True if every run was completed."""
         return not self.stopped and all(record.status == "completed" for record in self.records)
 
 
@@ -160,7 +160,7 @@ class _Execution:
         }
 
     def run(self) -> bool:
-        """All that is missing; whether Ctrl-C ended it early."""
+        """Make all runs that are missing; return whether Ctrl-C ended it early."""
         with self._progress:
             for row in self.not_run:
                 what = f"{row['name']}, {ranks_text(row['ranks'])}"
@@ -177,7 +177,7 @@ class _Execution:
         return False
 
     def rows(self) -> list[RunRecord]:
-        """The records of the runs that are done, in the order of the runs."""
+        """Return the records of the runs that are done, in the order of the runs."""
         places = map(self._place, self.runs)
         records = [self._records[place] for place in places if place in self._records]
         single = {(r.ranks, r.seed): r for r in records if r.distributed is False}
@@ -192,8 +192,10 @@ class _Execution:
                 f"tune: {self._experiment.task} has no validation data to choose by; leave tune "
                 "out, or give the task some"
             )
+        # A retried trial could change the choice, and runs of one row would have unlike settings.
         settled = {(r.name, r.ranks) for r in self.rows() if r.status == "completed"}
         outcomes = []
+        # Trial by trial over all rows: a machine that grows slower does so for everybody.
         for _, block in groupby(zip(self._trials, folders, strict=True), lambda it: it[0].number):
             for trial, folder in block:
                 retry = self._retry and trial.row not in settled
@@ -206,6 +208,7 @@ class _Execution:
 
     def _compare(self) -> None:
         self._write_summary()
+        # After a whole block, so that one strategy with bad settings does not end the comparison.
         for _, block in groupby(self.runs, key=lambda run: run.seed):
             for run in block:
                 self._records[self._place(run)] = self._one(run)
@@ -220,6 +223,7 @@ class _Execution:
         for pair, technique, plain in on_most_ranks(self._pairs, self.runs, records):
             ranks = technique.training.ranks
             found = known.get((pair, ranks))
+            # A search that found nothing may find something with more time.
             if self._seconds and (found is None or found.pays is None):
                 self._progress.begin(f"where {pair.name} pays")
                 found = break_even(technique, plain, records, self._seconds, self._on_event)
@@ -242,6 +246,8 @@ class _Execution:
                 self._made += 1
                 self._progress.begin(what)
                 return self._finished(failed_record(run, place, RunFailed(choice.reason)), run)
+            # The trial's run has another seed and is judged on validation data: only its settings
+            # are taken.
             best, tuned = choice.best.run, choice.best.settings
             run = replace(run, training=best.training, strategy=best.strategy)
         return self._make(run, place, what, retry=self._retry, tuned=tuned)
@@ -276,7 +282,8 @@ class _Execution:
         if done:
             self._progress.skip()
             return done[0]
-        if self._progress.interrupted:  # too late for the run before
+        # Ctrl-C while the last run was evaluated could not stop that run (decision 13).
+        if self._progress.interrupted:
             raise KeyboardInterrupt
         own = alone(self._experiment, run)
         clear_others(folder, own)
@@ -286,6 +293,7 @@ class _Execution:
         except (RunFailed, InputError) as failure:
             if isinstance(failure, InputError):
                 self._bad_input.append(failure)
+            # `held` has removed the folder of a run that was refused before it began.
             claim(folder, own)
             record = write_failure(run, folder, own.name, failure)
         if record.status == "stopped":
@@ -301,7 +309,7 @@ class _Execution:
             raise
 
     def _finished(self, record: RunRecord, run: Run) -> RunRecord:
-        """Tell the user what has become of a run, in a few words."""
+        """Tell the user the outcome of a run in a few words, and return its record."""
         if record.failure is not None:
             text = f"failed: {record.failure.splitlines()[0]}"
         else:

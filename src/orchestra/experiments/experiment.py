@@ -48,6 +48,8 @@ class Tune(Settings):
     seed: int = setting(1000, "of the trials; none of the experiment's seeds", low=0, high=MAX_SEED)
 
     def check(self) -> None:
+        # Strategies differ most in the rate that suits them, so that a fixed one would decide
+        # (decision 13).
         if RATE not in self.settings:
             raise InputError(f"tune.settings: lacks {RATE}, the setting that matters most; add it")
         for key, values in self.settings.items():
@@ -71,7 +73,7 @@ class Tune(Settings):
 
 
 def grid(tune: Tune, run: Run) -> list[dict[str, Any]]:
-    """The settings of each trial of `run`, in order."""
+    """Return the settings of each trial of `run`, in order."""
     keys = [key for key in tune.settings if _has(run, key, tune.settings[key][0])]
     return [
         dict(zip(keys, values, strict=True))
@@ -80,7 +82,7 @@ def grid(tune: Tune, run: Run) -> list[dict[str, Any]]:
 
 
 def tuned(run: Run, settings: Mapping[str, Any]) -> Run:
-    """`run` with the settings of a trial.
+    """Return `run` with the settings of a trial.
 
     Raises:
         InputError: there is no such setting, or it cannot have this value.
@@ -110,7 +112,8 @@ _LABEL = re.compile(r"[^\s./\\][^/\\\n\0]*")
 
 @dataclass(frozen=True, repr=False)
 class Experiment(Settings):
-    """What an experiment file says. There, the settings of `training` are keys of the file.
+    """The content of an experiment file, in which the settings of `training` are keys of their
+    own.
 
     `training.ranks` is the first of `ranks`.
     """
@@ -141,6 +144,8 @@ class Experiment(Settings):
             raise InputError("strategies: there is none; give a label and a strategy")
         _require_each_once("seeds", "seed", self.seeds)
         _require_each_once("ranks", "number", self.ranks)
+        # The settings are frozen; `ranks` is the experiment's, and a training has one number of
+        # them.
         object.__setattr__(self, "training", replace(self.training, ranks=self.ranks[0]))
         for label, strategy in self.strategies.items():
             reasons = [strategy.refusal(ranks) for ranks in self.ranks]
@@ -178,8 +183,9 @@ def _require_each_once(key: str, what: str, values: tuple[int, ...]) -> None:
 
 
 def runs(experiment: Experiment) -> list[Run]:
-    """The runs of `experiment`: with the first seed all strategies on each number of ranks, then
-    with the next seed, so that a machine that grows slower does so for all of them."""
+    """Return the runs of `experiment`: with the first seed all strategies on each number of ranks,
+    then with the next seed, so that a machine that grows slower does so for all of them.
+    """
     every, device = experiment.training, experiment.training.device
     return [
         Run(label, experiment.task, strategy, seed, replace(every, ranks=ranks, device=own))
@@ -192,17 +198,17 @@ def runs(experiment: Experiment) -> list[Run]:
 
 
 def on_ranks(run: Run) -> str:
-    """The row of a run, in words."""
+    """Return the row of a run, in words."""
     return f"{run.name}, {ranks_text(run.training.ranks)}"
 
 
 def ranks_text(ranks: int) -> str:
-    """A number of ranks, in words."""
+    """Return a number of ranks, in words."""
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
 def not_run(experiment: Experiment) -> list[dict[str, Any]]:
-    """The strategies and numbers of ranks that do not go together, and why."""
+    """Return the strategies and numbers of ranks that do not go together, and why."""
     return [
         {"name": label, "ranks": ranks, "reason": reason}
         for ranks in experiment.ranks
@@ -212,9 +218,13 @@ def not_run(experiment: Experiment) -> list[dict[str, Any]]:
 
 
 def with_one_process(experiment: Experiment) -> Experiment:
-    """`experiment` with the row that no comparison goes without: one process, all cores, the same
-    global batch."""
+    """Return `experiment` with one process among its strategies: all cores, the same global
+    batch.
+
+    No comparison goes without this row.
+    """
     strategies = experiment.strategies
+    # A single process on a device of its own is no rival for rows on the CPU.
     there = [strategies[label] for label in strategies if label not in experiment.devices]
     if any(isinstance(strategy, Single) for strategy in there):
         return experiment
@@ -227,7 +237,7 @@ def with_one_process(experiment: Experiment) -> Experiment:
 
 
 def alone(experiment: Experiment, run: Run) -> Experiment:
-    """The experiment that consists of `run` only."""
+    """Return the experiment that consists of `run` only."""
     return replace(
         experiment,
         strategies={run.name: run.strategy},
@@ -240,8 +250,8 @@ def alone(experiment: Experiment, run: Run) -> Experiment:
 
 
 def only_run(experiment: Experiment, source: str) -> Run:
-    """What `train` takes of an experiment: the run of its one strategy on its one number of ranks,
-    with the first seed.
+    """Return the run that `train` makes of an experiment: its one strategy on its one number of
+    ranks, with the first seed.
 
     Raises:
         InputError: there are several; `source` opens the message.

@@ -49,7 +49,7 @@ KNOWN_KEYS = (*_HEAD, *TRAINING_KEYS, "parameter_groups")
 def load(
     path: Path | None, overrides: Sequence[str] = (), given: Mapping[str, Entry] | None = None
 ) -> Experiment:
-    """The experiment in the file `path`, with changes from a command line.
+    """Return the experiment in the file `path`, with changes from a command line.
 
     Modules beside the file can be imported from then on, as those beside a script can.
 
@@ -66,10 +66,12 @@ def load(
     if path:
         document = read_document(path, needs="task and strategies", example="task: digits")
         if (beside := str(path.resolve().parent)) not in sys.path:
+            # As Python does with the folder of a script.
             sys.path.insert(0, beside)
     document = _replaced(document, given or {})
     pairs = [_pair(text) for text in overrides]
     for key, text, where in pairs:
+        # Whole keys first: a dotted key may reach inside of one that is given here, too.
         if "." not in key:
             document = _replaced(document, {key: Entry(yaml_value(text, where), where)})
     experiment = _experiment(document, path)
@@ -80,7 +82,7 @@ def load(
 
 
 def to_yaml(experiment: Experiment) -> str:
-    """The file that says `experiment` in full; `load` gives an equal one back."""
+    """Return the text of a file that holds `experiment` in full; `load` gives an equal one back."""
     training = experiment.training
     document: dict[str, object] = {
         "name": experiment.name,
@@ -151,6 +153,8 @@ def _strategies(entry: Entry, key: str) -> dict[str, object]:
         where = item.at(f"{key}.{label}")
         call = read(item.value, where=where)
         target = bound(call, STRATEGIES, where=where)
+        # Checked before anything is called: a notation in a file could name any function (decision
+        # 53).
         if not (isinstance(target, type) and issubclass(target, Strategy)):
             raise InputError(f"{where}: expected Strategy, got {call.name}")
         strategies[str(label)] = build(call, STRATEGIES, where=where)
@@ -174,7 +178,9 @@ def _groups(entry: Entry) -> tuple[Group, ...]:
 
 
 def _folder(entry: Entry) -> Path:
-    """Return what paths in `entry` are relative to: where its file is, or the current folder."""
+    """Return the folder that paths in `entry` are relative to: that of its file, or the current
+    one.
+    """
     from_option = entry.where.startswith("--")
     return Path() if from_option else Path(entry.where.rpartition(":")[0]).parent
 
@@ -183,6 +189,7 @@ def _cluster(entry: Entry, key: str) -> str:
     """Return the cluster's notation, or the full path of its file, relative to the experiment's."""
     folder = _folder(entry)
     load_cluster(entry.value, where=entry.at(key), folder=folder)
+    # In full, as the file that is written into the run's folder lies elsewhere.
     return str((folder / entry.value).resolve()) if is_file(entry.value) else str(entry.value)
 
 
@@ -191,7 +198,9 @@ def _notation(entry: Entry, key: str) -> object:
 
 
 def _shares(entry: Entry, key: str) -> Any:
-    """Return weights and `measured` as they are, of a notation the rule, of a run its speeds."""
+    """Return weights and "measured" as they are; for a notation its rule, for a run the speeds
+    there.
+    """
     if not isinstance(entry.value, str) or entry.value == MEASURED:
         return entry.value
     run = _folder(entry) / entry.value

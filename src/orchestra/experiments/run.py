@@ -1,4 +1,4 @@
-"""One run in a folder: the folder is claimed, the run is made, its record is written.
+"""One run in a folder: the folder is claimed, the run is made, and its record is written.
 
 `make_run` is the only way there: `orchestra train`, `orchestra.train` and a comparison call it.
 """
@@ -47,7 +47,8 @@ def make_run(
     tuned: Mapping[str, Any] | None = None,
     on_resume: Callable[[RunRecord | None], None] | None = None,
 ) -> RunRecord:
-    """Claim `folder` for `run`, train, write `summary.json`, release the folder; the record.
+    """Claim `folder` for `run`, train, write `summary.json`, release the folder, and return the
+    record.
 
     Where the run was completed there before, its record is that of then.
 
@@ -67,7 +68,8 @@ def make_run(
             on_resume(completed)
         if completed is not None:
             return completed
-        (folder / SUMMARY).unlink(missing_ok=True)  # cut off from now on, it is no failed run
+        # A run that was retried and killed is under way, and not failed (decision 13).
+        (folder / SUMMARY).unlink(missing_ok=True)
         with tracked(run, experiment, folder) as tracking:
             try:
                 record = replace(train(run, folder), tuned=tuned or {})
@@ -83,7 +85,7 @@ def make_run(
 def write_failure(
     run: Run, folder: Path, experiment: str, failure: RunFailed | InputError
 ) -> RunRecord:
-    """Write the record of a run that failed into `folder`, unless the disk is full; the record."""
+    """Write the record of a failed run into `folder`, unless the disk is full, and return it."""
     record = failed_record(run, folder, failure)
     with contextlib.suppress(OSError):  # a full disk is the failure itself
         write_summary(folder, experiment, [record])
@@ -91,8 +93,8 @@ def write_failure(
 
 
 def folder_for(out: str | Path | None, name: str, *, empty: bool = False) -> Path:
-    """`out`, which with `empty` must not hold anything yet; where it is None, a new folder in
-    `runs`.
+    """Return `out`, or a new folder in `runs` where it is None; with `empty` it must not hold
+    anything.
 
     Raises:
         InputError: it cannot be used.
@@ -113,7 +115,7 @@ def folder_for(out: str | Path | None, name: str, *, empty: bool = False) -> Pat
 
 
 def fresh_folder(parent: Path, name: str) -> Path:
-    """A new folder `name`-1, `name`-2, ... in `parent`, the first that does not exist."""
+    """Return a new folder `name`-1, `name`-2, ... in `parent`, the first that does not exist."""
     for number in count(1):
         folder = parent / f"{name}-{number}"
         try:
@@ -128,7 +130,8 @@ def fresh_folder(parent: Path, name: str) -> Path:
 
 
 def claim(folder: Path, experiment: Experiment) -> bool:
-    """Make `folder` that of `experiment`, which is written into it; whether it was so before.
+    """Make `folder` that of `experiment`, which is written into it; return whether it was so
+    before.
 
     Raises:
         InputError: it belongs to a different experiment, holds other files, or cannot be written.
@@ -140,6 +143,7 @@ def claim(folder: Path, experiment: Experiment) -> bool:
         if path.exists():
             _require_same(path, path.read_text(encoding="utf-8"), text)
             return True
+        # A kill while the file was written leaves its half, which is ours (decision 13).
         if any(file != partial_of(path) for file in folder.iterdir()):
             raise InputError(f"{folder}: holds files, but no {RESOLVED}; choose another --out")
         write_atomically(path, text)
@@ -153,7 +157,8 @@ def claim(folder: Path, experiment: Experiment) -> bool:
 
 @contextmanager
 def held(folder: Path, experiment: Experiment) -> Iterator[bool]:
-    """`claim` the folder, and let no other process use it meanwhile; whether it was there before.
+    """Claim the folder, and keep other processes out meanwhile; give whether it was claimed
+    before.
 
     Files that a killed process left half written are removed, and a new folder in which nothing
     could be run, for bad input.
@@ -169,6 +174,7 @@ def held(folder: Path, experiment: Experiment) -> Iterator[bool]:
             yield resumed
         except InputError:
             if not resumed:
+                # Nothing was made in it, and its name is free again.
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 
@@ -176,6 +182,7 @@ def held(folder: Path, experiment: Experiment) -> Iterator[bool]:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Hold a lock of the kernel, which ends with its holder, however that ends."""
+    # A lock on the folder itself needs no file, and ends with the process, however that ends.
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -203,7 +210,7 @@ def clear_others(folder: Path, experiment: Experiment) -> None:
 
 
 def finished(folder: Path, *, failed: bool = False) -> list[RunRecord]:
-    """The completed runs that `summary.json` in `folder` tells of; none where there is none yet.
+    """Return the completed runs in `summary.json` of `folder`; none where there is no such file.
 
     With `failed` the failed ones are among them.
 
@@ -233,7 +240,9 @@ def _require_same(path: Path, old_text: str, new_text: str) -> None:
 
 
 def idle_nodes(planned: Sequence[Run]) -> list[str]:
-    """A line for each cluster that has more nodes than the largest run has ranks to spread."""
+    """Return a line for each cluster that has more nodes than the largest run has ranks to
+    spread.
+    """
     most = max((run.training.ranks for run in planned), default=0)
     described = [run.training for run in planned if run.training.engine != "processes"]
     lines = []

@@ -1,5 +1,6 @@
-"""Rows of a comparison that differ in one setting: beside which row each technique is judged, and
-at which bandwidth it would begin to pay."""
+"""Techniques: rows of a comparison that differ in one setting, and the bandwidth at which it
+pays.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from orchestra.strategies.base import Strategy
 from orchestra.trainer.settings import Run
 
 PATIENCE = 600.0
-"""Seconds that one simulation of a search may take."""
+"""The most seconds of one simulation of a search."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,9 @@ class Judged:
 
 
 def techniques(strategies: Mapping[str, Strategy[Any]]) -> list[Technique]:
-    """Every pair of strategies of one kind that are equal but for a setting, which has its default
-    in one of them."""
+    """Return all pairs of strategies of one kind that are equal but for one setting, which has
+    its default in one of them.
+    """
     return [
         Technique(name, plain, setting)
         for name, strategy in strategies.items()
@@ -63,6 +65,7 @@ def techniques(strategies: Mapping[str, Strategy[Any]]) -> list[Technique]:
 
 def _one_more(strategy: Strategy[Any], plain: Strategy[Any]) -> str | None:
     """Return the only setting that differs, where `plain` has its default."""
+    # Settings of the same name mean other things in other strategies
     if type(strategy) is not type(plain):
         return None
     differing = [
@@ -73,6 +76,7 @@ def _one_more(strategy: Strategy[Any], plain: Strategy[Any]) -> str | None:
     if len(differing) != 1:
         return None
     name = differing[0].name
+    # Of two values that are both no default neither is the plain one (decision 86)
     is_default = getattr(plain, name) == default_of(differing[0])
     return f"{name}={getattr(strategy, name)!r}" if is_default else None
 
@@ -80,8 +84,9 @@ def _one_more(strategy: Strategy[Any], plain: Strategy[Any]) -> str | None:
 def on_most_ranks(
     pairs: Sequence[Technique], runs: Sequence[Run], records: Sequence[RunRecord]
 ) -> Iterator[tuple[Technique, Run, Run]]:
-    """Each technique with its run and the plain one, with the first seed and the settings that were
-    chosen for them, on the most ranks that both completed."""
+    """Yield each technique with its run and the plain one, with the first seed and the settings
+    that were chosen for them, on the most ranks that both completed.
+    """
     settings = {
         (record.name, record.ranks): record.tuned
         for record in records
@@ -89,18 +94,22 @@ def on_most_ranks(
     }
     for pair in pairs:
         ranks = [n for name, n in settings if name == pair.name and (pair.plain, n) in settings]
+        # On the most ranks: there exchanging costs most
         if ranks:
             both = (
                 next(r for r in runs if (r.name, r.training.ranks) == (name, max(ranks)))
                 for name in (pair.name, pair.plain)
             )
+            # With the settings that trials have chosen, as in the comparison
             technique, plain = (tuned(r, settings[r.name, max(ranks)]) for r in both)
             yield pair, technique, plain
 
 
 def steps_needed(run: Run, records: Sequence[RunRecord]) -> float | None:
-    """Steps to the target, or without a target all; the mean over the seeds. None if some did not
-    reach it."""
+    """Return the mean steps to the target over the seeds, or all steps without a target.
+
+    None if some did not reach it.
+    """
     own = [r for r in records if (r.name, r.ranks) == (run.name, run.training.ranks)]
     found = []
     for record in own:
@@ -108,6 +117,7 @@ def steps_needed(run: Run, records: Sequence[RunRecord]) -> float | None:
         until = whole if run.training.target is None else record.time_to_target_seconds
         if record.status != "completed" or not whole or until is None:
             return None
+        # Steps, which other links do not change; their time is what the search simulates.
         found.append(record.steps * until / whole)
     return statistics.fmean(found)
 
@@ -119,7 +129,7 @@ def break_even(
     seconds: float,
     on_event: Callable[[Event | Notice], None],
 ) -> BreakEven:
-    """At which bandwidth `technique` begins to pay.
+    """Return the bandwidth at which `technique` begins to pay.
 
     Args:
         seconds: that the search may take.
@@ -142,6 +152,7 @@ def break_even(
             patience=PATIENCE,
             on_event=on_event,
         )
+    # A technique without an answer is no reason to end a comparison that is done
     except (InputError, RunFailed) as failure:
         return BreakEven(reason=str(failure).splitlines()[0])
     if outcome.stopped:
@@ -151,7 +162,7 @@ def break_even(
 
 
 def read_techniques(folder: Path) -> list[Judged]:
-    """What `techniques.json` in `folder` holds; nothing where there is no such file."""
+    """Return the content of `techniques.json` in `folder`; empty where there is no such file."""
     try:
         document = json.loads((folder / TECHNIQUES).read_text(encoding="utf-8"))
         judged: list[Judged] = from_plain(list[Judged], document["techniques"])
@@ -163,6 +174,6 @@ def read_techniques(folder: Path) -> list[Judged]:
 
 
 def write_techniques(folder: Path, judged: Sequence[Judged]) -> None:
-    """`techniques.json`."""
+    """Write `techniques.json` into `folder`."""
     document = {"techniques": to_plain(list(judged))}
     write_atomically(folder / TECHNIQUES, json.dumps(document, indent=2) + "\n")

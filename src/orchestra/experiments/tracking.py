@@ -1,4 +1,4 @@
-"""What the ranks of a run write down goes to MLflow and Weights & Biases while they train.
+"""Trackers: the steps that ranks write down go to MLflow and Weights & Biases while they train.
 
 A thread of the launcher follows the files of the ranks. So no rank waits for a tracker, a tracker
 that fails does not end the run, and every engine can be tracked. The libraries are imported where
@@ -31,12 +31,12 @@ from orchestra.settings.reading import yaml_value
 from orchestra.trainer.settings import Run
 
 TRACKING = "tracking.json"
-"""In the folder of a run: its id in each tracker, and what was logged so far."""
+"""A file in the folder of a run: the run's id in each tracker, and what was logged so far."""
 LOOK_SECONDS = 1.0
 PATIENCE_SECONDS = 120.0
-"""At the end of a run, for a tracker that is slow or cannot be reached."""
+"""How long the end of a run waits for a tracker that is slow or unreachable."""
 MAX_RANKS = 32
-"""With charts of their own."""
+"""The most ranks with charts of their own."""
 MAX_METRICS = 1000  # of one call of MLflow
 MAX_TEXT = 500  # of a parameter, for any store of MLflow
 STEP = "train/global_step"
@@ -45,7 +45,7 @@ Figures = Mapping[str, float]
 
 
 class About:
-    """What a tracker is told of a run: its name, settings, tags and folder."""
+    """The description of a run for a tracker: its name, settings, tags and folder."""
 
     def __init__(self, run: Run, experiment: Experiment, folder: Path) -> None:
         self.experiment = experiment.name
@@ -59,8 +59,9 @@ class About:
 
 
 def _settings_of(run: Run, experiment: Experiment) -> dict[str, Any]:
-    """The settings of `run` by name, as its file has them; those of the optimizer by dotted names,
-    too."""
+    """Return the settings of `run` by name, as its file has them; those of the optimizer by dotted
+    names, too.
+    """
     settings = yaml_value(to_yaml(alone(experiment, run)))
     assert isinstance(settings, dict)
     del settings["name"], settings["seeds"], settings["devices"], settings["tune"]
@@ -85,10 +86,10 @@ class Tracker(Protocol):
     id: str
 
     def log(self, rows: Sequence[tuple[int, Figures]]) -> None:
-        """The figures of steps; steps of one figure need not come in their order."""
+        """Log the figures of steps; steps of one figure need not come in their order."""
 
     def finish(self, status: str, figures: Figures) -> None:
-        """The run has ended as "completed", "stopped" or "failed", with these figures."""
+        """End the run as "completed", "stopped" or "failed", with these figures."""
 
 
 class MLflowTracker:
@@ -170,6 +171,8 @@ class WandbTracker:
                 settings=console,
             )
             self.id = self._run.id
+            # Steps of a metric of our own, as W&B's own step must not fall, and evaluations come at
+            # the end.
             self._run.define_metric(STEP)
             self._run.define_metric("*", step_metric=STEP, step_sync=True)
         except Error as error:
@@ -218,6 +221,8 @@ class Tracking:
         self._tracks: dict[int, RankTrack] = {}
         self._consumed: list[tuple[int, int]] = []  # by the cluster, and steps of the first worker
         self._stop = threading.Event()
+        # A thread of the launcher: no rank waits for a network, nor imports these libraries
+        # (decision 100).
         self._thread = threading.Thread(target=self._follow, name="tracking", daemon=True)
         self._keep()
         self._thread.start()
@@ -240,9 +245,10 @@ class Tracking:
             self._log([*rows, (self._step, self._of_now())])
 
     def finish(self, status: str) -> None:
-        """The run has ended as "completed", "stopped" or "failed"."""
+        """Log the rest, and end the run as "completed", "stopped" or "failed"."""
         self._stop.set()
         self._thread.join(PATIENCE_SECONDS)
+        # A tracker that cannot be reached must not keep a finished run from ending.
         if self._thread.is_alive():
             names = " and ".join(TRACKERS[name] for name in self._trackers)
             _tell(f"{names} did not take all figures within {PATIENCE_SECONDS:g} s: given up")
@@ -253,13 +259,17 @@ class Tracking:
             if line["samples"] > self._samples:
                 self._samples = line["samples"]
                 metrics = {f"eval/{name}": value for name, value in line["metrics"].items()}
+                # Snapshots are evaluated after the training, and belong to the step at which they
+                # were taken.
                 rows.append((self._step_at(line["samples"]), metrics))
         self._log(rows)
         final = {} if self.record is None else _of_record(self.record)
         self._with_each(lambda tracker: tracker.finish(status, _finite(final)))
 
     def _read(self) -> dict[int, Sequence[Line]]:
-        """The new lines of each rank; without figures of a rank that has none, such as a server."""
+        """Return the new lines of each rank; without figures of a rank that has none, such as a
+        server.
+        """
         news: dict[int, Sequence[Line]] = {}
         for path in self._folder.glob("steps-rank-*.jsonl"):
             rank = int(path.stem.rpartition("-")[2])
@@ -271,7 +281,7 @@ class Tracking:
         return news
 
     def _of_now(self) -> dict[str, Any]:
-        """Speeds and shares of the time of each rank, over its last steps."""
+        """Return the speeds and shares of the time of each rank, over its last steps."""
         found: dict[str, Any] = {}
         rows = [track.row(rank, None, 0.0) for rank, track in sorted(self._tracks.items())]
         found["train/samples_per_second"] = sum(row.samples_per_second or 0.0 for row in rows)
@@ -286,7 +296,7 @@ class Tracking:
         return found
 
     def _step_at(self, samples: int) -> int:
-        """The step of the first worker at which the cluster had consumed `samples`."""
+        """Return the step of the first worker at which the cluster had consumed `samples`."""
         place = bisect_left(self._consumed, (samples, 0))
         return self._consumed[min(place, len(self._consumed) - 1)][1] if self._consumed else 0
 
@@ -296,7 +306,7 @@ class Tracking:
         self._keep()
 
     def _with_each(self, call: Callable[[Tracker], None]) -> None:
-        """Go on without a tracker that fails, and say so: the run is worth more."""
+        """Call `call` with each tracker; go on without one that fails, and say so."""
         for name, tracker in list(self._trackers.items()):
             try:
                 call(tracker)
@@ -306,7 +316,7 @@ class Tracking:
                 _tell(f"{TRACKERS[name]} failed, the run goes on without it: {reason}")
 
     def _keep(self) -> None:
-        """Write down as which run it is to go on, if it is resumed."""
+        """Write down the run's id in each tracker, and how far it was logged, for a resumption."""
         ids = {name: tracker.id for name, tracker in self._trackers.items()}
         state = {**_known(self._folder), **ids, "step": self._step, "samples": self._samples}
         with suppress(OSError):
@@ -358,7 +368,7 @@ def _of_step(line: Line) -> dict[str, Any]:
 
 
 def _of_record(record: RunRecord) -> dict[str, Any]:
-    """The figures of a whole run, by the split that the final ones are of."""
+    """Return the figures of a whole run, by the split that the final ones are of."""
     return {
         f"{record.judged_on}/loss": record.final_loss,
         **{f"{record.judged_on}/{name}": value for name, value in record.metrics.items()},

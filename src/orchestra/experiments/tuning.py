@@ -1,4 +1,4 @@
-"""The trials before a comparison, and what is chosen by them."""
+"""The trials before a comparison, and the choice by them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Trial:
         return self.run.name, self.run.training.ranks
 
     def folder(self, comparison: Path) -> Path:
-        """The folder of the trial in that of the comparison."""
+        """Return the folder of the trial in that of the comparison."""
         return trial_folder(comparison, *self.row, self.number)
 
     def __str__(self) -> str:
@@ -44,7 +44,9 @@ class Trial:
 
 @dataclass(frozen=True)
 class Criterion:
-    """What trials are judged by: a metric or "loss", as `by` has it, and whether more is better."""
+    """The criterion of trials: a metric or "loss", by which setting of `by`, and whether higher
+    is better.
+    """
 
     by: str
     metric: str
@@ -52,25 +54,30 @@ class Criterion:
 
     @classmethod
     def of(cls, tune: Tune, target: Target | None) -> Criterion:
-        """The target's metric in its direction, or the loss, as `tune` has it."""
+        """Return the target's metric in its direction, or the loss, as `tune` asks."""
+        # Without a target no metric has a direction that the user has asked for
         if target is None or tune.by == "loss":
             return cls("loss", "loss", higher=False)
         return cls("target", target.metric, higher=target.at_least is not None)
 
     def score(self, record: RunRecord) -> float | None:
-        """The figure of a trial; None where it failed, or diverged."""
+        """Return the figure of a trial; None where it failed or diverged."""
         if record.status != "completed":
             return None
         loss = record.final_loss if self.metric == "loss" else None
+        # The loss is a field of the record; a task may also have a metric of that name
         value = record.metrics.get(self.metric, loss)
         return value if value is not None and math.isfinite(value) else None
 
     def cost(self, record: RunRecord) -> tuple[float, float]:
-        """Smaller is better; the loss decides between equal figures."""
+        """Return a key to sort trials by, smaller is better; the loss decides between equal
+        figures.
+        """
         score, loss = self.score(record), record.final_loss
         if score is None:
             return math.inf, math.inf
         equal = loss if loss is not None and math.isfinite(loss) else math.inf
+        # Accuracies on few validation samples are often equal
         return -score if self.higher else score, equal
 
 
@@ -84,6 +91,7 @@ class Choice:
     @property
     def best(self) -> Trial | None:
         """The best trial, the earlier of equals; None where all failed or diverged."""
+        # min() keeps the first of equals
         trial, record = min(self.outcomes, key=lambda outcome: self.criterion.cost(outcome[1]))
         return None if self.criterion.score(record) is None else trial
 
@@ -95,7 +103,7 @@ class Choice:
         return f"every trial of its tuning failed; the first: {cause}"
 
     def plain(self) -> dict[str, Any]:
-        """The entry of the choice in `tuning.json`."""
+        """Return the entry of the choice in `tuning.json`."""
         name, ranks = self.outcomes[0][0].row
         best = self.best
         entry = {
@@ -120,23 +128,28 @@ class Choice:
 
 
 def trials(experiment: Experiment) -> list[Trial]:
-    """The trials of every strategy and number of ranks, in the order in which they are run."""
+    """Return the trials of every strategy and number of ranks, in the order in which they are
+    run.
+    """
     tune = experiment.tune
     if tune is None:
         return []
+    # One seed for all trials: the seeds of the comparison are looked at once, afterwards
     once = runs(replace(experiment, seeds=(tune.seed,), tune=None))
     every = [
+        # The test data stays unseen until the settings are chosen
         Trial(number, settings, replace(tuned(run, settings), judged_on="validation"))
         for run in once
         for number, settings in enumerate(grid(tune, run))
     ]
+    # First all rows with the first combination, then all with the second: see `runs`.
     return sorted(every, key=lambda trial: trial.number)
 
 
 def choose(
     tune: Tune, training: Training, outcomes: Sequence[tuple[Trial, RunRecord]]
 ) -> dict[tuple[str, int], Choice]:
-    """The choice of each strategy and number of ranks, by its trials."""
+    """Return the choice of each strategy and number of ranks, by its trials."""
     criterion = Criterion.of(tune, training.target)
     by_row: dict[tuple[str, int], list[tuple[Trial, RunRecord]]] = {}
     for trial, record in outcomes:
@@ -147,7 +160,7 @@ def choose(
 def write_tuning(
     folder: Path, tune: Tune, training: Training, choices: Mapping[tuple[str, int], Choice]
 ) -> None:
-    """`tuning.json`: how it was chosen, every trial, and the choice."""
+    """Write `tuning.json`: the criterion, every trial, and the choices."""
     criterion = Criterion.of(tune, training.target)
     document = {
         "trials": max((len(choice.outcomes) for choice in choices.values()), default=0),

@@ -1,10 +1,9 @@
-"""Lightning's Trainer on any distribution strategy of Orchestra's.
+"""Lightning's Trainer with any distribution strategy of Orchestra.
 
     from orchestra.integrations.lightning import OrchestraStrategy
-
     trainer = lightning.Trainer(strategy=OrchestraStrategy("AllReduce('ring')"))
 
-docs/integrations-lightning.md says what happens to what a fit does.
+docs/integrations-lightning.md describes how each feature of a fit behaves.
 """
 
 from __future__ import annotations
@@ -45,26 +44,26 @@ except ImportError as error:
 
 T = TypeVar("T")
 STATE = "orchestra"
-"""The place of Orchestra's state in a checkpoint of Lightning's."""
+"""The key of Orchestra's state in a Lightning checkpoint."""
 
 
 class OrchestraStrategy(ParallelStrategy):
     """Trains with `orchestra.distribute`; pass it to `lightning.Trainer(strategy=...)`.
 
-    The processes are those that torchrun or another launcher has started; without one there is
-    one worker. Orchestra deals out the training data, and Lightning's samplers those of an
-    evaluation. Every worker gets equally many training batches.
+    The processes are those that torchrun or another launcher started; without a launcher there
+    is one worker. Orchestra distributes the training data, Lightning's samplers those of an
+    evaluation. All workers get the same number of training batches.
 
     Args:
         strategy: an object such as `AllReduce("ring")`, or its notation as text.
         seed: of the order of the samples; by default that of `lightning.seed_everything`, or 0.
         bucket_megabytes: as in `orchestra.distribute`, like all that follow.
-        patience: seconds without an exchange or a training step until a worker counts as hung. An
-            evaluation, saving, and what is done between epochs may take longer.
+        patience: seconds without an exchange or a training step after which a worker counts as
+            hung. Evaluating, saving, and work between epochs may take longer.
         host: the local address that the other ranks are to use.
 
     Raises:
-        InputError: `strategy` is none. From `fit`: what was asked for cannot be done.
+        InputError: `strategy` is not a strategy. From `fit`: a feature that is not supported.
     """
 
     def __init__(
@@ -83,6 +82,7 @@ class OrchestraStrategy(ParallelStrategy):
         self._options: dict[str, Any] = {"bucket_megabytes": bucket_megabytes, "overlap": overlap}
         self._place: dict[str, Any] = {"patience": patience, "host": host}
         self._launched = detect(os.environ)
+        # Lightning asks for the number of workers before anything is distributed
         ranks = 1 if self._launched is None else self._launched.ranks
         self._first_workers = roles_of(self._orchestra, ranks).workers
         self._group: WorkerGroup | None = None
@@ -104,16 +104,19 @@ class OrchestraStrategy(ParallelStrategy):
 
     @property
     def world_size(self) -> int:
-        """How many workers there are; ranks that only serve do not count."""
+        """The number of workers; ranks that only serve do not count."""
+        # To a server its script is one of a single process
         return 1 if self._serves else len(self._workers)
 
     @property
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
+        # With fewer devices than local ranks some share one, as CPU ranks do
         return self.parallel_devices[self.local_rank % len(self.parallel_devices)]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        # Evaluations are dealt out to the workers of now, of which a switch may leave fewer
         ranks = (self.global_rank,) if self._group is None else self._group.ranks
         return {"num_replicas": len(ranks), "rank": ranks.index(self.global_rank)}
 
@@ -127,8 +130,9 @@ class OrchestraStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether Lightning deals out the data of a loader that it asks for now: those of
-        training, which is the only one before `distribute`, are Orchestra's to deal out."""
+        """True if Lightning distributes the data of the loader that it asks for now. Training
+        data, the only ones before `distribute`, are distributed by Orchestra.
+        """
         return self._batches is not None or not self._trainer.training
 
     @property
@@ -148,35 +152,44 @@ class OrchestraStrategy(ParallelStrategy):
     # Set-up
 
     def set_world_ranks(self) -> None:
-        """Let Lightning log and save on the first rank alone."""
+        """Make Lightning log and save on the first rank only."""
+        # Set by hand, since Lightning's own launchers, which would do so, are not used
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
-        """Come together with the other ranks; an earlier fit ends here."""
+        """Connect to the other ranks; an earlier fit ends here."""
         super().setup_environment()
+        # Lightning would take all GPUs that it finds, and train on the first
         devices = len(self.parallel_devices or ())
         if self._launched is None and devices > 1:
             raise InputError(
                 f"{devices} devices, but OrchestraStrategy starts no processes: run the script "
                 f"by torchrun --nproc-per-node {devices}, or set Trainer(devices=1)"
             )
+        # Connections of its own, beside those of the loop: metrics and decisions must not be
+        # mistaken for gradients.
         runtime = runtime_beside_loops(**self._place)
         self._reporter = runtime.reporter
         self._group = WorkerGroup(runtime.transport, lambda: self._workers)
+        # An evaluation after a fit needs that fit's workers
         if self._trainer.state.fn == TrainerFn.FITTING:
             end_loops()
             self._batches = self._epoch = self._to_load = None
         self._reporter.phase("paused")
 
     def setup(self, trainer: lightning.Trainer) -> None:
-        """Let the model's metrics come together; refuse what would be trained wrongly."""
+        """Connect the model's metrics across the workers, and refuse what would be trained
+        wrongly.
+        """
         super().setup(trainer)
         for metric in self._metrics():
             assert self._group is not None
+            # Else it would ask torch.distributed, which has no group, or one with servers in it
             metric.distributed_available_fn = self._group.is_several
             metric.dist_sync_fn = self._group.gather
         if trainer.state.fn != TrainerFn.FITTING:
             return
+        # `backward()` and `step()` are taken over for one optimizer
         if not self._module.automatic_optimization or len(self.optimizers) != 1:
             raise InputError(
                 "OrchestraStrategy trains with automatic optimization and one optimizer: give all "
@@ -194,21 +207,22 @@ class OrchestraStrategy(ParallelStrategy):
             )
 
     def teardown(self) -> None:
-        """Return to a single process: also the metrics."""
+        """Return to a single process, and disconnect the metrics."""
         for metric in self._metrics():
             metric.distributed_available_fn = jit_distributed_available
             metric.dist_sync_fn = None
         super().teardown()
 
     def _metrics(self) -> list[Metric]:
-        """Return those of the model that would ask torch.distributed for the other workers."""
+        """Return the model's metrics that would ask torch.distributed for the other workers."""
         modules = [] if self.model is None else self.model.modules()
         ours = None if self._group is None else self._group.gather
         metrics = [module for module in modules if isinstance(module, Metric)]
+        # A user's own function stays
         return [metric for metric in metrics if metric.dist_sync_fn in (None, ours)]
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Distribute model and optimizer when the training data are there.
+        """Distribute model and optimizer, once the training data are there.
 
         A dedicated server serves in here; its script ends with those of the workers.
         """
@@ -220,14 +234,19 @@ class OrchestraStrategy(ParallelStrategy):
             )
         assert self.model is not None
         loader: Any = dataloader
+        # Lightning does it for loaders that it deals out itself
         _auto_add_worker_init_fn(loader, self.global_rank)
+        # Where seed_everything leaves it
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if self._seed is None else self._seed
         _, _, self._batches = distribute(
             self.model, self.optimizers[0], loader, self._orchestra,
+            # Equal numbers of batches: Lightning counts them in advance, and ends its epoch by that
+            # number
             seed=seed, work="equal", **self._options, **self._place,
         )  # fmt: skip
         if self._batches.ended:  # a server, whose workers have come to another fit
             return []
+        # Loading a checkpoint comes before the data, without which there is no loop to load it into
         if self._to_load is not None:
             self._batches.load_state_dict(self._to_load)
         self._to_load = None
@@ -237,24 +256,29 @@ class OrchestraStrategy(ParallelStrategy):
     # A step
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Through the module's `__call__`, which Orchestra has its hooks in."""
+        """Call the module through its `__call__`, to which Orchestra's hooks are attached."""
         module = self._module
         with self.precision_plugin.train_step_context():
             return self._forward_redirection(module, module, "training_step", *args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Inside are the backward passes that accumulate, but for the last one."""
+        """Enclose those backward passes that only accumulate: all but the last one of a step."""
         with self._distributed.accumulate():
             yield
 
     def pre_backward(self, closure_loss: Tensor) -> None:
+        # item() waits for the device, so only rules that watch the loss have it. Lightning has
+        # divided the loss by the number of batches of a step.
         if self._orchestra.reads_loss and self._batches is not None:
             self._batches.report(closure_loss.item() * self._trainer.accumulate_grad_batches)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """After the last one of an epoch every worker's model holds the agreed parameters."""
+        """Take a step. After the last one of an epoch every worker's model holds the agreed
+        parameters.
+        """
         output = super().optimizer_step(*args, **kwargs)
+        # Before Lightning evaluates or saves at the end of the epoch
         if self._trainer.is_last_batch:
             self._settle()
         if self._evaluating != self._workers:
@@ -262,8 +286,11 @@ class OrchestraStrategy(ParallelStrategy):
         return output
 
     def _follow_switch(self) -> None:
-        """Some workers have become servers: the others evaluate, and these serve to the end."""
+        """Follow a switch of roles: workers that have become servers serve to the end, the
+        others evaluate.
+        """
         self._evaluating = self._workers
+        # Made anew at the next evaluation, by the samplers of the workers of now
         self._trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
         if self._serves:
             self._leave_epoch()
@@ -271,16 +298,17 @@ class OrchestraStrategy(ParallelStrategy):
             self._trainer.should_stop = True  # the workers have come to another fit
 
     def begin_epoch(self) -> Generator[Any, None, None]:
-        """The training batches of this worker."""
+        """Return the training batches of this worker."""
         if self._epoch is not None:  # Lightning has skipped the rest
             self._settle(over=True)
         self._epoch = iter(self._distributed)
         return self._epoch
 
     def _settle(self, *, over: bool = False) -> None:
-        """Let the models agree; at the end of Lightning's epoch Orchestra's ends, too."""
+        """Make the models agree; at the end of Lightning's epoch, end Orchestra's, too."""
         if self._epoch is None:
             return
+        # In mid-epoch, for an evaluation or a checkpoint
         if not over and not self._trainer.is_last_batch:
             self._distributed.agree()
             return
@@ -303,39 +331,47 @@ class OrchestraStrategy(ParallelStrategy):
     # Evaluation
 
     def on_validation_start(self) -> None:
-        """What is evaluated is the agreed model, in mid-epoch, too."""
+        """Agree on the model that is to be evaluated, in mid-epoch, too."""
         self._settle()
         self._reporter.phase("paused")
 
     def on_validation_end(self) -> None:
         if self._epoch is not None:
+            # In training a rank that takes no step counts as hung; elsewhere it may take its time
             self._reporter.phase("training")
 
     # Checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The state of the agreed model; in mid-epoch the workers agree here."""
+        """Return the state of the agreed model. In mid-epoch the workers agree here."""
         self._settle()
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """On the first worker, with the moments that lie in parts on other ranks."""
+        """Return the optimizer's state on the first worker, with the moments that are spread
+        over other ranks; an empty one on others.
+        """
         if self._batches is None or self._batches.ended:
             return super().optimizer_state(optimizer)
+        # On all workers: moments are collected from those that have them
         self._state = self._batches.state_dict()
+        # Others save nothing, and theirs would lack the moments
         return super().optimizer_state(optimizer) if self.is_global_zero else {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """With Orchestra's state, unless only weights are saved."""
+        """Save the checkpoint, with Orchestra's state unless it has weights only."""
+        # Lightning leaves these out with save_weights_only
         if self._state is not None and "optimizer_states" in checkpoint:
             checkpoint[STATE] = self._state
         self._state = None
         self._reporter.phase("paused")
         super().save_checkpoint(checkpoint, *args, **kwargs)
+        # Back to training, if an epoch is under way
         self.on_validation_end()
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(*args, **kwargs)
+        # Kept until there is a loop, see process_dataloader
         self._to_load = checkpoint.pop(STATE, None)
         return checkpoint
 
@@ -348,10 +384,13 @@ class OrchestraStrategy(ParallelStrategy):
     def reduce(
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any | None = "mean"
     ) -> Tensor | Any:
-        """The same on all workers; what is no tensor stays as it is."""
+        """Return the reduced tensor, the same on all workers. Other values are returned as they
+        are.
+        """
         _check_group(group)
         if not isinstance(tensor, Tensor) or self._group is None:
             return tensor
+        # torch.distributed's operations are enumerations with such names
         return self._group.reduce(tensor, getattr(reduce_op, "name", reduce_op) or "mean")
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -362,14 +401,16 @@ class OrchestraStrategy(ParallelStrategy):
             self._group.barrier()
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """JSON data alone, since nothing that arrives is unpickled."""
+        """Return the value of rank `src`. It has to be JSON data, because nothing that arrives
+        is unpickled.
+        """
         result: T = obj if self._group is None else self._group.broadcast(obj, src)
         return result
 
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
-        """All workers' tensors, of one shape, stacked."""
+        """Return the tensors of all workers, which have one shape, stacked."""
         _check_group(group)
         if sync_grads:
             raise InputError("all_gather(sync_grads=True): gradients do not flow to other workers")

@@ -36,7 +36,7 @@ except ImportError as error:
 T = TypeVar("T", bound=Trainer)
 
 STATE_NAME = "orchestra.pt"
-"""In a checkpoint's folder: what `batches.state_dict()` gave."""
+"""A file in a checkpoint's folder: the value of `batches.state_dict()`."""
 
 
 def distribute(
@@ -48,18 +48,20 @@ def distribute(
     patience: float = 60.0,
     host: str | None = None,
 ) -> T:
-    """Train with `trainer` under `strategy`, on all processes that torchrun or its like started.
+    """Train with `trainer` under `strategy`, on all processes that torchrun or another launcher
+    started.
 
-    In place of DistributedDataParallel, and with the same batches: `per_device_train_batch_size` is
-    that of one worker, and the samplers are the Trainer's. Each worker evaluates on all samples,
-    with the agreed parameters, and all go by the first one's metrics. Checkpoints hold the agreed
-    parameters, and all that the training goes on from. A dedicated server never comes back from
-    `trainer.train()`: its process ends there with status 0 once the workers' scripts are over.
+    This takes the place of DistributedDataParallel and uses the same batches:
+    `per_device_train_batch_size` is that of one worker, and the samplers are the Trainer's. Each
+    worker evaluates on all samples with the agreed parameters, and all use the first worker's
+    metrics. Checkpoints hold the agreed parameters and all that is needed to resume. A dedicated
+    server never returns from `trainer.train()`: its process ends there with status 0 when the
+    workers' scripts end.
 
     Args:
         trainer: of this class or a subclass; not yet training.
         strategy: an object such as `AllReduce("ring")`, or its notation as text.
-        bucket_megabytes: as `overlap`, `patience` and `host` those of `orchestra.distribute`.
+        bucket_megabytes: as in `orchestra.distribute`, like `overlap`, `patience` and `host`.
 
     Returns:
         `trainer`, whose class is now a subclass of what it was.
@@ -71,10 +73,12 @@ def distribute(
     if not isinstance(trainer, Trainer):
         raise InputError(f"distribute: expected a Trainer, got {type(trainer).__name__}")
     _refuse_collisions(trainer, strategy)
+    # In front of the object's own class, so that subclasses keep what they override (decision 56)
     if not isinstance(trainer, _Distributed):
         kind = type(trainer)
         trainer.__class__ = type(kind.__name__, (_Distributed, kind), {})
     assert isinstance(trainer, _Distributed)
+    # Servers are none of the Trainer's processes
     workers = len(strategy.roles(world_size()).workers)
     options = {
         "bucket_megabytes": bucket_megabytes,
@@ -100,10 +104,13 @@ def _refuse_collisions(trainer: Trainer, strategy: Strategy[Any]) -> None:
     for name, given in refused.items():
         if given:
             raise InputError(f"TrainingArguments: {name} does not go with Orchestra: leave it out")
+    # The Trainer would wrap the model in DataParallel
     if args.n_gpu > 1:
         raise InputError(
             f"this process would use {args.n_gpu} GPUs: start one process for each, with torchrun"
         )
+    # The scale is chosen from the gradients that a worker sees; under all-reduce all see the
+    # average
     if trainer.accelerator.scaler is not None and not strategy.synchronous:
         raise InputError(
             f"TrainingArguments: with fp16 every worker would scale its loss, and skip steps, by "
@@ -113,7 +120,7 @@ def _refuse_collisions(trainer: Trainer, strategy: Strategy[Any]) -> None:
 
 @dataclass
 class _Distribution:
-    """What a Trainer needs to know of it; `loader` once training has begun."""
+    """The distribution of a Trainer; `loader` is set once training has begun."""
 
     strategy: Strategy[Any]
     workers: int
@@ -123,7 +130,9 @@ class _Distribution:
 
 @dataclass
 class _WorkerState:
-    """This process among the workers, for the Trainer's arguments; Accelerate has one process."""
+    """The place of this process among the workers, for the Trainer's arguments. Accelerate sees
+    one process.
+    """
 
     num_processes: int
     process_index: int = field(default_factory=rank)
@@ -139,19 +148,24 @@ class _WorkerState:
         return self.local_process_index == 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In a file of the arguments: Accelerate's own state, which needs no Orchestra."""
+        """Pickle as Accelerate's own state, so that a file of the arguments can be read without
+        Orchestra.
+        """
         return PartialState, ()
 
 
 class _Loader:
-    """The loader that Accelerate prepared for one process, dealt out once there are `batches`.
+    """The loader that Accelerate prepared for one process. It is distributed once there are
+    `batches`.
 
     Attributes:
-        whole: what is dealt out.
-        batches: what is iterated from then on.
+        whole: the loader of all samples, which is distributed.
+        batches: the batches of this worker, which are iterated from then on.
     """
 
     def __init__(self, prepared: Any, workers: int, group: int) -> None:
+        # Below Accelerate's wrapper, which moves batches to the device and seeds its sampler by
+        # epoch
         self.whole: DataLoader[Any] = prepared.base_dataloader
         self._prepared = prepared
         self._workers = workers
@@ -167,10 +181,11 @@ class _Loader:
         return getattr(self._prepared, name)
 
     def __len__(self) -> int:
+        # Rounded up: where batches do not come out even, some are repeated
         return -(-len(self.whole) // self._workers)
 
     def skip(self, batches: int) -> _Loader:
-        """The next epoch, from its batch number `batches` on."""
+        """Return the next epoch, from its batch number `batches` on."""
         self._skipped = batches
         return self
 
@@ -189,17 +204,19 @@ class _Loader:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the Trainer has had all batches of its epoch, where their number is known."""
+        """True if the Trainer has had all batches of its epoch and their number is known."""
         try:
             return self._given == len(self)
         except TypeError:
             return False
 
     def leave(self, *, ends_epoch: bool) -> None:
-        """After a step that is the last one for now: every worker's model holds what is agreed.
+        """Leave the epoch after its last step, or after the last step of the training. Every
+        worker's model then holds the agreed parameters.
 
-        The Trainer asks for as many batches as there are, and never finds that there are no more.
-        Since a `Switch` began a phase of fewer workers there may be more: those are left out.
+        The Trainer asks for as many batches as it counted, and never finds that there are no
+        more. After a `Switch` to fewer workers there may be more batches for each: those are
+        left out.
         """
         if self._groups is None:
             return
@@ -213,17 +230,21 @@ class _Loader:
 
 
 def _skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
-    """What the Trainer calls to resume in the middle of an epoch: it makes a new loader."""
+    """Return the loader from batch `num_batches` on. The Trainer calls this to resume in the
+    middle of an epoch, and would otherwise make a new loader.
+    """
     if isinstance(loader, _Loader):
         return loader.skip(num_batches)
     return skip_first_batches(loader, num_batches)
 
 
+# The Trainer takes this name from its own module, and the loader that Accelerate makes there knows
+# nothing of ours (decision 56).
 trainer_module.skip_first_batches = _skip_first_batches
 
 
 class _Distributed(Trainer):
-    """In front of a Trainer's own class."""
+    """The methods that are put in front of a Trainer's own class."""
 
     distribution: _Distribution
 
@@ -234,17 +255,22 @@ class _Distributed(Trainer):
         return self.distribution.loader.batches
 
     def take_place(self) -> None:
-        """Leave Accelerate by itself, and let the arguments tell the place among the workers."""
+        """Make Accelerate see a single process, and the arguments the place among the workers."""
+        # Else Accelerate would wrap the model, shard every loader and gather at every log; with
+        # dedicated servers, which are none of its processes, such collectives never end (decision
+        # 56).
         for state in (PartialState(), self.accelerator.state):
             state.distributed_type = DistributedType.NO
             state.num_processes = 1
             state.process_index = rank()
+        # It would have process 0 read for all
         self.accelerator.dataloader_config.dispatch_batches = False
         launched = detect(os.environ)
         self.args.distributed_state = _WorkerState(
             self.distribution.workers,
             local_process_index=0 if launched is None else launched.local_rank,
         )
+        # The state was filled in by the arguments of before
         self.state.is_world_process_zero = self.is_world_process_zero()
         self.state.is_local_process_zero = self.is_local_process_zero()
 
@@ -253,7 +279,7 @@ class _Distributed(Trainer):
         return super().train(*args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
-        """The loader of all samples, as long as one worker's part of it."""
+        """Return the loader of all samples, whose length is that of one worker's part."""
         prepared = super().get_train_dataloader()
         return _Loader(prepared, self.distribution.workers, self.args.gradient_accumulation_steps)
 
@@ -264,8 +290,10 @@ class _Distributed(Trainer):
             max_steps, train_dataloader, resume_from_checkpoint
         )
         distribution = self.distribution
+        # As the Trainer chooses it for its sampler
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         _, _, batches = own_loops.distribute(
+            # The optimizer inside Accelerate's wrapper: that one is replaced by no other
             self.model, self.optimizer.optimizer, loader.whole, distribution.strategy,
             seed=seed, work="equal", **distribution.options,
         )  # fmt: skip
@@ -273,29 +301,37 @@ class _Distributed(Trainer):
         if resume_from_checkpoint is not None and not batches.ended:  # a server has served
             state = Path(resume_from_checkpoint) / STATE_NAME
             if state.exists():
+                # Without the file it is a checkpoint of a plain Trainer, whose parameters and
+                # moments are loaded
                 batches.load_state_dict(torch.load(state, weights_only=True))
         return model, loader
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """With the items of all workers where gradients are averaged, by the samples behind them.
+        """Return the batches of a step and the number of items in those of all workers, if
+        gradients are averaged.
 
-        A model divides its loss by their number, which is such that the average is that of items.
+        A model divides its loss by this number. It is such that the average of the workers'
+        gradients, which is weighted by samples, becomes the average over all items.
         """
         batch_samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = self._batches
         averaged = self.args.average_tokens_across_devices and batches.averages_gradients
+        # An average of replicas' parameters has no single gradient to be divided
         if items is None or not averaged:
             return batch_samples, items
         share = batches.share
         own = float(items) if share else 0.0  # a repeated batch does not count
         total = batches.sum_over_workers(torch.tensor([own]))[0].to(device, torch.float32)
+        # The gradient is weighted by the samples' share w of this worker; divided by w T, with T
+        # items in all, the sum over the workers is the mean over all items (decision 56).
         return batch_samples, total * share if share else total
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Told to strategies that watch it."""
+        """Return the loss, and report it to strategies that watch it."""
         found = super().compute_loss(model, inputs, *args, **kwargs)
+        # item() waits for the device
         if self.distribution.strategy.reads_loss and model.training:
             loss: Tensor = found[0] if isinstance(found, tuple) else found
             self._batches.report(loss.item())
@@ -306,29 +342,38 @@ class _Distributed(Trainer):
         assert loader is not None
         if batches.ended:
             return  # a rank that served to the end
+        # Before logging, saving and evaluating, which need the agreed parameters
         ends_epoch = loader.exhausted or self.control.should_epoch_stop
         if ends_epoch or self.control.should_training_stop:
             loader.leave(ends_epoch=ends_epoch)
         logs = self.control.should_log and self.state.global_step > self._globalstep_last_logged
+        # By number of workers, not of samples, as under DistributedDataParallel
         if logs and batches.averages_gradients:
             loss, workers = batches.sum_over_workers(torch.stack([tr_loss, tr_loss.new_ones(())]))
             tr_loss.copy_(loss / workers)
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """On the agreed parameters; while training goes on, the first worker's metrics for all."""
+        """Evaluate the agreed parameters. While training goes on, the first worker's metrics are
+        those of all.
+        """
         if self.distribution.loader is None:
             return super().evaluation_loop(*args, **kwargs)
         self._batches.agree()
         with self._batches.pause():
             output = super().evaluation_loop(*args, **kwargs)
+            # After training, workers may evaluate alone, and a collective would wait for ever
+            # (decision 56)
             if self.is_in_train:
                 self._share(output.metrics)
         return output
 
     def _share(self, metrics: dict[str, Any]) -> None:
-        """All workers stop, and choose the best model, by the same numbers."""
+        """Replace the metrics by the first worker's, so that all stop and choose the best model
+        by the same numbers.
+        """
         names = [name for name, value in metrics.items() if isinstance(value, int | float)]
+        # Zeros from the others: the sum is the first one's numbers
         numbers = torch.zeros(len(names), dtype=torch.float64)
         if self.args.process_index == 0:
             numbers = torch.tensor([metrics[name] for name in names], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The workers of a run as a group that gathers, reduces and broadcasts."""
+"""The workers of a run as a group that can gather, reduce and broadcast."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ _OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 class WorkerGroup:
     """The ranks that have data now. A rank that only serves is a group of its own.
 
-    Every worker makes the same calls in the same order. Copies are the group itself.
+    All workers make the same calls in the same order. A copy of a group is the group itself.
 
     Args:
-        transport: its messages belong to the group alone.
-        workers: the ranks that have data now; the same on all of them.
+        transport: carries the messages of this group and no others.
+        workers: returns the ranks that have data now; the same on all of them.
     """
 
     def __init__(self, transport: Transport, workers: Callable[[], tuple[int, ...]]) -> None:
         self._transport = transport
         self._workers = workers
 
+    # Lightning and torchmetrics copy metrics, and with them the functions of this group
     def __deepcopy__(self, _: Any) -> WorkerGroup:
         return self
 
@@ -47,49 +48,63 @@ class WorkerGroup:
     def ranks(self) -> tuple[int, ...]:
         """The members, in order."""
         workers, own = self._workers(), self._transport.rank
+        # Whoever serves has nobody to wait for: its own metrics are those of one process
         return workers if own in workers else (own,)
 
     def is_several(self) -> bool:
-        """Whether there are other members."""
+        """Return whether there are other members."""
         return len(self.ranks) > 1
 
     def gather(self, tensor: Tensor, group: None = None) -> list[Tensor]:
-        """The tensor of each member, in order, on the device of `tensor`; shapes may differ."""
+        """Return the tensor of each member, in order, on the device of `tensor`; shapes may
+        differ.
+        """
         transport, others = self._transport, [r for r in self.ranks if r != self._transport.rank]
+        # Transports send the memory as it lies
         own = tensor.detach().cpu().contiguous()
+        # Receives first, so that no two members wait for each other to take what they send
         arriving = {r: transport.receive(r, Tag.OBJECTS) for r in others}
         leaving = [transport.send(own, r, Tag.OBJECTS) for r in others]
         arrived = {r: receiving.wait().to(tensor.device) for r, receiving in arriving.items()}
         for sending in leaving:
             sending.wait()
+        # A copy, since a caller may change what it gets
         return [arrived[r] if r in arrived else tensor.detach().clone() for r in self.ranks]
 
     def reduce(self, tensor: Tensor, operation: str) -> Tensor:
-        """The sum, mean ("avg"), product, min, max ... over the members; the same bits on each."""
+        """Return the sum, mean ("avg"), product, minimum, maximum or a bitwise combination over
+        the members; it has the same bits on each.
+        """
         name = operation.lower()
         is_mean = name in ("mean", "avg")
         if not is_mean and name not in _OPERATIONS:
             raise InputError(
                 f"reduce: operation {operation!r} is not one of mean, {', '.join(_OPERATIONS)}"
             )
+        # The mean of integers may have a fraction
         if is_mean and not tensor.is_floating_point():
             tensor = tensor.to(torch.get_default_dtype())
         gathered = self.gather(tensor)
+        # In the order of the members on each of them: the same bits everywhere
         result = reduce(_OPERATIONS["sum" if is_mean else name], gathered)
         return result / len(gathered) if is_mean else result
 
     def barrier(self) -> None:
-        """Return when every member is here."""
+        """Wait until every member has called this."""
         self.gather(torch.zeros(1))
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """What member `source` calls with: JSON data, such as a path or a decision."""
+        """Return the value with which member `source` calls this: JSON data, such as a path or a
+        decision.
+        """
         if not self.is_several():
             return value
         root = self.ranks[source]
         if self._transport.rank != root:
             return receive_object(self._transport, root)
         try:
+            # Checked where the caller's mistake is, not where it arrives; what arrives is never
+            # unpickled (decision 53).
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise InputError(

@@ -15,4 +15,4 @@ else:
     __getattr__ = lazy_package(__name__, "state", names=("capture", "restore"))
 
 TRANSIENT = {"transient": True}
-"""Metadata of a dataclass field that checkpoints leave out: `start` makes it anew."""
+"""Metadata of a dataclass field that checkpoints leave out, because `start` makes it anew."""

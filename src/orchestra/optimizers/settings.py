@@ -18,7 +18,7 @@ from orchestra.settings.notation import calls_in
 
 
 def _require_literals(arguments: Mapping[str, object], name: str) -> None:
-    """Only what a file can say may stand here; a word without quotes was read as a `Call`."""
+    """Refuse arguments that no file can hold; a word without quotes was read as a `Call`."""
     for key, value in arguments.items():
         for call in calls_in(value):
             raise InputError(f"{name}.{key}: {call.name} is not a literal; quote it: {call.name!r}")
@@ -62,22 +62,24 @@ class Optimizer(Settings):
     groups: tuple[Group, ...] = setting((), "parameters with arguments of their own")
 
     def check(self) -> None:
+        # Whether torch has such a class is known only where torch is imported: in the ranks
         if not self.name.isidentifier():
             raise InputError(f"Optimizer.name: {self.name!r} is not the name of a class")
         _require_literals(self.arguments, self.name)
 
     def with_setting(self, name: str, value: object) -> Self:
-        """A copy with the optimizer's argument `name` set."""
+        """Return a copy with the optimizer's argument `name` set."""
         return type(self)(self.name, {**self.arguments, name: value}, self.groups)
 
     @classmethod
     def parse(cls, text: str, *, where: str) -> Self:
-        """The optimizer that `text`, such as "SGD(lr=0.1, momentum=0.9)", names.
+        """Return the optimizer that `text`, such as "SGD(lr=0.1, momentum=0.9)", names.
 
         Raises:
             InputError: not such a call; `where` opens the message.
         """
         call = read(text, where=where)
+        # By position arguments mean different things in different optimizers
         if call.positional:
             raise InputError(f"{where}: name the arguments of {call.name}: {call.name}(lr=0.1)")
         try:
@@ -94,7 +96,7 @@ class Schedule(Protocol):
     """The learning rate as a function of the samples that the whole cluster has consumed."""
 
     def factor(self, fraction: float) -> float:
-        """The factor of the learning rate.
+        """Return the factor of the learning rate.
 
         Args:
             fraction: samples consumed by the cluster / samples of the whole run, 0 to 1.
@@ -103,7 +105,10 @@ class Schedule(Protocol):
 
 
 def _warm(fraction: float, warmup: float) -> float:
-    """The linear warm-up's factor: from 0 at the start to 1 at `warmup`, and 1 from there on."""
+    """Return the linear warm-up's factor: from 0 at the start to 1 at `warmup`, and 1 from there
+    on.
+    """
+    # By samples of the whole cluster, so that it is as long on every number of ranks
     return fraction / warmup if fraction < warmup else 1.0
 
 

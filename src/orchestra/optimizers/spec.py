@@ -1,4 +1,5 @@
-"""A torch.optim optimizer as a value: class, arguments and groups, rebuilt where the update is.
+"""A torch.optim optimizer as a value: class, arguments and groups, rebuilt where updates are
+made.
 
 And its moments by parameter name, whole or in parts.
 """
@@ -24,7 +25,7 @@ ELEMENTWISE = frozenset(
         _OPTIM.RMSprop, _OPTIM.Adagrad, _OPTIM.Adadelta, _OPTIM.ASGD, _OPTIM.Rprop,
     }
 )  # fmt: skip
-"""Each element's update depends on that element alone: a tensor may be cut between servers."""
+"""Optimizers that update each element by itself, so that servers may divide a tensor."""
 
 Moments = dict[str, dict[str, Any]]
 """Parameter name -> state key ("momentum_buffer", "exp_avg", "step" ...) -> value.
@@ -41,7 +42,7 @@ REFUSED: Mapping[type[torch.optim.Optimizer], str] = {
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """How to make the optimizer of some parameters, by name.
+    """The recipe for the optimizer of some parameters, by name.
 
     `groups` holds for each parameter group the names of its parameters and the arguments that
     differ from `arguments`. Hooks and anything else attached to an instance do not travel.
@@ -58,7 +59,8 @@ class OptimizerSpec:
 
     @staticmethod
     def from_settings(settings: OptimizerSettings, names: Sequence[str]) -> OptimizerSpec:
-        """The spec that an experiment's `optimizer` and `parameter_groups` mean for `names`.
+        """Return the spec that an experiment's `optimizer` and `parameter_groups` give for
+        `names`.
 
         A parameter belongs to the first group whose pattern is found in its name.
         """
@@ -85,7 +87,9 @@ class OptimizerSpec:
 
     @staticmethod
     def from_instance(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OptimizerSpec:
-        """The spec of a user's optimizer; `names` maps id(parameter) to the parameter's name."""
+        """Return the spec of a user's optimizer; `names` maps id(parameter) to the parameter's
+        name.
+        """
         groups = []
         for group in optimizer.param_groups:
             members = frozenset(names[id(p)] for p in group["params"] if id(p) in names)
@@ -93,18 +97,18 @@ class OptimizerSpec:
             groups.append((members, overrides))
         arguments, known = optimizer.defaults, inspect.signature(type(optimizer)).parameters
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
-            # the groups hold the defaults that the constructor does not take
+            # Some defaults are no arguments of the constructor; the groups hold them anyway.
             arguments = {name: value for name, value in arguments.items() if name in known}
         return OptimizerSpec(type(optimizer), dict(arguments), tuple(groups))
 
     @property
     def elementwise(self) -> bool:
-        """A tensor may be cut and its parts updated apart."""
+        """True if a tensor may be cut, and its parts updated apart."""
         return self.cls in ELEMENTWISE
 
     @property
     def stateless(self) -> bool:
-        """An update depends on the gradient and the parameters alone: SGD without momentum."""
+        """True if an update depends on gradient and parameters alone: SGD without momentum."""
         momenta = [{**self.arguments, **group}.get("momentum", 0.0) for _, group in self.groups]
         return self.cls is torch.optim.SGD and not any(momenta)
 
@@ -117,12 +121,13 @@ class OptimizerSpec:
             rate = overrides.get("lr", default)
             if rate is None:
                 names = sorted(name for members, _ in self.groups for name in members)
+                # The class's own default, which only an instance tells.
                 return get_rates(self.build({name: torch.zeros(1, 1) for name in names}))
             rates.append(float(rate))
         return tuple(rates)
 
     def check(self) -> None:
-        """Fail early, and clearly, where the class refuses its arguments, or a group's.
+        """Refuse early, and clearly, arguments that the class or a step of it does not take.
 
         Some of them only a step refuses, which each group takes on a matrix of one element: every
         class takes matrices.
@@ -130,7 +135,8 @@ class OptimizerSpec:
         for members, overrides in self.groups:
             arguments = {**self.arguments, **overrides}
             if arguments.get("capturable"):
-                arguments["capturable"] = False  # for devices: refused on the CPU
+                # Meant for devices, and refused on the CPU, where this step is taken.
+                arguments["capturable"] = False
             one = OptimizerSpec(self.cls, arguments, ((members, {}),))
             parameter = torch.zeros(1, 1, device="cpu")
             parameter.grad = torch.zeros_like(parameter)
@@ -145,7 +151,7 @@ class OptimizerSpec:
                 raise InputError(f"optimizer {self.cls.__name__} {reason}") from error
 
     def build(self, parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
-        """An optimizer of `parameters` (any subset, or parts, of the model's), groups kept.
+        """Return an optimizer of `parameters` (any subset, or parts, of the model's), groups kept.
 
         A group none of whose parameters is here stays, empty, so that groups keep their numbers.
         """
@@ -170,7 +176,9 @@ def get_rates(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
 
 
 def get_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The options of each parameter group without its parameters: rates, momentum and so on."""
+    """Return the options of each parameter group without its parameters: rates, momentum and so
+    on.
+    """
     return [
         {name: value for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
@@ -183,7 +191,7 @@ def set_options(optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str,
 
 
 def torch_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
-    """The classes of torch.optim by name, in the order of the names."""
+    """Return the classes of torch.optim by name, in the order of the names."""
     return {
         name: value
         for name, value in sorted(vars(torch.optim).items())
@@ -204,7 +212,7 @@ class OptimizerPart:
     tensors: Mapping[str, tuple[Tensor, int]]
 
     def moments(self) -> list[dict[str, Any]]:
-        """The name, first element and state of each tensor that was updated."""
+        """Return the name, first element and state of each tensor that was updated."""
         return [
             {"name": name, "first": first, "state": dict(self.optimizer.state[tensor])}
             for name, (tensor, first) in self.tensors.items()
@@ -215,13 +223,16 @@ class OptimizerPart:
 def join_moments(
     parts: Iterable[Mapping[str, Any]], parameters: Mapping[str, Tensor], *, elementwise: bool
 ) -> Moments:
-    """The moments of whole `parameters`, from what `OptimizerPart.moments` gave on all ranks."""
+    """Return the moments of whole `parameters`, from those that `OptimizerPart.moments` gave on
+    all ranks.
+    """
     joined: Moments = {}
     for part in parts:
         whole, first = joined.setdefault(part["name"], {}), part["first"]
         shape = parameters[part["name"]].shape
         for key, value in part["state"].items():
             if isinstance(value, Tensor) and elementwise and value.dim():
+                # Element-wise state has the parameter's shape, and is cut where the parameter is.
                 flat = whole.setdefault(key, value.new_zeros(shape)).view(-1)
                 flat[first : first + value.numel()] = value.reshape(-1)
             else:
@@ -230,7 +241,7 @@ def join_moments(
 
 
 def export_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> Moments:
-    """The moments of `parameters` in `optimizer`; parameters never updated have none."""
+    """Return the moments of `parameters` in `optimizer`; parameters never updated have none."""
     return {
         name: dict(optimizer.state[parameter])
         for name, parameter in parameters.items()
@@ -257,7 +268,8 @@ def install_moments(
             if isinstance(value, Tensor) and elementwise and value.dim():
                 part = value.reshape(-1)[first : first + tensor.numel()]
                 state[key] = part.to(tensor.device, copy=True).view(tensor.shape)
-            elif isinstance(value, Tensor):  # numbers, such as counts of steps, stay where they are
+            # Counts of steps stay where they are: torch keeps them on the CPU.
+            elif isinstance(value, Tensor):
                 state[key] = value.to(tensor.device if value.dim() else value.device, copy=True)
             else:
                 state[key] = value

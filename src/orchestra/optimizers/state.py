@@ -1,4 +1,4 @@
-"""What a run keeps as plain data: `capture`, `restore`, and the global random streams.
+"""The state of a run as plain data: `capture`, `restore`, and the global random streams.
 
 The streams are saved and restored here, and never seeded.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def capture(value: Any) -> Any:
-    """`value` as nested dicts and lists of tensors, numbers and text.
+    """Return `value` as nested dicts and lists of tensors, numbers and text.
 
     Takes dataclasses (without their transient fields), optimizers, anything with a
     `state_dict()`, mappings, sequences, tensors and plain values. Tensors are not copied.
@@ -42,7 +42,7 @@ def capture(value: Any) -> Any:
 
 
 def restore(target: Any, saved: Any) -> Any:
-    """Put what `capture` made of an equal structure back; the value to use in its place.
+    """Put what `capture` made of an equal structure back; return the value to use in its place.
 
     Tensors, dataclasses, optimizers and objects with `load_state_dict` are changed in place.
     """
@@ -52,6 +52,7 @@ def restore(target: Any, saved: Any) -> Any:
         return target
     if isinstance(target, torch.optim.Optimizer):
         state = {int(index): values for index, values in saved.items()}
+        # The options are those of this run's settings, not of the checkpoint.
         groups = target.state_dict()["param_groups"]
         target.load_state_dict({"state": state, "param_groups": groups})
         return target
@@ -60,6 +61,7 @@ def restore(target: Any, saved: Any) -> Any:
         return target
     if is_dataclass(target):
         for item in fields(target):
+            # Checkpoints from before a field was there lack it.
             if item.name in saved:
                 before = getattr(target, item.name)
                 setattr(target, item.name, restore(before, saved[item.name]))
@@ -73,8 +75,9 @@ def restore(target: Any, saved: Any) -> Any:
 
 
 def random_state() -> dict[str, Any]:
-    """The state of torch's, Python's and NumPy's global generators."""
+    """Return the state of torch's, Python's and NumPy's global generators."""
     state = _plain(torch.get_rng_state(), random, np.random)
+    # To ask for its state would initialise CUDA in a rank that does not use it.
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
@@ -104,7 +107,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Whatever is drawn inside, the streams go on afterwards as if it had not been."""
+    """Restore the global random streams afterwards, whatever is drawn inside."""
     before = random_state()
     try:
         yield
@@ -123,7 +126,7 @@ class AlikeStreams:
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        """Inside, torch's, Python's and NumPy's global generators draw from these streams."""
+        """Let torch's, Python's and NumPy's global generators draw from these streams inside."""
         with undisturbed():
             restore_random_state(self._state)
             try:

@@ -247,7 +247,7 @@ class RequestLog:
 
     @property
     def confirmed_all(self) -> bool:
-        """Whether the other server has confirmed all requests that were passed on."""
+        """True if the other server has confirmed all requests that were passed on."""
         return not self._unconfirmed
 
     def hear(self, request: Request) -> bool:

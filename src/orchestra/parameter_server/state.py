@@ -40,13 +40,13 @@ class Consistency(ABC):
     """Decides which pushes are applied now, and together, and which pulls may be answered yet."""
 
     tolerates_loss: ClassVar[bool] = True
-    """Whether the others can go on without a worker that is lost."""
+    """True if the others can go on without a worker that is lost."""
 
     drops_late: ClassVar[bool] = False
-    """Whether a push for a step that is over is dropped."""
+    """True if a push for a step that is over is dropped."""
 
     bounds: ClassVar[bool] = False
-    """Whether a worker may have to wait for the slowest one."""
+    """True if a worker may have to wait for the slowest one."""
 
     @abstractmethod
     def ready(self, pending: Mapping[int, Push], live: frozenset[int]) -> list[list[int]]:

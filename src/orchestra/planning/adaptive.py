@@ -1,4 +1,4 @@
-"""What a plan knows of several candidates, for `Auto` to choose from while the training goes on."""
+"""An `Auto` made from a plan: it chooses among candidates while the training goes on."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from orchestra.strategies.auto import Auto
 from orchestra.strategies.registry import STRATEGIES
 
 MOST = 4
-"""Candidates that are rehearsed: more cost more time."""
+"""The most candidates to rehearse, because each costs time."""
 ALIKE = 2
-"""Of those that learn the same, which differ in what they exchange alone."""
+"""The most candidates that learn the same and differ in their exchange only."""
 
 
 def adaptive(search: Standing, best: Entry | None) -> str | None:
-    """The notation of an `Auto` that begins with `best` and knows the samples of the others.
+    """Return the notation of an `Auto` that begins with `best` and knows the samples of the others.
 
     They have the nodes, batch and learning rate of `best`. None where there are no such others.
     """
@@ -29,6 +29,7 @@ def adaptive(search: Standing, best: Entry | None) -> str | None:
             continue
         if search.time(entry) is not None:
             chosen.append(entry)
+    # `Auto` begins with its first candidate, which has to be what the plan recommends.
     if len(chosen) < 2 or chosen[0] is not best:
         return None
     del chosen[MOST:]
@@ -40,7 +41,7 @@ def adaptive(search: Standing, best: Entry | None) -> str | None:
 
 
 def _suits(entry: Entry, best: Entry) -> bool:
-    """Whether it can be a candidate beside `best`: it differs in the strategy alone."""
+    """Return whether it can be a candidate beside `best`: it differs in the strategy alone."""
     own, other = entry.candidate, best.candidate
     alike = (own.nodes, own.batch, own.rate) == (other.nodes, other.batch, other.rate)
     given = own.run.training.shares == other.run.training.shares

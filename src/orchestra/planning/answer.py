@@ -35,7 +35,8 @@ SCHEMA = 1
 RECORD, RECOMMENDED = "plan.json", "recommended.yaml"
 PORT = 29400
 TOO_WELL = 2.0
-"""Times as long as predicted: steps of strategies with `answers_beside` on emulated nodes."""
+"""How many times as long as predicted steps of strategies with `answers_beside` take on emulated
+nodes."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a plan has found.
+    """The result of a plan.
 
     Attributes:
         target: what was planned for; None where not even that could be chosen.
@@ -124,12 +125,12 @@ class Plan:
 
     @property
     def places(self) -> str:
-        """What `scaling` counts."""
+        """The unit that `scaling` counts."""
         return "nodes" if any(len(row.nodes) > 1 for row in self.rows) else "ranks"
 
 
 def answered(search: Search, costs: str, folder: Path) -> Plan:
-    """The answer with what was found so far."""
+    """Return the answer with what was found so far."""
     rows = rows_of(search)
     best, scaled = recommended(rows), to_scale(rows)
     scaling = {} if scaled is None else scaling_of(search, search.entries[scaled.name])
@@ -154,7 +155,10 @@ def answered(search: Search, costs: str, folder: Path) -> Plan:
 def doubts_about(
     best: Row | None, rows: Sequence[Row], entries: Mapping[str, Entry]
 ) -> Sequence[str]:
-    """What is known to be predicted too well, if the recommended row is ahead by no more."""
+    """Return a note where the lead of the recommended row may be an error of the prediction.
+
+    Strategies with `answers_beside` are predicted too fast, by up to `TOO_WELL` times.
+    """
     beside = {name: entry.candidate.run.strategy.answers_beside for name, entry in entries.items()}
     if best is None or best.seconds is None or not beside[best.name]:
         return ()
@@ -172,21 +176,23 @@ def doubts_about(
 
 
 def rows_of(search: Standing) -> list[Row]:
-    """What is known of each candidate: the rows with a time, the shortest first; then the others,
-    the closest to the target first, and last those of which nothing is known."""
+    """Return the rows of all candidates: those with a time first, by time; then by how close they
+    came to the target; last those of which nothing is known.
+    """
 
     def key(row: Row) -> tuple[int, float]:
         if row.seconds is not None:
             return 0, row.seconds
         if row.best is not None and search.target is not None:
             return 1, penalty(search.target, row.best)
+        # Nothing was learned: the fastest first, and last those whose speed is not known either.
         return 2, -(row.speed or 0.0)
 
     return sorted((row_of(search, entry) for entry in search.entries.values()), key=key)
 
 
 def row_of(search: Standing, entry: Entry) -> Row:
-    """What is known of a candidate."""
+    """Return the row of a candidate in the answer."""
     candidate, training = entry.candidate, entry.candidate.run.training
     time, target = search.time(entry), search.target
     rate = training.optimizer.arguments.get("lr")
@@ -204,6 +210,7 @@ def row_of(search: Standing, entry: Entry) -> Row:
         seconds=time,
         uncertainty=search.uncertainty(entry) if time else None,
         seeds=len(search.times(entry)),
+        # A lower bound, of those that have no time to the target
         after=search.elapsed(entry) or None if time is None else None,
         best=best_value(search.curve(entry), target) if target and entry.speed else None,
         cost=None if time is None or entry.cost_rate is None else time * entry.cost_rate,
@@ -215,7 +222,7 @@ def row_of(search: Standing, entry: Entry) -> Row:
 
 
 def recommended(rows: Sequence[Row]) -> Row | None:
-    """The row to train; None where none reaches the target."""
+    """Return the row to train; None where none reaches the target."""
     times = {row.name: row.seconds for row in rows if row.seconds is not None}
     if not times:
         return None
@@ -224,8 +231,9 @@ def recommended(rows: Sequence[Row]) -> Row | None:
 
 
 def headline(rows: Sequence[Row], best: Row | None, target: Target | None) -> str:
-    """The answer in one sentence."""
+    """Return the answer in one sentence."""
     if not any(row.speed for row in rows):
+        # Of many refusals the first one; mostly it is the same for all
         reason = next((row.dropped for row in rows if row.dropped not in (None, NO_TIME)), None)
         if reason is None:
             return "There was no time to simulate anything; give more minutes."
@@ -258,7 +266,7 @@ def headline(rows: Sequence[Row], best: Row | None, target: Target | None) -> st
 
 
 def time_text(row: Row) -> str:
-    """Seconds to the target with what they are known to, or how far it was simulated."""
+    """Return the seconds to the target with what they are known to, or how far it was simulated."""
     if row.seconds is not None:
         known = row.uncertainty
         return uncertain(row.seconds, known) if known else significant(row.seconds)
@@ -268,7 +276,7 @@ def time_text(row: Row) -> str:
 
 
 def target_text(target: Target) -> str:
-    """As in a sentence: "accuracy >= 0.85"."""
+    """Return the target as part of a sentence: "accuracy >= 0.85"."""
     if target.at_least is not None:
         return f"{target.metric} >= {target.at_least:g}"
     return f"{target.metric} <= {target.at_most:g}"
@@ -278,11 +286,13 @@ def target_text(target: Target) -> str:
 
 
 def real_run(experiment: Experiment, run: Run) -> Experiment:
-    """The experiment that trains `run` on real processes."""
+    """Return the experiment that trains `run` on real processes."""
     given = experiment.training
     training = replace(
         run.training,
+        # What the search has set is undone: the file trains for real, as the user's own would
         engine="processes",
+        # The plan's cluster is simulated, and has no meaning for processes
         cluster=given.cluster if given.engine == "processes" else "one_host",
         calibration="auto",
         snapshots=given.snapshots,
@@ -295,7 +305,7 @@ def real_run(experiment: Experiment, run: Run) -> Experiment:
 
 
 def command(row: Row, path: Path) -> str:
-    """Trains the experiment in the file `path`, whose row is `row`.
+    """Return the command that trains the experiment in the file `path`, whose row is `row`.
 
     On several nodes it is given on each of them, with the folder shared by all.
     """
@@ -329,7 +339,7 @@ def write_plan(plan: Plan, experiment: Experiment, entry: Entry | None) -> None:
 
 
 def to_scale(rows: Sequence[Row]) -> Row | None:
-    """The row whose scaling curve is shown."""
+    """Return the row whose scaling curve is shown."""
     best = recommended(rows)
     if best is None or best.strategy != "Single()":
         return best
@@ -338,14 +348,16 @@ def to_scale(rows: Sequence[Row]) -> Row | None:
 
 
 def scaling_of(search: Standing, entry: Entry) -> dict[int, float]:
-    """Samples/s of the strategy of `entry` by number of nodes, or of ranks on a single one; one
-    process for 1."""
+    """Return samples/s of the strategy of `entry` by number of nodes, or of ranks on a single one;
+    one process for 1.
+    """
     chosen = entry.candidate
     found: dict[int, float] = {}
     for other in search.entries.values():
         each, training = other.candidate, other.candidate.run.training
         if other.speed is None or each.batch != chosen.batch:
             continue
+        # One process is the beginning of every scaling curve
         if isinstance(each.run.strategy, Single):
             places = 1
         elif (each.run.strategy, training.shares) == (
@@ -354,27 +366,31 @@ def scaling_of(search: Standing, entry: Entry) -> dict[int, float]:
             places = len(each.nodes) if len(each.nodes) > 1 else training.ranks
         else:
             continue
+        # Several candidates have one number of places where learning rates differ.
         found[places] = max(found.get(places, 0.0), other.speed)
     return dict(sorted(found.items()))
 
 
 CURVES = 8
-"""Candidates whose curves are in the answer."""
+"""The number of candidates whose curves are in the answer."""
 
 
 def curves_of(search: Standing, rows: Sequence[Row]) -> dict[str, list[tuple[float, float]]]:
-    """The curves of the first of `rows`, one for those that learn alike."""
+    """Return the curves of the first of `rows`, one for those that learn alike."""
     found: dict[str, list[tuple[float, float]]] = {}
     seen = set()
     for row in rows if search.target is not None else ():
         assert search.target is not None
         entry, metric = search.entries[row.name], search.target.metric
         points, learns_as = search.curve(entry), entry.candidate.learns_as
+        # Candidates that learn the same would be one curve drawn twice, at other speeds.
         if learns_as in seen or not points or not entry.speed or len(found) == CURVES:
             continue
         seen.add(learns_as)
         exact = entry.candidate.exact
         found[row.name] = [
+            # The curve of an exact candidate was made by one process, whose seconds are not its
+            # own.
             (point.samples / entry.speed if exact else point.seconds, point.metrics[metric])
             for point in points
             if metric in point.metrics

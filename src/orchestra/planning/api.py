@@ -1,4 +1,4 @@
-"""Planning from Python, and for the command line: from an experiment and a cluster to an answer."""
+"""Planning, for Python and the command line: from an experiment and a cluster to an answer."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 
 MINUTES = 10.0
 CALIBRATION_PART, LEAST_CALIBRATION = 0.2, 30.0
-"""Of the budget, for a calibration where there is none; and seconds below which it is not tried."""
+"""The part of the budget for a calibration if there is none, and the seconds below which none is
+tried."""
 LAST_PART, LAST_SECONDS = 0.15, 40.0
-"""Of the budget, kept for what follows the search (runs that were cut off are judged, the scaling
-curve, the page); and seconds beyond which it needs no more."""
+"""The part of the budget kept for what follows the search (judging runs that were cut off, the
+scaling curve, the page), and the most seconds that this needs."""
 FEWEST_SNAPSHOTS, MOST_SNAPSHOTS = 10, 40
 Tell = Callable[[str, float], None]
 
@@ -89,7 +90,7 @@ def plan(
 
 
 def planned(path: Path | None, overrides: Sequence[str], given: Mapping[str, Entry]) -> Experiment:
-    """The experiment to plan for, in which strategies may be left out."""
+    """Return the experiment to plan for, in which strategies may be left out."""
     document: Mapping[str, Entry] = {}
     if path is not None:
         document = read_document(path, needs="task", example="task: digits")
@@ -128,6 +129,8 @@ def carry_out(
     tell("loading the task", 0.0)
     length = length_of(experiment)
     folder = folder_for(out, f"plan-{experiment.name}", empty=True)
+    # The page and the judging of runs that were cut off need a time that does not grow with the
+    # budget.
     kept = min(60 * minutes * LAST_PART, LAST_SECONDS)
     budget = Budget(began, began + 60 * minutes - kept)
     experiment, costs, notes = calibrated(experiment, folder, budget, tell)
@@ -155,7 +158,7 @@ def carry_out(
 
 
 def length_of(experiment: Experiment) -> Length:
-    """The samples of a whole run of `experiment`, and how many snapshots judge it.
+    """Return the samples of a whole run of `experiment`, and how many snapshots judge it.
 
     Raises:
         InputError: the task is refused, or has nothing to judge a model by.
@@ -176,6 +179,8 @@ def length_of(experiment: Experiment) -> Length:
     assert not isinstance(judged, IterableDataset)
     if (target := experiment.training.target) is not None:
         require_metric(target.metric, task, task.model(), judged)
+    # An evaluation is a forward pass, a third of a gradient: so judging takes no longer than
+    # learning.
     wanted = 3 * samples // max(1, len(judged))  # type: ignore[arg-type]
     return Length(samples, min(MOST_SNAPSHOTS, max(FEWEST_SNAPSHOTS, wanted)))
 
@@ -183,7 +188,7 @@ def length_of(experiment: Experiment) -> Length:
 def calibrated(
     experiment: Experiment, folder: Path, budget: Budget, tell: Tell
 ) -> tuple[Experiment, str, list[str]]:
-    """`experiment` with the figures of this machine for its task, where it asks for them.
+    """Return `experiment` with the figures of this machine for its task, where it asks for them.
 
     They are measured if there are none, in a part of the budget; a budget too short for that leaves
     assumed figures, as the notes say.
@@ -201,6 +206,7 @@ def calibrated(
     from orchestra.bench.calibrate import Workload, calibrate
 
     whole = training.ranks * training.batch_size
+    # From a worker among eight to one process with the largest batch; others are interpolated.
     sizes = sorted({max(1, round(whole * times / 8)) for times in (*BATCHES, 8 * BATCHES[-1])})
     work = Workload(experiment.task, training.optimizer, training.precision, tuple(sizes))
     try:

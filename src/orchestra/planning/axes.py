@@ -21,9 +21,10 @@ from orchestra.errors import InputError, nearest
 from orchestra.settings.reading import yaml_text
 
 UNITS = {"bandwidth": BANDWIDTH, "latency": SECONDS, "memory": BYTES, "flops": FLOPS}
-"""By the last word of a key, what its values are given in; others are plain numbers."""
+"""The units of a setting's values, by the last word of its key; other settings are plain
+numbers."""
 SPAN = 30.0
-"""Without a range, bandwidth and latency go from 1/30 of the cluster's to 30 times it."""
+"""Without a given range, bandwidth and latency range from 1/30 of the cluster's to 30 times it."""
 SLOWEST = (0.05, 1.0)
 MOST_POINTS, MOST_NODES = 64, 1024
 
@@ -45,12 +46,12 @@ class Axis:
     unit: Unit | None = None
 
     def text(self, value: float) -> str:
-        """A value as it is written: "10 Mbit/s"."""
+        """Return a value as it is written: "10 Mbit/s"."""
         return f"{value:.3g}" if self.unit is None else self.unit.rounded(value)
 
     @property
     def title(self) -> str:
-        """What a figure calls it."""
+        """The title of the axis in a figure."""
         return TITLES.get(self.key, self.key)
 
 
@@ -71,19 +72,21 @@ def _slowest_node(cluster: Cluster, value: float) -> Cluster:
     place = max(range(len(speeds)), key=lambda i: (-speeds[i], i))
     factor = value * max(speeds) / speeds[place]
     node = cluster.nodes[place]
+    # A node has one of speed and flops
     speed = node.speed and node.speed * factor
     slow = replace(node, speed=speed, flops=node.flops and node.flops * factor)
     return replace(cluster, nodes=(*cluster.nodes[:place], slow, *cluster.nodes[place + 1 :]))
 
 
 def _nodes(cluster: Cluster, value: float) -> Cluster:
-    """The first `value` nodes of the file; beyond its last one the nodes repeat."""
+    """Return the first `value` nodes of the file; beyond its last one the nodes repeat."""
     if not isinstance(cluster.placement, str):
         raise InputError(
             "nodes: the cluster places its ranks on nodes by name; write ranks: spread"
         )
     known = len(cluster.nodes)
     nodes = tuple(
+        # Names of nodes are unique
         node if place < known else replace(node, name=f"{node.name}-again-{place // known}")
         for place in range(round(value))
         for node in (cluster.nodes[place % known],)
@@ -106,12 +109,12 @@ TITLES = {
 
 
 def slowest_link(cluster: Cluster) -> float:
-    """The least bandwidth of a link, in bytes/s."""
+    """Return the least bandwidth of a link, in bytes/s."""
     return min(link.bandwidth for link in cluster.links)
 
 
 def longest_link(cluster: Cluster) -> float:
-    """The largest latency of a link, in seconds."""
+    """Return the largest latency of a link, in seconds."""
     return max(link.latency for link in cluster.links)
 
 
@@ -124,12 +127,14 @@ class Plane:
     y: Axis
 
     def place(self, x: float, y: float) -> tuple[float, float]:
-        """Where a point is if the values of each side are equally far apart, and a side is 1."""
+        """Return the place of a point on a plane whose sides are 1 long, with equal steps of
+        values.
+        """
         xs, ys = self.x.values, self.y.values
         return xs.index(x) / (len(xs) - 1), ys.index(y) / (len(ys) - 1)
 
     def cluster(self, x: float, y: float) -> Cluster:
-        """The cluster in which the two quantities have these values.
+        """Return the cluster in which the two quantities have these values.
 
         Raises:
             InputError: there is no such cluster.
@@ -144,7 +149,7 @@ class Plane:
 
 
 def loaded(text: str) -> Cluster:
-    """The cluster that `text` names.
+    """Return the cluster that `text` names.
 
     Raises:
         InputError: there is none, or its nodes have no links.
@@ -161,6 +166,8 @@ def loaded(text: str) -> Cluster:
 def _with_keys(text: str, values: Mapping[str, str]) -> Cluster:
     """Change `values` of the cluster's file, by their place ("nodes.old.speed")."""
     source = Path(text).read_text() if is_file(text) else cluster_text(loaded(text))
+    # Plain values, without the lines that messages name: these would be those of no file of the
+    # user's
     document = yaml.safe_load(source)
     for key, value in values.items():
         *above, last = key.split(".")
@@ -174,6 +181,7 @@ def _with_keys(text: str, values: Mapping[str, str]) -> Cluster:
             inside = known[word]
         if not isinstance(inside, dict):
             raise InputError(f"{key}: {'.'.join(above)} has no keys; give the place of a number")
+        # Through the file's own reader, so that any key of it can be a side (decision 104).
         inside[last] = _plain(value)
     with tempfile.TemporaryDirectory(prefix="orchestra-map-") as folder:
         path = Path(folder) / "cluster.yaml"
@@ -190,11 +198,12 @@ def _plain(value: str) -> int | float | str:
         number = float(value)
     except ValueError:
         return value
+    # A whole number where the file wants one, as in `cores`
     return int(number) if number.is_integer() else number
 
 
 def read_axis(text: str, cluster: Cluster, points: int, *, where: str) -> Axis:
-    """The axis that `text` says: KEY, KEY=FIRST..LAST, or KEY=VALUE,VALUE,...
+    """Return the axis that `text` says: KEY, KEY=FIRST..LAST, or KEY=VALUE,VALUE,...
 
     A range has `points` values, in equal ratios. The named keys have ranges of their own.
 
@@ -220,9 +229,11 @@ def read_axis(text: str, cluster: Cluster, points: int, *, where: str) -> Axis:
         low, high = sorted(parts)
         if not 0 < low < high:
             raise InputError(f"{where}: a range goes from one number above 0 to a larger one")
+        # Equal ratios, since the axes of the figure are logarithmic.
         parts = [float(value) for value in np.geomspace(low, high, points)]
     if key == "nodes":
         parts = [float(round(value)) for value in parts]
+    # Rounded numbers of nodes may coincide
     parts = sorted(set(parts))
     highest = {"nodes": MOST_NODES, "slowest_node": 1.0}.get(key, math.inf)
     if not 2 <= len(parts) <= MOST_POINTS or parts[-1] > highest or parts[0] <= 0:
@@ -238,6 +249,7 @@ def _range(key: str, cluster: Cluster) -> tuple[float, float]:
         return SLOWEST
     if key == "nodes":
         return 2.0, float(max(8, len(cluster.nodes)))
+    # `_latency` refuses links without latency; until then the range needs a number above 0.
     middle = slowest_link(cluster) if key == "bandwidth" else longest_link(cluster) or 1e-4
     return middle / SPAN, middle * SPAN
 

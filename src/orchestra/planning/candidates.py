@@ -1,4 +1,4 @@
-"""The candidates of a plan: strategies on so many of the fastest nodes, with batch and rate."""
+"""The candidates of a plan: strategies on some of the fastest nodes, with batch and rate."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from orchestra.strategies.single import Single
 from orchestra.trainer.settings import MEASURED, Run, Training
 
 ADAPTIVE = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad")
-"""Optimizers whose rate goes by the square root of the batch; that of others is in proportion."""
+"""Optimizers whose learning rate is scaled by the square root of the batch; that of others is
+scaled in proportion."""
 
 BATCHES = (0.5, 1.0, 2.0, 4.0)
-"""Of a step of all workers, where the experiment's is 1."""
+"""The global batches to try, relative to the experiment's."""
 RATES = (0.5, 2.0)
-"""Times the learning rate, beside 1: tried with the experiment's batch."""
+"""The factors of the learning rate to try besides 1, with the experiment's batch."""
 KEPT = (0.25, 0.5)
-"""Batches that one process has with the experiment's own learning rate, too: its updates are then
-those that a worker beside others makes of its own samples."""
+"""Batches for which one process is also tried with the experiment's own learning rate: its updates
+are then those that a worker makes from its own samples."""
 MOST_COUNTS = 8
-"""Up to so many nodes every number of them is tried, of more the powers of two and all."""
+"""Up to this number of nodes every count is tried; with more nodes, the powers of two and all."""
 
 EVERYWHERE: Mapping[str, str] = {
     "ring": 'AllReduce("ring")',
@@ -62,11 +63,11 @@ EVERYWHERE: Mapping[str, str] = {
     "tree": 'AllReduce("tree")',
     "ring, sharded": 'AllReduce("ring", shard="parameters")',
 }
-"""The strategies on all nodes, with the experiment's batch; those first that show most."""
+"""The strategies on all nodes with the experiment's batch, the most informative ones first."""
 ON_FEWER = ("ring", "halving-doubling")
-"""Those that are tried on fewer nodes, too."""
+"""The strategies that are also tried on fewer nodes."""
 WITH_BATCHES = ("ring", "halving-doubling", "server beside")
-"""Those that are tried with other batches, too."""
+"""The strategies that are also tried with other batches."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,9 @@ class Candidate:
 
     @property
     def exact(self) -> bool:
-        """Whether it learns what one process with the same batch does, but for rounding."""
+        """True if it learns what one process with the same batch does, but for rounding."""
         strategy = self.run.strategy
+        # Compression rounds, and `backup` drops gradients; asynchronous pushes are stale.
         if isinstance(strategy, AllReduce | ParameterServer):
             together = isinstance(strategy, AllReduce) or strategy.consistency == "synchronous"
             return together and strategy.compression is None and not strategy.backup
@@ -109,13 +111,15 @@ class Candidate:
     def update_samples(self) -> float:
         """The least samples that any of its updates is made of."""
         if self.exact or isinstance(self.run.strategy, AllReduce):
+            # All gradients of a step make one update
             return float(self.samples)
         workers = self.run.strategy.roles(self.run.training.ranks).workers
+        # Asynchronous and local updates are made of one worker's samples
         return self.samples / max(1, len(workers))
 
     @property
     def samples(self) -> int:
-        """In a step of all of its workers."""
+        """The samples of one step of all of its workers."""
         training = self.run.training
         return training.global_batch(self.run.strategy.roles(training.ranks).shares)
 
@@ -143,13 +147,13 @@ class Space:
 
     @property
     def mixed(self) -> bool:
-        """Whether nodes are unlike in what they compute."""
+        """True if nodes are unlike in what they compute."""
         kinds = {(node.speed, node.flops, node.slots, node.devices) for node in self.cluster.nodes}
         return len(kinds) > 1
 
     @property
     def several(self) -> bool:
-        """Whether candidates differ in their nodes; else in the ranks of a single one."""
+        """True if candidates differ in their nodes; else in the ranks of a single one."""
         return len(self.cluster.nodes) > 1
 
     @property
@@ -162,11 +166,12 @@ class Space:
         return [*powers, most]
 
     def candidates(self) -> list[Candidate]:
-        """All that is tried: the experiment's own strategies, and those of this file.
+        """Return all candidates: the experiment's own strategies, and those of this file.
 
         A strategy that cannot run on so many ranks is left out; one without room in memory is found
         in the simulation.
         """
+        # One process first: it is the reference for all that learn as it does (decision 98)
         found = [self._alone(batch) for batch in BATCHES]
         found += [self._alone(batch, kept=True) for batch in KEPT]
         if not (counts := self.counts):
@@ -179,18 +184,20 @@ class Space:
         strategies = {**{label: strategy_of(text) for label, text in EVERYWHERE.items()}, **own}
         known = set()
         for label, each in strategies.items():
+            # The experiment's own strategy may be one of this file's, under another label.
             if repr(each) in known:
                 continue
             known.add(repr(each))
             for count in counts if label in ON_FEWER else counts[-1:]:
                 for batch in BATCHES if label in WITH_BATCHES and count == counts[-1] else (1.0,):
                     found += self._together(label, each, count, batch)
+        # With alike nodes parts by speed would be equal ones
         for count in counts if self.mixed else ():
             found += self._together("ring", strategies["ring"], count, 1.0, MEASURED)
         return by_interest(found)
 
     def on_other_counts(self, candidate: Candidate) -> list[Candidate]:
-        """The strategy of `candidate`, with its batch, on each number of nodes."""
+        """Return the strategy of `candidate`, with its batch, on each number of nodes."""
         each, shares = candidate.run.strategy, candidate.run.training.shares
         return [
             other
@@ -199,11 +206,15 @@ class Space:
         ]
 
     def _alone(self, batch: float, *, kept: bool = False) -> Candidate:
-        """One process on the fastest node; `kept`: with the experiment's own learning rate."""
+        """Return one process on the fastest node; `kept`: with the experiment's own learning
+        rate.
+        """
         node, optimizer = self.fastest[0].name, self.experiment.training.optimizer
+        # One process on the whole cluster takes its fastest node
         cluster = self._written("all", "spread") if self.several else self._only((node,))
         training, rate = self._training(1, batch, cluster), 1.0
         if kept:
+            # The experiment's own rate again, in place of the scaled one
             training = training.with_setting("optimizer", optimizer)
             rate = 1 / scaled_rate(optimizer, batch)
         name = ONE_PROCESS + _batch_text(batch) + ", rate kept" * kept
@@ -213,8 +224,11 @@ class Space:
     def _together(
         self, label: str, each: Strategy[Any], count: int, batch: float, shares: Any = None
     ) -> list[Candidate]:
-        """The strategy on the `count` fastest nodes, or ranks of one; none where it refuses."""
+        """Return the strategy on the `count` fastest nodes, or ranks of one; none where it
+        refuses.
+        """
         nodes = self.fastest[:count] if self.several else self.fastest * count
+        # A rank on each device; a node without devices is one rank with all its cores
         devices = [max(node.devices, 1) if self.several else 1 for node in nodes]
         names = [n.name for n, ranks in zip(nodes, devices, strict=True) for _ in range(ranks)]
         on = f" on {count} {'nodes' if self.several else 'ranks'}"
@@ -224,6 +238,8 @@ class Space:
                 return []
             training = self._training(len(names), batch, self._only(tuple(names)), shares)
             run = self._run(name, each, training)
+        # A setting that this number of ranks cannot have: no candidate, and no reason to end the
+        # plan
         except InputError:
             return []
         return [Candidate(name, run, tuple(dict.fromkeys(names)), label, batch)]
@@ -232,23 +248,29 @@ class Space:
         return Run(name, self.experiment.task, each, self.experiment.seeds[0], training)
 
     def _only(self, names: tuple[str, ...]) -> str:
-        """The file of the cluster with a rank on each of these nodes."""
+        """Return the file of the cluster with a rank on each of these nodes."""
         return self._written(str(len(dict.fromkeys(names)) if self.several else len(names)), names)
 
     def _written(self, name: str, placement: Literal["spread"] | tuple[str, ...]) -> str:
-        """The path of a file of the cluster with this placement, which is written if it is new."""
+        """Return the path of a file of the cluster with this placement, which is written if it is
+        new.
+        """
         path = self.folder / f"{name}.yaml"
+        # Candidates with the same nodes share a file
         if not path.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             write_atomically(path, cluster_text(replace(self.cluster, placement=placement)))
         return str(path.absolute())
 
     def _training(self, ranks: int, batch: float, cluster: str, shares: Any = None) -> Training:
-        """The experiment's training in virtual time: `batch` times its samples in a step, divided
-        among `ranks`, as many samples in all, and the learning rate that goes with the batch."""
+        """Return the experiment's training in virtual time: `batch` times its samples in a step,
+        divided among `ranks`, as many samples in all, and the learning rate that goes with the
+        batch.
+        """
         given = self.experiment.training
         whole = given.ranks * given.batch_size
         of_rank = max(1, round(whole * batch / ranks))
+        # As many samples in all, whatever the batch.
         steps = given.steps and max(1, round(given.steps * whole / (ranks * of_rank)))
         training = replace(
             given,
@@ -257,10 +279,12 @@ class Space:
             equal="global_batch",
             steps=steps,
             shares=shares,
+            # The batch is varied instead
             accumulation=1,
             engine="simulation",
             tensors="real",
             cluster=cluster,
+            # Candidates are stopped and resumed by the search itself
             checkpoint_every=None,
             trace_steps=0,
             record_order=False,
@@ -270,10 +294,13 @@ class Space:
 
 
 def by_interest(found: Sequence[Candidate]) -> list[Candidate]:
-    """`found` so that whoever comes first shows most: one process, each strategy once on all nodes,
-    then other batches and numbers of nodes."""
+    """Return `found` in the order of interest: one process, each strategy once on all nodes, then
+    other batches and numbers of nodes.
+    """
     seen: dict[str, int] = {}
     places = {}
+    # Time may end before all speeds are known; in the order of the list only rings had one
+    # (decision 98).
     for candidate in sorted(found, key=lambda each: (each.batch != 1, -each.run.training.ranks)):
         seen[candidate.label] = seen.get(candidate.label, 0) + 1
         places[candidate.name] = (candidate.label != ONE_PROCESS, seen[candidate.label])
@@ -281,7 +308,7 @@ def by_interest(found: Sequence[Candidate]) -> list[Candidate]:
 
 
 def with_rates(candidate: Candidate) -> list[Candidate]:
-    """`candidate` with other learning rates."""
+    """Return `candidate` with other learning rates."""
     return [
         replace(
             candidate,
@@ -294,7 +321,7 @@ def with_rates(candidate: Candidate) -> list[Candidate]:
 
 
 def scaled_rate(optimizer: Optimizer, batch: float) -> float:
-    """By what the learning rate is multiplied for `batch` times the samples in a step.
+    """Return the factor on the learning rate for `batch` times the samples in a step.
 
     In proportion for SGD (Goyal et al., 2017), by the square root for Adam and its kin (Malladi et
     al., NeurIPS 2022).
@@ -307,6 +334,7 @@ def _at_rate(training: Training, factor: float) -> Training:
     rate = optimizer.arguments.get("lr")
     if factor == 1 or not isinstance(rate, int | float):
         return training
+    # Four digits: rates are part of names, and more are noise of the multiplication.
     optimizer = optimizer.with_setting("lr", float(f"{rate * factor:.4g}"))
     groups = tuple(
         replace(group, arguments={**group.arguments, "lr": float(f"{own * factor:.4g}")})

@@ -1,9 +1,9 @@
-"""Which strategy reaches the target first on a plane of clusters, in which two quantities vary.
+"""Maps: which strategy reaches the target first on a plane of clusters with two varying quantities.
 
-How many samples a strategy takes to the target is found from simulations with real gradients on the
-cluster as described; where that depends on speeds, also at the points at which it is first. Its
-samples/s are found at every point of the plane, from shapes. Its time there is the one over the
-other.
+The samples that a strategy takes to the target come from simulations with real gradients on the
+cluster as described; where they depend on speeds, also at the points at which it is first. Its
+samples/s come from simulations of shapes at every point of the plane. The time to the target there
+is the samples divided by the samples/s.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from orchestra.trainer.settings import MEASURED, Target
 
 RECORD = "map.json"
 LEARN_PART, SPEEDS_PART = 0.5, 0.8
-"""Of the budget, when the samples to the target have to be known, and the samples/s."""
+"""The parts of the budget by which the samples to the target, and the samples per second, have to
+be known."""
 LAST_PART = 0.03
-"""Of the budget, kept for the figure."""
+"""The part of the budget kept for the figure."""
 ALIKE = 0.05
-"""Measured times that differ by less are a tie, in which a prediction cannot be wrong."""
+"""Measured times that differ by less are a tie, for which no prediction is wrong."""
 
 Tell = Callable[[str, float], None]
 
@@ -59,7 +60,7 @@ class Check:
 
     @property
     def agrees(self) -> bool | None:
-        """Whether the predicted first one was first, or as good as; None where nobody can tell."""
+        """True if the predicted first one was first, or as good as; None where nobody can tell."""
         times = {name: value for name, value in self.measured.items() if value is not None}
         if self.failure is not None or not times:
             return None
@@ -69,7 +70,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Map:
-    """What a map has found.
+    """The result of a map.
 
     Attributes:
         samples: by strategy, those that it takes to the target, the mean over the seeds; where that
@@ -96,19 +97,21 @@ class Map:
 
     @property
     def winners(self) -> list[str]:
-        """Who is first somewhere, in the order of how often."""
+        """The strategies that are first at some point, the most frequent one first."""
         first = [point.winner for point in self.points]
         return sorted(set(first), key=lambda name: (-first.count(name), name))
 
 
 def name_of(candidate: Candidate) -> str:
-    """Of a strategy, without its nodes."""
+    """Return the name of a candidate's strategy, without its nodes."""
     by_speed = candidate.run.training.shares == MEASURED
     return candidate.label + ", shares by speed" * by_speed
 
 
 def mapped(experiment: Experiment, cluster: Cluster, folder: Path) -> list[Candidate]:
-    """One process, and each strategy on all nodes of `cluster`, with the experiment's batch."""
+    """Return one process, and each strategy on all nodes of `cluster`, with the experiment's
+    batch.
+    """
     ranks = sum(max(node.devices, 1) for node in cluster.nodes)
     return [
         each
@@ -137,6 +140,7 @@ def draw_map(
     began = now()
     if not 0 < minutes <= 100_000:
         raise InputError(f"minutes: {minutes:g} is not above 0; give 15, or 0.5")
+    # An impossible value is refused before minutes of simulation
     clusters = {
         (x, y): plane.cluster(x, y) for x, y in product(plane.x.values, plane.y.values)
     }  # all of them are looked at first
@@ -158,6 +162,7 @@ def draw_map(
             partial(_candidate, experiment, clusters, folder), budget.until,
         )  # fmt: skip
     except KeyboardInterrupt:
+        # Points that were not yet compared could name the wrong strategy
         survey.stopped, points, learned = True, [], []
     drawn = _map_of(survey, experiment, plane, points, folder)
     drawn = replace(drawn, costs=costs, left_out=[*notes, *learned, *drawn.left_out])
@@ -173,14 +178,17 @@ def draw_map(
 
 
 def _learners(experiment: Experiment, plane: Plane, folder: Path) -> list[Candidate]:
-    """Whoever's learning has to be known: all on the described cluster; where the number of nodes
-    varies, on each number."""
+    """Return the candidates whose samples to the target have to be known: all on the described
+    cluster, and where the number of nodes varies, on each number.
+    """
     described = loaded(plane.text)
     counts = [axis.values for axis in (plane.x, plane.y) if axis.key == "nodes"]
     clusters = [NAMED["nodes"](described, n) for n in counts[0]] if counts else [described]
     found: dict[str, Candidate] = {}
     for cluster in reversed(clusters):  # the largest first: its strategies have to be known
         for each in mapped(experiment, cluster, folder / f"clusters/{len(cluster.nodes)}"):
+            # Of strategies on several numbers of nodes the names differ; one process is the same on
+            # all
             found.setdefault(each.name, each)
     return list(found.values())
 
@@ -192,15 +200,17 @@ def _points(
     folder: Path,
     until: float,
 ) -> Iterable[Point]:
-    """Every point that there is time for, those first that are furthest from one another."""
+    """Yield all points for which there is time, those first that are furthest from one another."""
     if survey.target is None:
         return
+    # Wherever time ends, the points that are known cover the whole plane.
     order = _coarse_first(list(clusters))
     wanted: dict[str, tuple[tuple[float, float], str, float]] = {}
     jobs = []
     for number, place in enumerate(order):
         for each in mapped(experiment, clusters[place], folder / f"clusters/point-{number}"):
             known = survey.entries.get(each.name)
+            # Without samples to the target a speed would tell nothing of the time.
             samples = None if known is None else survey.samples_of(known)
             if samples is not None:
                 job = replace(each, name=f"{each.name} at {number}")
@@ -217,6 +227,7 @@ def _points(
             seconds[place][strategy] = samples / speed
             taken[place][strategy] = samples
     for (x, y), times in seconds.items():
+        # A point with a strategy still to be simulated could name the wrong one as the first.
         if times and (x, y) not in unknown:
             yield Point(x, y, times, taken[x, y])
 
@@ -228,7 +239,7 @@ def _candidate(
     point: Point,
     name: str,
 ) -> Candidate:
-    """The strategy `name` on the cluster of `point`."""
+    """Return the strategy `name` on the cluster of `point`."""
     x, y = point.x, point.y
     own = folder / f"clusters/{x:g}-{y:g}"
     every = mapped(experiment, clusters[x, y], own)
@@ -237,7 +248,9 @@ def _candidate(
 
 
 def _coarse_first(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The corners of the plane first, then the points between, ever closer to one another."""
+    """Return the corners of the plane first, then the points between, ever closer to one
+    another.
+    """
     sides = [sorted({place[side] for place in places}) for side in (0, 1)]
 
     def level(position: int, size: int) -> int:
@@ -259,6 +272,7 @@ def _map_of(
         if (found := survey.samples_of(entry)) is not None:
             samples.setdefault(name, found)
         else:
+            # Only a run with all of its samples can be said to have missed the target.
             (missed if survey.fell_short(entry) else untold).add(name)
     left_out = list(survey.notes)
     if missed := missed - set(samples):
@@ -287,6 +301,7 @@ def _checked(
 ) -> Iterable[Check]:
     """Emulate `number` points that are far from one another: train the first two strategies."""
     for place, point in enumerate(spread(drawn, number)):
+        # The first two: whether their order is right is the question
         first = sorted(point.seconds, key=lambda name: point.seconds[name])[:2]
         predicted = {name: point.seconds[name] for name in first}
         tell(f"emulating point {place + 1} of {number}", place / number)
@@ -312,11 +327,13 @@ def _checked(
 
 
 def spread(drawn: Map, number: int) -> list[Point]:
-    """`number` points far from one another, each beside the others' regions as they are."""
+    """Return `number` points far from one another, each beside the others' regions as they are."""
 
     def at(point: Point) -> tuple[float, float]:
         return drawn.plane.place(point.x, point.y)
 
+    # The first one is in the middle of the plane; each further one is as far as can be from all
+    # before.
     left = sorted(drawn.points, key=lambda p: sum((c - 0.5) ** 2 for c in at(p)))
     found = left[:1]
     while len(found) < min(number, len(left)):
@@ -330,7 +347,7 @@ def spread(drawn: Map, number: int) -> list[Point]:
 
 
 def to_json(drawn: Map) -> str:
-    """The record of a map."""
+    """Return the record of a map."""
     axes = {
         side: {"key": axis.key, "title": axis.title, "texts": [axis.text(v) for v in axis.values],
                "values": axis.values}

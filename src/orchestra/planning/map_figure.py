@@ -23,9 +23,10 @@ from orchestra.report.study import COLOURS, DASHES, Style
 Floats = NDArray[np.float64]
 
 FINE = 96
-"""Cells along each side: times between the points are interpolated, so that borders are smooth."""
+"""The cells along each side. Times between the points are interpolated, so that borders are
+smooth."""
 NAMED_FROM = 0.04
-"""Regions of at least this part of the plane have their name on them."""
+"""The smallest part of the plane for which a region has its name drawn."""
 ROUND: dict[str, Any] = {"strokeJoin": "round"}
 GREY = "#dadada"
 PALE = {
@@ -36,7 +37,7 @@ PALE = {
     "#E69F00": "#f5d490",
     "#56B4E9": "#b9def6",
 }
-"""The colours of reports, so light that words stand on them."""
+"""The colours of reports, light enough for words on them."""
 
 
 def write_figure(drawn: Map) -> None:
@@ -45,7 +46,7 @@ def write_figure(drawn: Map) -> None:
 
 
 def map_figure(drawn: Map) -> Figure:
-    """Regions coloured by the first strategy; one process is grey."""
+    """Return regions coloured by the first strategy; one process is grey."""
     x, y = drawn.plane.x, drawn.plane.y
     names, seconds = _grid(drawn)
     edges = [np.linspace(0, len(axis.values) - 1, FINE + 1) for axis in (x, y)]
@@ -85,7 +86,7 @@ def map_figure(drawn: Map) -> Figure:
 
 
 def _grid(drawn: Map) -> tuple[list[str], Floats]:
-    """The strategies, and the logarithms of their seconds, shape [strategy, y, x].
+    """Return the strategies, and the logarithms of their seconds, shape [strategy, y, x].
 
     A point whose times are not known has those of the known one next to it.
     """
@@ -95,20 +96,22 @@ def _grid(drawn: Map) -> tuple[list[str], Floats]:
     grid = np.full((len(names), len(ys), len(xs)), np.inf)
     for row in range(len(ys)):
         for column in range(len(xs)):
+            # Contours and borders need a value in every cell.
             near = np.abs(places - (row, column)).sum(axis=1).argmin()
             known = drawn.points[int(near)].seconds
+            # Logarithms: times differ by factors, and so do the values of the sides (decision 104).
             grid[:, row, column] = [math.log(known.get(name, math.inf)) for name in names]
     return names, grid
 
 
 def _between(values: Floats, across: Floats, up: Floats) -> Floats:
-    """`values` of a grid at fractional places: bilinear."""
+    """Return `values` of a grid at fractional places: bilinear."""
     rows = np.stack([np.interp(across, np.arange(len(row)), row) for row in values])
     return np.stack([np.interp(up, np.arange(len(c)), c) for c in rows.T], axis=1)
 
 
 def _values(axis: Axis, places: Floats) -> Floats:
-    """What the figure has at fractional places of an axis: bit/s for bandwidths."""
+    """Return what the figure has at fractional places of an axis: bit/s for bandwidths."""
     logs = np.interp(places, np.arange(len(axis.values)), np.log(axis.values))
     return np.exp(logs) * (8 if axis.unit is BANDWIDTH else 1)
 
@@ -128,14 +131,14 @@ def _channel(kind: Any, axis: Axis, field: str) -> Any:
 
 
 def _fills(names: Sequence[str]) -> dict[str, Style]:
-    """A pale area for each strategy; that of one process is grey."""
+    """Return a pale area for each strategy; that of one process is grey."""
     others = [name for name in names if name != ONE_PROCESS]
     colours = {name: PALE[COLOURS[place % len(COLOURS)]] for place, name in enumerate(others)}
     return {name: Style(colours.get(name, GREY), DASHES[0], "square") for name in names}
 
 
 def _regions(first: NDArray[np.int64], names: Sequence[str], sides: Sequence[Floats]) -> Values:
-    """Rectangles, each a run of cells of a row in which the same strategy is first.
+    """Return rectangles, each a run of cells of a row in which the same strategy is first.
 
     They reach below the next row, so that no seam shows between the two.
     """
@@ -162,7 +165,8 @@ def _nice(best: Floats) -> list[float]:
 
 
 def _contours(best: Floats, centres: Sequence[Floats]) -> Iterator[dict[str, float]]:
-    """Segments of the lines on which the logarithm `best` is that of a round number of seconds.
+    """Yield segments of the lines on which the logarithm `best` is that of a round number of
+    seconds.
 
     Each triangle of three neighbours is cut by the plane of the level.
     """
@@ -171,6 +175,8 @@ def _contours(best: Floats, centres: Sequence[Floats]) -> Iterator[dict[str, flo
         above = best - math.log(level)
         for row, column in zip(*np.nonzero(_crossed(above)), strict=True):
             corners = [(row, column), (row, column + 1), (row + 1, column + 1), (row + 1, column)]
+            # A plane through three corners is cut in one segment; four corners may be cut in two
+            # ways.
             for triangle in (corners[:3], [corners[0], *corners[2:]]):
                 cuts = []
                 for (a, b), (c, d) in zip(triangle, [*triangle[1:], triangle[0]], strict=True):
@@ -185,17 +191,19 @@ def _contours(best: Floats, centres: Sequence[Floats]) -> Iterator[dict[str, flo
 
 
 def _crossed(above: Floats) -> NDArray[np.bool_]:
-    """The squares of neighbours in which the sign changes."""
+    """Return the squares of neighbours in which the sign changes."""
     signs = np.stack([above[:-1, :-1], above[:-1, 1:], above[1:, :-1], above[1:, 1:]]) < 0
     return np.asarray(signs.any(axis=0) & ~signs.all(axis=0))
 
 
 def _levels(best: Floats, centres: Sequence[Floats]) -> Values:
-    """A label for each line, where it is nearest to a diagonal of the plane."""
+    """Return a label for each line, where it is nearest to a diagonal of the plane."""
     found: Values = []
     rows, columns = np.indices(best.shape)
     inside = (np.minimum(rows, columns) > 4) & (np.maximum(rows, columns) < FINE - 5)
     for level in _nice(best):
+        # The small term prefers the diagonal, where labels of several lines do not lie on one
+        # another.
         distance = np.abs(best - math.log(level)) + 0.002 * np.abs(rows - columns)
         row, column = np.unravel_index(np.where(inside, distance, np.inf).argmin(), best.shape)
         if abs(best[row, column] - math.log(level)) < 0.1:
@@ -205,7 +213,9 @@ def _levels(best: Floats, centres: Sequence[Floats]) -> Values:
 
 
 def _names(first: NDArray[np.int64], names: Sequence[str], centres: Sequence[Floats]) -> Values:
-    """The name of each large region, at its cell that is nearest to the mean of its cells."""
+    """Return the name of each large region, at its cell that is nearest to the mean of its
+    cells.
+    """
     found: Values = []
     for number, name in enumerate(names):
         cells = np.argwhere(first == number)
@@ -219,7 +229,7 @@ def _names(first: NDArray[np.int64], names: Sequence[str], centres: Sequence[Flo
 
 
 def _checks(drawn: Map, across: Any, up: Any) -> list[alt.Chart]:
-    """A dot for each emulated point: filled where the prediction was right."""
+    """Return a dot for each emulated point: filled where the prediction was right."""
     values: dict[bool, Values] = {True: [], False: []}
     for check in drawn.checks:
         if check.agrees is not None:

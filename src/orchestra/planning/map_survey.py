@@ -1,4 +1,4 @@
-"""What the strategies of a map learn from a sample, and their samples/s.
+"""The samples that the strategies of a map take to the target, and their samples/s.
 
 Where it depends on who is faster, learning has to be simulated on the clusters of the map: an
 asynchronous server applies whatever push comes first, so on other links, or beside a slower node,
@@ -21,15 +21,17 @@ from orchestra.planning.standing import NO_TIME, Entry, chosen, reached
 from orchestra.report.numbers import count
 
 WHOLE = 0.95
-"""A run is over if its last snapshot is of so many of its samples."""
+"""A run is over if its last snapshot is at this part of its samples or later."""
 CHUNK = 96
-"""Simulations between two looks at the clock."""
+"""The simulations between two looks at the clock."""
 NEAR = 0.25
-"""In parts of a side of the plane: what was learned at a point so near is taken to hold."""
+"""The distance, in parts of a side of the plane, within which what was learned at a point is taken
+to hold."""
 
 Place = tuple[float, float]
 Samples = dict[str, dict[Place, float | None]]
-"""By strategy, by place: samples to the target; None where it missed it with a seed, or failed."""
+"""The samples to the target, by strategy and place; None if some seed missed it or the run
+failed."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +45,16 @@ class Point:
 
     @property
     def winner(self) -> str:
-        """Who is first; of those within 2 %, one process rather than several."""
+        """The fastest strategy; among those within 2 %, one process is preferred."""
         return chosen(self.seconds, {name: name != ONE_PROCESS for name in self.seconds})
 
     def relearned(self, name: str, samples: float | None) -> Point:
-        """The same with other `samples` of a strategy, or without it, if it is not alone."""
+        """Return the same with other `samples` of a strategy, or without it, if it is not alone."""
         left = {key: value for key, value in self.seconds.items() if key != name}
         if samples is None:
+            # A point has to have a first one, even if that missed the target with a seed
             return Point(self.x, self.y, left or self.seconds, self.samples)
+        # The speed stays, so the time goes with the samples
         left[name] = self.seconds[name] * samples / self.samples[name]
         return Point(self.x, self.y, left, {**self.samples, name: samples})
 
@@ -59,8 +63,10 @@ class Survey(Search):
     """Finds the samples to the target, and the samples/s, of all candidates of a map."""
 
     def learn(self, until: float, entries: Sequence[Entry] | None = None) -> None:
-        """Train each of `entries` (all candidates), or who learns the same, until it reaches the
-        target: with the first seed, and then those that did with the other seeds."""
+        """Train each of `entries` (all candidates by default), or the entry that learns the
+        same, until it reaches the target: with the first seed, and where it did, with the
+        others.
+        """
         if entries is None:
             self._reference()
         for seed, part in product(self.seeds if self.target is not None else (), PARTS):
@@ -70,20 +76,26 @@ class Survey(Search):
                 self._learn([(source, seed, part) for source in wanted.values()], until)
 
     def _unlearned(self, seed: int, entries: Sequence[Entry]) -> dict[str, Entry]:
-        """Whose runs with `seed` have not reached the target, by name, of those that may still."""
+        """Return the entries by name that may still reach the target with `seed`, and have not
+        yet.
+        """
         first = self.seeds[:1]
         return {
             source.name: source
             for entry in entries
             if entry.dropped is None
             for source in (self.source(entry),)
+            # A strategy that missed the target with the first seed need not be tried with others
             if seed in first or self.samples_of(source, first) is not None
             if self.samples_of(source, [seed]) is None
         }
 
     def samples_of(self, entry: Entry, seeds: Sequence[int] | None = None) -> float | None:
-        """Until `entry` reached the target, the mean over those of `seeds` (all by default) so far.
-        None if it missed the target with one of them."""
+        """Return the samples until `entry` reached the target: the mean over those of `seeds`
+        (all by default) so far.
+
+        None if it missed the target with one of them.
+        """
         assert self.target is not None
         found = [
             reached(points, self.target)
@@ -91,20 +103,24 @@ class Survey(Search):
             if seeds is None or seed in seeds
         ]
         known = [at.samples for at in found if at is not None]
+        # A mean over the lucky seeds would make an unreliable strategy first
         return fmean(known) if known and not self.fell_short(entry, seeds) else None
 
     def fell_short(self, entry: Entry, seeds: Sequence[int] | None = None) -> bool:
-        """Whether `entry` had all samples with one of `seeds`, and did not reach the target."""
+        """Return whether `entry` missed the target with one of `seeds` after all samples."""
         assert self.target is not None
         return any(
             reached(points, self.target) is None
             for seed, points in self.source(entry).curves.items()
             if (seeds is None or seed in seeds) and points
+            # A run that was cut off has not missed the target
             if points[-1].samples >= WHOLE * self.length.samples
         )
 
     def survey(self, wanted: Sequence[Candidate], until: float) -> dict[str, float | None]:
-        """The samples/s of `wanted` by name, None for one that fails, as far as there is time."""
+        """Return the samples/s of `wanted` by name, None for one that fails, as far as there is
+        time.
+        """
         entries = [Entry(each) for each in wanted]
         for first in range(0, len(entries), CHUNK):
             if self.stopped or now() > until:
@@ -121,7 +137,8 @@ def learned_there(
     candidate: Callable[[Point, str], Candidate],
     until: float,
 ) -> tuple[list[Point], list[str]]:
-    """`points` with the samples that the first of each takes there, or near there; and notes.
+    """Return `points` with the samples that the first strategy of each takes there or nearby,
+    and notes.
 
     Where a strategy is first that depends on speeds, it is trained at that point, unless it was at
     one within `NEAR`. Then another one may be first, and so on until nothing changes or `until`.
@@ -141,16 +158,20 @@ def learned_there(
             and gap(place_of(point), trained.get(point.winner, ())) > NEAR
         ]
 
+    # With its samples another strategy may be first at a point (decision 106)
     while (left := untrained()) and not survey.stopped and now() < until:
         chosen_now = spread_out(left, trained, place_of, processes())
         entries = [Entry(candidate(point, name)) for point, name in chosen_now]
         survey.learn(until, entries)
         for (point, name), entry in zip(chosen_now, entries, strict=True):
             samples = survey.samples_of(entry)
+            # Only what is decided: a run that was cut off leaves the place untrained
             if samples is not None or entry.dropped or survey.fell_short(entry):
                 trained.setdefault(name, {})[place_of(point)] = samples
         if not trained.keys() >= {name for _, name in chosen_now}:
             break  # there was no time for them
+        # From `points`, not from the last round: a strategy that was left out may come back
+        # elsewhere.
         found = [with_nearest(point, trained, place_of) for point in points]
     lacking = [name for _, name in left]
     notes = [
@@ -162,7 +183,7 @@ def learned_there(
 
 
 def with_nearest(point: Point, trained: Samples, place_of: Callable[[Point], Place]) -> Point:
-    """`point` with the samples of the nearest place at which each strategy was trained."""
+    """Return `point` with the samples of the nearest place at which each strategy was trained."""
     for name, places in trained.items():
         if name in point.seconds:
             nearest = min(places, key=lambda place: dist(place, place_of(point)))
@@ -176,13 +197,17 @@ def spread_out(
     place_of: Callable[[Point], Place],
     most: int,
 ) -> list[tuple[Point, str]]:
-    """Up to `most` of those `left`, each as far as can be from where its strategy was trained."""
+    """Return up to `most` of those `left`, each as far as possible from where its strategy was
+    trained.
+    """
     known = {name: list(places) for name, places in trained.items()}
     found: list[tuple[Point, str]] = []
     while len(found) < most:
         gaps = [gap(place_of(point), known.get(name, ())) for point, name in left]
         if not gaps or max(gaps) <= NEAR:
             break
+        # As far as possible from what is known, so that an early end still covers the plane
+        # (decision 106)
         point, name = left[gaps.index(max(gaps))]
         found.append((point, name))
         known.setdefault(name, []).append(place_of(point))
@@ -190,7 +215,7 @@ def spread_out(
 
 
 def gap(place: Place, others: Sequence[Place] | Mapping[Place, object]) -> float:
-    """The distance to the nearest one of `others`."""
+    """Return the distance to the nearest one of `others`."""
     return min((dist(place, other) for other in others), default=inf)
 
 

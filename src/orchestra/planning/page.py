@@ -18,11 +18,11 @@ from orchestra.report.study import COLOURS, DASHES, INK, SIGNS, Style
 
 PAGE = "plan.html"
 DRAWN = 10
-"""Candidates that a figure shows."""
+"""The most candidates in a figure."""
 
 
 def write_page(plan: Plan, title: str) -> Path:
-    """Write `plan.html` and its figures into the plan's folder; its path."""
+    """Write `plan.html` and its figures into the plan's folder; return its path."""
     figures = list(_figures(plan))
     try:
         (plan.folder / "figures").mkdir(exist_ok=True)
@@ -56,7 +56,7 @@ def _figures(plan: Plan) -> Iterator[Figure]:
 
 
 def _styles(names: Sequence[str]) -> dict[str, Style]:
-    """A look for each name; that of one process is the ink's."""
+    """Return a look for each name; one process has the colour of the text."""
     shapes = list(SIGNS)
     found = {}
     for number, name in enumerate(names):
@@ -70,7 +70,7 @@ def _styles(names: Sequence[str]) -> dict[str, Style]:
 
 
 def _times(plan: Plan, rows: Sequence[Row]) -> Figure:
-    """A bar for each candidate that reaches the target."""
+    """Return a bar for each candidate that reaches the target."""
     assert plan.target is not None
     values = [
         {
@@ -95,7 +95,7 @@ def _times(plan: Plan, rows: Sequence[Row]) -> Figure:
 
 
 def _scaling(plan: Plan) -> Figure:
-    """Samples/s of a strategy over nodes; the knee is a ring."""
+    """Return samples/s of a strategy over nodes; the knee is a ring."""
     assert plan.scaled is not None
     name = plan.scaled
     values = [
@@ -118,7 +118,7 @@ def _scaling(plan: Plan) -> Figure:
 
 
 def _curves(plan: Plan) -> Figure:
-    """The metric of the target over the seconds of the cluster."""
+    """Return the metric of the target over the seconds of the cluster."""
     assert plan.target is not None
     metric = plan.target.metric
     values = [

@@ -37,27 +37,30 @@ from orchestra.trainer.settings import Run, Target
 from orchestra.worker.threads import usable_cores
 
 PARTS = (0.25, 0.5, 1.0)
-"""Of all samples, after which the reference is asked whether it has reached the target."""
+"""The parts of all samples after which it is checked whether the reference has reached the
+target."""
 NEARLY = 0.9
-"""Of a rung: a run whose steps do not divide it evenly may end a little before."""
+"""The part of a rung that counts as reaching it: a run whose steps do not divide it evenly may end
+a little before."""
 FINALISTS = 3
-"""Who is trained with further seeds."""
+"""The number of candidates that are trained with further seeds."""
 MOST_SEEDS = 8
-"""Of these, where the experiment has fewer, and the first ones are close."""
+"""The most seeds for these, if the experiment has fewer and the first candidates are close."""
 SPEED_PART, REFERENCE_PART, LATE_PART = 0.3, 0.6, 0.8
-"""Of the budget, when the speeds have to be known, the reference be over, and late speeds known."""
+"""The parts of the budget by which the speeds are known, the reference is over, and late speeds are
+known."""
 SPEED_STEPS, RANK_STEPS, FEWEST_STEPS, CONFIRMED_STEPS = 20, 4000, 8, 100
-"""Of a simulation for a speed: steps, those of all ranks together, the fewest, and those of the
-first ones."""
+"""The steps of a simulation that measures a speed; those of all ranks together; the fewest; and
+those of the first candidates."""
 PATIENCE = 3600.0
 MOST_PROCESSES = 8
 ANYWHERE = "one_host(cores=1)"
-"""Where one process learns for all that learn the same."""
+"""The cluster on which one process learns for all candidates that learn the same."""
 
 Job = tuple[Entry, Run, Path, float]
 """A run of a candidate, its folder, and the part of its samples after which it is stopped."""
 Learning = tuple[Entry, int, float]
-"""An entry that is to be simulated with a seed, up to a part of its samples."""
+"""An entry to simulate with a seed, up to a part of its samples."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Budget:
     until: float
 
     def part(self, fraction: float) -> float:
-        """The moment at which this part of it is used up."""
+        """Return the moment at which this part of it is used up."""
         return self.began + fraction * (self.until - self.began)
 
 
@@ -103,7 +106,7 @@ class Search(Standing):
         self._what = ""
 
     def run(self) -> None:
-        """All stages, until the budget is used up or Ctrl-C."""
+        """Carry out all stages, until the budget is used up or Ctrl-C."""
         stages = (
             self._speeds, self._reference, self._race, self._late_ones, self._confirm,
             self._more_seeds,
@@ -120,13 +123,15 @@ class Search(Standing):
     # The stages
 
     def _speeds(self) -> None:
-        """Samples/s of all candidates, from a few steps without values."""
+        """Find the samples/s of all candidates, from a few steps without values."""
         self._find_speeds(list(self.entries.values()), self._budget.part(SPEED_PART))
         self.drop_slower_twins()
         self._add_rates()
 
     def _late_ones(self) -> None:
-        """Those whose speed there was no time for, if the race of the others was over early."""
+        """Find the speeds for which there was no time before, if the race of the others was over
+        early.
+        """
         late = [entry for entry in self.entries.values() if entry.dropped == NO_TIME]
         if late and now() < self._budget.part(LATE_PART):
             for entry in late:
@@ -154,7 +159,7 @@ class Search(Standing):
             entry.dropped = entry.dropped or "for the scaling curve alone"
 
     def _find_speeds(self, entries: Sequence[Entry], until: float, steps: int = 0) -> None:
-        """From a few steps without values, or so many."""
+        """Find the speeds of `entries` from a few steps without values, or from `steps`."""
         self._what = f"speeds of {count('candidate', len(entries))}, from shapes"
         self._tell_part()
         with tempfile.TemporaryDirectory(prefix="orchestra-plan-") as place:
@@ -172,7 +177,9 @@ class Search(Standing):
                 entry.dropped = NO_TIME
 
     def _add_rates(self) -> None:
-        """The fastest exact candidate with the experiment's batch gets others' learning rates."""
+        """Give the fastest exact candidate with the experiment's batch other learning rates,
+        too.
+        """
         exact = (each for each in self.alive if each.candidate.exact and each.candidate.batch == 1)
         if (entry := next(exact, None)) is None:
             return
@@ -181,14 +188,17 @@ class Search(Standing):
             for other in with_rates(known.candidate):
                 fresh = replace(known, candidate=other, curves={}, done={}, rungs=[])
                 if known is not entry:
+                    # It is in no race: the process that learns with this rate is needed as the
+                    # source of the others.
                     fresh.dropped = "stands for what others learn"
                 self.entries[other.name] = fresh
 
     def _reference(self) -> None:
-        """What one process learns with the experiment's batch, until it reaches the target."""
+        """Train one process with the experiment's batch until it reaches the target."""
         entry = self.entries[ONE_PROCESS]
         if not self.alive:
             return
+        # As many seeds as are simulated at the same time: further ones would double the time.
         seeds = self.seeds[: processes()]
         deadline = self._budget.part(REFERENCE_PART)
         for part in PARTS:
@@ -202,20 +212,21 @@ class Search(Standing):
                 return
 
     def _target_of(self, entry: Entry) -> Target | None:
-        """The target; where none was given, one is chosen at the end of the reference."""
+        """Return the target; where none was given, one is chosen at the end of the reference."""
         points = entry.curves.get(self.seeds[0], ())
         if (
             self.target is None
             and points
             and (entry.done.get(self.seeds[0], 0.0) >= 1 or now() > self._budget.part(0.5))
         ):
+            # One process reaches it for certain, and with some samples to spare for the others
             value = value_at(points, "loss", 0.75 * points[-1].samples)
             if value is not None and math.isfinite(value):
                 self.target = Target("loss", at_most=float(f"{value:.3g}"))
         return self.target
 
     def _race(self) -> None:
-        """All that may still win, in rungs: after each, the better half goes on."""
+        """Train all that may still win, in rungs: after each, the better half goes on."""
         if self.target is None:
             return
         self.drop_by_bound()
@@ -231,6 +242,8 @@ class Search(Standing):
             }
             wanted = self._missing(shares, self.seeds[:1])
             further = self._missing(shares, self.seeds[1 : processes()])
+            # The first rung has one seed, so that each candidate is seen; from the second one on
+            # chance is averaged out, as far as half of the time left allows (decision 117).
             if number > 1 and self._cost([*wanted, *further]) < 0.5 * (self._budget.until - now()):
                 wanted += further
             self._learn(wanted, self._budget.until)
@@ -238,13 +251,17 @@ class Search(Standing):
                 entry = self.entries[name]
                 done = self.source(entry).done.get(self.seeds[0], 0.0)
                 if done < NEARLY * share and not self.times(entry):
+                    # A run that was cut short cannot be compared at this rung.
                     entry.dropped = entry.dropped or CUT_OFF
             self._note_dropped(CUT_OFF, f"rung {number}", racing)
             self.judge(racing, number, part * horizon)
+            # A candidate that reached the target sooner than known shortens the rungs that follow.
             horizon = min(horizon, self.horizon())
 
     def _missing(self, shares: Mapping[str, float], seeds: Sequence[int]) -> list[Learning]:
-        """What is still to be learnt up to the shares of a rung, of those by whom it is learnt."""
+        """Return the runs that are still needed up to the shares of a rung, by the entries that
+        learn.
+        """
         return [
             (source, seed, share)
             for name, share in shares.items()
@@ -254,7 +271,7 @@ class Search(Standing):
         ]
 
     def _cost(self, wanted: Sequence[Learning]) -> float:
-        """About the seconds that this takes, by what each took so far."""
+        """Estimate the seconds that `wanted` takes, by the seconds that each entry took so far."""
         seconds = 0.0
         for entry, seed, part in wanted:
             done = sum(entry.done.values())
@@ -265,18 +282,23 @@ class Search(Standing):
         return [entry for entry in self.ranking() if entry.dropped is None][:FINALISTS]
 
     def _confirm(self) -> None:
-        """The speeds of the first ones again, over more steps: those of a few depend on chance."""
+        """Find the speeds of the first ones again, over more steps: those of a few depend on
+        chance.
+        """
         exact = [entry for entry in self._finalists() if entry.candidate.exact]
         if exact and now() < self._budget.part(0.9):
             self._find_speeds(exact, self._budget.part(0.95), CONFIRMED_STEPS)
 
     def _more_seeds(self) -> None:
-        """The first ones with all seeds, and with more while they are close, as the time goes."""
+        """Train the first ones with all seeds, and with more while they are close, as far as
+        time allows.
+        """
         asked = len(self.seeds)
         while not self.stopped:
             if not (unfinished := self._unfinished()):
                 if len(self.seeds) >= MOST_SEEDS or not self.is_close():
                     break
+                # They follow the experiment's, so that a plan can be repeated
                 self.seeds = (*self.seeds, max(self.seeds) + 1)
                 continue
             seed = unfinished[0][1]
@@ -292,6 +314,7 @@ class Search(Standing):
         """Runs of the finalists that have neither reached the target nor missed it, by seed."""
         found = []
         for source in {each.name: each for each in map(self.source, self._finalists())}.values():
+            # A seed counts as missed only that far, so a run that is shorter would decide nothing.
             part = self.length.part(MISSED * self.length.samples * max(source.done.values()))
             known = {*self.times(source), *self.missed(source)}
             open_ones = (seed for seed in self.seeds if seed not in known)
@@ -309,9 +332,11 @@ class Search(Standing):
         jobs: dict[tuple[str, int], tuple[Entry, Run, Path, float]] = {}
         for entry, seed, part in wanted:
             before = jobs.get((entry.name, seed))
+            # Several candidates may ask for the run of one that learns for all
             part = part if before is None else max(part, before[-1])
             training = replace(entry.candidate.run.training, snapshots=self.length.snapshots)
-            if entry.candidate.exact:  # its time comes from shapes, on the real cluster
+            # The time of an exact candidate comes from shapes on the plan's cluster.
+            if entry.candidate.exact:
                 training = replace(training, cluster=ANYWHERE)
             run = replace(entry.candidate.run, training=training, seed=seed)
             folder = self._folder / _folder_name(entry.name) / f"seed-{seed}"
@@ -320,9 +345,11 @@ class Search(Standing):
         for (entry, run, _, part), (_, tried) in zip(jobs.values(), found, strict=True):
             entry.wall += tried.seconds
             if tried.failure is not None:
+                # Without its run nothing is known of those that learn the same
                 for alike in (entry, *self.alike(entry)):
                     alike.dropped = alike.dropped or f"failed: {tried.failure}"
             elif tried.record is not None:
+                # Rounding of steps may leave a completed run a little below all samples
                 whole = tried.record.status == "completed"
                 share = min(part, tried.record.samples / self.length.samples)
                 done = 1.0 if whole else max(entry.done.get(run.seed, 0.0), share)
@@ -331,12 +358,14 @@ class Search(Standing):
                     entry.curves[run.seed] = tried.points
 
     def _try(self, jobs: Sequence[Job], deadline: float) -> list[tuple[Entry, Tried]]:
-        """What became of each job; those for which there was no time have no record.
+        """Return the outcome of each job; jobs for which there was no time have no record.
 
         Those with few ranks are over sooner, and so come first.
         """
         found: dict[int, Tried] = {}
         trials: dict[int, Trial] = {}
+        # Cheap ones first: else one process with a quarter of the batch waits behind 16 ranks
+        # (decision 117)
         order = sorted(range(len(jobs)), key=lambda place: jobs[place][1].training.ranks)
         for place in order:
             _, run, folder, part = jobs[place]
@@ -353,7 +382,9 @@ class Search(Standing):
     def _launched(self, trials: Sequence[Trial], deadline: float) -> list[tuple[int, Tried]]:
         """Carry out the trials, shared out among processes; alone, if one took all with it."""
         ranks = min(processes(), len(trials))
-        threads = max(1, len(usable_cores()) // (2 * ranks))  # others are at work, too
+        # Half of the cores at most: on a busy machine threads that wait for each other take ten
+        # times the processor time of one (decision 98).
+        threads = max(1, len(usable_cores()) // (2 * ranks))
         try:
             with tempfile.TemporaryDirectory(prefix="orchestra-plan-") as claims:
                 work = Trials(trials, deadline, Path(claims), threads)
@@ -361,6 +392,8 @@ class Search(Standing):
                     try_all, work, ranks, patience=PATIENCE, on_event=lambda _: self._tell_part()
                 )
         except RunFailed as failure:
+            # One trial ended the process of all, out of memory for instance: apart, only that one
+            # fails.
             if len(trials) == 1:
                 return [(0, Tried(failure=str(failure).splitlines()[0]))]
             return [
@@ -382,16 +415,20 @@ def _folder_name(name: str) -> str:
 
 
 def processes() -> int:
-    """How many simulations go on at the same time, at most."""
+    """Return how many simulations may go on at the same time."""
     return max(1, min(len(usable_cores()), MOST_PROCESSES))
 
 
 def short(run: Run, steps: int = 0) -> Run:
-    """A few steps of `run`, or so many, without values where its strategy does without them."""
+    """Return a run of the same kind with few steps, or `steps`, without values where the
+    strategy allows.
+    """
     training = run.training
     steps = steps or max(FEWEST_STEPS, min(SPEED_STEPS, RANK_STEPS // training.ranks))
     if isinstance(run.strategy, LocalSGD) and run.strategy.every is not None:
+        # Two rounds: fewer steps would have no average in them, or half of one.
         steps = 2 * run.strategy.every
+    # No target and no snapshots: only the time of its steps is of interest
     training = replace(training, epochs=None, steps=steps, target=None, snapshots=0)
     try:
         without = replace(training, tensors="shapes", clip_norm=None)

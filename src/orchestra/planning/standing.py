@@ -1,4 +1,6 @@
-"""What a plan knows of its candidates: speeds, curves, the times that follow, and who is out."""
+"""The standing of a plan's candidates: their speeds and curves, the times that follow, and who
+is out.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,14 @@ from orchestra.strategies.single import Single
 from orchestra.trainer.settings import Target
 
 MISSED = 1.5
-"""A seed has missed the target after so many times the samples that others needed."""
+"""A seed has missed the target after this many times the samples that other seeds needed."""
 SPARED = 0.02
-"""Candidates whose times differ by less are taken to be equally fast; fewer nodes decide."""
+"""Candidates whose times differ by less are taken to be equally fast; the one with fewer nodes
+comes first."""
 RUNGS = (0.35, 0.65, 1.0)
 """Parts of the best known time to target after which the race is halved."""
 FEWEST_RACING = 4
-"""Who goes on to the next rung in any case."""
+"""The candidates that enter the next rung in any case."""
 NO_TIME = "left out: there was no time to find its speed"
 CUT_OFF = "left out: there was no time for the race"
 
@@ -40,7 +43,7 @@ class Reached:
 
 
 def reached(points: Sequence[Point], target: Target) -> Reached | None:
-    """When the curve first crosses the target: a straight line between two snapshots.
+    """Return when the curve first crosses the target, on a straight line between two snapshots.
 
     None where no snapshot reaches it. `spacing` are the seconds between the two.
     """
@@ -51,6 +54,7 @@ def reached(points: Sequence[Point], target: Target) -> Reached | None:
             if before is None:
                 return Reached(point.samples, point.seconds, point.seconds)
             first = before.metrics[target.metric]
+            # Snapshots are far apart, and their spacing would decide between candidates.
             part = (bound(target) - first) / (value - first)
             return Reached(
                 before.samples + part * (point.samples - before.samples),
@@ -63,20 +67,22 @@ def reached(points: Sequence[Point], target: Target) -> Reached | None:
 
 
 def bound(target: Target) -> float:
-    """What the metric has to reach, from below or from above."""
+    """Return the value of the metric that has to be reached, from below or from above."""
     value = target.at_least if target.at_least is not None else target.at_most
     assert value is not None
     return value
 
 
 def penalty(target: Target, value: float) -> float:
-    """Of a value of the target's metric: smaller is better."""
+    """Return a value of the target's metric as a penalty: smaller is better."""
     return -value if target.at_least is not None else value
 
 
 def value_at(points: Sequence[Point], metric: str, samples: float) -> float | None:
-    """The metric after so many samples, on a straight line between the snapshots around; the last
-    one's beyond them, the first one's before them. None without any."""
+    """Return the metric after `samples`, on a straight line between the two nearest snapshots.
+
+    The last snapshot's value beyond it, the first one's before it; None without snapshots.
+    """
     known = [point for point in points if metric in point.metrics]
     if not known:
         return None
@@ -85,7 +91,7 @@ def value_at(points: Sequence[Point], metric: str, samples: float) -> float | No
 
 
 def best_value(points: Sequence[Point], target: Target) -> float | None:
-    """The best that the target's metric was at any snapshot."""
+    """Return the best that the target's metric was at any snapshot."""
     values = (p.metrics[target.metric] for p in points if target.metric in p.metrics)
     return min(values, key=lambda value: penalty(target, value), default=None)
 
@@ -93,7 +99,8 @@ def best_value(points: Sequence[Point], target: Target) -> float | None:
 def cannot_win(
     samples: float, batch: float, update: float, speed: float, best: float
 ) -> float | None:
-    """The least seconds that a candidate needs, if they are 99.9 % of the `best` or more, or None.
+    """Return the least seconds that a candidate needs, if they are 99.9 % of the `best` or more, or
+    None.
 
     At best one of its updates, of `update` samples, is worth as much as one of a step of `batch`
     samples, of which one process needs `samples` in all. At `speed` samples/s that takes
@@ -104,7 +111,7 @@ def cannot_win(
 
 
 def most_worth(rate: float) -> float:
-    """How many updates one with so many times the learning rate may be worth.
+    """Return how many updates one with so many times the learning rate may be worth.
 
     A larger rate goes further with each; a smaller one may spare the steps that overshoot.
     """
@@ -112,25 +119,32 @@ def most_worth(rate: float) -> float:
 
 
 def halved(scores: Mapping[str, tuple[float, float]], least: int) -> tuple[list[str], list[str]]:
-    """Who goes on to the next rung, and who does not: the better half, and at least `least`.
+    """Return the names that go on to the next rung, and the others: the better half goes on, and
+    at least `least`.
 
     Args:
         scores: of each name, smaller is better; of equal ones the first stays.
     """
+    # sorted() is stable: of equal ones the first stays
     order = sorted(scores, key=lambda name: scores[name])
+    # Successive halving (Jamieson and Talwalkar, AISTATS 2016).
     keep = max(least, (len(order) + 1) // 2)
     return order[:keep], order[keep:]
 
 
 def chosen(times: Mapping[str, float], nodes: Mapping[str, int]) -> str:
-    """The name with the shortest time; of those within `SPARED` of it one with the fewest nodes."""
+    """Return the name with the shortest time; of those within `SPARED` of it one with the fewest
+    nodes.
+    """
     limit = min(times.values()) * (1 + SPARED)
+    # More nodes for the same time would be a waste
     near = [name for name in times if times[name] <= limit]
     return min(near, key=lambda name: (nodes[name], times[name]))
 
 
 def bottleneck(seconds: Mapping[str, float]) -> str:
-    """What most of a worker's time goes into: "computing", "messages" or "waiting", with its part.
+    """Return the largest part of a worker's time, "computing", "messages" or "waiting", and its
+    share.
 
     `seconds` are those of a record: compute, communicate and wait, of a worker in the mean.
     """
@@ -147,7 +161,7 @@ def bottleneck(seconds: Mapping[str, float]) -> str:
 
 @dataclass
 class Entry:
-    """What is known of a candidate.
+    """All that is known about a candidate.
 
     Attributes:
         record: of some steps, from shapes: its speed and what workers did; None while unknown.
@@ -186,19 +200,24 @@ class Entry:
 
 @dataclass(frozen=True)
 class Length:
-    """Of a whole run: samples; and snapshots, so that judging takes no longer than learning."""
+    """The length of a whole run: samples, and so many snapshots that judging takes no longer
+    than learning.
+    """
 
     samples: int
     snapshots: int
 
     def part(self, samples: float) -> float:
-        """That of a run which ends at the first snapshot after so many samples, at most 1: a target
-        that is reached between two snapshots is only seen at the second."""
+        """Return the part of a run that ends at the first snapshot after `samples`, at most 1.
+
+        A target that is reached between two snapshots is only seen at the second.
+        """
+        # Rounded up to the next snapshot, at which it can be seen
         return min(1.0, math.ceil(self.snapshots * samples / self.samples) / self.snapshots)
 
 
 class Standing:
-    """How the candidates stand.
+    """The standing of all candidates.
 
     Attributes:
         entries: of all candidates, by name.
@@ -223,19 +242,19 @@ class Standing:
         return [entry for entry in self.entries.values() if entry.dropped is None]
 
     def source(self, entry: Entry) -> Entry:
-        """The entry whose runs say what `entry` learns: its own, or that of one process."""
+        """Return the entry whose runs say what `entry` learns: its own, or that of one process."""
         if not entry.candidate.exact:
             return entry
         alike = self.alike(entry)
         return next(each for each in alike if isinstance(each.candidate.run.strategy, Single))
 
     def alike(self, entry: Entry) -> Iterable[Entry]:
-        """All that learn the same as `entry` from each sample, and itself."""
+        """Return all that learn the same as `entry` from each sample, and itself."""
         key = entry.candidate.learns_as
         return (each for each in self.entries.values() if each.candidate.learns_as == key)
 
     def times(self, entry: Entry) -> dict[int, Reached]:
-        """By seed, when `entry` reached the target."""
+        """Return when `entry` reached the target, by seed."""
         if self.target is None or entry.speed is None:
             return {}
         found = {}
@@ -249,7 +268,7 @@ class Standing:
         return found
 
     def time(self, entry: Entry) -> float | None:
-        """Seconds to the target, the mean over the seeds; None where one missed it.
+        """Return the seconds to the target, the mean over the seeds; None where one missed it.
 
         One that has not reached it yet counts with its seconds so far, where these are more than
         others needed: else a candidate would be as good as its luckiest seed.
@@ -260,12 +279,16 @@ class Standing:
         mean = fmean(times.values())
         others = self.source(entry).curves.keys() - times.keys()
         under_way = (self.elapsed(entry, seed) for seed in sorted(others))
+        # A lower bound, but no longer luck (decision 117)
         late = [seconds for seconds in under_way if seconds > mean]
         return fmean([*times.values(), *late])
 
     def missed(self, entry: Entry) -> list[int]:
-        """The seeds that went further than those that reached the target, and did not."""
+        """Return the seeds that went further than those that reached the target, and did not
+        reach it.
+        """
         times = self.times(entry)
+        # A seed that was stopped earlier than the others has not missed the target (decision 98)
         far = MISSED * max((each.samples for each in times.values()), default=math.inf)
         return [
             seed
@@ -275,46 +298,54 @@ class Standing:
         ]  # fmt: skip
 
     def uncertainty(self, entry: Entry) -> float | None:
-        """Of the time: the spread over the seeds, or half the spacing of the snapshots if that is
-        larger."""
+        """Return the uncertainty of the time: the spread over the seeds, or half the spacing of
+        the snapshots if that is larger.
+        """
         times = list(self.times(entry).values())
         if not times:
             return None
         spread = stdev(each.seconds for each in times) if len(times) > 1 else 0.0
+        # The target lies somewhere between two snapshots, on either side of the middle
         return max(spread, fmean(each.spacing for each in times) / 2)
 
     def is_close(self) -> bool:
-        """Whether the first two that are left are closer than two standard errors of that."""
+        """Return whether the first two that are left differ by less than two standard errors."""
         pair = [entry for entry in self.ranking() if entry.dropped is None][:2]
         errors = [(self.uncertainty(each) or 0.0) ** 2 / len(self.times(each)) for each in pair]
         times = [self.time(each) or 0.0 for each in pair]
+        # Else further seeds would not change the order (decision 119)
         return len(pair) == 2 and times[1] - times[0] < 2 * math.sqrt(sum(errors))
 
     def ranking(self) -> list[Entry]:
-        """Those that reach the target, the soonest first; those that are out, too."""
+        """Return those that reach the target, the soonest first; those that are out, too."""
         known = [(time, each) for each in self.entries.values() if (time := self.time(each))]
         return [entry for _, entry in sorted(known, key=lambda pair: pair[0])]
 
     def best(self) -> tuple[Entry, float] | None:
-        """The first to reach the target of all, and its seconds."""
+        """Return the first to reach the target of all, and its seconds."""
         ranking = self.ranking()
         return (ranking[0], self.time(ranking[0]) or 0.0) if ranking else None
 
     def curve(self, entry: Entry, seed: int | None = None) -> Sequence[Point]:
-        """The snapshots that say what `entry` learns with a seed; None: the first one."""
+        """Return the snapshots that say what `entry` learns with a seed; None: the first one."""
         return self.source(entry).curves.get(self.seeds[0] if seed is None else seed, ())
 
     def elapsed(self, entry: Entry, seed: int | None = None) -> float:
-        """Virtual seconds of `entry` up to where its run with a seed went; None: the first one."""
+        """Return the virtual seconds of `entry` up to where its run with a seed went; None: the
+        first one.
+        """
         points = self.curve(entry, seed)
         if not points or entry.speed is None:
             return 0.0
         return points[-1].samples / entry.speed if entry.candidate.exact else points[-1].seconds
 
     def horizon(self) -> float:
-        """Virtual seconds after which nobody can win any more; without a time to target those of
-        the slowest candidate for all samples."""
+        """Return the virtual seconds after which no candidate can win any more.
+
+        Without a time to target, those of the slowest candidate for all samples.
+        """
         if best := self.best():
+            # One with fewer nodes may still be chosen within that
             return best[1] * (1 + SPARED)
         seconds = (self.length.samples / entry.speed for entry in self.alive if entry.speed)
         return max(seconds, default=0.0)
@@ -322,7 +353,7 @@ class Standing:
     # Who is out
 
     def drop_slower_twins(self) -> None:
-        """Of those that learn the same only the fastest stays."""
+        """Drop all but the fastest of the candidates that learn the same."""
         for entry in self.alive:
             first = max(self.alike(entry), key=lambda each: each.speed or 0.0)
             if entry is not first and entry.speed and first.speed:
@@ -332,15 +363,17 @@ class Standing:
                 )
 
     def drop_by_bound(self) -> None:
-        """Drop who cannot be the first, however much its updates are worth."""
+        """Drop candidates that cannot be the first, however much their updates are worth."""
         if (found := self.best()) is None:
             return
         best, time = found
         needed = fmean(each.samples for each in self.times(best).values())
         batch = best.candidate.samples
         for entry in self.alive:
+            # Whoever has reached the target has a time, which says more than a bound
             if entry is best or not entry.speed or self.times(entry):
                 continue
+            # Generous, so that nobody is left out by a guess: see `cannot_win` (decision 98).
             update = entry.candidate.update_samples / most_worth(entry.candidate.rate)
             least = cannot_win(needed, batch, update, entry.speed, time)
             if least is not None:
@@ -350,8 +383,9 @@ class Standing:
                 )
 
     def judge(self, racing: Sequence[Entry], number: int, seconds: float) -> None:
-        """After rung `number`, of so many seconds: drop who cannot win any more, then the worse
-        half."""
+        """Drop candidates that cannot win any more after rung `number`, of `seconds`, then the
+        worse half.
+        """
         best = self.best()
         limit = None if best is None else best[1]
         scores = {}
@@ -361,13 +395,15 @@ class Standing:
                 entry.dropped = self._reason(entry, number, limit)
                 if entry.dropped is None:
                     scores[entry.name] = score
+        # After the last rung all are known as far as needed
         for name in halved(scores, FEWEST_RACING)[1] if number < len(RUNGS) else ():
             entry = self.entries[name]
             entry.dropped = f"rung {number}: {entry.rungs[-1]}, in the worse half"
 
     def _score(self, entry: Entry, seconds: float) -> tuple[float, float]:
-        """Smaller is better: the time to the target, else the metric after so many seconds, which
-        is also written down."""
+        """Return a score, smaller is better, and note it in words: the time to the target, else
+        the metric after `seconds`.
+        """
         assert self.target is not None
         time = self.time(entry)
         samples, metric = seconds * (entry.speed or 0.0), self.target.metric
@@ -382,11 +418,14 @@ class Standing:
         return math.inf, math.inf if value is None else penalty(self.target, value)
 
     def _reason(self, entry: Entry, number: int, limit: float | None) -> str | None:
-        """Why `entry` is out after a rung; None if it may still win in time `limit`."""
+        """Return why `entry` is out after a rung; None if it may still win within `limit`
+        seconds.
+        """
         assert self.target is not None
         if self.time(entry) is not None:
             return None
         elapsed = self.elapsed(entry)
+        # Within the time of the first it may still come before it
         if limit is None or (number < len(RUNGS) and elapsed < limit):
             return None
         value = best_value(self.curve(entry), self.target)

@@ -1,4 +1,4 @@
-"""Candidates of a plan that are trained for real, and what was predicted for them."""
+"""Training the candidates of a plan for real, beside their predictions."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from orchestra.planning.answer import Plan
 
 VERIFIED = 3
-"""Candidates that are carried out for real, where that is asked for."""
+"""The number of candidates that are trained for real if that is requested."""
 SEEDS = 3
-"""With which each is, at most."""
+"""The most seeds with which each candidate is trained."""
 TOLERATED = 0.1
-"""Computing that took longer or shorter than predicted by more is told: a machine that others use
-is not as fast as when it was calibrated."""
+"""A larger relative deviation of the compute time from the prediction is reported: a machine that
+others use is not as fast as when it was calibrated."""
 
 
 @dataclass(frozen=True)
@@ -54,18 +54,20 @@ class Verified:
 
     @property
     def mean_predicted(self) -> float:
-        """Over the seeds."""
+        """The mean over the seeds, in seconds."""
         return fmean(self.predicted.values())
 
     @property
     def mean_measured(self) -> float | None:
-        """Over the seeds; None where one did not reach the target, or was not carried out."""
+        """The mean over the seeds, in seconds; None where one did not reach the target, or was
+        not trained.
+        """
         reached = [seconds for seconds in self.measured.values() if seconds is not None]
         return fmean(reached) if len(reached) == len(self.predicted) else None
 
     @property
     def outcome(self) -> str:
-        """What stands beside the prediction."""
+        """The text that stands beside the prediction."""
         if self.failure is not None:
             return f"not measured: {self.failure}"
         if self.mean_measured is not None:
@@ -82,11 +84,13 @@ class Verified:
 def verify(
     plan: Plan, search: Search, cluster: Cluster, tell: Callable[[str, float], None]
 ) -> tuple[Sequence[Verified], bool]:
-    """Train the first candidates of `plan` for real, one after the other; whether the user stopped.
+    """Train the first candidates of `plan` for real, one after the other; return also whether
+    the user stopped.
 
     Nodes of a `cluster` are emulated on this machine, which may refuse that; a cluster of one node
     is taken to be this machine.
     """
+    # Several nodes of a described cluster cannot be had on one machine otherwise.
     engine: Engine = "emulation" if len(cluster.nodes) > 1 else "processes"
     rows = [row for row in plan.rows if row.seconds is not None][:VERIFIED]
     found: list[Verified] = []
@@ -101,10 +105,14 @@ def verify(
 
 
 def _verified(name: str, search: Search, engine: Engine, folder: Path) -> Verified:
-    """The candidate `name`, trained with the first seeds that are known to reach the target."""
+    """Return the candidate `name`, trained with the first seeds that are known to reach the
+    target.
+    """
     entry, target = search.entries[name], search.target
     assert entry.record is not None
     assert target is not None
+    # The same seeds as simulated: a mean over three seeds says nothing of a run with one (decision
+    # 117).
     known = sorted(search.times(entry).items())[:SEEDS]
     predicted = {seed: each.seconds for seed, each in known}
     measured: dict[int, Measured] = {}
@@ -126,15 +134,16 @@ def _verified(name: str, search: Search, engine: Engine, folder: Path) -> Verifi
 
 
 class Measured(NamedTuple):
-    """Of a real run: the seconds to the target, None if it was not reached; and the seconds that a
-    worker computed for each sample of all workers."""
+    """A real run: seconds to the target, None if not reached; and seconds that a worker computed
+    for each sample of all workers.
+    """
 
     seconds: float | None
     computing: float
 
 
 def computing(record: RunRecord) -> float:
-    """The seconds that a worker computed, in the mean, for each sample of all workers."""
+    """Return the seconds that a worker computed, in the mean, for each sample of all workers."""
     return record.seconds.get("compute", 0.0) / max(record.samples, 1)
 
 
@@ -151,6 +160,7 @@ def carried_out_for_real(
     if engine == "processes":
         training = replace(training, cluster="one_host", calibration="auto")
     record = train_run(replace(run, training=training), folder, quiet=True)
+    # Ctrl-C ends all verification, and not one run.
     if record.status == "stopped":
         raise KeyboardInterrupt
     at = reached(RunData(record).curve, target)

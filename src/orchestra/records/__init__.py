@@ -1,1 +1,1 @@
-"""What a run leaves: reports of ranks, records of runs, the summary, the environment."""
+"""The records of a run: reports of ranks, records of runs, the summary, and the environment."""

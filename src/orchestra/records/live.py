@@ -1,4 +1,6 @@
-"""A run under way: what `live.json` says, whether it goes on, and the lines added to files."""
+"""A run under way: the content of `live.json`, whether the run goes on, and lines added to
+files.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ from orchestra.records.report import Straggler
 from orchestra.settings.base import from_plain, to_plain
 
 LIVE = "live.json"
-"""In the folder of a run: written about once a second, and removed when the run ends well."""
+"""A file in the folder of a run, written about once a second and removed when the run ends
+normally."""
 
 FRESH_SECONDS = 10.0
-"""A file that is older belongs to a run that has ended, unless a lock says otherwise."""
+"""An older file belongs to a run that has ended, unless a lock says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class RankNow:
-    """What a rank last said.
+    """The last report of a rank.
 
     `seconds` is the time on its stopwatch up to which `arrived` counts: for each rank that sent
     large messages the bytes, and the seconds for which one was arriving.
@@ -69,7 +72,7 @@ class Live:
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the budget is used up, at the pace until now, by the clock on the wall."""
+        """Seconds until the budget is used up, at the pace so far, by the clock on the wall."""
         if self.training_since is None or self.fraction is None:
             return None
         done = self.fraction - self.fraction_then
@@ -81,12 +84,15 @@ def write_live(folder: Path, live: Live) -> None:
     """Replace `live.json` as a whole. What cannot be written is left out: nobody depends on it."""
     path = folder / LIVE
     with contextlib.suppress(OSError):
+        # Without fsync: it is written about once a second, and worth nothing after a crash.
         partial_of(path).write_text(json.dumps(to_plain(live, finite=True)))
         partial_of(path).replace(path)
 
 
 def read_live(folder: Path) -> Live | None:
-    """What a run last said; None where there is no such file, or it is none of this version."""
+    """Return the last `live.json` of a run; None where there is none, or it is of another
+    version.
+    """
     try:
         live: Live = from_plain(Live, json.loads((folder / LIVE).read_text(encoding="utf-8")))
     except (OSError, ValueError):
@@ -101,7 +107,7 @@ def remove_live(folder: Path) -> None:
 
 
 def under_way(folder: Path, live: Live | None, now: float) -> bool:
-    """Whether a process is at work in `folder` at the time `now`, in seconds since 1970.
+    """Return whether a process is at work in `folder` at the time `now`, in seconds since 1970.
 
     A lock on the folder is certain. Some file systems have none, and other machines do not show
     theirs: then the run has to have written its file a moment ago.
@@ -114,18 +120,22 @@ def under_way(folder: Path, live: Live | None, now: float) -> bool:
 
 
 def holder(folder: Path) -> str | None:
-    """The process that has locked `folder`, as far as the kernel shows it."""
+    """Return the process that has locked `folder`, as far as the kernel shows it."""
     with contextlib.suppress(OSError):
         inode = folder.stat().st_ino
         for line in Path("/proc/locks").read_text().splitlines():
             words = line.split()
+            # A process id of 0 belongs to another namespace, such as a container's; "->" marks one
+            # that waits.
             if words[1] == "FLOCK" and words[5].endswith(f":{inode}") and int(words[4]) > 0:
                 return f"process {words[4]}"
     return None
 
 
 def mean_rates(before: Sequence[RankNow], after: Sequence[RankNow]) -> dict[tuple[int, int], float]:
-    """Bytes per second of each pair (source, target), between two moments of the stopwatch."""
+    """Return the bytes per second of each pair (source, target) between two moments of the
+    stopwatch.
+    """
     earlier = {each.rank: each for each in before}
     rates = {}
     for now in after:
@@ -139,7 +149,7 @@ def mean_rates(before: Sequence[RankNow], after: Sequence[RankNow]) -> dict[tupl
 
 
 def host_name() -> str:
-    """The name of this machine, as in `Live.host`."""
+    """Return the name of this machine, as in `Live.host`."""
     return platform.node() or os.uname().nodename
 
 
@@ -148,7 +158,8 @@ def host_name() -> str:
 Line = dict[str, Any]
 
 MOST_BYTES = 1 << 20
-"""Read at a time. Of a file that has grown by more, lines at even distances stand for the rest."""
+"""The most bytes read at a time. If a file has grown by more, lines at even distances stand for the
+rest."""
 SAMPLES = 64
 
 
@@ -170,7 +181,7 @@ class Tail:
         self._rest = b""
 
     def read(self) -> list[Line]:
-        """The lines that have been completed since the last call, in their order.
+        """Return the lines that have been completed since the last call, in their order.
 
         Raises:
             OSError: the file is there, but cannot be read.
@@ -182,12 +193,15 @@ class Tail:
             return []
         with file:
             status = os.fstat(file.fileno())
+            # A file that was replaced, or has become shorter, is another run's.
             same, size = (status.st_dev, status.st_ino), status.st_size
             if self._file is not None and (same != self._file or size < self._position):
                 self.began_anew = True
                 self._position, self._rest = 0, b""
             self._file = same
             lines = []
+            # To parse 100 MB of steps takes 9 s; its end and lines in between take 0.03 s (decision
+            # 100).
             if size - self._position > self._most_bytes:
                 start = size - self._most_bytes // 2
                 lines = self._sampled(file, self._position, start)
@@ -203,7 +217,7 @@ class Tail:
 
     @staticmethod
     def _sampled(file: BinaryIO, begin: int, end: int) -> list[Line]:
-        """Lines at even distances between two places of `file`."""
+        """Return lines at even distances between two places of `file`."""
         found = []
         for k in range(SAMPLES):
             file.seek(begin + (end - begin) * k // SAMPLES)

@@ -27,11 +27,12 @@ from orchestra.settings.base import from_plain, to_plain
 SCHEMA = 1
 SUMMARY = "summary.json"
 CLUSTER = "cluster.yaml"
-"""In the folder of a run on a described cluster: the cluster, written out in full."""
+"""A file in the folder of a run on a described cluster: the whole cluster."""
 EMULATION = "emulation.json"
-"""In the folder of an emulated run: what the transports counted, and what the cables carried."""
+"""A file in the folder of an emulated run: the counts of the transports and of the cables."""
 TECHNIQUES = "techniques.json"
-"""In the folder of a comparison: the rows that differ in one setting, and where each pays."""
+"""A file in the folder of a comparison: the rows that differ in one setting, and where each
+pays."""
 
 
 @dataclass(frozen=True)
@@ -111,32 +112,41 @@ class RunRecord:
 
     @property
     def threads_by_rank(self) -> list[int]:
-        """How many threads each rank computed with; of one that was lost, the most of any."""
+        """The threads that each rank computed with; for a rank that was lost, the most of any."""
+        # Old records have one number for all
         known = {part["rank"]: part.get("threads", self.threads) for part in self.by_rank}
         ranks = max((*known, *map(int, self.left_out)), default=-1) + 1
         return [known.get(rank, self.threads) for rank in range(ranks)]
 
     @property
     def mixed(self) -> bool:
-        """Whether its nodes are known to be unlike in what they do alone."""
+        """True if its nodes are known to be unlike in what they do alone."""
+        # To three digits: measured speeds of equal nodes differ in the further ones
         return len({float(f"{speed:.3g}") for speed in self.alone.values()}) > 1
 
     def summary(self) -> dict[str, Any]:
-        """This run's entry in `summary.json`: everything but the folder, finite or null."""
+        """Return this run's entry in `summary.json`: everything but the folder; figures are
+        finite or null.
+        """
         entry: dict[str, Any] = to_plain(self, finite=True)
         del entry["folder"]
         return entry
 
     @property
     def disturbed(self) -> bool:
-        """Whether other programs took a notable part of the machine: its seconds are too long."""
+        """True if other programs took a notable part of the machine: its seconds are too long."""
         return self.busy_with_others is not None and self.busy_with_others > NOTABLE
 
 
 def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
-    """The record of a run from what its ranks report; `about` gives the fields they do not know."""
+    """Return the record of a run from what its ranks report; `about` gives the fields they do not
+    know.
+    """
+    # A rank that a switch made a server has computed samples, too.
     workers = [report for report in reports if report.role == "worker" or report.samples]
+    # One rank alone evaluates
     leader = next(report.leader for report in reports if report.leader is not None)
+    # A run is over when its last rank is
     seconds = max(report.train_seconds for report in reports)
     samples = sum(report.samples for report in workers)
     switches = [report for report in workers if report.switched_at_step is not None]
@@ -160,6 +170,7 @@ def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
         bytes_sent=sum(report.bytes_sent for report in reports),
         bytes_estimated=any(report.bytes_estimated for report in reports),
         seconds={
+            # Of workers alone: a server waits whenever nobody asks it
             part: sum(report.seconds[part] for report in workers) / len(workers)
             for part in ("compute", "communicate", "wait")
         },
@@ -200,7 +211,7 @@ def write_summary(
     runs: Sequence[RunRecord],
     not_run: Sequence[Mapping[str, Any]] = (),
 ) -> Path:
-    """Write `summary.json` into `folder`, whole or not at all; its path.
+    """Write `summary.json` into `folder`, whole or not at all, and return its path.
 
     `not_run` has the name, ranks and reason of each row that could not be there.
     """
@@ -216,7 +227,7 @@ def write_summary(
 
 
 def read_summary(path: Path) -> list[RunRecord]:
-    """The runs that the `summary.json` at `path` tells of; the folder of each is that of `path`.
+    """Return the runs in the `summary.json` at `path`; the folder of each is that of `path`.
 
     Raises:
         FileNotFoundError: there is none.
@@ -236,14 +247,14 @@ def read_summary(path: Path) -> list[RunRecord]:
 
 
 def write_curve(folder: Path, points: Sequence[Point]) -> None:
-    """The figures of the snapshots, one JSON line each, into `curve.jsonl`."""
+    """Write the figures of the snapshots into `curve.jsonl`, one JSON line each."""
     lines = (json.dumps(to_plain(point, finite=True)) + "\n" for point in points)
     write_atomically(folder / "curve.jsonl", "".join(lines))
 
 
 LINKS = "links.json"
 MAX_LINKS = 32
-"""Links that are listed; of the others only `tenths` tell."""
+"""The most links that are listed; the others are only counted in `tenths`."""
 TENTHS = 10
 
 
@@ -278,10 +289,11 @@ class Links:
 
     @classmethod
     def of(cls, seconds: float, links: Sequence[Link]) -> Self:
-        """From what each carried."""
+        """Sum up what each of `links` carried in `seconds`."""
         tenths = [0] * TENTHS
         for link in links:
             tenths[min(int(link.share * TENTHS), TENTHS - 1)] += 1
+        # sorted() is stable: links of equal load stay in the order of the cluster
         busiest = sorted((link for link in links if link.bytes), key=lambda link: -link.share)
         unused = sum(not link.bytes for link in links)
         return cls(seconds, len(links), unused, tenths, busiest[:MAX_LINKS])
@@ -293,7 +305,7 @@ def write_links(folder: Path, links: Links) -> None:
 
 
 def read_links(folder: Path) -> Links | None:
-    """What stands in `links.json` of a run's folder; None where there is none.
+    """Return the content of `links.json` of a run's folder; None where there is none.
 
     Raises:
         InputError: it is damaged.
@@ -309,17 +321,17 @@ def read_links(folder: Path) -> Links | None:
 
 
 def run_folder(comparison: Path, label: str, ranks: int, seed: int) -> Path:
-    """The folder of one run of the comparison in `comparison`."""
+    """Return the folder of one run of the comparison in `comparison`."""
     return comparison / "runs" / label / f"{ranks}-ranks" / f"seed-{seed}"
 
 
 def trial_folder(comparison: Path, label: str, ranks: int, trial: int) -> Path:
-    """The folder of one trial of its tuning."""
+    """Return the folder of one trial of its tuning."""
     return comparison / "tuning" / label / f"{ranks}-ranks" / f"trial-{trial}"
 
 
 def cache_folder() -> Path:
-    """`ORCHESTRA_CACHE`, else `orchestra` in `XDG_CACHE_HOME`, else in `~/.cache`.
+    """Return `ORCHESTRA_CACHE`, else `orchestra` in `XDG_CACHE_HOME`, else in `~/.cache`.
 
     Raises:
         RuntimeError: none of these is set, and the user has no home.
@@ -337,6 +349,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     try:
         partial.write_bytes(content if isinstance(content, bytes) else content.encode())
         with partial.open("rb") as file:
+            # Otherwise the rename may reach the disk before the content does.
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
@@ -346,7 +359,9 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def partial_of(path: Path) -> Path:
-    """The file that `write_atomically` writes first, and that a process killed meanwhile leaves."""
+    """Return the file that `write_atomically` writes first, and that a process killed meanwhile
+    leaves.
+    """
     return path.with_name(f".{path.name}.partial")
 
 
@@ -354,7 +369,7 @@ PACKAGES = ("neural-orchestra", "torch", "numpy", "safetensors", "scikit-learn")
 
 
 def environment() -> dict[str, Any]:
-    """Machine, system and versions, as far as they can bear on a result."""
+    """Return machine, system and versions, as far as they can bear on a result."""
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
@@ -362,6 +377,7 @@ def environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "packages": {name: _version(name) for name in PACKAGES},
         "command": sys.argv,
+        # Where a replay finds the module of the task (decision 66).
         "modules": [p for p in sys.path if p and not p.startswith((sys.prefix, sys.base_prefix))],
     }
 
@@ -375,6 +391,7 @@ def _version(name: str) -> str | None:
 
 def _processor() -> str:
     try:
+        # On Linux `platform.processor()` is empty, or names the architecture alone.
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()

@@ -1,4 +1,4 @@
-"""What a rank reports of a run: its counters, timeline and curve; and who was a straggler by that.
+"""The report of a rank: its counters, timeline and curve; and stragglers as data.
 
 Plain data, free of torch.
 """
@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 NOTABLE = 0.1
-"""Part of a machine's processor time that other programs took: from here on there is a warning."""
+"""The part of a machine's processor time, taken by other programs, from which on there is a
+warning."""
 LEAST_SECONDS = 0.25
-"""Shorter stretches tell nothing: the system counts processor time in hundredths of a second."""
+"""Shorter times say nothing: the system counts processor time in hundredths of a second."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +41,24 @@ class Usage:
 
 
 def taken_by_others(usages: Sequence[Usage]) -> float | None:
-    """How many cores other programs kept busy in the mean, beside the processes of `usages`,
-    which ran on one machine at the same time; None where that is not known."""
+    """Return the mean number of cores that other programs kept busy, beside the processes of
+    `usages`.
+
+    These ran on one machine at the same time. None where the number is not known.
+    """
     longest = max(usages, key=lambda usage: usage.passed, default=None)
     if longest is None or longest.busy is None or longest.passed < LEAST_SECONDS:
         return None
     own = sum(usage.own for usage in usages)
+    # Both figures are rounded to hundredths of a second, so that the difference may be negative.
     return min(max(longest.busy - own, 0.0) / longest.passed, float(longest.cores))
 
 
 def busy_with_others(usages: Iterable[Usage | None]) -> float | None:
-    """The part of a machine's processor time that other programs took; the largest of all machines,
-    None where it is known of none."""
+    """Return the part of a machine's processor time that other programs took.
+
+    Of several machines the largest; None where it is known of none.
+    """
     by_machine: dict[str, list[Usage]] = {}
     for usage in usages:
         if usage is not None:
@@ -93,7 +100,7 @@ class Point:
         return min(values) if rising else max(values)
 
     def worst_nodes(self) -> dict[str, float]:
-        """The figures of the worst node that are known, by name."""
+        """Return the figures of the worst node that are known, by name."""
         worst = {name: self.worst(name) for name in self.metrics}
         return {name: value for name, value in worst.items() if value is not None}
 
@@ -103,7 +110,7 @@ _RISING = ("accuracy", "r2", "f1", "score")
 
 
 def is_rising(name: str) -> bool | None:
-    """Whether more is better of the figure `name`; None where its name does not tell."""
+    """Return whether more is better of the figure `name`; None where its name does not tell."""
     words = name.lower()
     if any(word in words for word in _RISING):
         return True
@@ -111,7 +118,7 @@ def is_rising(name: str) -> bool | None:
 
 
 class Message(NamedTuple):
-    """Which message of a run: the `number`-th from `source` to `target` with this tag."""
+    """A message of a run: the `number`-th from `source` to `target` with this tag."""
 
     source: int
     target: int
@@ -160,11 +167,11 @@ class Timeline:
 
 MAX_POINTS = 60
 MAX_SOURCES = 128
-"""Ranks with messages from more sources than this do not report how fast these arrived."""
+"""Ranks that receive from more sources than this do not report how fast messages arrived."""
 
 
 class Counters(NamedTuple):
-    """What a rank has done until the moment `seconds` on the stopwatch, summed up from its start.
+    """The totals of a rank from its start until the moment `seconds` on the stopwatch.
 
     `compute`, `input` (reading batches) and `blocked` (in the transport) are seconds of the main
     flow. `arrived` has for each rank that sent large messages their bytes, and the seconds for
@@ -188,15 +195,17 @@ class CounterSeries:
         self._apart = self._next = 0.0
 
     def due(self, seconds: float) -> bool:
-        """Whether a point at this moment would be kept."""
+        """Return whether a point at this moment would be kept."""
         return seconds >= self._next
 
     def add(self, counters: Counters) -> None:
         """Keep `counters`, the latest so far."""
         points = self.points
+        # Virtual time may stand still between two of them; the later one has all
         if points and points[-1].seconds >= counters.seconds:
             points.pop()
         points.append(counters)
+        # Twice as far apart as the points could be: about half of them stay.
         apart = 2 * (counters.seconds - points[0].seconds) / MAX_POINTS
         if len(points) > MAX_POINTS:
             kept = points[:1]
@@ -257,7 +266,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class LeaderReport:
-    """What only one rank finds out: the worth of the final parameters, and of those before.
+    """The findings of the leader: the worth of the final parameters, and of those before.
 
     `final_loss` and `metrics` are on the test data; the last training loss where there is none.
     Where nothing has values there are neither, and no hash.
@@ -270,7 +279,7 @@ class LeaderReport:
 
 
 def changes_in(decisions: Sequence[Mapping[str, Any]]) -> list[str]:
-    """In words those of the `decisions` of a run by which another strategy went on."""
+    """Return in words those `decisions` of a run by which another strategy went on."""
     return [
         f"after step {each['step']} to {each['then']}: {each['reason']}"
         for each in decisions
@@ -297,12 +306,12 @@ class Straggler:
 
     @property
     def key(self) -> tuple[tuple[int, ...], Cause]:
-        """The same for the same ranks and cause."""
+        """A key that is equal for the same ranks and cause."""
         return self.ranks, self.cause
 
     @property
     def who(self) -> str:
-        """In words: "rank 2 (node-2)", "a link of rank 2 or 3"."""
+        """The ranks in words: "rank 2 (node-2)", "a link of rank 2 or 3"."""
         *most, last = map(str, self.ranks)
         joined = " or " if len(self.nodes) != 1 else " and "
         text = f"rank {', '.join(most)}{joined * bool(most)}{last}"
@@ -312,6 +321,6 @@ class Straggler:
 
     @property
     def text(self) -> str:
-        """In a line: "rank 2 is 3.9x slower (compute), 41 s lost to it"."""
+        """The straggler in a line: "rank 2 is 3.9x slower (compute), 41 s lost to it"."""
         lost = f", {self.lost_seconds:.0f} s lost to it" if self.lost_seconds >= 1 else ""
         return f"{self.who} is {self.factor:.1f}x slower ({self.cause}){lost}"

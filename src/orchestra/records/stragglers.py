@@ -1,4 +1,5 @@
-"""Which ranks held up the others: from what each rank reports of its time, without torch.
+"""Stragglers: the ranks that held up the others, by each rank's report of its time; without
+torch.
 
 A rank reads its counters at some sixty moments (`CounterSeries`). `find` cuts the run into windows,
 and compares ranks and links with their peers in each of them. docs/stragglers.md explains it.
@@ -15,7 +16,7 @@ from orchestra.records.report import Cause, Counters, Straggler
 from orchestra.settings.registry import LazyModule
 
 _Pair = tuple[int, int]
-"""Source and target of messages."""
+"""The source and the target of messages."""
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -27,24 +28,26 @@ else:
 
 MAX_WINDOWS = 30
 STEPS_A_WINDOW = 3
-"""Of the worker with the fewest steps; a run of less than three times as many tells nothing."""
+"""The steps of a window, of the worker with the fewest steps; a run of less than three windows says
+nothing."""
 LITTLE = 0.25
-"""Of what a straggler takes beyond others in a step: who lost less has not waited for it."""
+"""The part of a straggler's excess per step: whoever lost less has not waited for it."""
 LEAST_SECONDS = 2.0
-"""What lasts less on real processes is noise of the machine."""
+"""Shorter events on real processes are noise of the machine."""
 LEAST_WINDOWS = 3
 MATERIAL = 0.05
-"""Part of the time that the excess has to make up."""
+"""The part of the time that the excess has to amount to."""
 CERTAIN = 7.0
-"""Standard errors that the mean logarithm of the ratio has to be above 0."""
+"""How many standard errors the mean logarithm of the ratio has to lie above 0."""
 CLEAR = math.log(4.0)
-"""Logarithms of ratios count as this at most: what varies beyond is no doubt."""
+"""The largest logarithm of a ratio that counts: variation beyond it is no reason for doubt."""
 SLOWER = 1.2
-"""Of the median of the others: less is no straggler."""
+"""The ratio to the median of the others from which on a rank is a straggler."""
 THINNER = 2.5
-"""Times the seconds of others for a byte: less is no straggler. Two at a time take twice them."""
+"""The ratio of the seconds per byte to those of others from which on a link is a straggler. Two
+messages at a time take twice as long."""
 FASTEST = 1e-11
-"""Seconds a byte: what is faster counts as this."""
+"""The fewest seconds per byte that count."""
 
 
 def find(
@@ -54,7 +57,7 @@ def find(
     nodes: Mapping[int, str] | None = None,
     least_seconds: float = 0.0,
 ) -> list[Straggler]:
-    """The stragglers among the ranks of `by_rank`, the one that cost most first.
+    """Return the stragglers among the ranks of `by_rank`, the one that cost most first.
 
     Args:
         by_rank: the points of each rank.
@@ -91,7 +94,7 @@ def find(
 
 @dataclass(frozen=True)
 class Windows:
-    """What ranks did in windows of the run: see `Counters`.
+    """The work of ranks in windows of the run: see `Counters`.
 
     The arrays have a row for each of `ranks` and a column for each window. `arrived` has by source
     and target the bytes of large messages in each window, and the seconds that these took.
@@ -107,7 +110,9 @@ class Windows:
 
     @classmethod
     def of(cls, by_rank: Mapping[int, Sequence[Counters]], edges: Sequence[float]) -> Windows:
-        """Those between the rising `edges`; sums are linear between the points of a rank."""
+        """Return the windows between the rising `edges`; sums are linear between the points of a
+        rank.
+        """
         sums, arrived = [], {}
         for target, series in by_rank.items():
             times = [point.seconds for point in series]
@@ -137,28 +142,32 @@ class Found(NamedTuple):
 
 
 def others(values: Array) -> Array:
-    """The median of the others, for each of two or more values."""
+    """Return for each of two or more values the median of the others."""
     order = np.argsort(values)
     place = np.argsort(order)
     rest = len(values) - 1
+    # Without the value itself the ranks above it move down by one.
     low, high = (values[order[k + (k >= place)]] for k in ((rest - 1) // 2, rest // 2))
     median: Array = (low + high) / 2
     return median
 
 
 def noise_of(logarithms: Collection[Array]) -> float:
-    """The standard deviation of a window, from the differences between one and the next."""
+    """Return the standard deviation of a window, from the differences between one and the next."""
     steps = np.concatenate([np.abs(np.diff(np.clip(row, -CLEAR, CLEAR))) for row in logarithms])
+    # The difference of two normal numbers has the mean magnitude 2 sigma / sqrt(pi). Neighbours are
+    # compared, as a lasting difference leaves these alone (decision 92).
     return float(steps.mean()) * math.sqrt(math.pi) / 2 if steps.size else 0.0
 
 
 def stretches(logs: Array, least: float, noise: float, begin: int = 0) -> Iterator[tuple[int, int]]:
-    """From where to where the logarithms of ratios are at least `least` in the mean, for certain.
+    """Yield where the logarithms of ratios are at least `least` in the mean, for certain.
 
     A stretch has the largest sum of what exceeds the half of `least`, where each window counts as
     much as another at most.
     """
     logs = np.clip(logs, -CLEAR, CLEAR)
+    # The segment with the largest sum (Kadane); its ends are then moved in to where it is clear.
     half, best, total, first, span = least / 2, 0.0, 0.0, 0, (0, 0)
     for index, value in enumerate(logs.tolist()):
         if total <= 0:
@@ -185,7 +194,7 @@ def stretches(logs: Array, least: float, noise: float, begin: int = 0) -> Iterat
 
 
 def slow_ranks(ranks: Sequence[int], windows: Windows, width: float) -> Iterator[Found]:
-    """The `ranks` that took longer than their peers for a sample, and for a step as well.
+    """Yield the `ranks` that took longer than their peers for a sample, and for a step as well.
 
     A slow rank with a share so small that it is ready with the others holds up nobody.
     """
@@ -196,6 +205,8 @@ def slow_ranks(ranks: Sequence[int], windows: Windows, width: float) -> Iterator
     compute, read = windows.compute[rows], windows.input[rows]
     work = compute + read
     by_sample = _ratios(work, samples)
+    # A slow rank with a small share is ready with the others, and one with a large share is not
+    # slow.
     logs = np.minimum(by_sample, _ratios(work, steps))
     noise = noise_of(logs)
     for row, own in enumerate(logs):
@@ -214,7 +225,8 @@ def slow_ranks(ranks: Sequence[int], windows: Windows, width: float) -> Iterator
 
 
 def _ratios(work: Array, amount: Array) -> Array:
-    """The logarithm of each rank's work for an amount over the median of the others, by window.
+    """Return the logarithm of each rank's work for an amount over the median of the others, by
+    window.
 
     Servers have neither samples nor steps: their amounts are those of equal times.
     """
@@ -233,7 +245,7 @@ def _ratios(work: Array, amount: Array) -> Array:
 
 
 def slow_links(windows: Windows, nodes: Mapping[int, str], width: float) -> Iterator[Found]:
-    """Ranks, or all those of a node, to and from which bytes take longer than elsewhere.
+    """Yield ranks, or all those of a node, to and from which bytes take longer than elsewhere.
 
     If that is half of all, the network is like that, and nobody is slower than others.
     """
@@ -245,6 +257,7 @@ def slow_links(windows: Windows, nodes: Mapping[int, str], width: float) -> Iter
     for arrived, local in ((inside, {}), (across, nodes)):
         found = list(_slow_pairs(arrived, local, width)) if len(arrived) > 2 else []
         named = {rank for each in found for rank in each.ranks}
+        # Half of all ranks behind slow links are the network, not stragglers.
         if len(found) == 1 or 2 * len(named) < len(windows.ranks):
             yield from found
 
@@ -280,8 +293,9 @@ def _slow_pairs(arrived: _Arrived, nodes: Mapping[int, str], width: float) -> It
 
 
 def _byte_ratios(arrived: _Arrived) -> tuple[dict[_Pair, Array], dict[_Pair, Array]]:
-    """By window: the logarithm of the seconds a byte over the others' median, NaN where there were
-    no messages; seconds beyond it."""
+    """Return by window the logarithm of the seconds a byte over the others' median, NaN where
+    there were no messages, and the seconds beyond it.
+    """
     logs = {pair: np.full_like(size, np.nan) for pair, (size, _) in arrived.items()}
     excess = {pair: np.zeros_like(size) for pair, (size, _) in arrived.items()}
     for k in range(len(next(iter(logs.values())))):
@@ -293,7 +307,9 @@ def _byte_ratios(arrived: _Arrived) -> tuple[dict[_Pair, Array], dict[_Pair, Arr
 
 
 def _rates(arrived: _Arrived, first: int, last: int) -> dict[_Pair, float]:
-    """The seconds a byte of each pair that was used in these windows, in the mean over them."""
+    """Return the seconds a byte of each pair that was used in these windows, in the mean over
+    them.
+    """
     return {
         pair: max(float(seconds[first:last].sum()) / total, FASTEST)
         for pair, (size, seconds) in arrived.items()
@@ -302,8 +318,8 @@ def _rates(arrived: _Arrived, first: int, last: int) -> dict[_Pair, float]:
 
 
 def _usual(rates: Mapping[_Pair, float]) -> dict[_Pair, float]:
-    """What the rate of a pair is compared with: the median of the other pairs with this source, or
-    with this target, whichever is faster; where there are none, of all others.
+    """Return the rate that each pair is compared with: the median of the other pairs with this
+    source, or with this target, whichever is faster; where there are none, of all others.
 
     All that a server sends, or gets, shares its link: it says nothing that this takes longer than
     in the other direction.
@@ -319,6 +335,8 @@ def _usual(rates: Mapping[_Pair, float]) -> dict[_Pair, float]:
         if len(members) > 1:
             medians = others(np.array([rates[pair] for pair in members])).tolist()
             for pair, median in zip(members, medians, strict=True):
+                # The faster side: all pairs of a server share its link, and would excuse each
+                # other.
                 akin[pair] = min(akin.get(pair, math.inf), median)
     return found | akin
 
@@ -326,8 +344,9 @@ def _usual(rates: Mapping[_Pair, float]) -> dict[_Pair, float]:
 def _blamed(
     worst: _Pair, slow: Mapping[_Pair, bool], ends: Mapping[int, int | str]
 ) -> set[int | str]:
-    """The end of the `worst` pair of which the larger part of the pairs is `slow`; both where that
-    does not tell."""
+    """Return the end of the `worst` pair at which the larger part of the pairs is `slow`; both
+    if equal.
+    """
 
     def part(end: int | str) -> float:
         own = [slow[pair] for pair in slow if end in (ends[pair[0]], ends[pair[1]])]
@@ -343,7 +362,7 @@ def _blamed(
 def _lost(
     found: Sequence[Found], windows: Windows, workers: Sequence[int], width: float
 ) -> list[float]:
-    """The seconds that the other workers lost to each of `found`.
+    """Return the seconds that the other workers lost to each of `found`.
 
     In a step a worker lost what the straggler took beyond it, less what the straggler's steps are
     longer than its own, and at most what it was blocked. If several stragglers claim more than it
@@ -370,7 +389,7 @@ def _lost(
 
 
 def _steps_at(series: Sequence[Counters], seconds: float) -> float:
-    """The steps at a moment between two points."""
+    """Return the steps at a moment between two points."""
     return float(np.interp(seconds, [p.seconds for p in series], [p.steps for p in series]))
 
 

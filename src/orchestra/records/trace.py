@@ -25,7 +25,8 @@ THREADS = 1000  # more than a rank has flows
 MAIN = "main"
 """The flow of a rank that computes; the others are background flows."""
 MAX_BYTES = 1 << 23
-"""Of the packed file: waits in a larger one, of hundreds of ranks, take too long to read."""
+"""The most bytes of the packed file: waits in a larger one, of hundreds of ranks, take too long to
+read."""
 
 Event = dict[str, Any]
 Arrows = Sequence[tuple[Event, Event]]
@@ -36,11 +37,14 @@ def write_trace(folder: Path, reports: Sequence[RankReport]) -> None:
     events = trace_events(reports)
     if events:
         text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
+        # Without the time of writing, equal timelines are equal files.
         write_atomically(folder / FILE, gzip.compress(text.encode(), mtime=0))
 
 
 def trace_events(reports: Sequence[RankReport]) -> list[Event]:
-    """All events of the trace; of each flow in the order of their beginnings, outer ones first."""
+    """Return all events of the trace; of each flow in the order of their beginnings, outer ones
+    first.
+    """
     traced = _on_one_clock([(r.rank, r.timeline) for r in reports if r.timeline is not None])
     sent = _sent(traced.values())
     numbers = {message: number for number, message in enumerate(sorted(sent), start=1)}
@@ -96,7 +100,8 @@ def _without_others(piece: Slice, sent: Mapping[Message, float]) -> Iterator[Sli
     at = piece.start if piece.message is None else sent.get(piece.message, piece.start)
     if piece.category == "receive" and piece.start < at <= piece.end:
         step = {name: value for name, value in piece.args.items() if name == "step"}
-        if _micros(piece.start) < _micros(at):  # in virtual time a rounding may lie between
+        # In virtual time both may be rounded to the same microseconds.
+        if _micros(piece.start) < _micros(at):
             yield piece._replace(name="move other messages", end=at, args=step, message=None)
         piece = piece._replace(start=at)
     yield piece
@@ -117,7 +122,9 @@ def _names(report: RankReport, timeline: Timeline) -> Iterator[Event]:
 
 
 def _where(rank: int, flow: int) -> Event:
-    """Return process and thread numbers; those of threads have to be unique in Perfetto."""
+    """Return the numbers of process and thread; those of threads have to be unique (decision
+    16).
+    """
     return {"pid": rank, "tid": THREADS * (rank + 1) + flow}
 
 
@@ -134,6 +141,7 @@ def _slice_events(rank: int, piece: Slice, numbers: Mapping[Message, int]) -> It
     if piece.category == "send":
         yield {"ph": "s", "ts": start, **arrow}
     else:
+        # An arrow binds to the slice around its moment, and a slice does not hold its own end.
         inside = round(max(start, end - NANOSECOND), 3)
         yield {"ph": "f", "bp": "e", "ts": inside, **arrow}
 
@@ -203,7 +211,8 @@ def _parts(slices: Sequence[Event]) -> list[list[Event]]:
 
 
 def longest_waits(folder: Path) -> dict[int, str]:
-    """By rank, whom its main flow waited for longest, with the part of the time that it did so.
+    """Return whom each rank's main flow waited for longest, with the part of the time that it
+    did so.
 
     The time is that of the steps that the timeline in `folder` shows. A rank that came to serve
     has whom it waited for meanwhile, without a part. Empty where there is no timeline.

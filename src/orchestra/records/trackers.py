@@ -1,4 +1,4 @@
-"""Where figures of a run can go beside its records, if the library for it is installed.
+"""Trackers: where figures of a run can go beside its records, if the library is installed.
 
 Event files for TensorBoard are written here; its writer is imported where they are asked for.
 """
@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 TRACKERS = {"tensorboard": "TensorBoard", "mlflow": "MLflow", "wandb": "Weights & Biases"}
-"""By setting, module and extra, which have the same name."""
+"""The names of trackers; a key is at once the setting, the module and the extra."""
 
 
 def require_tracker(name: str) -> None:
     """Raise `InputError` where the library of the setting `name` is not installed."""
     spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:  # or a folder of that name in the current one
+    # A folder of that name in the current one is a package, too, without an origin.
+    if spec is None or spec.origin is None:
         raise InputError(
             f"{name}: is true, but {TRACKERS[name]} is not installed: "
             f"pip install 'neural-orchestra[{name}]', or set it to false"
@@ -45,11 +46,12 @@ class Scalars:
         require_tracker("tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
+        # TensorBoard hides what an earlier part of the run wrote from `purge_step` on.
         self._make = functools.partial(SummaryWriter, str(folder / FOLDER / name), purge_step=first)
         self._writer: SummaryWriter | None = None
 
     def add(self, at: int, figures: Mapping[str, float]) -> None:
-        """The values of `figures`, by name, at step (or sample) `at`."""
+        """Add the values of `figures`, by name, at step (or sample) `at`."""
         if self._writer is None:
             self._writer = self._make()
         for name, value in figures.items():
@@ -61,13 +63,13 @@ class Scalars:
             self._writer.flush()
 
     def close(self) -> None:
-        """No more follow."""
+        """Close the writer: no more figures follow."""
         if self._writer is not None:
             self._writer.close()
 
 
 def write_curve_events(folder: Path, points: Sequence[Point]) -> None:
-    """The figures of the snapshots over the samples, as the curve "snapshots".
+    """Write the figures of the snapshots over the samples, as the curve "snapshots".
 
     Where each node has a model of its own those are the nodes' mean; "snapshots-worst-node" and
     "snapshots-average-of-replicas" stand beside it.

@@ -1,1 +1,3 @@
-"""From the records of runs to one page that answers: which strategy, why, and was it worth it."""
+"""Report on runs: one page, made from their records, that says which strategy won, why, and
+whether distributing paid.
+"""

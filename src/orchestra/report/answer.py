@@ -1,4 +1,6 @@
-"""The first sentences of a report: which strategy, by how much, did distributing pay, and why."""
+"""The first sentences of a report: which strategy was best, by how much, whether distributing
+paid, and why.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ from orchestra.report.study import Study
 
 @dataclass(frozen=True)
 class Conclusion:
-    """`headline` is the answer; the rest adds to it, says why it is so, and its caveats."""
+    """The `headline` answers the question; the rest adds details, reasons and caveats."""
 
     headline: str
     detail: Sequence[str] = ()
@@ -41,7 +43,7 @@ class Conclusion:
 
 
 def answer(study: Study) -> Conclusion:
-    """What the runs of `study` say, with no more certainty than they give."""
+    """Return the conclusion from the runs of `study`, as certain as the seeds allow and no more."""
     rows = study.completed
     if not rows:
         return Conclusion(_nothing_completed(study))
@@ -79,6 +81,8 @@ def _nothing_completed(study: Study) -> str:
 def _first_to_target(study: Study, reached: Sequence[Row]) -> str:
     first = reached[0]
     soonest = all(_time(first) <= _time(row) for row in reached)
+    # Rows are ranked by how often they reached the target before how soon: a strategy that gets
+    # there in one run of three is not first because that run was quick (decision 14).
     how = "first" if soonest else "most often"
     opening = f"{_row_text(study, first)} reached {study.target} {how}, {_after(study, first)}"
     others = [row for row in reached if row.single is not first.single]
@@ -97,7 +101,7 @@ def _first_to_target(study: Study, reached: Sequence[Row]) -> str:
 
 
 def _compared(study: Study, first: Row, other: Row) -> str:
-    """Return how long `other` took, and what follows for distributing."""
+    """Return how long `other` took, and what that says about distributing."""
     ours, theirs = _time(first), _time(other)
     who = _row_text(study, other)
     if first.single:
@@ -107,6 +111,7 @@ def _compared(study: Study, first: Row, other: Row) -> str:
         took += f" where it got there, in {number} of {count('run', len(other.runs))}"
     took += f", {times(theirs / ours)} as long" if 0 < ours < theirs else ""
     difference = study.between(other, first, TIME_TO_TARGET)
+    # The fastest mean is often luck; only an interval that excludes zero makes a row better
     if difference is not None and _told_apart(difference) is False:
         over = f"over {count('seed', difference.n)}"
         if difference.too_coarse:
@@ -118,7 +123,7 @@ def _compared(study: Study, first: Row, other: Row) -> str:
 
 
 def _next_to_target(study: Study, reached: Sequence[Row]) -> Iterator[str]:
-    """Yield how certain the first sentence is, and who was second if it has not named it."""
+    """Yield how certain the first sentence is, and the second row unless that sentence names it."""
     first = reached[0]
     rivals = [row for row in reached if row.single is not first.single]
     apart = {row.name: study.between(row, first, TIME_TO_TARGET) for row in reached}
@@ -135,6 +140,7 @@ def _next_to_target(study: Study, reached: Sequence[Row]) -> Iterator[str]:
             for rival in [row for row in rivals if row.global_batch == first.global_batch][:1]:
                 took = f"{rival.name} took {figure_text(_time(rival), 's')}{by(rival)}"
                 yield f"at the same batch, {first.global_batch}, {took}"
+    # Whoever is second has been named already if it is the first of the rivals
     for second in [row for row in reached[1:2] if row not in rivals[:1]]:
         alike = ": the two cannot be told apart" * (_told_apart(apart[second.name]) is False)
         text = f"{_row_text(study, second)}, {_after(study, second)}{by(second)}{alike}"
@@ -159,7 +165,9 @@ def _time(row: Row) -> float:
 
 
 def _best_in_the_end(study: Study, rows: Sequence[Row]) -> str:
-    """Return who ended with the best figure, or was the fastest where only time passed."""
+    """Return which row ended with the best figure, or was the fastest if only time was
+    simulated.
+    """
     measure, best = study.primary, rows[0]
     noun = measure.title.removeprefix("final ")
     how = "was the fastest with" if study.only_time else f"ended with the best {noun},"
@@ -190,6 +198,7 @@ def _best_in_the_end(study: Study, rows: Sequence[Row]) -> str:
 def _fastest(study: Study) -> Iterator[str]:
     """Compare the best distributed strategy with one process by samples a second."""
     paced = [(row, pace) for row in study.completed if (pace := row.mean(PACE.read)) is not None]
+    # The fastest row of either kind, whatever its batch: the harder rival (decision 14)
     paced.sort(key=lambda entry: -entry[1])
     sides = [own[0] for own in grouped(paced, lambda entry: entry[0].single).values()]
     if not sides:
@@ -230,6 +239,7 @@ def _machines(study: Study) -> Iterator[str]:
         yield text
     for measure in study.of_machines:
         rows = [row for row in study.completed if row.values(measure.read)]
+        # The cost of the whole budget is no virtue: whoever spends least may have learnt least
         if measure.key.endswith("_to_target") and len(rows) > 1:
             least = min(rows, key=lambda row: row.mean(measure.read) or 0.0)
             what = measure.title.partition(" ")[0]
@@ -241,7 +251,7 @@ def _machines(study: Study) -> Iterator[str]:
 
 
 def _why(study: Study) -> Iterator[str]:
-    """Compare where the time of the best distributed strategy went with one process."""
+    """Yield how the best distributed strategy spent its time, compared with one process."""
     row = next((row for row in study.completed if not row.single), None)
     if row is None:
         return
@@ -265,7 +275,7 @@ def _why(study: Study) -> Iterator[str]:
 
 
 def _balanced(study: Study) -> Iterator[str]:
-    """Tell what a rule made of the batches, in the best row that had one."""
+    """Yield how a balancing rule changed the batches of the best row that has one."""
     row = next((row for row in study.completed if row.record.batches), None)
     if row is None:
         return
@@ -290,11 +300,13 @@ def _part(name: str) -> Read:
 
 
 def _compute_beside(study: Study, row: Row) -> str:
-    """Return its computing beside that of one process on the same samples."""
+    """Return the compute time of the row beside that of one process on the same samples."""
     alike = (other for other in study.completed if other.single and other.ranks == row.ranks)
     single = next(alike, None)
     cores = row.source.environment.get("cores")
     parts = []
+    # Ranks that share cores compute more slowly than one process with all of them: without a word
+    # on that, the seconds beside each other would puzzle a reader.
     if row.record.engine == "processes" and isinstance(cores, int) and row.ranks > cores:
         parts.append(f"its {count('rank', row.ranks)} share {count('core', cores)}")
     ours = row.mean(_part("compute"))
@@ -321,7 +333,7 @@ def _caveats(study: Study) -> Iterator[str]:
 
 
 def _row_text(study: Study, row: Row) -> str:
-    """Return a row in a sentence: "ring on 4 ranks", with its batch where rows have unlike ones."""
+    """Return a row as part of a sentence: "ring on 4 ranks", with its batch if batches differ."""
     batch = f" (batch {row.global_batch})"
     unlike = len({other.global_batch for other in study.completed}) > 1
     if row.single:
@@ -332,27 +344,30 @@ def _row_text(study: Study, row: Row) -> str:
 
 
 def _told_apart(difference: Difference | None) -> bool | None:
-    """Return whether the interval excludes zero; None where no spread is known, and the snapshots
-    are close enough to say who was first."""
+    """Return True if the interval excludes zero, False if it does not, and None if there is no
+    interval and the snapshots are close enough to say who was first.
+    """
     if difference is None or (difference.low is None and not difference.too_coarse):
         return None
     return difference.certain
 
 
 def _interval(difference: Difference) -> str:
-    """Return seconds in words: "+2.10 s (95 % interval +1.71 to +2.49 s, n = 3)"."""
+    """Return the difference in seconds: "+2.10 s (95 % interval +1.71 to +2.49 s, n = 3)"."""
     mean, *ends = difference.texts()
     interval = f"95{THIN}% interval {with_unit(' to '.join(ends), 's')}, " if ends else ""
     return f"{with_unit(mean, 's')} ({interval}{pairs_of(difference.n)})"
 
 
 def _verdict(study: Study, first: Row, other: Row) -> str:
-    """Return whether distributing paid, given who was first, and before whom."""
+    """Return whether distributing paid, given that `first` was before `other`."""
     if study.differing:
         return "whether distributing pays does not follow"
+    # Otherwise the difference is one of batch and strategy together (decision 43)
     if other.global_batch != first.global_batch:
         return "with unlike batches, whether distributing pays does not follow"
     paid = "did not pay" if first.single else "paid"
+    # One run of each says nothing about another one, so the sentence is about these two alone
     where = _here(study) if study.seeds > 1 else "in these runs, one of each,"
     return f"{where} distributing {paid}"
 

@@ -1,5 +1,6 @@
-"""Where the runs of a report took place, what was equal for all rows and what was not, what makes
-their seconds doubtful, and how their settings were chosen."""
+"""Conditions and fairness of the runs in a report: the machine or cluster, what was equal for
+all rows and what was not, what makes their seconds doubtful, and how their settings were chosen.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +26,10 @@ K = TypeVar("K", int, str, tuple[int, int], tuple[float, ...])
 Names = Callable[[Sequence[Row]], str]
 
 _NEARLY = 0.01
-"""Numbers of samples that differ by less than this part are a matter of the last steps."""
+"""Numbers of samples that differ by a smaller part differ only because of the last steps."""
 _WORTH = 1.1
-"""How many times as long as need be a step's gradients take before shares are proposed."""
+"""Shares are proposed if the slowest gradient takes at least this many times the best possible
+time."""
 
 
 # Where it was
@@ -35,7 +37,9 @@ _WORTH = 1.1
 
 @dataclass(frozen=True)
 class Condition:
-    """A `name` with its `text`; `doubtful` where the seconds of the runs are, for that reason."""
+    """A condition `name` with its `text`; `doubtful` if it makes the seconds of the runs
+    doubtful.
+    """
 
     name: str
     text: str
@@ -43,7 +47,7 @@ class Condition:
 
 
 def conditions(study: Study) -> list[Condition]:
-    """The machine of real processes; of simulated runs the cluster and the cost model."""
+    """Return the machine of real processes; of simulated runs the cluster and the cost model."""
     records = _records(study)
     kinds = {"simulation": "simulated cluster", "emulation": "emulated cluster"}
     clusters = [Condition(kinds[r.engine], r.cluster) for r in records if r.cluster]
@@ -54,6 +58,7 @@ def conditions(study: Study) -> list[Condition]:
     ]
     machines = []
     for source in study.sources:
+        # Emulated runs take this machine's time, too; a simulation's seconds do not depend on it
         real = [run.record for run in source.runs if run.record.engine != "simulation"]
         if real and (text := machine_text(source)):
             busy = [r.busy_with_others for r in real if r.busy_with_others is not None]
@@ -64,18 +69,18 @@ def conditions(study: Study) -> list[Condition]:
 
 
 def costs_text(record: RunRecord) -> str:
-    """The cost model of a simulated run in one line."""
+    """Return the cost model of a simulated run in one line."""
     return f"{record.costs}{'; NOT to be trusted' * bool(record.costs_doubts)}"
 
 
 def machine_text(source: Source) -> str:
-    """The processor of a source and its cores; empty where that is not known."""
+    """Return the processor of a source and its cores; empty if unknown."""
     processor, cores = (source.environment.get(key) for key in ("processor", "cores"))
     return f"{processor}, {count('core', cores)}" if processor and cores else str(processor or "")
 
 
 def doubts(study: Study) -> Iterator[str]:
-    """Sentences on why seconds are not to be trusted; none where they are."""
+    """Yield the reasons not to trust seconds; none if there is no reason."""
     records = _records(study)
     for reasons in dict.fromkeys(tuple(record.costs_doubts) for record in records):
         if reasons:
@@ -116,7 +121,7 @@ class Fairness:
 
 
 def fairness(study: Study) -> Fairness:
-    """What the records say of it."""
+    """Return what the records say about the fairness of the comparison."""
     rows = study.completed
     several = len({row.ranks for row in rows}) > 1
 
@@ -136,7 +141,7 @@ def fairness(study: Study) -> Fairness:
 
 
 def _work(rows: Sequence[Row], names: Names) -> Iterator[str]:
-    """Yield who computes which samples, and how many."""
+    """Yield how samples are assigned to workers, and how many each run used."""
     least, most = _range_of_samples(rows)
     if most and least == most:
         yield f"The same number of samples: {most} in every run."
@@ -160,7 +165,9 @@ def _work(rows: Sequence[Row], names: Names) -> Iterator[str]:
 
 
 def _batches(rows: Sequence[Row], names: Names) -> Iterator[str]:
-    """Yield what was held equal; `_unlike_batches` says more where the global batch differs."""
+    """Yield what was equal in the batches; `_unlike_batches` says more where the global batch
+    differs.
+    """
     groups = _grouped(rows, lambda row: row.global_batch)
     if len(groups) == 1:
         yield f"The same global batch: {groups[0][0]} samples in every row."
@@ -185,10 +192,11 @@ def _batches(rows: Sequence[Row], names: Names) -> Iterator[str]:
 
 
 def _budgets(rows: Sequence[Row], names: Names) -> Iterator[str]:
-    """Yield what the processes had: their number, threads and nodes."""
+    """Yield the resources of the processes: their number, threads and nodes."""
     budgets = _grouped(rows, lambda row: row.ranks)
     for ranks, members in budgets:
         spending = [r for r in members if r.record.servers and r.record.workers < r.ranks]
+        # Dedicated servers are paid for from the budget, as the workers are
         inside = "".join(
             f"; {number} of them servers under {_names(group)}"
             for number, group in _grouped(spending, lambda row: row.record.servers)
@@ -201,6 +209,7 @@ def _budgets(rows: Sequence[Row], names: Names) -> Iterator[str]:
     most_rows = max((group for _, group in by_threads), key=len, default=[])
     parts = []
     for own, group in reversed(by_threads):
+        # The largest group is "the others": a list of nearly all names would hide the exceptions
         others = group is most_rows and len(by_threads) > 1
         parts.append(f"{_from_to(*own)} ({'the others' if others else names(group)})")
     if parts:
@@ -219,7 +228,7 @@ def _range_of_samples(rows: Sequence[Row]) -> tuple[int, int]:
 
 
 def _unfair(study: Study) -> Iterator[str]:
-    """Yield in what the runs differ beside their strategy, ranks and seed."""
+    """Yield the differences between the runs other than strategy, ranks and seed."""
     for key, values in study.differing.items():
         each = [f"{setting_text(value)} ({source.folder.name})" for source, value in values]
         yield f"The runs differ in {key}: {'; '.join(each)}."
@@ -236,7 +245,7 @@ def _unfair(study: Study) -> Iterator[str]:
 
 
 def setting_text(value: object) -> str:
-    """A setting as a reader wants it."""
+    """Return a setting in words."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -251,7 +260,9 @@ def setting_text(value: object) -> str:
 
 
 def worker_batch(batches: Sequence[int]) -> str:
-    """The samples of a worker in a step: "32 a worker", "42 to 43 a worker"; "" of one alone."""
+    """Return a worker's samples in a step: "32 a worker", "42 to 43 a worker"; empty for a
+    single worker.
+    """
     if len(batches) < 2:
         return ""
     return f"{_from_to(min(batches), max(batches))} a worker"
@@ -262,7 +273,7 @@ def _from_to(least: int, most: int) -> str:
 
 
 def _unlike_batches(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield for each number of ranks on which rows have unlike global batches which they are.
+    """Yield, for each number of ranks on which the global batches of rows differ, those batches.
 
     Larger batches on more ranks are what a comparison of several numbers of ranks is about.
     """
@@ -283,6 +294,7 @@ def _unlike_batches(rows: Sequence[Row]) -> Iterator[str]:
 
 def _runs_differ(rows: Sequence[Row]) -> Iterator[str]:
     by_seeds = grouped(rows, lambda row: tuple(sorted(run.record.seed for run in row.completed)))
+    # Rows whose seeds differ are compared over fewer pairs than their means suggest
     if len(by_seeds) > 1:
         parts = [(", ".join(map(str, own)), members) for own, members in by_seeds.items()]
         whole = _each(parts, lambda rows: some([row.name for row in rows]))
@@ -300,7 +312,7 @@ def _runs_differ(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def unequal_shares(study: Study) -> Iterator[str]:
-    """What parts by speed would bring to rows whose workers wait for one another.
+    """Yield how much rows whose workers wait for one another would gain from parts by speed.
 
     A step's gradients take as long as the slowest worker's, batch / speed; at best, the global
     batch / the sum of the speeds. Speeds are samples over seconds of computation in the runs.
@@ -320,14 +332,18 @@ def unequal_shares(study: Study) -> Iterator[str]:
 
 
 def _gain(row: Row) -> tuple[float, float] | None:
-    """Return seconds of a step's gradients as they are, and at best, where that is worth it."""
+    """Return the seconds of a step's gradients as they are and at best; None if the gain is too
+    small.
+    """
     batches = row.record.worker_batches
+    # Nobody waits for the slowest, or the parts follow the speeds already
     if not row.record.steps_together or row.record.shares or row.record.batches:
         return None
     workers = [rank for rank in row.record.by_rank if rank["role"] == "worker"]
     seconds = [rank["seconds"]["compute"] for rank in workers]
     if len(workers) != len(batches) or len(workers) < 2 or not all(seconds):
         return None
+    # As measured in this run; the ranks' sharing of cores is in it
     speeds = [rank["samples"] / spent for rank, spent in zip(workers, seconds, strict=True)]
     if not all(speeds):
         return None
@@ -376,5 +392,5 @@ def _each(groups: Iterable[tuple[object, Sequence[Row]]], names: Names) -> str:
 
 
 def _names(rows: Sequence[Row]) -> str:
-    """Return their names, with the ranks left out."""
+    """Return the rows' names without their ranks."""
     return listed([row.name.replace(f" ({count('rank', row.ranks)})", "") for row in rows])

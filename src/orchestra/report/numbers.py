@@ -1,4 +1,4 @@
-"""The figures that runs are measured by, and numbers as people read them."""
+"""The figures by which runs are measured, and the formatting of numbers for readers."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ MINUS = "\u2212"
 
 
 def count(noun: str, number: int) -> str:
-    """With its noun: "1 rank", "4 ranks"."""
+    """Return a number with its noun: "1 rank", "4 ranks"."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def fixed(value: float, decimals: int, *, sign: bool = False) -> str:
-    """`value` with `decimals` decimals; a figure that would read as zero gets more of them.
+    """Return `value` with `decimals` decimals; a figure that would read as zero gets more of them.
 
     `sign` is for differences: they have a plus as well, may read as zero, and zero has no sign.
     """
     if abs(value) < 0.5 * 10.0**-decimals:
+        # A figure of 1e-7 is something; a difference of 1e-7 beside a column of seconds is noise,
+        # and with digits of its own would look like a finding (decision 14).
         if value and not sign:
             return significant(value, 2)
         value, sign = 0.0, False
@@ -37,16 +39,19 @@ def fixed(value: float, decimals: int, *, sign: bool = False) -> str:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """`value` with `digits` significant digits; digits before the point are never rounded away."""
+    """Return `value` with `digits` significant digits; digits before the point are never rounded
+    away.
+    """
     if not math.isfinite(value):
         return str(value)
+    # In fixed notation it would be mostly zeros
     if value and abs(value) < 1e-4:
         return f"{value:.{digits - 1}e}".replace("-", MINUS)
     return fixed(value, decimals_for([value], digits))
 
 
 def decimals_for(values: Sequence[float], digits: int) -> int:
-    """The decimals with which the largest of `values` has `digits` significant digits."""
+    """Return the decimals with which the largest of `values` has `digits` significant digits."""
     largest = max((abs(value) for value in values), default=0.0)
     if not largest:
         return 0
@@ -54,67 +59,69 @@ def decimals_for(values: Sequence[float], digits: int) -> int:
 
 
 def places_of(uncertainty: float) -> int:
-    """The decimals to which a figure is known: one digit of its uncertainty, two after a 1.
+    """Return the decimals to which a figure is known: one digit of its uncertainty, two after a 1.
 
     A negative number counts digits before the point that are not known either.
     """
     if not uncertainty > 0 or not math.isfinite(uncertainty):
         return 6
     first = math.floor(math.log10(uncertainty))
+    # Two digits after a 1: rounding 1.4 to 1 would change the uncertainty by almost a third
     return min(6, (uncertainty < 2 * 10.0**first) - first)
 
 
 def uncertain(value: float, uncertainty: float, unit: str = "") -> str:
-    """No more digits than are known: "1.13 ± 0.07 s"."""
+    """Return `value` with no more digits than `uncertainty` allows: "1.13 ± 0.07 s"."""
     places = places_of(uncertainty)
+    # round() first: `places` is negative where digits before the point are not known
     figures = (fixed(round(each, places), max(0, places)) for each in (value, uncertainty))
     return with_unit(" ± ".join(figures), unit)
 
 
 def pairs_of(number: int) -> str:
-    """How many pairs a difference is over."""
+    """Return the number of pairs of a difference: "n = 3"."""
     return f"n{THIN}={THIN}{number}"
 
 
 def figure_text(value: float, unit: str, digits: int = 3) -> str:
-    """A figure with its unit: "3.10 s"."""
+    """Return a figure with its unit: "3.10 s"."""
     return with_unit(significant(value, digits), unit)
 
 
 def bytes_text(value: float) -> str:
-    """Bytes, in the unit that makes them a short number: "3.10 MB"."""
+    """Return bytes, in the unit that makes them a short number: "3.10 MB"."""
     unit = BYTES.name_for(value)
     return figure_text(value / float(BYTES.factors[unit]), unit)
 
 
 def with_unit(text: str, unit: str) -> str:
-    """`text` with a unit behind it, if there is one."""
+    """Return `text` with a unit behind it, if there is one."""
     return f"{text}{THIN}{unit}" if unit else text
 
 
 def times(ratio: float) -> str:
-    """A ratio with two significant digits: "1.7 times"."""
+    """Return a ratio with two significant digits: "1.7 times"."""
     return f"{significant(ratio, 2)} times"
 
 
 def percent(part: float) -> str:
-    """Of a share between 0 and 1."""
+    """Return a share between 0 and 1 as a percentage."""
     return f"{100 * part:.0f}{THIN}%"
 
 
 def listed(names: Sequence[str]) -> str:
-    """As in a sentence: "a, b and c"."""
+    """Return the names as in a sentence: "a, b and c"."""
     *most, last = names
     return f"{', '.join(most)} and {last}" if most else last
 
 
 def some(names: Sequence[str]) -> str:
-    """The first three of them, and how many there are beyond."""
+    """Return the first three of them, and how many there are beyond."""
     return listed(names if len(names) <= 3 else [*names[:3], f"{len(names) - 3} more"])
 
 
 def ranges(ranks: Iterable[int]) -> list[str]:
-    """Runs of consecutive ranks: "0-3", "8"."""
+    """Return runs of consecutive ranks: "0-3", "8"."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and spans[-1][1] == rank - 1:
@@ -131,9 +138,9 @@ def ranges(ranks: Iterable[int]) -> list[str]:
 class Difference:
     """The mean of paired differences over `n` pairs, with its confidence interval.
 
-    `low` and `high` are None where there is one pair: nothing is known of the spread then.
-    `below` and `above`: so much less or more it may be, since the figures are read at snapshots;
-    the interval has that in it.
+    `low` and `high` are None if there is one pair only, which says nothing about the spread.
+    `below` and `above` are how much less or more the mean may truly be, because the figures are
+    read at snapshots; the interval includes them.
     """
 
     mean: float
@@ -145,17 +152,19 @@ class Difference:
 
     @property
     def too_coarse(self) -> bool:
-        """Whether the snapshots are too far apart to say which figure is the larger."""
+        """True if the snapshots are too far apart to say which figure is the larger."""
         return -self.above < self.mean < self.below
 
     @property
     def certain(self) -> bool:
-        """Whether the interval lies on one side of zero."""
+        """True if the interval lies on one side of zero."""
         return self.low is not None and self.high is not None and self.low * self.high > 0
 
     def texts(self, places: int | None = None) -> list[str]:
-        """The mean and the ends of the interval, if there is one, with so many decimals; by default
-        with three significant digits of the largest, though no more than the snapshots allow."""
+        """Return the mean and the ends of the interval, if there is one, with `places` decimals.
+        By default the largest has three significant digits, or fewer if the snapshots do not
+        allow that.
+        """
         values = [value for value in (self.mean, self.low, self.high) if value is not None]
         if places is None:
             coarse = max(self.below, self.above)
@@ -163,19 +172,22 @@ class Difference:
         return [fixed(value, places, sign=True) for value in values]
 
     def widened(self, below: float, above: float) -> Difference:
-        """The same, of figures that may be smaller than they were read: by as much as `below` in
-        the mean of the first ones, and as `above` in that of those taken off."""
+        """Return the same difference, of figures that may be smaller than they were read: the
+        first ones by `below` in the mean, the subtracted ones by `above`.
+        """
         low = None if self.low is None else self.low - below
         high = None if self.high is None else self.high + above
         return replace(self, low=low, high=high, below=below, above=above)
 
 
 def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Difference | None:
-    """`ours` - `theirs`, paired by seed; None where they share no seed.
+    """Return `ours` - `theirs`, paired by seed; None where they share no seed.
 
     The interval is Student's t over the differences, at 95 %. It assumes that they are about
     normal, and takes nothing as known of the two spreads.
     """
+    # Runs of one seed share initial parameters and the order of samples: what is left is the
+    # strategy and the machine (decision 14).
     differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
     if not differences:
         return None
@@ -196,9 +208,11 @@ Read = Callable[[RunRecord], float | None]
 
 @dataclass(frozen=True)
 class Measure:
-    """A figure of a run. `rising`: more is better; False: less is; None: neither.
+    """A figure of a run. `rising` is True if more is better, False if less is, and None if
+    neither.
 
-    `resolution`: of a figure that is read at snapshots, how far before it the true one may lie.
+    `resolution` is, for a figure that is read at snapshots, how far before it the true one may
+    lie.
     """
 
     key: str
@@ -210,12 +224,13 @@ class Measure:
     resolution: Read | None = None
 
     def order(self, value: float) -> float:
-        """`value` so that the smallest is the best."""
+        """Return `value` so that the smallest is the best."""
         return -value if self.rising else value
 
 
 def _spacing(record: RunRecord) -> float | None:
     after, reached = record.time_to_target_after_seconds, record.time_to_target_seconds
+    # The target was reached somewhere between two snapshots, and is read at the later one
     return None if after is None or reached is None else reached - after
 
 
@@ -228,13 +243,16 @@ def _field(key: str, unit: float = 1.0) -> Read:
 
 
 def _to_target(key: str, title: str, name: str, unit: float = 1.0) -> Measure:
-    """What was spent until the target, which is known as well as the time to it, in proportion."""
+    """Return the measure of what was spent until the target; its resolution is that of the time
+    to target, in proportion.
+    """
     read = _field(key, unit)
 
     def resolution(record: RunRecord) -> float | None:
         value, spacing, reached = read(record), _spacing(record), record.time_to_target_seconds
         if value is None or spacing is None or not reached:
             return None
+        # As if it were spent at a constant rate until the target
         return value * spacing / reached
 
     return Measure(key, title, name, read, False, resolution=resolution)
@@ -243,6 +261,7 @@ def _to_target(key: str, title: str, name: str, unit: float = 1.0) -> Measure:
 def _efficiency(kind: str) -> Measure:
     def read(record: RunRecord) -> float | None:
         part = getattr(record, f"{kind}_efficiency")
+        # With equal nodes it would be the efficiency that the table has as speed
         return 100 * part if part is not None and record.mixed else None
 
     return Measure(f"{kind}_efficiency", f"{kind} efficiency", "%", read, True)
@@ -276,13 +295,13 @@ ENERGY_TO_TARGET = _to_target("energy_to_target_joules", "energy to target", "kJ
 
 
 def costs_in(currency: str) -> tuple[Measure, Measure]:
-    """The costs of runs whose nodes are paid for in `currency`: to the target, and of the whole."""
+    """Return the measures of the costs in `currency`: until the target, and of the whole run."""
     to_target = _to_target("cost_to_target", "cost to target", currency)
     return to_target, _measure("cost", "cost", currency)
 
 
 METRIC = "metrics."
-"""Begins the keys of the measures that are metrics of the final parameters."""
+"""The prefix of the keys of measures that are metrics of the final parameters."""
 
 
 @dataclass(frozen=True)
@@ -298,16 +317,17 @@ class ReportTarget:
 
 
 def target_of(experiment: Mapping[str, Any]) -> ReportTarget | None:
-    """The target of an experiment; None where it has none."""
+    """Return the target of an experiment; None where it has none."""
     target = experiment.get("target")
     if not isinstance(target, Mapping) or "metric" not in target:
         return None
+    # A target has one of at_least and at_most
     rising = target.get("at_least") is not None
     bound = target.get("at_least") if rising else target.get("at_most")
     return ReportTarget(str(target["metric"]), float(bound), rising) if bound is not None else None
 
 
 def final_metric(name: str, target: ReportTarget | None) -> Measure:
-    """The metric `name` of the final parameters."""
+    """Return the metric `name` of the final parameters."""
     rising = target.rising if target is not None and target.metric == name else is_rising(name)
     return Measure(f"{METRIC}{name}", f"final {name}", "", lambda r: r.metrics.get(name), rising, 4)

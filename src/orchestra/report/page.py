@@ -1,4 +1,4 @@
-"""The page: everything that a report says, in one HTML file that needs nothing else."""
+"""The page: the whole report in one HTML file that needs no other file."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ HEAD = "cluster"
 """The section of those figures that stand beside the answer."""
 PAGE = "report.html"
 TABLES = {"csv": ("table.csv", csv_text), "latex": ("table.tex", latex_text)}
-"""What else the table of a report can be written as."""
+"""The other formats in which the table of a report can be written."""
 
 
 def write_report(
@@ -82,6 +82,7 @@ def write_report(
         (out / "figures").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{out}: cannot be made: {error.strerror}; choose another --out") from None
+    # The page is written last: it links to the images and tables
     for figure in drawn:
         save(figure, out / "figures")
     for kind in tables:
@@ -92,7 +93,9 @@ def write_report(
 
 
 def page(study: Study, figures: Sequence[Figure], out: Path) -> str:
-    """The text of the page that is to lie in the folder `out`, beside the images of `figures`."""
+    """Return the text of the page that is to lie in the folder `out`, beside the images of
+    `figures`.
+    """
     sections = _sections(figures)
     found = endings(study)
     return (
@@ -126,15 +129,18 @@ def page(study: Study, figures: Sequence[Figure], out: Path) -> str:
 
 
 def templates() -> jinja2.Environment:
-    """The templates of pages, with their filters."""
+    """Return the templates of pages, with their filters."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("orchestra.report"),
+        # Labels, failures and notices are texts of the user and of his libraries
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
+        # A misspelt name is an error, not an empty place in the page
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["breakable"] = lambda notation: Markup(
+        # A notation has no spaces at which a narrow column could break it
         re.sub(r"([(,=])", r"\1<wbr>", str(escape(notation)))
     )
     environment.filters["together"] = lambda text: text.replace("± ", "±\N{NO-BREAK SPACE}")
@@ -143,8 +149,9 @@ def templates() -> jinja2.Environment:
 
 
 def library() -> Markup:
-    """The plotting library; no text inside may look like the end of the script."""
+    """Return the plotting library; no text inside may look like the end of the script."""
     text = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    # HTML ends a script at this text wherever it stands, inside a string of JavaScript, too
     return Markup(text.replace("</script", "<\\/script"))
 
 
@@ -155,7 +162,11 @@ def _sections(figures: Sequence[Figure]) -> dict[str, list[Figure]]:
 
 
 def _captions(sections: Mapping[str, Sequence[Figure]]) -> dict[str, str]:
-    """Return by figure the sentences of its caption that none before it in its section has."""
+    """Return the caption of each figure, without the sentences that an earlier one in its
+    section has.
+    """
+    # Figures of a section explain the same marks; their images stand alone and have the whole
+    # caption
     captions = {}
     for members in sections.values():
         said: set[str] = set()
@@ -183,11 +194,11 @@ def _data(study: Study) -> Mapping[str, Any]:
 
 
 ROOM = 3_000_000
-"""The most characters that copies of timelines may add to a page."""
+"""The most characters by which copies of timelines may enlarge a page."""
 
 
 def _traces(study: Study, page: Path) -> Iterator[dict[str, Any]]:
-    """Yield of each row the places of its timelines, seen from the folder `page`, by seed.
+    """Yield, for each row, the paths of its timelines relative to the folder `page`, by seed.
 
     `trace` is the first of them in base64, None where it would have made the page too large.
     """
@@ -196,9 +207,11 @@ def _traces(study: Study, page: Path) -> Iterator[dict[str, Any]]:
         paths = {run.record.seed: run.trace for run in row.runs if run.trace is not None}
         if paths:
             copy = base64.b64encode(next(iter(paths.values())).read_bytes()).decode()
+            # A smaller timeline further down may still fit
             fits = len(copy) <= room
             room -= len(copy) * fits
             links = {
+                # Relative, so that the report still works when the folders are moved together
                 seed: quote(Path(os.path.relpath(path, page)).as_posix())
                 for seed, path in paths.items()
             }
@@ -209,7 +222,7 @@ def _traces(study: Study, page: Path) -> Iterator[dict[str, Any]]:
 
 
 def _method(source: Source) -> dict[str, Any]:
-    """Return what is known of how the runs were made, and the commands that did and would again."""
+    """Return how the runs of a source were made, and the commands to do so and to repeat it."""
     command = source.environment.get("command") or []
     several = len(source.runs) > 1 or source.tuning or source.not_run
     return {
@@ -228,6 +241,7 @@ def _facts(source: Source) -> Iterator[tuple[str, str]]:
     yield "task and model", str(experiment.get("task", "not known"))
     epochs = experiment.get("epochs")
     if completed and isinstance(epochs, int):
+        # The task may not be importable where the report is made; the records know the samples
         samples = max(record.samples for record in completed) // epochs
         yield "training data", f"{samples} samples a pass; passes: {epochs}"
     if completed:

@@ -1,4 +1,5 @@
-"""What runs have left, and the rows of a report: each a strategy on a number of ranks, over seeds.
+"""The rows of a report, read from the files of runs: each is a strategy on a number of ranks,
+over seeds.
 
 Everything that a report shows comes from the files that are read here.
 """
@@ -46,7 +47,7 @@ K = TypeVar("K")
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """`items` by their key, in the order of the first of each."""
+    """Return `items` by their key, in the order of the first of each."""
     groups: dict[K, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -55,7 +56,7 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 @dataclass(frozen=True)
 class RunData:
-    """One run: its record, and what lies beside it, read when first asked for."""
+    """One run: its record, and the files beside it, which are read on first use."""
 
     record: RunRecord
 
@@ -73,16 +74,17 @@ class RunData:
         """
         paths = self.record.folder.glob("steps-rank-*.jsonl")
         by_rank = {int(path.stem.rpartition("-")[2]): _steps(path) for path in paths}
+        # A rank that only served leaves an empty file
         return {rank: by_rank[rank] for rank in sorted(by_rank) if by_rank[rank]}
 
     @cached_property
     def links(self) -> Links | None:
-        """What the links carried; None where nobody counted."""
+        """The traffic of the links; None if it was not counted."""
         return read_links(self.record.folder)
 
     @cached_property
     def cluster(self) -> Cluster | None:
-        """What was simulated; None for a run of real processes."""
+        """The simulated cluster; None for a run of real processes."""
         path = self.record.folder / CLUSTER
         return read_cluster(path) if path.exists() else None
 
@@ -113,12 +115,12 @@ class Source:
 
     @property
     def name(self) -> str:
-        """The experiment's, else the folder's."""
+        """The name of the experiment, or else of the folder."""
         return str(self.experiment.get("name", self.folder.name))
 
 
 def collect(folders: Sequence[Path]) -> list[Source]:
-    """What the folders of trainings and comparisons hold, in the order given.
+    """Return the contents of the folders of trainings and comparisons, in the given order.
 
     Raises:
         InputError: a folder that is none of a run, or that holds no finished run yet.
@@ -171,6 +173,7 @@ def _json(path: Path) -> dict[str, Any]:
 def _steps(path: Path) -> list[dict[str, Any]]:
     lines = list(_lines(path, grows=True))
     for number, (before, line) in enumerate(pairwise(lines), start=2):
+        # Nothing else would tell: the means over such a file look plausible
         if line["step"] <= before["step"]:
             raise InputError(
                 f"{path}:{number}: step {line['step']} stands after step {before['step']}: two "
@@ -205,12 +208,14 @@ class Row:
 
     @cached_property
     def completed(self) -> tuple[RunData, ...]:
-        """The runs that came to their end."""
+        """The runs that were completed."""
         return tuple(run for run in self.runs if run.record.status == "completed")
 
     @cached_property
     def record(self) -> RunRecord:
-        """The record of a completed run, if any: for what is equal in all runs of the row."""
+        """The record of a completed run, if there is one. For what is the same in all runs of
+        the row.
+        """
         return (self.completed or self.runs)[0].record
 
     @property
@@ -220,46 +225,50 @@ class Row:
 
     @property
     def ranks(self) -> int:
-        """The budget of its runs."""
+        """The number of ranks of its runs, dedicated servers included."""
         return self.record.ranks
 
     @property
     def global_batch(self) -> int:
-        """The samples of a step of all workers."""
+        """The samples of one step of all workers together."""
         return self.record.global_batch
 
     @property
     def single(self) -> bool:
-        """Whether nothing is distributed: one process with all cores."""
+        """True if nothing is distributed: one process with all cores."""
         return self.record.distributed is False
 
     def values(self, read: Read) -> dict[int, float]:
-        """A figure of the completed runs that have it, by seed."""
+        """Return a figure of those completed runs that have it, by seed."""
         found = {run.record.seed: read(run.record) for run in self.completed}
         return {seed: value for seed, value in found.items() if value is not None}
 
     def mean(self, read: Read) -> float | None:
-        """The mean over the seeds; None where no run has the figure."""
+        """Return the mean over the seeds; None where no run has the figure."""
         values = self.values(read).values()
         return statistics.fmean(values) if values else None
 
     def spread(self, read: Read) -> float | None:
-        """The sample standard deviation (n - 1) over the seeds; None below two of them."""
+        """Return the sample standard deviation (n - 1) over the seeds; None below two of them."""
         values = self.values(read).values()
         return statistics.stdev(values) if len(values) > 1 else None
 
     def known_to(self, measure: Measure) -> float | None:
-        """How well the mean of a figure that is read at snapshots is known: to the mean spacing of
-        the snapshots, or the spread over the seeds where that is larger. None of other figures."""
+        """Return the uncertainty of the mean of a figure that is read at snapshots: the mean
+        spacing of the snapshots, or the spread over the seeds if that is larger. None for other
+        figures.
+        """
         spacing = None if measure.resolution is None else self.mean(measure.resolution)
         return None if spacing is None else max(spacing, self.spread(measure.read) or 0.0)
 
     def text(self, measure: Measure) -> str:
-        """The mean with its unit, and how well it is known or how far the seeds spread."""
+        """Return the mean with its unit, and its uncertainty or the spread over the seeds."""
         mean, spread = self.mean(measure.read), self.spread(measure.read)
         assert mean is not None
         if (known := self.known_to(measure)) is not None:
             return uncertain(mean, known, measure.unit)
+        # A figure read at snapshots has no spread worth showing without their spacing, which old
+        # records do not have.
         if spread is None or measure.resolution is not None:
             return figure_text(mean, measure.unit, measure.digits)
         places = decimals_for([mean], measure.digits)
@@ -267,16 +276,18 @@ class Row:
 
 
 def rows_of(sources: Sequence[Source]) -> list[Row]:
-    """The rows of all `sources`, in the order of their runs, under names that differ.
+    """Return the rows of all `sources`, in the order of their runs, under names that differ.
 
     Runs of several sources share a row where everything but the seed is equal.
     """
     groups: dict[tuple[object, ...], list[tuple[Source, RunData]]] = {}
     for source in sources:
+        # As a text, since lists and dicts cannot be part of a key
         setting = repr(common_settings(source.experiment))
         for run in source.runs:
             record = run.record
             key: tuple[object, ...] = (record.name, record.strategy, record.ranks, setting)
+            # One seed has one run in a row: differences are paired by it
             while record.seed in (other.record.seed for _, other in groups.get(key, ())):
                 key = (*key, "again")  # the same run a second time: in a row of its own
             groups.setdefault(key, []).append((source, run))
@@ -286,16 +297,17 @@ def rows_of(sources: Sequence[Source]) -> list[Row]:
 
 
 def common_settings(experiment: Mapping[str, Any]) -> dict[str, Any]:
-    """What has to be equal in two experiments whose runs are compared."""
+    """Return the settings that have to be equal in two experiments whose runs are compared."""
     own = ("name", "strategies", "seeds", "ranks")
     return {key: value for key, value in experiment.items() if key not in own}
 
 
 def _named(rows: Sequence[Row]) -> list[Row]:
-    """Return `rows` with names that tell them apart, as short as that allows."""
+    """Return `rows` with names that are as short as possible and differ."""
     several = len({row.ranks for row in rows}) > 1
     names = [f"{row.label} ({count('rank', row.ranks)})" if several else row.label for row in rows]
     folders = [row.source.folder for row in rows]
+    # The folder's own name mostly tells them apart; else its path as the user gave it
     for places in ([folder.resolve().name for folder in folders], folders):
         counts = Counter(names)
         names = [
@@ -306,7 +318,7 @@ def _named(rows: Sequence[Row]) -> list[Row]:
 
 
 def numbered(names: Sequence[str], mark: str) -> Iterator[str]:
-    """`names`, with `mark` and a number behind each that was there before."""
+    """Yield `names`; a repeated one is followed by `mark` and its number."""
     counts: Counter[str] = Counter()
     for name in names:
         counts[name] += 1

@@ -1,5 +1,7 @@
-"""The sections of a page around its figures: which techniques paid, who held up the others, which
-strategies switched, what went wrong, and who ended with the same parameters."""
+"""The sections of a page around its figures: which techniques paid, which ranks held up the
+others, which strategies switched, what went wrong, and which rows ended with the same
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from orchestra.report.study import Study
 from orchestra.settings.base import from_plain
 
 MOST = 5
-"""Stragglers of a run that have lines of their own."""
+"""The most stragglers of a run that have rows of their own."""
 
 
 # Which techniques paid: rows that differ in one setting, side by side
@@ -32,7 +34,7 @@ MOST = 5
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether one technique paid.
+    """The verdict on one technique: whether it paid.
 
     Attributes:
         row: with it.
@@ -56,17 +58,21 @@ class Verdict:
 
 
 def verdicts(study: Study) -> Iterator[Verdict]:
-    """One for each technique of the comparisons in `study`, on the most ranks that it ran on."""
+    """Yield a verdict for each technique of the comparisons in `study`, on the most ranks that
+    it ran on.
+    """
     for source in study.sources:
         rows = {(r.label, r.ranks): r for r in study.completed if r.source is source}
         for judged in source.techniques:
             names = judged["technique"]
             row, plain = (rows.get((names[key], judged["ranks"])) for key in ("name", "plain"))
+            # One of the two failed or was not run under this report's sources
             if row is not None and plain is not None:
                 yield _verdict(study, row, plain, names["setting"], judged["text"])
 
 
 def _verdict(study: Study, row: Row, plain: Row, setting: str, break_even: str) -> Verdict:
+    # How often goes before how soon, as in the ranking of rows (decision 14)
     reached = [study.reached(each) / len(each.runs) for each in (row, plain)]
     measure = TIME_TO_TARGET if study.target and not study.only_time else TRAIN
     seconds = _text(row, measure), _text(plain, measure)
@@ -89,6 +95,8 @@ def _by_time(study: Study, row: Row, plain: Row, measure: Measure) -> tuple[str,
     if difference is None or not ours or not theirs:
         return "open", "they share no seed"
     ratio = f"it took {times(ours / theirs)} as long"
+    # One pair of runs gives no interval; then its two times are compared as they are, and the
+    # reason says so.
     known = difference.low is not None or difference.too_coarse
     if known and not difference.certain:
         return "open", f"{ratio}, but the two cannot be told apart"
@@ -108,7 +116,7 @@ def _text(row: Row, measure: Measure) -> str:
 
 
 def stragglers(study: Study) -> Iterator[tuple[str, int, str, str, str, str, str, str]]:
-    """The stragglers of all completed runs, in each run those first that cost most.
+    """Yield the stragglers of all completed runs, in each run those first that cost most.
 
     Of each the row, the seed, who it was, how many times as long it took, the cause, since and
     until when, and what the others lost; of those beyond the first few only how many they are.
@@ -136,13 +144,14 @@ def _lost(found: Sequence[Straggler]) -> str:
 
 
 def _stragglers_of(record: RunRecord) -> list[Straggler]:
-    """Return those of one run, the one that cost most first."""
+    """Return the stragglers of one run, the most expensive first."""
+    # Sorted when they were recorded
     found: list[Straggler] = from_plain(list[Straggler], list(record.stragglers))
     return found
 
 
 def stragglers_sentence(row: Row) -> str:
-    """A sentence on the stragglers of the first run of `row`; empty if there are none."""
+    """Return a sentence on the stragglers of the first run of `row`; empty if there are none."""
     found = _stragglers_of(row.record)
     if not found:
         return ""
@@ -181,7 +190,7 @@ class Event:
 
 
 def switched(study: Study) -> Iterator[Event]:
-    """Yield what each completed run of a strategy that may switch did."""
+    """Yield the switches of each completed run of a strategy that may switch."""
     for row in study.rows:
         for record in (run.record for run in row.completed if row.record.switches is True):
             if changes := changes_in(record.decisions):
@@ -198,7 +207,7 @@ def switched(study: Study) -> Iterator[Event]:
 
 
 def troubles(study: Study) -> Iterator[Event]:
-    """Yield what failed or was stopped, what was not run, and what was told on the way."""
+    """Yield failures, stops, rows that were not run, and notices."""
     records = [(row.name, run.record) for row in study.rows for run in row.runs]
     for name, record in records:
         if record.status == "failed":

@@ -44,7 +44,7 @@ SIGNS = {
     "triangle-right": "▶\N{VARIATION SELECTOR-15}",
     "triangle-left": "◀\N{VARIATION SELECTOR-15}",
 }
-"""Vega's shapes, and what stands for them in a text."""
+"""Vega's shapes, and the characters that represent them in text."""
 _STAR = (
     "M0.00,-1.00L0.26,-0.36L0.95,-0.31L0.43,0.14L0.59,0"
     ".81L0.00,0.45L-0.59,0.81L-0.43,0.14L-0.95,-0.31L-0.26,-0.36Z"
@@ -56,7 +56,7 @@ INK = "ink"
 
 @dataclass(frozen=True)
 class Style:
-    """How lines and points of a strategy are drawn.
+    """The look of a strategy's lines and points.
 
     `colour` is "ink" where it is that of the text; `dash` are pixels on and off; `shape` is a name
     of Vega's, or the path of one.
@@ -73,13 +73,13 @@ class Style:
 
     @property
     def sign(self) -> str:
-        """What stands for the shape in a text."""
+        """The character for the shape in a text."""
         return SIGNS.get(self.shape, "★")
 
 
 @dataclass(frozen=True)
 class Study:
-    """All that a page says follows from this.
+    """The rows of a report, on which everything on its page depends.
 
     `baseline` is what differences are taken from: a label or the name of a row; None for one
     process with all cores.
@@ -121,13 +121,15 @@ class Study:
 
     @cached_property
     def target(self) -> ReportTarget | None:
-        """What all runs were to reach; None where they had no or different targets."""
+        """The target of all runs; None if they had none or different ones."""
         targets = {target_of(source.experiment) for source in self.sources}
+        # A time to target beside that to another one would be compared all the same
         return targets.pop() if len(targets) == 1 else None
 
     @cached_property
     def differing(self) -> dict[str, list[tuple[Source, object]]]:
-        """Settings in which the sources differ, with the value of each: none in a fair study.
+        """The settings in which the sources differ, each with the value of each source. Empty in
+        a fair study.
 
         A record from before there was a setting says nothing about it. Of no concern are settings
         that make no run better or worse.
@@ -135,6 +137,8 @@ class Study:
         known: dict[str, list[tuple[Source, object]]] = {}
         for source in self.sources:
             for key, value in common_settings(source.experiment).items():
+                # How often a run is saved, and how long it waits for a silent rank, changes no
+                # figure
                 if key not in ("checkpoint_every", "patience"):
                     known.setdefault(key, []).append((source, value))
         unlike = [key for key, values in known.items() if len({repr(v) for _, v in values}) > 1]
@@ -142,8 +146,9 @@ class Study:
 
     @cached_property
     def only_time(self) -> bool:
-        """Whether nothing was computed: runs of shapes, which have no final figures."""
+        """True if nothing was computed: runs of shapes, which have no final figures."""
         records = [run.record for row in self.rows for run in row.completed]
+        # Shapes compute nothing, so their runs have no hash of parameters either
         return bool(records) and not any(
             record.metrics or record.final_loss is not None or record.parameters_sha256
             for record in records
@@ -159,26 +164,29 @@ class Study:
         names = list(dict.fromkeys(name for run in runs for name in run.record.metrics))
         wanted = self.target.metric if self.target else None
         names.sort(key=lambda name: name != wanted)
+        # The loss is a field of the record, and stands at the end
         metrics = [final_metric(name, self.target) for name in names if name != "loss"]
         return [*metrics, FINAL_LOSS]
 
     @cached_property
     def primary(self) -> Measure:
-        """What final parameters are ranked by; the speed where there are none."""
+        """The measure by which final parameters are ranked; the speed if there are none."""
         return next((measure for measure in self.finals if measure.rising is not None), PACE)
 
     @cached_property
     def measures(self) -> list[Measure]:
-        """Every figure of the table, in its order."""
+        """All measures of the table, in its order."""
         first = [TIME_TO_TARGET] if self.target and not self.only_time else []
         stale = [STALENESS, STALEST] if any(row.values(STALENESS.read) for row in self.rows) else []
         return [*first, *self.finals, TRAIN, PACE, SETUP, SENT, *stale, *self.of_machines]
 
     @cached_property
     def of_machines(self) -> list[Measure]:
-        """How well unlike nodes were used, what they cost and drew, where the runs know it; no
-        costs where they are in several currencies."""
+        """The measures of how well unlike nodes were used, and of costs and energy, where the
+        runs know them. Costs are left out if they are in several currencies.
+        """
         currencies = {run.record.currency for run in self.runs if run.record.currency}
+        # No rate of exchange is known here
         costs = costs_in(*currencies) if len(currencies) == 1 else ()
         known = (HETEROGENEOUS, CONVERGENCE, *costs, ENERGY_TO_TARGET, ENERGY)
         return [m for m in known if any(row.values(m.read) for row in self.rows)]
@@ -189,12 +197,15 @@ class Study:
         return max((len(row.completed) for row in self.rows), default=0)
 
     def reached(self, row: Row) -> int:
-        """In how many of its runs a row reached the target."""
+        """Return in how many of its runs a row reached the target."""
         return len(row.values(TIME_TO_TARGET.read))
 
     def rival(self, row: Row) -> Row | None:
-        """The row that `row` is measured against; None for itself, and where there is none."""
+        """Return the row that `row` is compared with; None for the baseline itself, and if there
+        is none.
+        """
         if self.baseline is None:
+            # Same budget and settings; another learning rate, say, would be part of the difference
             own = row.ranks, common_settings(row.source.experiment)
             rivals = [
                 other
@@ -205,19 +216,21 @@ class Study:
             named = [other for other in self.rows if other.name == self.baseline]
             labelled = [other for other in self.rows if other.label == self.baseline]
             equal = [other for other in labelled if other.ranks == row.ranks]
+            # A label may stand at several numbers of ranks: then the row with the same one
             rivals = named or equal or (labelled if len(labelled) == 1 else [])
         return rivals[0] if rivals and rivals[0] is not row else None
 
     def difference(self, row: Row, measure: Measure) -> Difference | None:
-        """`row` - its rival, over the seeds that both have."""
+        """Return `row` - its rival, over the seeds that both completed."""
         rival = self.rival(row)
         return None if rival is None else self.between(row, rival, measure)
 
     def between(self, row: Row, other: Row, measure: Measure) -> Difference | None:
-        """`row` - `other`, over the seeds that both have."""
+        """Return `row` - `other`, over the seeds that both completed."""
         difference = paired_difference(row.values(measure.read), other.values(measure.read))
         if difference is None or measure.resolution is None:
             return difference
+        # Each true time lies before the one read, by up to the spacing of the snapshots
         return difference.widened(*(each.mean(measure.resolution) or 0.0 for each in (row, other)))
 
     def _rank(self, row: Row) -> tuple[float, ...]:
@@ -228,6 +241,7 @@ class Study:
         train = row.mean(TRAIN.read)
         return (
             not row.completed,
+            # How often before how soon (decision 14)
             -reached / len(row.runs),
             infinity if time is None else time,
             infinity if final is None else self.primary.order(final),
@@ -238,11 +252,13 @@ class Study:
 
     @cached_property
     def lines(self) -> dict[str, str]:
-        """By the name of a completed row, what it is at any number of ranks: its label where that
-        is enough."""
+        """By the name of a completed row, the name of its line over numbers of ranks: its label
+        if that is enough.
+        """
         lines: dict[str, str] = {}
         for ranks in {row.ranks for row in self.completed}:
             rows = sorted((r for r in self.completed if r.ranks == ranks), key=lambda r: r.name)
+            # By name, so that the same strategy of two sources has one line at all numbers of ranks
             names = numbered([row.label for row in rows], " #")
             lines.update(zip((row.name for row in rows), names, strict=True))
         return lines
@@ -254,14 +270,17 @@ class Study:
 
     @cached_property
     def styles(self) -> Mapping[str, Style]:
-        """The style of each completed row, by its name; one strategy looks alike at every number of
-        ranks, whatever its success.
+        """By the name of a completed row, its style. A strategy looks the same at every number
+        of ranks, however well it does.
 
         No two strategies share dash and shape up to 24, so that they differ without colour as well.
         """
         shapes = tuple(SIGNS)
+        # By name and not by success: a strategy keeps its look while the names stay (decision 15)
         rows = sorted(self.completed, key=lambda row: row.name)
         styles: dict[str, Style] = {}
+        # The dash changes once the colours are used up, the shape with every line: on grey paper
+        # these two have to be enough.
         for single in (True, False):
             own = dict.fromkeys(self.lines[row.name] for row in rows if row.single is single)
             for index, line in enumerate(own):
@@ -273,18 +292,19 @@ class Study:
 
     @cached_property
     def widest(self) -> list[Row]:
-        """The row of each strategy on the most ranks, which the detailed figures show."""
+        """The row of each strategy with the most ranks, which the detailed figures show."""
+        # A line for every number of ranks would be more than can be told apart
         most = [max(rows, key=lambda row: row.ranks) for rows in self.by_line.values()]
         return [row for row in self.completed if row in most]
 
     @property
     def metric(self) -> str | None:
-        """The metric to show beside the loss, if there is any."""
+        """The metric to show beside the loss; None if there is none."""
         key = self.primary.key
         return key.removeprefix(METRIC) if key.startswith(METRIC) else None
 
     def better(self, metric: str) -> str:
-        """Which way is better, for the title of an axis; nothing where that is not known."""
+        """Return which direction is better, for the title of an axis; empty if unknown."""
         key = FINAL_LOSS.key if metric == "loss" else f"{METRIC}{metric}"
         rising = next((m.rising for m in self.finals if m.key == key), None)
         return "" if rising is None else f", {'higher' if rising else 'lower'} is better"

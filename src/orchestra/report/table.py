@@ -37,7 +37,7 @@ NONE = "–"
 
 @dataclass(frozen=True)
 class Column:
-    """A column; a click on its title sorts by the values of its cells, the best first.
+    """A column; clicking its title sorts by the values of its cells, the best first.
 
     `rising`: the largest first.
     """
@@ -50,7 +50,8 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """What stands in the table: `text`, smaller below it `details`; `value` is what it sorts by.
+    """A cell of the table: `text`, in smaller type below it `details`; `value` is the key to
+    sort by.
 
     `verdict` is "better" or "worse" than the rival where the spread over seeds cannot explain it.
     """
@@ -64,7 +65,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns in which something stands, and each row with its cells, one for each of them.
+    """The columns that are not empty, and each row with one cell for each of them.
 
     `beside` says what the differences are from, `pairs` over how many seeds most are; `runs` is how
     many each row has, all completed: 0 where that differs and a column says it.
@@ -78,7 +79,7 @@ class Table:
 
 
 def table(study: Study) -> Table:
-    """All figures of `study`."""
+    """Return the table with all figures of `study`."""
     pairs, runs = _pairs(study), {len(row.runs) for row in study.rows}
     all_done = all(row.completed == row.runs for row in study.rows)
     alike = runs.pop() if all_done and len(runs) == 1 else 0
@@ -106,7 +107,9 @@ def table(study: Study) -> Table:
 
 
 def plain_figures(study: Study, row: Row) -> dict[str, Any]:
-    """The same figures for machines: mean, spread, number of seeds, and difference of each."""
+    """Return the figures of `row` as plain data: mean, spread, number of seeds, and difference
+    of each.
+    """
     figures = {}
     for measure in study.measures:
         difference = study.difference(row, measure)
@@ -129,7 +132,7 @@ def _ranks(row: Row) -> Cell:
 
 
 def _batch(row: Row, steps: bool) -> Cell:
-    """Return it with the part of each worker, and `steps` where rows differ in them."""
+    """Return the global batch with each worker's part, and with `steps` if rows differ in them."""
     details = [worker_batch(row.record.worker_batches)]
     details += [count("step", row.record.steps)] if steps else []
     return Cell(str(row.global_batch), list(filter(None, details)), row.global_batch)
@@ -138,6 +141,7 @@ def _batch(row: Row, steps: bool) -> Cell:
 def _measured(study: Study, measure: Measure, places: int, pairs: int, row: Row) -> Cell:
     mean = row.mean(measure.read)
     if mean is None:
+        # For a row whose runs all failed "not reached" would be a claim
         missed = measure is TIME_TO_TARGET and bool(row.completed)
         return Cell("not reached" if missed else NONE)
     spread = row.spread(measure.read)
@@ -157,6 +161,7 @@ def _measured(study: Study, measure: Measure, places: int, pairs: int, row: Row)
     verdict = ""
     if difference is not None:
         details += _difference(difference, places, pairs)
+        # Only what the seeds tell apart is marked (decision 14)
         if difference.certain and measure.rising is not None:
             verdict = "better" if (difference.mean > 0) is measure.rising else "worse"
     return Cell(text, details, mean, spread, verdict)
@@ -174,7 +179,7 @@ def _difference(difference: Difference, places: int, pairs: int) -> Iterator[str
 
 
 def _pairs(study: Study) -> int:
-    """Return over how many seeds the most differences of the table are."""
+    """Return the most common number of pairs of the differences in the table."""
     counts = Counter(
         difference.n
         for row in study.rows
@@ -196,11 +201,12 @@ def _switched(row: Row) -> Cell:
 
 
 def _decimals(rows: Sequence[Row], measure: Measure) -> int:
-    """Return enough for the smallest mean, though one more than the largest needs at most."""
+    """Return enough decimals for the smallest mean, but at most one more than the largest needs."""
     means = [mean for row in rows if (mean := row.mean(measure.read))]
     if not means:
         return 0
     most = decimals_for(means, measure.digits) + 1
+    # One tiny mean must not give a column of seconds ten decimals
     return min(most, decimals_for([min(means, key=abs)], measure.digits))
 
 
@@ -231,9 +237,11 @@ _TEX = {
 
 
 def csv_text(study: Study) -> str:
-    """A line for each row, best first; of every figure the mean over the seeds, the sample standard
-    deviation (_sd), the number of seeds (_n), and the paired difference from the rival with its
-    95 % interval (_difference, _low, _high). A field is empty where nothing is known."""
+    """Return the table as CSV, a line for each row, best first. For each figure it has the mean
+    over the seeds, the sample standard deviation (_sd), the number of seeds (_n), and the paired
+    difference from the rival with its 95 % interval (_difference, _low, _high). Unknown fields
+    are empty.
+    """
     file = io.StringIO()
     keys = [measure.key for measure in study.measures]
     parts = ("", "_sd", "_n", "_difference", "_low", "_high")
@@ -252,7 +260,7 @@ def csv_text(study: Study) -> str:
 
 
 def latex_text(study: Study) -> str:
-    """The table as a `tabular`, best first, for the package booktabs."""
+    """Return the table as a `tabular`, best first, for the package booktabs."""
     found = table(study)
     titles = [f"{c.title} ({c.unit})" if c.unit else c.title for c in found.columns]
     texts = [[row.name, *(cell.text for cell in cells)] for row, cells in found.lines]

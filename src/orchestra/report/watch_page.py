@@ -1,4 +1,4 @@
-"""What `orchestra watch` shows: tables and lines for a terminal."""
+"""The output of `orchestra watch`: tables and lines for a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from orchestra.report.watching import Row, RunView
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDE = 100
-"""Columns of a terminal from which on there is more space between those of the table."""
+"""The width of a terminal, in columns, from which on the table has more space between columns."""
 MAX_LINKS = 4
 NOTE_LENGTH = 100  # characters below the table, at most
 STYLES = {
@@ -32,7 +32,7 @@ CUT_OFF = "no process is at work here, and there is no record: it was killed, or
 
 
 def sparkline(points: Sequence[tuple[float, float]], width: int) -> str:
-    """The values over their places, in `width` characters; each is the mean of its part.
+    """Return the values over their places as `width` characters, each the mean of its part.
 
     Values that are positive and differ by more than a factor of 10 are drawn on a log scale.
     """
@@ -44,6 +44,7 @@ def sparkline(points: Sequence[tuple[float, float]], width: int) -> str:
         part = (place - begin) / (end - begin) if end > begin else 0.0
         cells[min(int(part * width), width - 1)].append(value)
     means = [sum(cell) / len(cell) for cell in cells if cell]
+    # As in the figures of a report: beyond a factor of ten a loss is shown by its logarithm
     if 0 < 10 * min(means) < max(means):
         means = [math.log(mean) for mean in means]
     low, high = min(means), max(means)
@@ -55,18 +56,20 @@ def sparkline(points: Sequence[tuple[float, float]], width: int) -> str:
 
 
 def run_page(view: RunView, console: Console, height: int | None = None) -> RenderableType:
-    """All that is shown of a run, in `height` lines of `console` if given."""
+    """Return the view of a run, in `height` lines of `console` if that is given."""
     above, below = list(_above(view, console.width)), list(_below(view))
     room = None
     if height is not None:
+        # Rich breaks long lines, so how many there are shows only when they are drawn
         others = console.render_lines(Group(*above, Text(), *below))
         note = -(-NOTE_LENGTH // console.width)
+        # The note below the table may be broken, too
         room = max(height - len(others) - 1 - note, 3)  # 1: the table's headings
     return Group(*above, Text(), _ranks_table(view, console, room), *below)
 
 
 def _above(view: RunView, width: int) -> Iterator[RenderableType]:
-    """Yield which run it is, how far, how fast and how well."""
+    """Yield the run's name, progress, speed and quality."""
     yield Text(str(view.folder), style="bold")
     ranks = "1 rank" if view.ranks == 1 else f"{view.ranks} ranks"
     own = f"{view.name}: " if not view.strategy.startswith(view.name) else ""
@@ -75,6 +78,7 @@ def _above(view: RunView, width: int) -> Iterator[RenderableType]:
     line = Text.assemble((f"{view.status}{phase}", STYLES[view.status]))
     if view.seconds is not None:
         clock = "virtual " if view.engine == "simulation" else ""
+        # Runs of shapes may take milliseconds of virtual time
         passed = clock_text(view.seconds) if view.seconds >= 10 else f"{view.seconds:.2g} s"
         line.append(f"  {passed} {clock}on the stopwatch")
     if view.seconds_left is not None:
@@ -106,7 +110,7 @@ def _above(view: RunView, width: int) -> Iterator[RenderableType]:
 
 
 def _below(view: RunView) -> Iterator[Text]:
-    """Yield what stands out, and what has happened."""
+    """Yield what stands out, and the events of the run."""
     if view.status == "cut off":
         yield Text(f"{CUT_OFF}. The same command goes on with it, or begins anew", style="bold red")
     if view.failure is not None:
@@ -115,6 +119,7 @@ def _below(view: RunView) -> Iterator[Text]:
         since = f", since step {straggler.since_step}" if straggler.since_step else ""
         until = f" until step {straggler.until_step}" if straggler.until_step else ""
         yield Text(f"straggler: {straggler.text}{since}{until}", style="yellow")
+    # A rank that evaluates or saves says so in its phase, and is not silent
     silent = [row for row in view.rows if row.silent_seconds and row.phase in ("training", "")]
     if silent and view.status == "running":
         who = " or ".join(ranges(row.rank for row in silent))
@@ -179,15 +184,17 @@ def _sent(row: Row) -> str:
 
 
 def _ranks_table(view: RunView, console: Console, room: int | None) -> RenderableType:
-    """The ranks, as many as there is room for, those that stand out among them."""
+    """Return the table of the ranks, with as many as fit, and first of all those that stand out."""
     if not view.rows:
         return Text("no rank has said anything yet", style="dim")
     slow = {rank for straggler in view.stragglers for rank in straggler.ranks}
     rows = list(view.rows)
     if room is not None and len(rows) > room:
+        # With a thousand ranks whoever looks wants to see those that hold up the others
         notable = [row for row in rows if row.rank in slow or row.silent_seconds]
         others = [row for row in rows if row not in notable]
         chosen = (notable + others)[: room - 1]
+        # In the order of ranks again, so that a row stays where it was from look to look
         rows = [row for row in rows if row in chosen]
     gap = 2 if console.width >= WIDE else 1
     columns = _fitting(list(_columns(view)), rows, console.width, gap)
@@ -211,13 +218,14 @@ def _ranks_table(view: RunView, console: Console, room: int | None) -> Renderabl
 
 
 def _fitting(columns: list[Column], rows: Sequence[Row], width: int, gap: int) -> list[Column]:
-    """The columns that fit into `width`."""
+    """Return the columns that fit into `width`."""
 
     def needed() -> int:
         cells = (max(len(c.heading), *(len(c.cell(row)) for row in rows)) for c in columns)
         return sum(cells) + gap * (len(columns) - 1)
 
     while needed() > width and any(column.order for column in columns):
+        # Measured anew after each: without its longest cell a table may fit at once
         columns.remove(max(columns, key=lambda column: column.order))
     return columns
 
@@ -226,7 +234,7 @@ def _fitting(columns: list[Column], rows: Sequence[Row], width: int, gap: int) -
 
 
 class Made(NamedTuple):
-    """A run of a comparison: which it is, and what has become of it."""
+    """A run of a comparison and its outcome."""
 
     folder: Path
     what: str
@@ -246,7 +254,9 @@ def comparison_page(
     under_way: bool,
     room: int | None = None,
 ) -> RenderableType:
-    """The runs that are done, `room` of them if given, and the page of the one under way."""
+    """Return the completed runs, the last `room` of them if given, and the page of the current
+    one.
+    """
     done = [each for each in made if each.status in ("completed", "failed")]
     failed = sum(each.status == "failed" for each in done)
     state = "running" if under_way else "completed" if len(done) >= planned else "stopped"
@@ -254,6 +264,7 @@ def comparison_page(
     count = Text.assemble((state, STYLES[state]), f"  {len(done)} of {planned} runs are done")
     if failed:
         count.append(f", {failed} failed", style="bold red")
+    # The last ones: a comparison appends, and the first are known by now
     shown = done if room is None else done[-max(room, 3) :]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for heading in ("run", "status", "seconds", "samples/s", "final parameters"):

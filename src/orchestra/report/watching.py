@@ -1,4 +1,4 @@
-"""A run as its folder shows it at a moment, while it is under way or afterwards."""
+"""The state of a run as its folder shows it, while it is under way or afterwards."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ PARTS = ("compute", "communicate", "wait", "input")
 NEEDED = {"step", "seconds", "consumed", "samples", "loss", *PARTS[:3]}
 WINDOW_SECONDS = 10.0
 WINDOW_STEPS = 10
-"""Figures are means over this time on the stopwatch, and over this many steps."""
+"""Figures are means over at least this many seconds of the stopwatch and this many steps."""
 MAX_WINDOW = 5000
 HISTORY = 512
 SILENT_SECONDS = 5.0
-"""A worker whose last step is so much older than that of another is said to have none."""
+"""How much older than another worker's last step a worker's last step has to be for it to count as
+silent."""
 
 Status = Literal["running", "completed", "stopped", "failed", "cut off"]
 
 
 @dataclass(frozen=True)
 class Row:
-    """A rank: what it did in its last steps, or, of a completed run, in all of them.
+    """A rank: its last steps, or, once the run is completed, all of them.
 
     `parts` are those of its time; None stands for what is not known.
     """
@@ -57,7 +58,7 @@ class Row:
 
 @dataclass(frozen=True)
 class RunView:
-    """Everything that is known of a run: see `RunWatch`."""
+    """All that is known about a run; see `RunWatch`."""
 
     folder: Path
     name: str
@@ -86,7 +87,7 @@ class RunView:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more is to come."""
+        """True if the run has ended."""
         return self.status in ("completed", "stopped", "failed", "cut off")
 
 
@@ -94,6 +95,7 @@ class RankTrack:
     """The steps of one rank, as its file grows."""
 
     def __init__(self, path: Path) -> None:
+        # Bounded for steps of less than 2 ms, of which ten seconds have more than this
         self.window: deque[Line] = deque(maxlen=MAX_WINDOW)
         self.history: list[tuple[float, float]] = []
         self.switched: list[int] = []
@@ -102,8 +104,10 @@ class RankTrack:
         self._every, self._count = 1, 0
 
     def look(self) -> list[Line]:
-        """Take in what was added, and return it."""
+        """Read the lines that were added, and return them."""
+        # A file of another version, or a damaged line, must not end whoever watches
         lines = [line for line in self._tail.read() if line.keys() >= NEEDED]
+        # A resumed run rewrites its file: steps after the checkpoint are dropped and done again
         if self._tail.began_anew:
             self.window.clear()
             self.history.clear()
@@ -117,6 +121,7 @@ class RankTrack:
             if "decision" in line:
                 self.decisions.append(line["decision"])
             self._remember(line)
+        # One line more than the window: a rate needs the moment at which the first step began
         while len(self.window) > WINDOW_STEPS + 1 and self._old(self.window[1]):
             self.window.popleft()
         return lines
@@ -132,12 +137,17 @@ class RankTrack:
             return
         self.history.append((float(line["consumed"]), float(loss)))
         if len(self.history) > HISTORY:
+            # Every second one, and only every second from now on: evenly spaced, however long the
+            # run
             del self.history[::2]
             self._every *= 2
 
     def row(self, rank: int, now: RankNow | None, newest: float) -> Row:
-        """The last steps of rank `rank`; `newest` is the latest moment that any rank told of."""
+        """Return the last steps of rank `rank`; `newest` is the latest moment that any rank
+        reported.
+        """
         first, *lines = self.window
+        # The first line only tells when the next step began
         began = first["seconds"] if lines else 0.0
         lines = lines or [first]
         last = lines[-1]
@@ -186,19 +196,23 @@ class RunWatch:
             balances=experiment.get("shares") is not None,
         )
         self._tracks: dict[int, RankTrack] = {}
+        # live.json is written once a second at most: rates are means of about the last 12 s
         self._earlier: deque[Live] = deque(maxlen=12)
         self._waits: Mapping[int, str] | None = None
 
     def look(self, now: float) -> RunView:
-        """What is known at the time `now`, in seconds since 1970."""
+        """Return the state at the time `now`, in seconds since 1970."""
         record = next(iter(_summary(self.folder)), None)
         live = read_live(self.folder)
+        # Not by the age of live.json alone, which is wrong where clocks differ: a run holds a lock
+        # on its folder (decision 100).
         if record is None and not under_way(self.folder, live, now):
             record = next(iter(_summary(self.folder)), None)  # it may have ended just now
             status: Status = "cut off"
         else:
             status = "running"
         self._follow_steps()
+        # A failed run has no figures in its record; the last ones that its ranks told are shown
         if record is not None and record.status != "failed":
             return self._finished(record)
         view = self._now(status, live, now)
@@ -209,6 +223,7 @@ class RunWatch:
     def _follow_steps(self) -> None:
         for path in self.folder.glob("steps-rank-*.jsonl"):
             number = path.stem.rpartition("-")[2]
+            # The folder is open to others; a copy of such a file must not end whoever watches
             if number.isdecimal():
                 self._tracks.setdefault(int(number), RankTrack(path)).look()
 
@@ -220,6 +235,8 @@ class RunWatch:
         rows = []
         for rank in sorted({*self._tracks, *said}):
             track, own = tracks.get(rank), said.get(rank)
+            # A server that was a worker before a switch must not count with its last speed
+            # (decision 100)
             serves = own is not None and own.phase == "serving"
             if track is None or serves:  # its steps, if any, were those of a phase before
                 rows.append(_without_steps(own, rank, "server" if serves else ""))
@@ -236,6 +253,7 @@ class RunWatch:
             seconds_left=told.seconds_left if running else None,
             silent_seconds=max(0.0, now - live.written) if live else None,
             samples_per_second=sum(rates) if rates else None,
+            # The loss of a rank that has stopped is an old one
             loss=_mean(row.loss for row in rows if not row.silent_seconds),
             stragglers=told.stragglers,
             links=self._links_now(live),
@@ -243,6 +261,7 @@ class RunWatch:
         )
 
     def _finished(self, record: RunRecord) -> RunView:
+        # Read once: a timeline takes seconds to read, and no longer changes
         if self._waits is None:
             self._waits = longest_waits(self.folder)
         rows = [self._whole_run(each, record) for each in record.by_rank]
@@ -288,6 +307,7 @@ class RunWatch:
         history = next((track.history for track in tracks if track.history), ())
         steps = next((track.switched for track in tracks if track.switched), None)
         steps = steps or ([] if switched_at_step is None else [switched_at_step])
+        # The workers decide together, and the record has those of the first, too
         decided = next((track.decisions for track in tracks if track.decisions), ())
         switches = changes_in(decided) or [
             switch_text(self._began.strategy, step, len(steps)) for step in steps
@@ -299,6 +319,7 @@ class RunWatch:
     def _links_now(self, live: Live | None) -> list[str]:
         if live is None:
             return []
+        # Looks come more often than new files: equal ones would shorten the time of the mean
         if not self._earlier or self._earlier[-1].written != live.written:
             self._earlier.append(live)
         before = self._earlier[0].ranks if len(self._earlier) > 1 else ()
@@ -309,7 +330,7 @@ class RunWatch:
 
 
 def experiment_of(folder: Path) -> Mapping[str, Any]:
-    """The experiment in the folder of a run or of a comparison.
+    """Return the experiment in the folder of a run or of a comparison.
 
     Raises:
         InputError: there is none.
@@ -331,7 +352,10 @@ def experiment_of(folder: Path) -> Mapping[str, Any]:
 
 
 def switch_text(strategy: str, step: int, known: int = 1) -> str:
-    """A switch of `strategy` in words; of one with further switches inside only the step."""
+    """Return a switch of `strategy` in words; only its step if there are further switches
+    inside.
+    """
+    # A strategy in another notation than today's still switched after a step
     text = f"after step {step}"
     try:
         call = read(strategy, where="strategy")
@@ -368,8 +392,9 @@ def _without_steps(said: RankNow | None, rank: int, role: str) -> Row:
 
 
 def _phase(ranks: Sequence[RankNow]) -> str:
-    """What most of the ranks do that do not serve."""
+    """Return the phase of most of the ranks that do not serve."""
     phases = [each.phase for each in ranks if each.phase != "serving"]
+    # Ranks reach the next phase at different moments
     return max(phases, key=phases.count) if phases else "set-up"
 
 
@@ -381,7 +406,7 @@ def _waits_text(said: RankNow | None) -> str:
 
 
 def _links_carried(folder: Path) -> list[str]:
-    """The busiest links of a cluster that was simulated or emulated."""
+    """Return the busiest links of a cluster that was simulated or emulated."""
     links = read_links(folder)
     if links is None:
         return []

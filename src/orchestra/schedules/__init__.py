@@ -69,7 +69,9 @@ class Schedule:
     result: Callable[[int], int] | None = None
 
     def edges(self, length: int) -> tuple[int, ...]:
-        """The start of each piece of a vector (or buffer of slots) of `length`, and the end."""
+        """Return the start of each piece of a vector (or buffer of slots) of `length`, and the
+        end.
+        """
         if self.slots:
             return tuple(piece * length for piece in range(self.pieces + 1))
         return tuple(length * piece // self.pieces for piece in range(self.pieces + 1))
@@ -85,9 +87,11 @@ def ring(ranks: int) -> Schedule:
     return Schedule("ring", ranks, ranks, rounds, all_reduce=True)
 
 
+# Made once, as all others are: results are kept by schedule, and a second one would not be equal,
+# as its functions are not.
 @functools.cache
 def ring_reduce_scatter(ranks: int) -> Schedule:
-    """The first half of `ring`: rank i ends with the sum of piece (i + 1) mod N.
+    """Return the first half of `ring`: rank i ends with the sum of piece (i + 1) mod N.
 
     In round k, rank i passes piece (i - k) mod N on to rank i + 1, which adds it.
     """
@@ -101,7 +105,7 @@ def ring_reduce_scatter(ranks: int) -> Schedule:
 
 @functools.cache
 def ring_all_gather(ranks: int) -> Schedule:
-    """The second half of `ring`: piece (i + 1) mod N of rank i becomes everybody's."""
+    """Return the second half of `ring`: piece (i + 1) mod N of rank i becomes everybody's."""
 
     rounds = functools.partial(_passed_on, ranks, 1, COPY)
     return Schedule("ring_all_gather", ranks, ranks, rounds, synchronizing=True)
@@ -128,6 +132,7 @@ def halving_doubling(ranks: int) -> Schedule:
         yield from _fold(ranks, core, core, REDUCE)
         distance = core // 2
         while distance:
+            # The half that the partner goes on with; the sender is done with it.
             given = (rank ^ distance) // distance * distance
             yield _columns(rank, rank ^ distance, given, given + distance, REDUCE)
             distance //= 2
@@ -203,6 +208,7 @@ def reduce_to_one(ranks: int) -> Schedule:
         if ranks > 1:
             others = np.arange(1, ranks)
             yield _single(others, np.zeros_like(others), np.zeros_like(others), REDUCE)
+            # All get the bits of rank 0's sum, in whatever order others would have added.
             yield from broadcast(ranks, 0).rounds()
 
     return Schedule("reduce_to_one", ranks, 1, rounds, all_reduce=True)
@@ -225,7 +231,7 @@ Row = tuple[int, int, int, int, int]
 
 
 def transfers(*rows: Row) -> Round:
-    """A round from its rows; an empty one keeps its five columns."""
+    """Return a round from its rows; an empty one keeps its five columns."""
     return np.array(rows, dtype=np.int64).reshape(-1, 5)
 
 
@@ -300,19 +306,21 @@ def _power_of_two(ranks: int) -> int:
 
 
 def _distances(core: int) -> Iterator[int]:
-    """1, 2, 4 ... below `core`."""
+    """Yield 1, 2, 4 ... below `core`."""
     yield from (1 << bit for bit in range(core.bit_length() - 1))
 
 
 def _single(source: Integers, target: Integers, piece: Integers, operation: int) -> Round:
-    """A round in which each message is one piece; the arrays have an element for each message."""
+    """Return a round in which each message is one piece; the arrays have an element for each
+    message.
+    """
     return _columns(source, target, piece, piece + 1, operation)
 
 
 def _columns(
     source: Integers, target: Integers, first: Integers, end: Integers, operation: int
 ) -> Round:
-    """A round of messages with the pieces from `first` to before `end`."""
+    """Return a round of messages with the pieces from `first` to before `end`."""
     return np.stack([source, target, first, end, np.full_like(source, operation)], axis=1)
 
 
@@ -320,4 +328,4 @@ ALL_REDUCE: Mapping[str, Callable[[int], Schedule]] = {
     make.__name__: functools.cache(make)
     for make in (ring, halving_doubling, butterfly, tree, ring_gather, parallel, reduce_to_one)
 }
-"""Every algorithm that needs to know the number of ranks alone, by its name; each made once."""
+"""The algorithms that depend only on the number of ranks, by name; each schedule is made once."""

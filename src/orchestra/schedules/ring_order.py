@@ -14,13 +14,14 @@ Costs = NDArray[np.float64]
 Order = tuple[int, ...]
 
 EXACT = 12
-"""Ranks up to which the best order is found for certain: the work doubles with each rank."""
+"""The most ranks for which the best order is found for certain: the work doubles with each rank."""
 STARTS = 4
-"""Beyond, how many first guesses are improved on; each may end at another order."""
+"""The number of first guesses that are improved if there are more ranks; each may end at another
+order."""
 
 
 def ring_order(costs: Sequence[Sequence[float]]) -> Order:
-    """The order in which N ranks should pass pieces on in a ring, beginning with rank 0.
+    """Return the order in which N ranks should pass pieces on in a ring, beginning with rank 0.
 
     `costs[i][j]` is what a transfer from rank i to rank j costs, in any unit (seconds, or ping);
     the diagonal does not count. All links of a ring work at the same time, so the slowest one
@@ -57,7 +58,9 @@ def _checked(costs: Sequence[Sequence[float]]) -> Costs:
 
 
 def _best(costs: Costs) -> Order:
-    """First the smallest slowest link; then the smallest sum over links no slower than that."""
+    """Return the order with the smallest slowest link and, among these, the smallest sum."""
+    # Two passes: the best beginning of a path depends on whether a slow link follows, so that one
+    # dynamic program cannot find the smallest sum among the smallest maxima (decision 17).
     _, slowest = _shortest_cycle(costs, np.maximum)
     order, _ = _shortest_cycle(np.where(costs <= slowest, costs, np.inf), np.add)
     return order
@@ -92,10 +95,13 @@ def _shortest_cycle(costs: Costs, join: Callable[..., Any]) -> tuple[Order, floa
 
 
 def _improved(costs: Costs) -> Order:
-    """From the best of the nearest neighbours' orders, exchange stretches while that helps."""
+    """Return the best of the nearest neighbours' orders, with stretches exchanged while that
+    helps.
+    """
 
     def price(order: Order) -> tuple[float, float]:
-        """The slowest link of a ring, and the sum of all."""
+        """Return the slowest link of a ring, and the sum of all."""
+        # The link back to the first rank belongs to the ring.
         links = costs[order, order[1:] + order[:1]]
         return float(links.max()), float(links.sum())
 
@@ -113,17 +119,18 @@ def _improved(costs: Costs) -> Order:
 
 
 def _nearest(costs: Costs, start: int) -> Order:
-    """Always on to the nearest rank that was not visited yet."""
+    """Return the order that goes on to the nearest rank that was not visited yet."""
     order = [start]
     left = set(range(len(costs))) - {start}
     while left:
+        # Sorted, as a set has no order: of equal costs the lowest rank is taken.
         order.append(min(sorted(left), key=lambda rank: costs[order[-1], rank]))
         left.remove(order[-1])
     return tuple(order)
 
 
 def _neighbours(order: Order) -> Iterator[Order]:
-    """Orders with one stretch reversed, or with one of up to three ranks moved elsewhere."""
+    """Yield orders with one stretch reversed, or with one of up to three ranks moved elsewhere."""
     count = len(order)
     for first in range(count - 1):
         for end in range(first + 2, count + 1):

@@ -1,9 +1,9 @@
-"""Which sums a schedule forms, and in which order it adds: what decides their bits.
+"""The sums that a schedule forms, and the order in which it adds, which decides their bits.
 
 Both are found by running the schedule on names in place of numbers. a + b has the bits of b + a,
-so a sum is known by its tree of pairs. Where the tree is a chain, as in a ring, pieces that begin
-at different ranks are added up together: rank after rank, each is added to all pieces whose turn it
-is, which lie side by side.
+so a sum is known by its tree of pairs. Where the tree is a chain, as in a ring, pieces that
+begin at different ranks are added up together: rank after rank, each is added to all pieces
+whose turn it is, which lie side by side.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Chained(NamedTuple):
 
 
 class Sums:
-    """How the sums of some pieces are formed: in chains, as far as they are chains."""
+    """The structure of the sums of some pieces: chains, as far as possible."""
 
     def __init__(self, runs: Iterable[PieceRun]) -> None:
         runs = list(runs)
@@ -65,7 +65,7 @@ class Sums:
         return bool(self.copied or self.chained or self.others)
 
     def read(self, cuts: Sequence[int]) -> int:
-        """How many elements of all vectors together are read for these sums."""
+        """Return the number of elements of all vectors together that are read for these sums."""
         found = sum(cuts[end] - cuts[first] for first, end, _ in self.copied)
         for first, end, _, other in self.chained:
             found += (cuts[end] - cuts[first]) * (1 if other is None else 2)
@@ -115,7 +115,7 @@ def _value(tree: Tree, vectors: Sequence[Tensor] | Mapping[int, Tensor], here: s
 
 
 def _chain(tree: Tree) -> list[int] | None:
-    """The ranks in the order in which one after the other is added; None for other trees."""
+    """Return the ranks in the order in which one after the other is added; None for other trees."""
     chain: list[int] = []
     while not isinstance(tree, int):
         a, b = tree
@@ -131,17 +131,21 @@ def _chain(tree: Tree) -> list[int] | None:
 
 
 def _interleaved(chains: list[tuple[int, int, list[int]]]) -> list[Chained]:
-    """Rank after rank, round and round; side by side means in one go."""
+    """Return the additions rank after rank, round and round; pieces side by side are added in
+    one go.
+    """
     done = [1] * len(chains)
     left = sum(len(chain) - 1 for _, _, chain in chains)
     ranks = 1 + max((max(chain) for _, _, chain in chains), default=0)
     order: list[Chained] = []
     while left:
+        # By rank, so that pieces whose turn it is follow one another in `order`, and become one
         for rank in range(ranks):
             for place, (first, end, chain) in enumerate(chains):
                 if done[place] < len(chain) and chain[done[place]] == rank:
                     other = chain[0] if done[place] == 1 else None
                     last = order[-1] if order else None
+                    # One addition over adjacent pieces in place of several short ones
                     if last and last[1:] == (first, rank, other):
                         order[-1] = last._replace(end=end)
                     else:
@@ -162,6 +166,8 @@ class _Names:
     def run(self, rounds: Iterable[Round]) -> None:
         held = self.held
         for transfers in rounds:
+            # First all of the round is read: a transfer carries what its source held when the round
+            # began.
             arriving = [
                 (target, piece, operation, held[source][piece])
                 for source, target, first, end, operation in transfers.tolist()
@@ -173,6 +179,7 @@ class _Names:
                 )
 
     def _sum(self, own: int, other: int) -> int:
+        # a + b has the bits of b + a.
         pair = (min(own, other), max(own, other))
         if pair not in self._pairs:
             self._pairs[pair] = len(self.trees)
@@ -196,7 +203,7 @@ def _tree_runs(trees: Iterable[Tree | None]) -> list[PieceRun]:
 
 @functools.lru_cache(maxsize=64)
 def sums_of(schedule: Schedule) -> Sums:
-    """The sums that every rank ends with after an all-reduce; with slots of one piece."""
+    """Return the sums that every rank ends with after an all-reduce; with slots of one piece."""
     if schedule.slots:
         return Sums([PieceRun(0, 1, _in_order(schedule.ranks))])
     names = _Names(schedule, range(schedule.ranks))
@@ -224,6 +231,7 @@ def add_up(schedule: Schedule, vectors: Sequence[Tensor], edges: Sequence[int] |
     if schedule.slots:
         cuts = (0, length)
     with torch.no_grad():
+        # The sum of one is itself
         if len(vectors) > 1:
             total = torch.empty_like(vectors[0])
             sums_of(schedule).form(vectors, total, cuts, 0, length)
@@ -235,10 +243,10 @@ def add_up(schedule: Schedule, vectors: Sequence[Tensor], edges: Sequence[int] |
 
 
 Pieces = Sequence[tuple[int, int]]
-"""Runs of pieces, from the first to before the end."""
+"""Runs of pieces, each as the first piece and the one after the last."""
 
 Rounds = tuple[int, int]
-"""The numbers of the first round, and of the one after the last."""
+"""The number of the first round, and of the one after the last."""
 
 
 @dataclass(frozen=True)
@@ -271,9 +279,10 @@ class Stage:
         return len(covered) * all(taken == everything for taken in self.taken.values())
 
 
+# For 256 ranks on 32 nodes making them anew for each node took longer than all else (decision 82).
 @functools.lru_cache(maxsize=1)
 def rounds_of(schedule: Schedule) -> Sequence[Round]:
-    """All rounds, for whoever needs them again and again: for the ranks of each host."""
+    """Return all rounds, for callers that need them for each host."""
     return tuple(schedule.rounds())
 
 
@@ -302,13 +311,15 @@ def local_stages(schedule: Schedule, local: frozenset[int]) -> tuple[Stage | Rou
 
 
 def _of_ranks(transfers: Round, ranks: Collection[int]) -> Round:
-    """The transfers from or to `ranks`."""
+    """Return the transfers from or to `ranks`."""
     return transfers[np.isin(transfers[:, :2], list(ranks)).any(axis=1)]
 
 
 @functools.lru_cache(maxsize=4)
 def _live(schedule: Schedule, wanted: frozenset[int]) -> Mapping[int, NDArray[np.bool_]]:
-    """What the result depends on before each of the `wanted` rounds; shape [ranks, pieces]."""
+    """Return what the result depends on before each of the `wanted` rounds; shape [ranks,
+    pieces].
+    """
     live = np.ones((schedule.ranks, schedule.pieces), dtype=bool)
     if schedule.result is not None:
         for rank in range(schedule.ranks):
@@ -319,6 +330,7 @@ def _live(schedule: Schedule, wanted: frozenset[int]) -> Mapping[int, NDArray[np
         before = live.copy()
         rows = rounds[number].tolist()
         for _, target, first, end, operation in rows:
+            # What is overwritten does not matter before.
             if operation == COPY:
                 before[target, first:end] = False
         for source, target, first, end, _ in rows:
@@ -332,7 +344,7 @@ def _live(schedule: Schedule, wanted: frozenset[int]) -> Mapping[int, NDArray[np
 def _local(
     schedule: Schedule, rounds: Sequence[Round], span: Rounds, live: NDArray[np.bool_]
 ) -> Stage | Rounds:
-    """The rounds of `span` as a stage, where it can be one."""
+    """Return the rounds of `span` as a stage, where it can be one."""
     within = rounds[span[0] : span[1]]
     ranks = sorted({int(rank) for transfers in within for rank in transfers[:, :2].flat})
     names = _Names(schedule, ranks)
@@ -348,7 +360,8 @@ def _local(
 
 
 def _stage(ends: Mapping[int, Sequence[Tree | None]], rounds: Rounds) -> Stage:
-    """The stage that gives each rank the trees `ends`, one a piece; None: it keeps its piece.
+    """Return the stage that gives each rank the trees `ends`, one a piece; None: it keeps its
+    piece.
 
     Of the sums of one piece that several ranks end with, the first is formed by all together.
     """

@@ -16,7 +16,7 @@ Sizes = tuple[tuple[int, int], ...]
 
 
 class Kind(enum.IntEnum):
-    """What a worker does next."""
+    """The kinds of what a worker does next."""
 
     BATCH = 0  # the gradient of these samples
     PAUSE = 1  # wait with all others for a quiet point, then go on
@@ -43,10 +43,11 @@ class WorkSource(Protocol):
     """Gives one worker its batches, one after the other."""
 
     def take(self) -> WorkItem:
-        """The next item of work; the one before is done."""
+        """Return the next item of work; the one before is done."""
 
     def skip(self, values: Tensor) -> None:
-        """Nobody computes the batch of the last item; the flat parameters `values` may be renewed.
+        """Note that nobody computes the last item's batch; the flat parameters `values` may be
+        renewed.
 
         For loops of the user's own, which may take a batch and make no step with it.
         """
@@ -58,7 +59,7 @@ def item_of(numbers: Sequence[float]) -> WorkItem:
 
 
 class Report(NamedTuple):
-    """What a worker saw of its batch, the samples [start, stop), for a rule that ends the phase."""
+    """A worker's report on its batch, the samples [start, stop), for a rule that ends the phase."""
 
     worker: int
     start: int
@@ -115,7 +116,9 @@ class WorkQueue:
         self._returned: list[WorkItem] = []
 
     def first(self, position: int) -> Mapping[int, WorkItem]:
-        """One item for each worker, in rank order, where the samples before `position` are done."""
+        """Return an item for each worker, in rank order, where the samples before `position` are
+        done.
+        """
         limit = self._pause_after(position)
         return _first(position, self._stop, limit, self._sizes, self._level)
 
@@ -127,6 +130,7 @@ class WorkQueue:
         self._held = {rank: [item] for rank, item in items.items() if item.kind is Kind.BATCH}
         self._next = max(item.stop for item in items.values())
         self._paused = {rank for rank, item in items.items() if item.kind is Kind.PAUSE}
+        # Items are dealt out by the position alone; those of lost workers come back at once.
         for worker in self._gone:
             self.lose(worker)
         if self._due is not None:
@@ -134,13 +138,16 @@ class WorkQueue:
         return items
 
     def resume(self, worker: int) -> None:
-        """`worker` goes on: if it had to pause, all have passed the quiet point."""
+        """Let `worker` go on: if it had to pause, all have passed the quiet point."""
         if worker in self._paused:
             self.restart()
 
     def take(self, worker: int, *, ahead: bool = False) -> WorkItem:
-        """The next item of `worker`, whose last batch is done; or `ahead`, when it begins that."""
+        """Return the next item of `worker`, whose last batch is done; or `ahead`, when it begins
+        that.
+        """
         self._held[worker] = self._held.get(worker, [])[-1:] if ahead else []
+        # The last batches may come back from a worker that is lost, so that nobody leaves before.
         over = self._next == self._stop and not (self._returned or self._closed)
         if over and self.expendable and any(self._held.values()):
             return WorkItem(Kind.WAIT, self._next, self._next)
@@ -154,6 +161,7 @@ class WorkQueue:
     def _take(self, worker: int) -> WorkItem:
         first = self._next
         if self._returned:
+            # The earliest first: under a bound all wait for the first gap in what is applied.
             return heapq.heappop(self._returned)
         if first == self._stop:
             return WorkItem(Kind.END, first, first, self._level)
@@ -163,11 +171,11 @@ class WorkQueue:
         return WorkItem(Kind.BATCH, first, self._next)
 
     def finish(self, worker: int) -> None:
-        """`worker` has done its last batch."""
+        """Note that `worker` has done its last batch."""
         self._held.pop(worker, None)
 
     def wait(self, worker: int) -> None:
-        """The same; it was told to wait, and is `woken`."""
+        """Note that `worker` has done its last batch, was told to wait, and will be `woken`."""
         self.finish(worker)
         self.idle.add(worker)
 
@@ -180,7 +188,7 @@ class WorkQueue:
                 yield worker, item
 
     def lose(self, worker: int) -> None:
-        """`worker` is gone: others take the batches that it holds, if any."""
+        """Note that `worker` is gone: others take the batches that it holds, if any."""
         for item in self._held.pop(worker, ()):
             heapq.heappush(self._returned, item)
         self.idle.discard(worker)
@@ -189,7 +197,7 @@ class WorkQueue:
             rounds.lose(worker)
 
     def close(self) -> None:
-        """The user wishes to stop: nobody is given another batch before the next `restart`.
+        """Give nobody another batch before the next `restart`: the user wishes to stop.
 
         Not while somebody is to pause and go on: all go on then, and whoever wishes says it again
         with its next batch.
@@ -197,13 +205,14 @@ class WorkQueue:
         self._closed = self._closed or not self._paused
 
     def end_at(self, stop: int, level: int) -> None:
-        """The phase `level` ends with the samples before `stop`. For all copies, before `first`."""
+        """End the phase `level` with the samples before `stop`; for all copies, before `first`."""
         assert self._stop is not None
+        # At the same sample the outer phase ends, and with it those inside.
         if (stop, -level) < (self._stop, -self._level):
             self._stop, self._level = stop, level
 
     def end(self, level: int) -> None:
-        """The phase `level` ends as soon as can be: with the samples that are handed out.
+        """End the phase `level` as soon as possible: with the samples that are handed out.
 
         Workers that are to pause here go on first: each with the batch that it knows.
         """
@@ -248,7 +257,7 @@ def _earliest(*ends: int | None) -> int:
 
 
 class WorkInHand:
-    """What a worker does next. `queue` is its copy; the one that counts is elsewhere."""
+    """The next item of a worker. `queue` is its copy; the one that counts is elsewhere."""
 
     def __init__(self, queue: WorkQueue, rank: int) -> None:
         self._queue = queue
@@ -256,7 +265,7 @@ class WorkInHand:
         self.item = queue.first(queue.start)[rank]
 
     def take(self) -> WorkItem:
-        """The item; where that is a pause, the next call gives the first batch after it."""
+        """Return the item; where that is a pause, the next call gives the first batch after it."""
         item = self.item
         if item.kind in (Kind.PAUSE, Kind.STOP):
             self.item = self._queue.first(item.start)[self._rank]
@@ -264,7 +273,7 @@ class WorkInHand:
 
 
 class Applied:
-    """Which samples of the global order are applied: all before `before`, and some after it."""
+    """The samples of the global order that are applied: all before `before`, and some after it."""
 
     def __init__(self, start: int) -> None:
         self.before = start

@@ -33,9 +33,9 @@ from typing import (
 from orchestra.errors import InputError, nearest
 
 MAX_NESTED = 40
-"""Levels of a text that is read, as notation or as YAML."""
+"""The most levels of a text that is read, as notation or as YAML."""
 MAX_DIGITS = 100
-"""Of a whole number in such a text."""
+"""The most digits of a whole number in such a text."""
 
 _NAMES: dict[Any, str] = {
     int: "whole number",
@@ -84,7 +84,7 @@ def convert(value: Any, hint: Any, leaf: Callable[[Any, Any], object] | None = N
 
 
 def wants_notation(hint: Any) -> bool:
-    """Whether text given for `hint` is the notation of an object, not a value of its own."""
+    """Return whether text given for `hint` is the notation of an object, not a value of its own."""
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     plain = [part for part in parts if _is_plain(part)]
     takes_text = any(part is str or get_origin(part) is Literal for part in plain)
@@ -101,7 +101,7 @@ def _is_plain(hint: Any) -> bool:
 
 
 def type_text(hint: Any) -> str:
-    """`hint` in words a user would use."""
+    """Return `hint` in words for users."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Literal:
         return " or ".join(repr(choice) for choice in parts)
@@ -122,6 +122,7 @@ def _mismatch(value: object, hint: Any) -> Mismatch:
 
 def _choice(value: object, choices: tuple[object, ...]) -> object:
     for choice in choices:
+        # 1 == True == 1.0, but only one of them may be meant.
         if type(value) is type(choice) and value == choice:
             return choice
     if isinstance(value, str) and all(isinstance(choice, str) for choice in choices):
@@ -140,6 +141,7 @@ def _union(value: object, hint: Any, leaf: Callable[[Any, Any], object] | None) 
             continue
     wanted = [part for part in parts if part is not NoneType]
     if isinstance(value, str) and len(wanted) > 1:
+        # A text was meant for the part that takes texts: its message names the nearest choice.
         wanted = [part for part in wanted if get_origin(part) is Literal]
     if len(wanted) == 1:
         convert(value, wanted[0], leaf)  # raises again, with the reason of the part that was meant
@@ -149,6 +151,7 @@ def _union(value: object, hint: Any, leaf: Callable[[Any, Any], object] | None) 
 def _setting_value(value: Any, hint: Any) -> object:
     """Return a number, a text or an object as a setting; numbers are finite."""
     cls = get_origin(hint) or hint
+    # To Python `True` is an int.
     if isinstance(value, bool) and hint in (int, float):
         raise _mismatch(value, hint)
     if hint is int and isinstance(value, numbers.Integral):
@@ -161,10 +164,12 @@ def _setting_value(value: Any, hint: Any) -> object:
         if not math.isfinite(number):
             raise Mismatch(f"{number!r} is not a finite number")
         return number
+    # `isinstance` refuses protocols that are not `runtime_checkable`.
     if getattr(cls, "_is_protocol", False) and not getattr(cls, "_is_runtime_protocol", False):
         return value  # nothing to check against until it is used
     if isinstance(cls, type) and not isinstance(value, cls):
         raise _mismatch(value, hint)
+    # Lone surrogates, as of an argument that is no UTF-8, can be written to no file.
     if isinstance(value, str) and any("\ud800" <= sign <= "\udfff" for sign in value):
         raise Mismatch(f"{value!r} is not text in UTF-8")
     return value
@@ -239,7 +244,7 @@ class Limits:
     above: float | None = None
 
     def complaint(self, value: float) -> str | None:
-        """What is wrong with `value`, or None."""
+        """Return a complaint about `value`, or None."""
         if self.above is not None and value <= self.above:
             return f"{value!r} is not above {self.above!r}"
         if self.low is not None and value < self.low:
@@ -268,12 +273,13 @@ def setting(
     above: float | None = None,
     **more: object,
 ) -> T:
-    """A field of a `Settings` class: its default, what it means, and its range.
+    """Return a field of a `Settings` class: its default, what it means, and its range.
 
     `low` and `high` belong to the range, `above` does not. `REQUIRED` stands for no default. A
     list, dict or set given as default is copied for each object. `more` is kept as metadata.
     """
     metadata = {"meaning": meaning, "limits": Limits(low, high, above), **more}
+    # dataclasses refuse mutable defaults, which all objects would share.
     if type(default).__hash__ is None:
         factory = partial(copy.deepcopy, default)
         return dataclasses.field(default_factory=factory, metadata=metadata)
@@ -282,7 +288,7 @@ def setting(
 
 
 def redefault(base: type[Settings], name: str, default: T) -> T:
-    """The setting `name` of `base` again, in a subclass, with another default."""
+    """Return the setting `name` of `base` again, in a subclass, with another default."""
     field: T = dataclasses.field(default=default, metadata=base.__dataclass_fields__[name].metadata)
     return field
 
@@ -305,10 +311,10 @@ class Settings:
         self.check()
 
     def check(self) -> None:
-        """Rules that span several fields; raise `InputError` where one is broken."""
+        """Check rules that span several fields; raise `InputError` where one is broken."""
 
     def with_setting(self, name: str, value: object) -> Self:
-        """A copy with the setting `name` replaced, and checked again."""
+        """Return a copy with the setting `name` replaced, and checked again."""
         require_setting(type(self), name)
         return dataclasses.replace(self, **{name: value})
 
@@ -325,7 +331,7 @@ class Described(NamedTuple):
 
 
 def describe(cls: type[Settings]) -> list[Described]:
-    """The settings of `cls` in words, in the order of its constructor."""
+    """Return the settings of `cls` in words, in the order of its constructor."""
     hints = type_hints(cls)
     return [
         Described(
@@ -340,20 +346,22 @@ def describe(cls: type[Settings]) -> list[Described]:
 
 
 def settings_of(cls: type[Settings]) -> tuple[dataclasses.Field[Any], ...]:
-    """The fields that the constructor of `cls` takes, in its order: keyword-only ones last."""
+    """Return the fields that the constructor of `cls` takes, in its order: keyword-only ones
+    last.
+    """
     taken = (field for field in dataclasses.fields(cls) if field.init)
     return tuple(sorted(taken, key=lambda field: bool(field.kw_only)))
 
 
 def type_hints(cls: type) -> dict[str, Any]:
-    """The annotations of `cls`, evaluated on first use."""
+    """Return the annotations of `cls`, evaluated on first use."""
     if cls not in _HINTS:
         _HINTS[cls] = get_type_hints(cls)
     return _HINTS[cls]
 
 
 def default_of(field: dataclasses.Field[Any]) -> object:
-    """The default of `field`, or `REQUIRED`."""
+    """Return the default of `field`, or `REQUIRED`."""
     made = field.default_factory
     return field.default if made is dataclasses.MISSING else made()
 
@@ -367,7 +375,9 @@ def require_setting(cls: type[Settings], name: str) -> None:
 
 
 def checked(cls: type[Settings], field: dataclasses.Field[Any], value: object) -> object:
-    """`value` converted to the annotation of `field`, a setting of `cls`, and inside its range."""
+    """Return `value` converted to the annotation of `field`, a setting of `cls`, and inside its
+    range.
+    """
     try:
         value = convert(value, type_hints(cls)[field.name])
     except Mismatch as mismatch:
@@ -379,7 +389,7 @@ def checked(cls: type[Settings], field: dataclasses.Field[Any], value: object) -
 
 
 def call_text(settings: Settings, text: Callable[[object], str], name: str | None = None) -> str:
-    """The constructor call of `settings`, its values written by `text`.
+    """Return the constructor call of `settings`, its values written by `text`.
 
     Positional settings always stand, keyword-only ones where they differ from their default.
     """

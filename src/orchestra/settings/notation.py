@@ -35,7 +35,7 @@ _PARSING = threading.RLock()
 
 
 def expression(text: str) -> ast.expr:
-    """The tree of one expression.
+    """Return the syntax tree of one expression.
 
     Raises:
         ValueError: it is none, or too long, too deep, or has a number with too many digits.
@@ -60,6 +60,7 @@ def _check(tree: ast.expr) -> None:
     for _ in range(MAX_NESTED):
         for node in level:
             number = node.value if isinstance(node, ast.Constant) else None
+            # Python refuses to print a number of more than 4,300 digits, in a message too.
             if isinstance(number, int) and abs(number) >= 10**MAX_DIGITS:
                 raise ValueError(f"a number of more than {MAX_DIGITS} digits is beyond any use")
         level = [child for node in level for child in ast.iter_child_nodes(node)]
@@ -74,7 +75,7 @@ _REFERENCE = re.compile(
 )
 
 OPERATORS: Mapping[type[ast.operator], str] = {ast.BitAnd: "Both", ast.BitOr: "Either"}
-"""What `a & b` and `a | b` are short for."""
+"""The calls for which `a & b` and `a | b` are short forms."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Call:
 
 
 def parse(text: str, registry: Registry, *, where: str) -> Any:
-    """The object that `text` names; `where` opens the message of every error.
+    """Return the object that `text` names; `where` opens the message of every error.
 
     Raises:
         InputError: not a constructor call, an unknown name or argument, or a refused value.
@@ -102,7 +103,7 @@ def parse(text: str, registry: Registry, *, where: str) -> Any:
 
 
 def read(text: str, *, where: str) -> Call:
-    """The call that `text` spells, with nothing looked up; a bare name is a call."""
+    """Return the call that `text` spells, with nothing looked up; a bare name is a call."""
     value = _read_any(text, where=where)
     if not isinstance(value, Call):
         raise InputError(f"{where}: {text!r} is not a constructor call such as Name(argument=1)")
@@ -110,7 +111,9 @@ def read(text: str, *, where: str) -> Call:
 
 
 def _read_any(text: str, *, where: str) -> object:
-    """Return what `text` spells: a call, or a literal with calls in it; None of what is no text."""
+    """Return the call or literal that `text` spells, which may hold calls; None for anything but
+    text.
+    """
     references: dict[str, str] = {}
 
     def stand_in(match: re.Match[str]) -> str:
@@ -134,7 +137,7 @@ def _read_any(text: str, *, where: str) -> object:
 
 
 def _value(node: ast.expr, references: Mapping[str, str]) -> object:
-    """Return what a tree spells, in which `references` stand for `package.module:Name`."""
+    """Return the value of a tree, in which `references` stand for `package.module:Name`."""
 
     def inside(nodes: Iterable[ast.expr]) -> list[object]:
         return [_value(item, references) for item in nodes]
@@ -186,7 +189,7 @@ def _name(node: ast.expr, references: Mapping[str, str]) -> str:
 
 
 def calls_in(value: object) -> Iterator[Call]:
-    """The outermost calls in what was read, in lists, tuples and dicts too."""
+    """Yield the outermost calls in `value`, in lists, tuples and dicts too."""
     if isinstance(value, Call):
         yield value
     elif isinstance(value, Mapping):
@@ -197,7 +200,7 @@ def calls_in(value: object) -> Iterator[Call]:
 
 
 def literal(text: str) -> object:
-    """`text` of a command line as a value: a Python literal, else what YAML makes of it."""
+    """Return `text` of a command line as a value: a Python literal, else the value in YAML."""
     try:
         return ast.literal_eval(expression(text.strip()))
     except (ValueError, TypeError):
@@ -208,7 +211,9 @@ def literal(text: str) -> object:
 
 
 def build(value: object, registry: Registry, *, where: str) -> Any:
-    """`value` with each `Call` in it made: names looked up, arguments checked, then called."""
+    """Return `value` with each `Call` in it made: names looked up, arguments checked, then
+    called.
+    """
     if isinstance(value, Call):
         target = bound(value, registry, where=where)
         positional = [build(item, registry, where=where) for item in value.positional]
@@ -225,13 +230,17 @@ def build(value: object, registry: Registry, *, where: str) -> Any:
 
 
 def bound(call: Call, registry: Registry, *, where: str) -> Callable[..., Any]:
-    """What `call` would call; its arguments are checked against the signature, not their values."""
+    """Return the callable that `call` names, with its arguments checked against the signature,
+    not their values.
+    """
     target: object = registry.resolve(call.name, where=where)
     if not callable(target):
         raise InputError(f"{where}: {call.name!r} cannot be called")
     if missing := getattr(target, "__abstractmethods__", None):
         names = ", ".join(sorted(missing))
         raise InputError(f"{where}: {call.name} is not complete: it has to define {names}")
+    # A name in a file may be any function, such as os:system: only what says so is called (decision
+    # 53).
     if not (isinstance(target, type) and issubclass(target, Settings)):
         _require_maker(target, call, registry, where)
     signature = inspect.signature(target)
@@ -245,6 +254,7 @@ def bound(call: Call, registry: Registry, *, where: str) -> Callable[..., Any]:
                     wrong = f"takes no arguments, but got {name!r}"
                 raise InputError(f"{where}: {call.name} {wrong}")
     try:
+        # Before anything is made, so that the message can name the arguments.
         signature.bind(*call.positional, **call.keywords)
     except TypeError as error:
         raise InputError(f"{where}: {call.name}({', '.join(known)}): {error}") from None
@@ -273,7 +283,7 @@ def _no_bare_text(call: Call, registry: Registry, where: str) -> None:
 
 
 def write(value: object, registry: Registry | None = None) -> str:
-    """The notation that `parse` turns back into `value`.
+    """Return the notation that `parse` turns back into `value`.
 
     An object whose class `registry` does not know is written as `package.module:Name(...)`.
     """
@@ -298,7 +308,7 @@ def write(value: object, registry: Registry | None = None) -> str:
 
 
 def replace_setting(value: Any, path: str, text: str, registry: Registry, *, where: str) -> Any:
-    """A copy of `value` with the setting at the dotted `path` replaced by what `text` means.
+    """Return a copy of `value` with the setting at the dotted `path` replaced by what `text` means.
 
     `text` is a literal, a YAML scalar, or, where the setting holds an object, its notation.
 
@@ -317,6 +327,7 @@ def replace_setting(value: Any, path: str, text: str, registry: Registry, *, whe
             if _holds_object(value, name) and isinstance(new, str):
                 reads = _read_any if text.strip()[:1] in ("[", "(") else read
                 new = build(reads(text, where=where), registry, where=where)
+        # Through the constructor, so that the new value is checked like any other.
         return {**value, name: new} if isinstance(value, dict) else value.with_setting(name, new)
     except InputError as error:
         message = str(error)

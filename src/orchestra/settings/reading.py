@@ -1,4 +1,4 @@
-"""Settings from the entries of a file: each message says the place, the reason and the remedy."""
+"""Settings from the entries of a file: each message gives the place, the reason and the remedy."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from orchestra.settings.base import (
 
 MAX_CHARACTERS = 4_000_000
 MAX_VALUES = 500_000
-"""Where each alias stands for all that it repeats."""
+"""The most values of a text, where each alias counts as all that it repeats."""
 
 
 class Refused(yaml.MarkedYAMLError):
-    """It is YAML, but beyond the bounds, or it says one thing twice."""
+    """YAML that is beyond the bounds, or gives something twice."""
 
     def __init__(self, problem: str, at: Any) -> None:
         super().__init__(problem=problem, problem_mark=at.start_mark)
@@ -45,17 +45,20 @@ class Loader(yaml.SafeLoader):
         self._nested = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """PyYAML's, but not nested without end."""
+        """Compose a node as PyYAML does, but not nested without end."""
         if self._nested == MAX_NESTED:
             at = self.peek_event()  # type: ignore[no-untyped-call]
             raise Refused(f"is nested more than {MAX_NESTED} deep", at)
+        # PyYAML recurses: a text of brackets would end in a RecursionError, or worse
         self._nested += 1
         node = super().compose_node(parent, index)
         self._nested -= 1
         return node
 
     def get_single_node(self) -> Any:
-        """The root, all of whose keys differ, and whose aliases repeat no more than can be held."""
+        """Return the root, all of whose keys differ, and whose aliases repeat no more than
+        memory can hold.
+        """
         root = super().get_single_node()
         if root is not None:
             self._check(root, {})
@@ -65,6 +68,7 @@ class Loader(yaml.SafeLoader):
         """Count the values that `node` stands for; `values` has those of the nodes before."""
         known = values.get(id(node))
         if known is not None:
+            # Its count is not known yet: it is under way above.
             if not known:
                 raise Refused("an alias stands inside of what it repeats", node)
             return known
@@ -75,6 +79,7 @@ class Loader(yaml.SafeLoader):
             count += sum(self._check(item, values) for _, item in node.value)
         elif isinstance(node, yaml.SequenceNode):
             count += sum(self._check(item, values) for item in node.value)
+        # Aliases of aliases grow exponentially, from a few lines (the "billion laughs")
         if count > MAX_VALUES:
             raise Refused(f"with its aliases it has more than {MAX_VALUES:,} values", node)
         values[id(node)] = count
@@ -86,13 +91,14 @@ class Loader(yaml.SafeLoader):
             if not isinstance(node, yaml.ScalarNode):
                 raise Refused("a key has to be a word", node)
             key = node.value if node.tag.endswith(":merge") else self.construct_object(node)
-            for name in (key, str(key)):  # 1, 0x1 and "1" are one label
+            # As values and as texts: 1, 0x1 and "1" are one label.
+            for name in (key, str(key)):
                 if name in lines:
                     raise Refused(f"{node.value!r} stands in line {lines[name]}, too", node)
             lines[key] = lines[str(key)] = node.start_mark.line + 1
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """PyYAML's, which leaves it to Python to refuse `!!int x` and its like."""
+        """Construct as PyYAML does, which leaves it to Python to refuse `!!int x` and its like."""
         try:
             return super().construct_object(node, deep)
         except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
@@ -100,6 +106,7 @@ class Loader(yaml.SafeLoader):
             raise Refused(f"{str(node.value)[:REPEATED]!r} is no !!{kind}", node) from None
 
 
+# PyYAML reads `on` and `no` as booleans and 1e-3 as text; here both are as in YAML 1.2.
 _PLAIN = {"tag:yaml.org,2002:" + kind for kind in ("null", "merge")}
 Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag in _PLAIN]
@@ -136,12 +143,12 @@ class _Dumper(yaml.SafeDumper):
 
 
 def yaml_text(value: object) -> str:
-    """`value`, of plain data, as YAML in the order given."""
+    """Return `value`, of plain data, as YAML in the order given."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 
 def yaml_value(text: str, where: str = "") -> object:
-    """The value of a YAML text, or the text itself where it is none.
+    """Return the value of a YAML text, or the text itself where it is no YAML.
 
     Raises:
         InputError: it is YAML that is refused; `where`, if given, opens the message.
@@ -150,6 +157,7 @@ def yaml_value(text: str, where: str = "") -> object:
         return yaml.load(text, Loader=Loader)
     except Refused as refused:
         raise InputError(f"{where}: {refused.problem}".removeprefix(": ")) from None
+    # A notation such as AllReduce("ring") is no YAML, and is read as the text that it is
     except yaml.YAMLError:
         return text
 
@@ -168,12 +176,14 @@ class Entry:
     inside: Mapping[Any, Entry] = field(default_factory=dict)
 
     def at(self, key: str) -> str:
-        """The place of this entry in messages, with its dotted key unless it is an option."""
+        """Return the place of this entry for messages, with its dotted key unless it is an
+        option.
+        """
         return self.where if self.where.startswith("--") else f"{self.where} {key}".rstrip()
 
 
 def read_document(path: Path, *, needs: str, example: str) -> dict[str, Entry]:
-    """The keys of the YAML mapping in `path`, in order.
+    """Return the keys of the YAML mapping in `path`, in order.
 
     `needs` names the keys that it has to have, and `example` is a line of such a file.
 
@@ -182,6 +192,7 @@ def read_document(path: Path, *, needs: str, example: str) -> dict[str, Entry]:
     """
     try:
         with path.open(encoding="utf-8") as file:
+            # One more than allowed, so that a larger file is noticed without being read.
             text = file.read(MAX_CHARACTERS + 1)
         return _entries(text, str(path), needs, example)
     except OSError as error:
@@ -211,7 +222,7 @@ def _entries(text: str, name: str, needs: str, example: str) -> dict[str, Entry]
 
 
 def _inside(loader: Loader, node: yaml.Node, name: str) -> dict[Any, Entry]:
-    """Return what a sequence or a mapping holds, each item with the line of its key."""
+    """Return the items of a sequence or a mapping, each with the line of its key."""
     items: list[tuple[Any, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.SequenceNode):
         items = [(index, item, item) for index, item in enumerate(node.value)]
@@ -231,14 +242,15 @@ S = TypeVar("S", bound=Settings)
 
 
 def mapping(entry: Entry, key: str, example: str) -> Mapping[Any, Entry]:
-    """The entries inside `entry`, which has to be a mapping."""
+    """Return the entries inside `entry`, which has to be a mapping."""
     if not isinstance(entry.value, Mapping):
         raise InputError(f"{entry.at(key)}: has to be a mapping, such as {example}")
+    # Values from Python or an option have no lines of their own
     return entry.inside or {name: Entry(item, entry.where) for name, item in entry.value.items()}
 
 
 def require(inside: Mapping[Any, Entry], examples: Mapping[str, str], where: str) -> None:
-    """Refuse a mapping that lacks a key of `examples`, which say what it may look like."""
+    """Refuse a mapping that lacks a key of `examples`, which has an example value of each."""
     for name, example in examples.items():
         if name not in inside:
             raise InputError(f"{where}: {name} is missing; add it, such as {name}: {example}")
@@ -277,7 +289,7 @@ class Reader:
         given: Mapping[str, Any] | None = None,
         also: Iterable[str] = (),
     ) -> S:
-        """The settings `cls` that a mapping spells.
+        """Return the settings `cls` that a mapping spells.
 
         Args:
             key: its dotted key.
@@ -302,6 +314,7 @@ class Reader:
         except InputError as error:
             text = str(error).removeprefix(f"{cls.__name__}: ")
             reason = text.removeprefix(f"{key}.")
+            # An error inside already begins with the setting's name
             between = ": " if reason == text else "."
             raise InputError(f"{where}{between}{reason}") from None
 
@@ -312,10 +325,11 @@ class Reader:
         return self.examples[field.name]
 
     def read_setting(self, cls: type[Settings], name: str, entry: Entry, key: str) -> Any:
-        """The value of `entry` as the setting `name` of `cls` wants it."""
+        """Return the value of `entry` as the setting `name` of `cls` wants it."""
         field = next(field for field in settings_of(cls) if field.name == name)
         value, default = entry.value, default_of(field)
         inner, unit = _settings_in(type_hints(cls)[name]), field.metadata.get("unit")
+        # `null` is the default of many settings; whether this one may be None is checked below
         if value is None and default is not REQUIRED:
             pass
         elif name in self.special:

@@ -51,22 +51,22 @@ class Registry:
         return {point.name: point.value for point in entry_points(group=self._group)} | self._known
 
     def names(self) -> list[str]:
-        """Every known name, those of installed packages included."""
+        """Return every known name, those of installed packages included."""
         return sorted(self._all)
 
     def knows(self, name: str) -> bool:
-        """Whether `name` is known, or says itself where to import from."""
+        """Return whether `name` is known, or gives a place to import from."""
         return ":" in name or name in self._known or name in self._all
 
     def _hint(self, name: str) -> str:
-        """Say what to write in place of an unknown name."""
+        """Return what to write in place of an unknown name."""
         if notation := self._elsewhere.get(name.lower().replace("-", "").replace("_", "")):
             return f"write {notation}"
         first = [known for known in self._all if known not in self._arguments]
         return nearest(name, first, self._arguments)
 
     def resolve(self, name: str, *, where: str) -> Any:
-        """What `name` stands for, imported.
+        """Import and return the object that `name` stands for.
 
         Raises:
             InputError: an unknown name, no such module or attribute, or an import that failed.
@@ -79,6 +79,8 @@ class Registry:
             module = importlib.import_module(module_name)
         except Exception as error:
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            # The module itself, or a package around it: otherwise something that it imports is
+            # missing.
             if missing is not None and f"{module_name}.".startswith(f"{missing}."):
                 reason = f"there is no module {module_name!r} in this folder or what is installed"
             else:
@@ -91,7 +93,7 @@ class Registry:
         return getattr(module, attribute)
 
     def name_of(self, cls: type) -> str:
-        """The name under which `resolve` finds `cls`, without importing anything."""
+        """Return the name under which `resolve` finds `cls`, without importing anything."""
         place = f"{cls.__module__}:{cls.__qualname__}"
         for name, known in self._all.items():
             if known == place:
@@ -114,8 +116,9 @@ class LazyModule:
 def lazy_package(
     package: str, *modules: str, names: Collection[str] | None = None
 ) -> Callable[[str], Any]:
-    """A package's `__getattr__` that finds each name, or each of `names`, in the first of its
-    `modules` which has it."""
+    """Return a package's `__getattr__` that finds each name, or each of `names`, in the first of
+    its `modules` which has it.
+    """
 
     def find(name: str) -> Any:
         known = not name.startswith("_") if names is None else name in names

@@ -204,12 +204,12 @@ class AllReduce(Strategy[AllReduceState]):
 
     @property
     def depends_on_speed(self) -> bool:
-        """Whether it matters who comes first (`backup`), or who shares a node (hierarchical)."""
+        """True if it matters who comes first (`backup`), or who shares a node (hierarchical)."""
         return self.backup > 0 or (self.algorithm == "hierarchical" and self.ranks_per_node is None)
 
     @property
     def hands_over_moments(self) -> bool:
-        """Whether each worker has all moments, and not only those of its slice."""
+        """True if each worker has all moments, and not only those of its slice."""
         return self.shard == "nothing"
 
     @property

@@ -133,7 +133,7 @@ class Auto(Phased[AutoState]):
 
     @property
     def reads_values(self) -> bool:
-        """Whether values are read: what workers measure travels as such."""
+        """True if values are read: what workers measure travels as such."""
         return True
 
     @property

@@ -1,8 +1,10 @@
-"""The base of all strategies: settings, and a method for each point of a run.
+"""The base classes of all strategies: their settings, and a method for each point of a run.
 
-`Replicas` is the base of those whose workers train apart, each with an optimizer of its own.
+`Replicas` is the base of strategies whose workers train apart, each with an optimizer of its
+own.
 
-State never lives in a strategy object: all ranks of a simulation share it. `start` returns it.
+A strategy object never holds state, because all ranks of a simulation share it; `start` returns
+the state.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 S = TypeVar("S")
 R = TypeVar("R", bound="ReplicaState")
 
+# Below 0, so that it is the number of no step
 CHANGED = -1
 """In place of the step of a pause: the workers paused because the phase changes.
 
@@ -40,12 +43,12 @@ Of nested phases the one with the number `level` ends at CHANGED - level.
 
 @dataclass(frozen=True)
 class Roles:
-    """Which ranks are workers and which are servers, for a number of ranks.
+    """The workers and servers of a run, for a number of ranks.
 
-    `shares` has one entry for each process: its part of the data in per-worker batches a step
+    `shares` has one entry for each process: its part of the data, in per-worker batches a step
     (0: a rank without data). `servers` are the ranks that own slices of the parameters. `reads`
-    holds for each rank the rank whose part of the data it works on; if empty, each its own. Where
-    slices have `replicas` the run survives the loss of a server.
+    holds for each rank the rank whose part of the data it works on; if empty, each works on its
+    own. If slices have `replicas`, the run survives the loss of a server.
     """
 
     shares: tuple[float, ...]
@@ -64,21 +67,24 @@ class Roles:
 
     @property
     def leader(self) -> int:
-        """A rank without which the run cannot go on; it gathers and evaluates."""
+        """The rank that gathers and evaluates. The run cannot go on without it."""
+        # With replicas any server may be lost; what has to stay is a worker, which gathers
+        # (decision 23)
         if self.servers and not self.replicas:
             return self.servers[0]
+        # A worker beside a server would be lost together with it
         return next(rank for rank in self.workers if rank not in self.servers)
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory of a rank while it trains, in multiples of what it trains: a whole model, or its
+    """The memory of a rank in training, in multiples of what it trains: the whole model, or its
     `ModelPart`.
 
-    `copies` are vectors of all parameters beside the optimizer's state: for what arrives, for
-    anchors and outer momenta. `batches` are per-worker batches whose activations are there at a
-    time. `windows` is how often two buckets are there, beside a rank's shard: for gradients, and
-    for parameters in use.
+    `copies` are vectors of all parameters beside the optimizer's state: for arriving values, for
+    anchors and outer momenta. `batches` is the number of per-worker batches whose activations
+    are held at the same time. `windows` is how often two buckets are held beside a rank's shard:
+    for gradients, and for parameters in use.
     """
 
     parameters: float = 1.0
@@ -95,9 +101,9 @@ class Footprint:
 
 @dataclass(frozen=True)
 class ModelPart:
-    """The part of a model that one rank trains, its tensors named as in the whole.
+    """The part of a model that one rank trains; its tensors have their names in the whole model.
 
-    `owned` are the names of those that snapshots and the final model take from this rank.
+    `owned` are the names of the tensors that snapshots and the final model take from this rank.
     """
 
     module: nn.Module
@@ -115,52 +121,58 @@ class Strategy(Settings, ABC, Generic[S]):
     """Notable settings of it, in the notation, each with when to use them."""
 
     distributed: ClassVar[bool] = True
-    """Several processes train, given several ranks; False of `Single` alone."""
+    """True if several processes train, given several ranks; False only for `Single`."""
 
     switches: ClassVar[bool] = False
-    """A rule may end a phase and begin another one, as in `Switch`."""
+    """True if a rule may end a phase and begin another one, as in `Switch`."""
 
     divides_model: ClassVar[bool] = False
-    """Each rank has a part of the model only."""
+    """True if each rank has only a part of the model."""
 
     @property
     def shards_parameters(self) -> bool:
-        """Each rank keeps a shard of the model only, and what it needs of the rest at the time."""
+        """True if each rank keeps only a shard of the model, and gathers the rest when it needs
+        it.
+        """
         return False
 
     def share_of(self, rank: int, ranks: int) -> Share | None:
-        """The shard of `rank`, where `shards_parameters`; None: it keeps all parameters."""
+        """Return the shard of `rank` if `shards_parameters`; None if it keeps all parameters."""
         return None
 
     @property
     def synchronous(self) -> bool:
-        """All workers take every step together, and agree on its loss."""
+        """True if all workers take every step together and agree on its loss."""
         return True
 
     @property
     def depends_on_speed(self) -> bool:
-        """The parameters depend on how fast ranks and links are.
+        """True if the parameters depend on the speed of ranks and links.
 
-        Where they do not, a simulation on one cluster knows them for every other.
+        If not, a simulation on one cluster knows them for every other.
         """
         return not self.synchronous
 
     @property
     def answers_beside(self) -> bool:
-        """Workers answer others from a background flow, on the core that their gradients want."""
+        """True if workers answer others from a background flow, on the core that computes their
+        gradients.
+        """
         return False
 
     @property
     def steps_together(self) -> bool:
-        """Workers wait for one another, so that the slowest sets the pace of all."""
+        """True if workers wait for one another, so that the slowest sets the pace of all."""
+        # Without waiting, what a worker computes would depend on which of them is ahead
         return self.synchronous or not self.depends_on_speed
 
     def under_way(self, state: S) -> Strategy[Any]:
-        """The strategy of the phase under way: itself, where there are no phases."""
+        """Return the strategy of the current phase; itself if it has no phases."""
         return self
 
     def currently_lockstep(self, state: S) -> bool:
-        """In the phase under way, a worker takes part in steps in which it has no samples.
+        """Return whether, in the current phase, a worker takes part in steps in which it has no
+        samples.
 
         Synchronous strategies need that, and others that exchange in every step.
         """
@@ -168,7 +180,7 @@ class Strategy(Settings, ABC, Generic[S]):
 
     @property
     def self_paced(self) -> bool:
-        """A worker that is free can take the next batch, whatever the others do.
+        """True if a free worker can take the next batch, whatever the others do.
 
         The batches of the run then lie in one queue (`worker.make_queue`), unless the experiment
         says that all workers get equal parts.
@@ -176,17 +188,21 @@ class Strategy(Settings, ABC, Generic[S]):
         return False
 
     def work(self, state: S) -> WorkSource | None:
-        """The source of this worker's batches in the phase under way; None: the plan."""
+        """Return the source of this worker's batches in the current phase; None if they follow
+        the plan.
+        """
         return None
 
     def end_phase(self, worker: Worker, state: S, level: int) -> None:
-        """Collective, where `work` has ended before the budget: begin the phase after the one that
-        is over, the number `level` of nested ones."""
+        """Begin the phase after the one that is over, the number `level` of nested ones.
+        Collective, called when `work` has ended before the budget.
+        """
         raise AssertionError(f"{self!r} has no phases")
 
     @property
     def exchanges_as(self) -> Strategy[Any] | None:
-        """A strategy whose exchange takes as long as one of its own, and which can `rehearse` it.
+        """A strategy whose exchange takes as long as one of this strategy, and which can
+        `rehearse` it.
 
         Its workers wait for one another, and exchange after every `exchange_every` of their steps.
         None: that is not known, and it can be no candidate of `Auto`.
@@ -196,7 +212,8 @@ class Strategy(Settings, ABC, Generic[S]):
     exchange_every: ClassVar[int] = 1
 
     def rehearse(self, worker: Worker, values: Tensor) -> None:
-        """Collective over the workers: one exchange with `values`, flat, in place of gradients.
+        """Carry out one exchange with `values`, a flat vector, in place of gradients. Collective
+        over the workers.
 
         They belong to nobody, and have any values afterwards. Only where `exchanges_as` is itself.
         """
@@ -204,29 +221,34 @@ class Strategy(Settings, ABC, Generic[S]):
 
     @property
     def hands_over_moments(self) -> bool:
-        """A following phase can inherit the optimizer's moments from the workers."""
+        """True if a following phase can inherit the optimizer's moments from the workers."""
         return True
 
     @property
     def native(self) -> bool:
-        """torch.distributed's own collectives (gloo, NCCL) are used."""
+        """True if torch.distributed's own collectives (gloo, NCCL) are used."""
         return False
 
     def part_of(
         self, module: nn.Module, loss_of: Callable[[nn.Module], Tensor], rank: int, ranks: int
     ) -> ModelPart | None:
-        """The part of `module` that `rank` trains; None: all of it.
+        """Return the part of `module` that `rank` trains; None if it trains all of it.
 
-        Pure, so that all ranks agree. `loss_of` gives a model's loss on a few samples.
+        This is a pure function, so that all ranks agree. `loss_of` returns a model's loss on a
+        few samples.
         """
         return None
 
     def roles(self, ranks: int) -> Roles:
-        """The roles at the start; raises `InputError` for an impossible number of ranks."""
+        """Return the roles at the start.
+
+        Raises:
+            InputError: the strategy cannot run on `ranks` ranks.
+        """
         return Roles((1.0,) * ranks)
 
     def refusal(self, ranks: int) -> str | None:
-        """Why it cannot run on that many ranks; None if it can."""
+        """Return why the strategy cannot run on `ranks` ranks; None if it can."""
         try:
             self.roles(ranks)
         except InputError as error:
@@ -234,67 +256,81 @@ class Strategy(Settings, ABC, Generic[S]):
         return None
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
-        """The memory of `rank`, with a budget of `ranks`: by default a model and its optimizer."""
+        """Return the memory of `rank` out of `ranks`; by default that of a model and its
+        optimizer.
+        """
         roles = roles_of(self, ranks)
         return Footprint(batches=roles.shares[roles.part(rank)])
 
     def current_roles(self, worker: Worker, state: S) -> Roles:
-        """The roles now: they change where a strategy calls `worker.begin_phase` on all ranks."""
+        """Return the current roles. They change when a strategy calls `worker.begin_phase` on
+        all ranks.
+        """
+        # The ranks of the budget, not those that run: Single() is given more than it uses
         return roles_of(self.under_way(state), worker.budget_ranks)
 
     @abstractmethod
     def start(self, worker: Worker) -> S:
-        """Collective: agree on the parameters, and allocate the state."""
+        """Agree on the parameters, and return the state. Collective."""
 
     @property
     def reads_loss(self) -> bool:
-        """Whether the decisions of the strategy depend on the training loss."""
+        """True if the decisions of the strategy depend on the training loss."""
         return False
 
     @property
     def reads_values(self) -> bool:
-        """The timing of its communication depends on losses, gradients or parameters."""
+        """True if the timing of its communication depends on losses, gradients or parameters."""
         return self.reads_loss
 
     def before_forward(self, worker: Worker, state: S) -> None:
-        """Called before a step's first forward pass: the place to share buffers."""
+        """Called before the first forward pass of a step; the place to exchange buffers."""
 
     def gradient(self, worker: Worker, state: S, batch: Batch | None) -> None:
-        """The gradient of `batch` (None: this rank has no samples in this step), exchanged."""
+        """Compute the gradient of `batch` and exchange it. `batch` is None if this rank has no
+        samples in this step.
+        """
         self.before_forward(worker, state)
         worker.backward(batch)
         self.reduce(worker, state)
 
     def reduce(self, worker: Worker, state: S) -> None:
-        """Called with a complete gradient, before anybody reads it, clipping included."""
+        """Exchange the gradient. Called once it is complete and before anything reads it,
+        clipping included.
+        """
 
     @abstractmethod
     def update(self, worker: Worker, state: S) -> None:
-        """The gradient becomes new parameters."""
+        """Update the parameters from the gradient."""
 
     def serve(self, worker: Worker, state: S) -> Pause | None:
-        """On a rank without data: serve until the next quiet point; None once all workers left."""
+        """Serve until the next quiet point, on a rank without data; return None once all workers
+        have left.
+        """
         return None
 
     def quiesce(self, worker: Worker, state: S, step: int) -> bool:
-        """On a worker after its step `step`: return when nothing is in flight anywhere.
+        """Wait until nothing is in flight anywhere, on a worker after its step `step`.
 
-        False if some workers have finished, or were lost.
+        Return False if some workers have finished or were lost.
         """
         return True
 
     def agree(self, worker: Worker, state: S) -> None:
-        """Collective, with nothing in flight: `worker.parameters` of every rank become equal."""
+        """Make `worker.parameters` of all ranks equal. Collective, called with nothing in
+        flight.
+        """
 
     def stop(self, worker: Worker, state: S) -> None:
-        """Collective: end, and agree on the final parameters."""
+        """End, and agree on the final parameters. Collective."""
         self.agree(worker, state)
 
     def resume(self, worker: Worker, saved: Mapping[str, Any]) -> S:
-        """Collective: `start`, then go on from what a checkpoint kept of the state.
+        """Start, then restore the state that a checkpoint kept. Collective.
 
         Replicas may differ: each rank keeps the parameters and buffers that it has.
         """
+        # Kept beside `start`, which gives everyone the first rank's parameters
         own = [worker.parameters, *(buffer for _, buffer in worker.buffers)]
         kept = [tensor.clone() for tensor in own]
         state = self.start(worker)
@@ -306,21 +342,23 @@ class Strategy(Settings, ABC, Generic[S]):
         return state
 
     def restart(self, worker: Worker, state: S, renew: Callable[[], None]) -> S:
-        """Collective: stop, and start the phase under way anew, with what `renew` puts in place.
+        """Stop, and start the current phase anew with what `renew` puts in place. Collective.
 
-        For parameters, or moments, that were loaded: everybody takes those of the first rank.
+        For loaded parameters or moments: all ranks take those of the first rank.
         """
         self.stop(worker, state)
         renew()
         return self.start(worker)
 
     def optimizer_of(self, state: S) -> optim.Optimizer | None:
-        """The optimizer whose moments a following phase may inherit: `state.optimizer`, if any."""
+        """Return the optimizer whose moments a following phase may inherit: `state.optimizer`,
+        if there is one.
+        """
         optimizer: optim.Optimizer | None = getattr(state, "optimizer", None)
         return optimizer
 
     def optimizer_parts(self, worker: Worker, state: S) -> list[OptimizerPart]:
-        """What this rank has of optimizers whose moments lie in parts on several ranks."""
+        """Return this rank's parts of optimizers whose moments are spread over several ranks."""
         return []
 
 
@@ -328,7 +366,7 @@ _roles_of: Callable[[Strategy[Any], int], Roles] = lru_cache(256)(lambda each, n
 
 
 def roles_of(strategy: Strategy[Any], ranks: int) -> Roles:
-    """`strategy.roles(ranks)`, worked out once: with many ranks that takes a while."""
+    """Return `strategy.roles(ranks)`, cached because computing it takes a while for many ranks."""
     try:
         return _roles_of(strategy, ranks)
     except TypeError:  # a setting of it, such as a list, cannot be looked up
@@ -337,7 +375,9 @@ def roles_of(strategy: Strategy[Any], ranks: int) -> Roles:
 
 @dataclass
 class ReplicaState:
-    """State of a worker that trains a replica: its optimizer, and its end of the batch queue."""
+    """The state of a worker that trains a replica: its optimizer, and its end of the queue of
+    batches.
+    """
 
     optimizer: optim.Optimizer
     work: SharedWork | None = field(default=None, kw_only=True, metadata=optimizers.TRANSIENT)
@@ -345,7 +385,7 @@ class ReplicaState:
 
 @dataclass(frozen=True, repr=False)
 class Replicas(Strategy[R]):
-    """Each worker trains a replica of its own, which it averages with some or all others.
+    """Each worker trains a replica of its own, and averages it with some or all others.
 
     The final parameters are the exact mean of the replicas.
     """
@@ -353,46 +393,53 @@ class Replicas(Strategy[R]):
     synchronous = False  # replicas differ, and losses are each worker's own
 
     def work(self, state: R) -> WorkSource | None:
-        """The queue of the first worker, where workers take batches at their own pace."""
+        """Return this worker's end of the queue, if workers take batches at their own pace."""
         return state.work
 
     def currently_lockstep(self, state: R) -> bool:
-        """Where work is dealt out, and not taken from a queue, all workers count the same steps."""
+        """Return True unless batches come from a queue: if they follow the plan, all workers
+        count the same steps.
+        """
         return state.work is None
 
     def start(self, worker: Worker) -> R:
-        """Everyone begins with the parameters of the first rank."""
+        """Give all workers the parameters of the first rank, and allocate the state."""
         exchange.agree_on_parameters(worker)
+        # The final parameters are the exact mean, for which every replica is needed
         worker.reporter.expendable(False)
         shares = roles_of(self, worker.budget_ranks).shares
+        # One queue for all who take batches at their own pace: whoever is free takes the next
         work = exchange.share_work(worker, shares) if self.self_paced else None
         return self.allocate(worker, work)
 
     @abstractmethod
     def allocate(self, worker: Worker, work: SharedWork | None) -> R:
-        """The state at the start."""
+        """Return the state at the start."""
 
     def settle(self, worker: Worker, state: R) -> None:
-        """Collective over the workers: return when nothing of theirs is in flight."""
+        """Wait until nothing of the workers is in flight. Collective over the workers."""
 
     def quiesce(self, worker: Worker, state: R, step: int) -> bool:
-        """Nothing is in flight; all workers are here."""
+        """Wait until nothing is in flight; all workers are present."""
         self.settle(worker, state)
         return True
 
     def reduce(self, worker: Worker, state: R) -> None:
-        """The gradient stays here."""
+        """Keep the gradient on this worker."""
+        # Left where autograd put it, not copied: optimizers read tensor by tensor (decision 122)
         exchange.keep_gradient(worker)
 
     def agree(self, worker: Worker, state: R) -> None:
-        """The exact mean of the replicas, and of their buffers."""
+        """Set the parameters and buffers to the exact mean of the replicas."""
         self.settle(worker, state)
         exchange.exact_mean(worker)
         exchange.exact_mean_of_buffers(worker)
 
     def stop(self, worker: Worker, state: R) -> None:
-        """The exact mean of the replicas."""
+        """Set the parameters to the exact mean of the replicas."""
         self.settle(worker, state)
+        # Closed before the last snapshot: the queue's last answer tells how much all have consumed,
+        # and a due point may lie between this worker's last batch and that.
         if state.work is not None:
             state.work.close()
             worker.snapshots.offer(worker.step.consumed, worker.parameters)

@@ -106,12 +106,12 @@ class Hop(Replicas[HopState]):
 
     @property
     def depends_on_speed(self) -> bool:
-        """Whether values depend on speeds: the gap alone only changes when they are there."""
+        """True if values depend on speeds: the gap alone only changes when they are there."""
         return bool(self.backup or self.staleness)
 
     @property
     def self_paced(self) -> bool:
-        """Whether a worker may take unlike numbers of iterations: only with `skip`."""
+        """True if a worker may take unlike numbers of iterations: only with `skip`."""
         return self.skip > 0
 
     def roles(self, ranks: int) -> Roles:

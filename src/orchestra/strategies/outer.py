@@ -37,7 +37,7 @@ class Outer(Settings, ABC):
     """Makes of the average of the replicas what the next round begins with."""
 
     beside_gradient: ClassVar[bool] = False
-    """Whether it takes the replicas at which the next gradient is computed, not those before.
+    """True if it takes the replicas at which the next gradient is computed, not those before.
 
     What it changes is then added beside the local step of that gradient.
     """

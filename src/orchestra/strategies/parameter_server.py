@@ -168,7 +168,7 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
 
     @property
     def answers_beside(self) -> bool:
-        """Whether servers are beside workers that do not wait for one another."""
+        """True if servers are beside workers that do not wait for one another."""
         return self.placement == "beside" and not self.steps_together
 
     def check(self) -> None:
@@ -178,7 +178,7 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
 
     @property
     def averages(self) -> bool:
-        """Whether an update is an average over workers, not one push."""
+        """True if an update is an average over workers, not one push."""
         return self.consistency == "synchronous" or self.staleness == 0
 
     @property
@@ -187,7 +187,7 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
 
     @property
     def self_paced(self) -> bool:
-        """Whether each push is applied on arrival."""
+        """True if each push is applied on arrival."""
         return not self.averages
 
     def work(self, state: ParameterServerState) -> Client | None:
@@ -196,7 +196,7 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
 
     @property
     def hands_over_moments(self) -> bool:
-        """Whether the workers have moments: servers keep theirs, in slices."""
+        """True if the workers have moments: servers keep theirs, in slices."""
         return self.returns == "gradients"
 
     def roles(self, ranks: int) -> Roles:

@@ -214,12 +214,12 @@ class PipelineSlot:
 
     @property
     def is_first(self) -> bool:
-        """Whether the stage takes the batch."""
+        """True if the stage takes the batch."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage knows the loss."""
+        """True if the stage knows the loss."""
         return self.stage == self.stages - 1
 
     @property

@@ -125,12 +125,12 @@ class StochasticGradientPush(Replicas[PushState]):
 
     @property
     def depends_on_speed(self) -> bool:
-        """Whether messages are added when they are there: with `overlap`."""
+        """True if messages are added when they are there: with `overlap`."""
         return self.overlap > 0
 
     @property
     def self_paced(self) -> bool:
-        """Whether messages need not be of a certain step: with `overlap`."""
+        """True if messages need not be of a certain step: with `overlap`."""
         return self.overlap > 0
 
     def roles(self, ranks: int) -> Roles:

@@ -97,7 +97,7 @@ class Switch(Phased[SwitchState]):
 
     @property
     def _announced(self) -> bool:
-        """Whether workers report, and one announces the change; elsewhere all decide alike."""
+        """True if workers report, and one announces the change; elsewhere all decide alike."""
         alike = self.first.synchronous and not self.when.compares_workers
         return not alike and not self.when.counts
 

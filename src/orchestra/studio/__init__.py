@@ -1,1 +1,1 @@
-"""A local web page on the simulation: what a step of each strategy takes on a cluster."""
+"""A local web page that shows how long a step of each strategy takes on a simulated cluster."""

@@ -1,4 +1,6 @@
-"""What the page offers: the controls of a situation, and the strategies. Without torch."""
+"""The contents of the page: the controls of a situation, and the strategies. This module does
+not import torch.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,15 @@ from orchestra.settings import Settings, setting
 from orchestra.settings.notation import literal
 
 BATCH = 32
-"""Samples of a worker's batch; only the scale of samples/s depends on it."""
+"""The samples of a worker's batch; only the scale of samples/s depends on it."""
 MOST_WORKERS = 64
 ROUND = 8
-"""Steps between two exchanges of the strategies that exchange seldom."""
+"""The steps between two exchanges of strategies that exchange seldom."""
 
 
 @dataclass(frozen=True, repr=False)
 class Situation(Settings):
-    """A data-parallel training, as far as the time of its steps depends on it."""
+    """The properties of a data-parallel training on which the time of its steps depends."""
 
     megabytes: float = setting(100.0, "of parameters, in float32", low=0.1, high=1000)
     workers: int = setting(8, "that compute gradients", low=2, high=MOST_WORKERS)
@@ -43,12 +45,14 @@ class Situation(Settings):
 
     @staticmethod
     def read(values: Mapping[str, str]) -> Situation:
-        """The situation that the texts of a query describe; what is left out has its default.
+        """Return the situation that the texts of a query describe. Settings that are left out
+        have their defaults.
 
         Raises:
             InputError: a name that is not known, a text that is no number, or a number that is too
                 small or too large.
         """
+        # Setting by setting, so that each refusal names its control
         situation = Situation()
         for name, text in values.items():
             situation = situation.with_setting(name, literal(text))
@@ -56,12 +60,15 @@ class Situation(Settings):
 
     def cluster(self, nodes: int) -> Cluster:
         """Equal nodes at one switch; that of the last worker computes more slowly."""
+        # Two links lie between two nodes, so each has half of the latency
         link = Link(self.megabits * 1e6 / 8, self.latency_us * 1e-6 / 2)
         jitter = LogNormal(self.variation / 100) if self.variation else None
         return Cluster(
             "studio",
             tuple(
                 Node(
+                    # Four cores: one for the gradient, the others for flows in the background, so
+                    # that a node's messages do not slow its computing.
                     f"worker-{index}" if index < self.workers else f"server-{index}", 4,
                     speed=1 / self.slow if index == self.workers - 1 else 1.0,
                     jitter=jitter, switch="switch", up=link, down=link, loopback=LOOPBACK,
@@ -77,11 +84,12 @@ class Situation(Settings):
 class Entry:
     """A strategy on the page.
 
-    `does` says what happens in a step, `pays` when that is a good idea. `notation` may name the
-    number of servers, {servers}, which is at most that of the workers. A step of an `exact` one is
-    worth one of a single process on the batches of all workers; of others it may be worth less,
-    since gradients are stale or dropped, or replicas differ. Of `steps` the first `skip`
-    are left out, until all have got going. After `round` steps everything is as before.
+    `does` describes a step, and `pays` when the strategy is a good choice. `notation` may
+    contain {servers}, the number of servers, which is at most that of the workers. A step of an
+    `exact` strategy is worth one of a single process on the batches of all workers. A step of
+    others may be worth less, since gradients are stale or dropped, or replicas differ. Of
+    `steps` simulated steps the first `skip` are left out, until all ranks have started. After
+    `round` steps the pattern repeats.
     """
 
     key: str
@@ -96,7 +104,8 @@ class Entry:
     round: int = 1
 
     def notation_for(self, workers: int) -> str:
-        """The strategy on `workers` workers."""
+        """Return the notation for `workers` workers."""
+        # Servers beside workers: no more than there are nodes
         return self.notation.replace("{servers}", str(min(4, workers)))
 
 
@@ -244,7 +253,7 @@ ENTRIES = {entry.key: entry for entry in MENU}
 
 
 def entry_of(key: str) -> Entry:
-    """The strategy with this key.
+    """Return the strategy with this key.
 
     Raises:
         InputError: there is none.

@@ -1,4 +1,6 @@
-"""The page and its answers by HTTP, for this machine alone; simulations in processes beside."""
+"""The HTTP server of the page, for this machine only; simulations are carried out in other
+processes.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,16 @@ from orchestra.settings.base import Limits
 from orchestra.studio.menu import BATCH, MENU, MOST_WORKERS, Entry, Situation, entry_of
 
 KEPT: dict[str, int] = {"step": 4000, "course": 40}
-"""Answers of each kind that are kept."""
+"""The most cached answers of each kind."""
 MOST_PAGES = 100
-"""Of which the newest questions are remembered."""
+"""The most pages whose latest question is remembered."""
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
-"""What a browser calls this machine. Any other name is that of a stranger's page, which has the
-browser believe that the name is this machine (DNS rebinding)."""
+"""The names of this machine in a browser. Any other name belongs to another site, which makes the
+browser resolve it to this machine (DNS rebinding)."""
 COUNTS = (2, 4, 8, 16, 32, 64)
-"""Workers of the points of a scaling curve, up to the number chosen."""
+"""The numbers of workers in a scaling curve, up to the chosen number."""
 MOST_WATCHED = 16
-"""Workers whose messages are shown: of more, nobody could follow them."""
+"""The most workers whose messages are shown; more could not be followed."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
 )
@@ -39,7 +41,7 @@ TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
 
 @dataclass(frozen=True)
 class Job:
-    """One simulation: how long a step takes, or what happens in it."""
+    """A simulation: the time of a step ("step"), or the events in it ("course")."""
 
     kind: Literal["step", "course"]
     situation: Situation
@@ -47,25 +49,28 @@ class Job:
 
 
 def carry_out(job: Job) -> dict[str, Any]:
-    """The answer, worked out in this process."""
+    """Return the answer, computed in this process."""
     from orchestra.studio.simulate import answer  # torch: in the processes of the pool only
 
     return answer(job.kind, job.situation, job.entry)
 
 
 def begin_process() -> None:
-    """What a process of the pool does first: leave Ctrl-C to its parent, load torch."""
+    """Prepare a process of the pool: ignore Ctrl-C, end with the parent, and load torch."""
+    # A terminal sends Ctrl-C to every process of its group; the server ends the pool in order
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
+    # Now, so that the first question does not wait two seconds for the import
     import torch
 
     import orchestra.studio.simulate  # noqa: F401
 
+    # The pool has one process for each core
     torch.set_num_threads(1)
 
 
 class Simulator:
-    """Carries out jobs in a pool of `size` processes (or threads), and keeps their answers."""
+    """Carries out jobs in a pool of `size` processes (or threads), and caches their answers."""
 
     def __init__(self, pool: Pool, size: int) -> None:
         self._pool = pool
@@ -75,14 +80,20 @@ class Simulator:
         self._newest: dict[str, object] = {}
 
     def answers(self, page: str, jobs: Sequence[Job]) -> Iterator[tuple[Job, dict[str, Any]]]:
-        """Yield the jobs as they are done, those known already first; what is begun is in order.
+        """Yield the jobs with their answers: the cached ones first, the others as they are done.
+        Jobs are started in order.
 
-        Once the same `page` asks again, nothing more is begun for this call, and it ends.
+        If the same `page` asks again, no further job is started for this call, and the iteration
+        ends.
         """
+        # A new object is equal to no earlier one: an older call sees that it is no longer the
+        # newest
         token = object()
         with self._lock:
             _keep(self._newest, page, token, MOST_PAGES)
+            # Read at once, since another call may push answers out meanwhile
             known = {job: self._kept[job.kind].get(job) for job in jobs}
+        # What is known is shown at once, whatever has to be simulated first
         yield from ((job, answer) for job, answer in known.items() if answer is not None)
         left = [job for job, answer in known.items() if answer is None]
         yield from self._worked_out(left, lambda: self._newest.get(page) is token)
@@ -93,6 +104,8 @@ class Simulator:
         done: queue.SimpleQueue[tuple[Job, dict[str, Any] | BaseException]] = queue.SimpleQueue()
         waiting, under_way = iter(jobs), 0
         while wanted():
+            # No more than the pool works on: what waits in its queue could not be taken back when
+            # the page asks again.
             while under_way < self._size and (job := next(waiting, None)) is not None:
                 self._begin(job, done)
                 under_way += 1
@@ -116,7 +129,8 @@ class Simulator:
 
 
 def _keep(kept: dict[Any, Any], key: object, value: object, most: int) -> None:
-    """Put `value` last into `kept`, which loses its first one if there are more than `most`."""
+    """Append `value` to `kept`, and remove the oldest one if there are more than `most`."""
+    # A dict keeps its order of insertion; taken out first, the key is the newest again
     kept.pop(key, None)
     kept[key] = value
     if len(kept) > most:
@@ -127,7 +141,7 @@ def _keep(kept: dict[Any, Any], key: object, value: object, most: int) -> None:
 
 
 def make_app(simulator: Simulator) -> Flask:
-    """The application, whose simulations `simulator` carries out."""
+    """Return the Flask application; `simulator` carries out its simulations."""
     app = Flask("orchestra.studio", static_folder=None)
 
     app.before_request(_refuse_strangers)
@@ -149,9 +163,12 @@ def make_app(simulator: Simulator) -> Flask:
     @app.get("/api/steps")
     def steps() -> Response:
         situation, entries, caller = _asked()
+        # Up to 16 in any case: a curve of two points says nothing
         counts = [count for count in COUNTS if count <= max(situation.workers, 16)]
         places = [situation, *(situation.with_setting("workers", count) for count in counts)]
+        # The chosen number of workers first (decision 101); equal jobs are one
         jobs = dict.fromkeys(Job("step", place, entry) for place in places for entry in entries)
+        # Both kinds of questions of a page are under way at the same time
         lines = _lines(simulator.answers(f"steps {caller}", list(jobs)), len(jobs))
         return Response(lines, mimetype="application/x-ndjson")
 
@@ -164,6 +181,7 @@ def make_app(simulator: Simulator) -> Flask:
         job = Job("course", few, entries[0])
         for _, answer in simulator.answers(f"course {caller}", [job]):
             return _json({"workers": few.workers, "strategy": job.entry.key, **answer})
+        # The generator ended without an answer
         return _line("outdated: the page has asked for another one", 409)
 
     return app
@@ -172,8 +190,11 @@ def make_app(simulator: Simulator) -> Flask:
 def _refuse_strangers() -> Response | None:
     host = request.headers.get("Host", "")
     name = host if host.endswith("]") else host.rpartition(":")[0] or host
+    # Another site's page can make its own name lead to this machine; the browser then still sends
+    # that name (decision 101).
     if name not in HOSTS:
         return _line(f"this page is served to {', '.join(HOSTS)}, not to {host!r}", 403)
+    # Browsers say who asks; a link to the page itself may come from anywhere
     if request.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site") and request.path != "/":
         return _line("this page is served to its own requests only", 403)
     return None
@@ -182,6 +203,7 @@ def _refuse_strangers() -> Response | None:
 def _protect(response: Response) -> Response:
     response.headers["Content-Security-Policy"] = POLICY
     response.headers["X-Content-Type-Options"] = "nosniff"
+    # The page of another version would ask for what this server does not have
     response.headers["Cache-Control"] = "no-store"
     return response
 
@@ -191,7 +213,7 @@ def _refuse(error: InputError) -> Response:
 
 
 def _asked() -> tuple[Situation, list[Any], str]:
-    """Read the query: a situation, `strategies` by their keys, and the `page` that asks."""
+    """Return the query: a situation, the entries of `strategies`, and the `page` that asks."""
     values = request.args.to_dict()
     keys = values.pop("strategies", ",".join(entry.key for entry in MENU))
     caller = values.pop("page", "")
@@ -199,7 +221,7 @@ def _asked() -> tuple[Situation, list[Any], str]:
 
 
 def _lines(answers: Iterator[tuple[Job, dict[str, Any]]], total: int) -> Iterator[str]:
-    """Yield a line of JSON for each answer, when it is there."""
+    """Yield a line of JSON for the number of answers, then one for each answer as it arrives."""
     yield json.dumps({"total": total}) + "\n"
     for job, answer in answers:
         about = {"strategy": job.entry.key, "workers": job.situation.workers}
@@ -207,7 +229,8 @@ def _lines(answers: Iterator[tuple[Job, dict[str, Any]]], total: int) -> Iterato
 
 
 def _menu() -> dict[str, Any]:
-    """The strategies with their looks, the controls with their ranges, and what is fixed."""
+    """Return the strategies with their looks, the controls with their ranges, and the constants."""
+    # All colours of one dash first, as in a report
     looks = [(dash, colour) for dash in DASHES for colour in COLOURS]
     strategies = [
         asdict(entry) | {"colour": colour, "dash": list(dash)}
@@ -225,9 +248,10 @@ def _menu() -> dict[str, Any]:
 
 
 def _file(name: str) -> Response:
-    """A file of the page, or the style sheet of the report, which both pages share."""
+    """Return a file of the page, or the report's style sheet, which both pages share."""
     folder = files("orchestra.report") / "templates" if name == "page.css" else None
     path = (folder or files("orchestra.studio") / "page") / name
+    # Of the page's folder, and only what a page is made of
     kind = TYPES.get(name.rpartition(".")[2])
     if kind is None or not path.is_file():
         return _line(f"there is no {name} here", 404)

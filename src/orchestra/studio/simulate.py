@@ -1,4 +1,4 @@
-"""One question answered by the simulation: seconds of a step, and what every rank did in it."""
+"""Answers of the simulation: the seconds of a step, and the activity of every rank in it."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ from orchestra.worker.interception import intercepted
 from orchestra.worker.runtime import PassingReporter, Runtime, SilentReporter
 
 MOST_MESSAGES = 3000
-"""That a page is given of one step."""
+"""The most messages of one step that a page is given."""
 TENSORS = 4
-"""Of the model, of equal sizes, each a bucket: what can overlap with the backward pass."""
+"""The tensors of the model, of equal sizes. Each is a bucket, which can overlap with the backward
+pass."""
 SMALL = 1000
-"""Bytes; smaller messages, which say who wants what, are left out where there are larger ones."""
+"""Messages with fewer bytes, which only coordinate, are left out if there are larger ones."""
 
 
 class Moment(NamedTuple):
-    """What a rank has done when one of its steps ends: sums since the start, in seconds."""
+    """The totals of a rank at the end of a step, since the start; times in seconds."""
 
     seconds: float
     samples: float
@@ -46,7 +47,7 @@ class Moment(NamedTuple):
 
 @dataclass
 class _Watch(PassingReporter):
-    """Notes the moments of one rank."""
+    """Records the moments of one rank."""
 
     runtime: Runtime
     moments: list[Moment] = field(default_factory=list)
@@ -69,27 +70,34 @@ class _Watch(PassingReporter):
 
 @dataclass
 class Simulated:
-    """What became of a run: the moments and, where watched, the timeline of each rank."""
+    """The result of a run: the moments and, if watched, the timeline of each rank."""
 
     moments: list[list[Moment]]
     traces: list[Trace]
     roles: list[str]
 
     def window(self, first: int) -> tuple[float, float]:
-        """From where the workers together have done `first` batches each to where one has done its
-        last; that is, with batches for whoever is free, where one finds none any more.
+        """Return the time from which all workers together have done `first` batches each, and
+        the time at which the first of them has done its last one. If batches go to whichever
+        worker is free, that is when one finds no batch any more.
         """
         series = [moments for moments in self.moments if moments]
+        # Not the beginning: workers that start together fall out of step first (decision 101)
         ends = sorted(moment.seconds for moments in series for moment in moments)
+        # And not the end: there replicas are averaged, and some workers are done (decision 101)
         return ends[first * len(series) - 1], min(moments[-1].seconds for moments in series)
 
 
 def answer(kind: str, situation: Situation, entry: Entry) -> dict[str, Any]:
-    """What is `measured` of a "step", or its `course`; or an `error` in a line."""
+    """Return the times of a "step" or the events of its "course"; or a dict with one line,
+    `error`.
+    """
+    # For a picture one round is enough, and one step more, into which messages may reach
     steps = entry.steps if kind == "step" else entry.skip + entry.round + 1
     try:
         run = run_of(situation, entry.notation_for(situation.workers), steps)
         simulated = carry_out(run, situation, watched=kind == "course")
+    # One line of the page; the other strategies still have their answers
     except OrchestraError as error:
         return {"error": str(error)}
     if kind == "step":
@@ -98,30 +106,35 @@ def answer(kind: str, situation: Situation, entry: Entry) -> dict[str, Any]:
 
 
 def run_of(situation: Situation, notation: str, steps: int) -> Run:
-    """A run of `steps` steps under the strategy: of shapes, with assumed costs.
+    """Return a run of `steps` steps under the strategy: of shapes, with assumed costs.
 
     Raises:
         InputError: the strategy cannot have that many workers.
     """
     strategy = strategy_of(notation)
+    # The page speaks of workers; machines that only serve come on top of these
     dedicated = getattr(strategy, "servers", 0)
     if getattr(strategy, "placement", "dedicated") != "dedicated":
         dedicated = 0
     parameters = round(situation.megabytes * 1e6 / 4)
+    # The assumed costs divide by FLOPS again
     sample_flops = situation.compute_ms * 1e-3 * FLOPS / BATCH
     samples = situation.workers * steps * BATCH
     training = Training(
         ranks=situation.workers + dedicated,
         batch_size=BATCH,
+        # A slider moves the workers alone; a global batch would change their computing
         equal="worker_batch",
         epochs=1,
         optimizer=Optimizer("SGD", {"lr": 0.1}),
         engine="simulation",
         tensors="shapes",
+        # This machine's own calibration has nothing to do with the situation
         calibration="none",
         threads=1,
         snapshots=0,
         trace_steps=0,
+        # A bucket for each tensor, whatever the size of the model
         bucket_megabytes=situation.megabytes / TENSORS,
     )
     task = (
@@ -132,7 +145,7 @@ def run_of(situation: Situation, notation: str, steps: int) -> Run:
 
 
 def carry_out(run: Run, situation: Situation, *, watched: bool = False) -> Simulated:
-    """Simulate it in this process; with `watched` also who sends what, when.
+    """Simulate the run in this process; with `watched`, record the messages and timelines, too.
 
     Raises:
         InputError: the strategy refuses that many workers.
@@ -146,6 +159,7 @@ def carry_out(run: Run, situation: Situation, *, watched: bool = False) -> Simul
         watch = watches[runtime.rank] = _Watch(runtime.reporter, runtime)
         runtime = replace(runtime, reporter=watch)
         if watched:
+            # By hand: runs of shapes keep no timeline of their own (decision 101)
             trace = traces[runtime.rank] = Trace(runtime.transport.now, limit=1_000_000)
             trace.open_for_steps(1)
             runtime = intercepted(runtime, trace)
@@ -167,13 +181,13 @@ def carry_out(run: Run, situation: Situation, *, watched: bool = False) -> Simul
 
 
 def measured(simulated: Simulated, first: int) -> dict[str, float]:
-    """A step in the mean over the workers, in seconds of virtual time, after the first `first`
-    steps of each, by which all have got going.
+    """Return the mean step of the workers, in seconds of virtual time, without the first `first`
+    steps of each, in which ranks start.
 
-    `step` is how long all workers together take for as many batches as there are workers; of that,
-    a worker computes, exchanges and waits. While its main flow waits, its background flows may
-    exchange: as long as bytes of theirs move, that counts as exchanging. `bytes_sent` are those of
-    a worker.
+    `step` is the time in which all workers together do as many batches as there are workers;
+    `compute`, `communicate` and `wait` are a worker's parts of it. While its main flow waits,
+    its background flows may exchange: as long as their bytes move, that counts as communicating.
+    `bytes_sent` are those of one worker.
     """
     begin, end = simulated.window(first)
     passed, workers = end - begin, [moments for moments in simulated.moments if moments]
@@ -182,7 +196,10 @@ def measured(simulated: Simulated, first: int) -> dict[str, float]:
         start=numpy.zeros(len(Moment._fields)),
     )
     samples, compute, communicate, wait, background, sent = done[1:].tolist()
+    # While the main flow waits for its background flow, that one's exchange is what it waits for;
+    # some of it may lie behind computing, so that the sum stays what it was (decision 101).
     behind = min(wait, background)
+    # By samples, not steps: with batches for whoever is free, workers take unlike numbers of steps
     step = passed * len(workers) * BATCH / samples
     share = step / passed / len(workers)
     return {
@@ -196,9 +213,12 @@ def measured(simulated: Simulated, first: int) -> dict[str, float]:
 
 
 def _between(moments: Sequence[Moment], begin: float, end: float) -> Any:
-    """The differences of all sums between two moments, linear between the ends of steps."""
+    """Return the differences of all totals between two moments, interpolated between the ends of
+    steps.
+    """
     columns = numpy.array(moments).T
     return numpy.array(
+        # A window ends in the midst of steps of most workers
         [numpy.interp(end, columns[0], column) - numpy.interp(begin, columns[0], column)
          for column in columns]
     )  # fmt: skip
@@ -208,14 +228,15 @@ def _between(moments: Sequence[Moment], begin: float, end: float) -> Any:
 
 
 def course(simulated: Simulated, first: int, count: int) -> dict[str, Any]:
-    """What every rank did from where rank 0 has done `first` steps on, for `count` steps of it.
+    """Return the activity of every rank for `count` steps of rank 0, after its first `first`
+    ones.
 
-    Spans are [begin, end, category, name], in seconds from the beginning of the window. There is a
-    list for the main flow of each rank and all that it computes, and one for what its flows in the
-    background exchange. Messages are [begin,
-    end, source, target, bytes].
+    Spans are [begin, end, category, name], in seconds from the beginning of the window. There is
+    one list for each rank's main flow and all its computing, and one for the exchanges of its
+    background flows. Messages are [begin, end, source, target, bytes].
     """
     moments = simulated.moments[0]
+    # Rank 0 works under every strategy of the menu
     last = min(first + count, len(moments)) - 1
     begin, end = moments[min(first, last) - 1].seconds, moments[last].seconds
     ranks: list[dict[str, Any]] = []
@@ -225,6 +246,7 @@ def course(simulated: Simulated, first: int, count: int) -> dict[str, Any]:
         timeline = trace.timeline("virtual")
         assert timeline is not None
         pieces = [piece for piece in timeline.slices if piece.end > begin and piece.start < end]
+        # Computing of a background flow takes the rank's core, so it stands in the main lane
         main = [piece for piece in pieces if piece.flow == 1 or piece.category == "compute"]
         others = [p for p in pieces if p.flow > 1 and p.category not in ("compute", "wait")]
         ranks.append(
@@ -237,6 +259,7 @@ def course(simulated: Simulated, first: int, count: int) -> dict[str, Any]:
     messages = sorted(_messages(sent, received, begin, end))
     larger = [message for message in messages if message[4] >= SMALL]
     shown = larger or messages
+    # Every so many-th, so that what is shown is spread over the whole window
     every = -(-len(shown) // MOST_MESSAGES)
     return {
         "seconds": end - begin, "ranks": ranks, "messages": shown[::every], "every": every,
@@ -245,13 +268,14 @@ def course(simulated: Simulated, first: int, count: int) -> dict[str, Any]:
 
 
 def _spans(pieces: Iterable[Slice], begin: float, end: float) -> list[list[Any]]:
-    """Neighbours of a category are put together where nothing lies between."""
+    """Return the spans of `pieces`; adjacent ones of a category and name are merged."""
     found: list[list[Any]] = []
     for piece in sorted(pieces, key=lambda piece: piece.start):
         start, stop = max(piece.start, begin) - begin, min(piece.end, end) - begin
         if stop <= start:
             continue
         last = found[-1] if found else None
+        # A step of many buckets has thousands of pieces, of which a screen shows hundreds
         if last and last[2] == piece.category and last[3] == piece.name and start <= last[1]:
             last[1] = max(last[1], stop)
         else:
@@ -262,9 +286,10 @@ def _spans(pieces: Iterable[Slice], begin: float, end: float) -> list[list[Any]]
 def _messages(
     sent: dict[Message, Slice], received: dict[Message, Slice], begin: float, end: float
 ) -> Iterable[tuple[float, float, int, int, int]]:
-    """Yield those between ranks that were under way in the window."""
+    """Yield the messages between ranks that were under way in the window."""
     for message, piece in sent.items():
         other = received.get(message)
+        # A message that the run ended before, or one between flows of a rank
         if other is None or message.source == message.target:
             continue
         if piece.start < end and other.end > begin:

@@ -24,14 +24,15 @@ VOCABULARY = len(KNOWN) + 1
 
 
 def characters(chosen: settings.Characters) -> Task:
-    """The windows in memory, and a GPT."""
+    """Return the task: windows in memory, and a GPT."""
     splits = (windows(part, chosen.context) for part in split_text())
     model = partial(GPT, VOCABULARY, chosen.context, chosen.layers, chosen.heads, chosen.width)
     return tensor_task(model, *splits, loss=next_token_loss, metrics=text_scores)
 
 
 def text() -> str:
-    """The documentation: topics in the order of their names, each paragraph where it comes first.
+    """Return the documentation: topics in the order of their names, each paragraph where it
+    comes first.
 
     Several topics repeat others in full. Without that rule, much of the test would stand in the
     training data word for word.
@@ -46,30 +47,33 @@ def text() -> str:
     first: dict[str, str] = {}
     for _, topic in sorted(topics.topics.items()):
         for paragraph in topic.split("\n\n"):
+            # By its words: it may be indented or wrapped otherwise where it occurs again.
             first.setdefault(" ".join(paragraph.split()), paragraph.strip("\n"))
     return "\n\n".join(paragraph for words, paragraph in first.items() if words)
 
 
 def text_sha256() -> str:
-    """The SHA-256 of `text()` in UTF-8: equal on machines that train on the same text."""
+    """Return the SHA-256 of `text()` in UTF-8: equal on machines that train on the same text."""
     return hashlib.sha256(text().encode()).hexdigest()
 
 
 def split_text() -> tuple[str, str, str]:
-    """The texts for training, validation and test: 80%, 10% and 10%, one after the other."""
+    """Return the texts for training, validation and test: 80%, 10% and 10%, one after the other."""
     whole = text()
     end, start = len(whole) * 8 // 10, len(whole) * 9 // 10
     return whole[:end], whole[end:start], whole[start:]
 
 
 def windows(part: str, context: int) -> tuple[Tensor, Tensor]:
-    """Characters and those that follow, each of shape (n, context), cut one after the other.
+    """Return characters and those that follow, each of shape (n, context), cut one after the
+    other.
 
     Raises:
         InputError: the text is shorter than one window.
     """
     places = {character: place for place, character in enumerate(KNOWN)}
     tokens = torch.tensor([places.get(character, len(KNOWN)) for character in part])
+    # The last character has no following one.
     count = (len(tokens) - 1) // context
     if count < 1:
         raise InputError(
@@ -90,7 +94,7 @@ class Attention(nn.Module):
         self.outward = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Each place sees itself and the places before it."""
+        """Attend from each place to itself and the places before it."""
         count, tokens, width = x.shape
         parts = self.inward(x).view(count, tokens, 3, self.heads, width // self.heads)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
@@ -113,7 +117,7 @@ class TransformerBlock(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape (n, tokens, width) to the same."""
+        """Map shape (n, tokens, width) to the same shape."""
         x = x + self.attention(x)
         out: Tensor = x + self.network(x)
         return out
@@ -136,7 +140,7 @@ class GPT(nn.Module):
         self.apply(_initialise)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The logits of what follows each place."""
+        """Return the logits of what follows each place."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.blocks(self.tokens(tokens) + self.places(places))
         logits: Tensor = self.head(self.norm(x))
@@ -151,14 +155,15 @@ def _initialise(module: nn.Module) -> None:
 
 
 def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Cross entropy in nats, the mean over the batch and its places."""
+    """Return the cross entropy in nats, the mean over the batch and its places."""
     tokens, following = batch
     return functional.cross_entropy(model(tokens).flatten(0, 1), following.flatten())
 
 
 def text_scores(model: nn.Module, batches: Iterator[Batch]) -> dict[str, float]:
-    """The cross entropy in bits, the mean over all characters."""
+    """Return the cross entropy in bits, the mean over all characters."""
     losses = [
+        # Summed up over all characters at the end: batches may differ in size.
         functional.cross_entropy(model(tokens).transpose(1, 2), following, reduction="none")
         for tokens, following in batches
     ]

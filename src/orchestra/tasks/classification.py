@@ -25,7 +25,8 @@ Tensors: TypeAlias = dict[str, Tensor]
 
 
 def cached(name: str, make: Callable[[], Tensors]) -> Tensors:
-    """What `make` gives, from the file `name` in the cache folder if a whole one is there.
+    """Return the tensors of `make`, from the file `name` in the cache folder if a whole one is
+    there.
 
     Otherwise it is made and kept there, by one process of those that ask at the same time; the
     others wait for it. A damaged file is replaced. Where the folder cannot be written, each
@@ -45,6 +46,8 @@ def cached(name: str, make: Callable[[], Tensors]) -> Tensors:
         with ExitStack() as stack:
             with suppress(OSError):
                 path.parent.mkdir(parents=True, exist_ok=True)
+                # A file of its own: the content is renamed into place, and a lock would stay with
+                # the old file.
                 lock = stack.enter_context(path.with_suffix(".lock").open("w"))
                 fcntl.flock(lock, fcntl.LOCK_EX)
             tensors = _read(path)  # another process may have made them meanwhile
@@ -63,6 +66,7 @@ def _read(path: Path) -> Tensors | None:
             tensors: Tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError):
         return None
+    # safetensors has no checksum: a file whose middle was damaged would be read.
     return tensors if expected == _checksum(tensors) else None
 
 
@@ -84,13 +88,13 @@ def split(
 
 
 def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean over the batch."""
+    """Return the mean cross entropy over the batch."""
     images, labels = batch
     return functional.cross_entropy(model(images), labels)
 
 
 def accuracy(model: nn.Module, batches: Iterator[Batch]) -> dict[str, float]:
-    """The share of samples whose largest logit is their label's."""
+    """Return the share of samples whose largest logit is their label's."""
     right = torch.cat([model(images).argmax(1) == labels for images, labels in batches])
     return {"accuracy": right.double().mean().item()}
 
@@ -102,7 +106,7 @@ image_task = partial(tensor_task, loss=cross_entropy, metrics=accuracy)
 def standardised(
     batch: tuple[Tensor, ...], mean: float | Tensor, deviation: float | Tensor
 ) -> tuple[Tensor, ...]:
-    """Images of dtype uint8 as float32: from 0 to 1, less `mean`, divided by `deviation`.
+    """Return images of dtype uint8 as float32: from 0 to 1, less `mean`, divided by `deviation`.
 
     Images have shape (n, channels, height, width); mean and deviation are numbers, or tensors of
     shape (channels, 1, 1).
@@ -114,12 +118,14 @@ def standardised(
 def random_view(
     batch: tuple[Tensor, ...], mean: float | Tensor, deviation: float | Tensor
 ) -> tuple[Tensor, ...]:
-    """`standardised`, then each image mirrored or not, and shifted by up to 4 pixels.
+    """Standardise images, mirror each or not, and shift it by up to 4 pixels.
 
     Draws from torch's global generator.
     """
     images, labels = standardised(batch, mean, deviation)
     mirrored = torch.rand(len(images), 1, 1, 1) < 0.5
+    # After standardisation 0 is the mean colour.
+    # After standardisation 0 is the mean colour.
     return random_shift((torch.where(mirrored, images.flip(3), images), labels), 0.0, reach=4)
 
 
@@ -142,7 +148,7 @@ def random_shift(
 
 
 def small_cnn(channels: int, hidden: int, dropout: float, batch_norm: bool) -> nn.Module:
-    """Images of shape (n, 1, 8, 8) to logits of shape (n, 10)."""
+    """Map images of shape (n, 1, 8, 8) to logits of shape (n, 10)."""
 
     def convolution(inputs: int, outputs: int) -> list[nn.Module]:
         norm: list[nn.Module] = [nn.BatchNorm2d(outputs)] if batch_norm else []
@@ -198,14 +204,14 @@ class ResidualBlock(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape (n, inputs, height, width) to (n, outputs, height / stride, width / stride)."""
+        """Map shape (n, inputs, height, width) to (n, outputs, height / stride, width / stride)."""
         shortcut = x[:, :, :: self.stride, :: self.stride]
         shortcut = functional.pad(shortcut, (0, 0, 0, 0, 0, self.widening))
         return functional.relu(shortcut + self.layers(x))
 
 
 def resnet20() -> nn.Module:
-    """Images of shape (n, 3, 32, 32) to logits of shape (n, 10); 269,722 parameters."""
+    """Map images of shape (n, 3, 32, 32) to logits of shape (n, 10); 269,722 parameters."""
     widths = [16, 16, 16, 16, 32, 32, 32, 64, 64, 64]
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1, bias=False),

@@ -35,8 +35,9 @@ SPLIT_SEED = 0
 
 
 def digits(chosen: settings.Digits) -> Task:
-    """scikit-learn's digits, and a small CNN."""
+    """Return the task: scikit-learn's digits, and a small CNN."""
     pixels, labels, *parts = split_digits()
+    # Of the training images alone: nothing of the test may be known in training.
     mean, deviation = pixels[parts[0]].mean(), pixels[parts[0]].std()
     images = ((pixels - mean) / deviation).unsqueeze(1)
     shift = partial(random_shift, background=float(-mean / deviation))
@@ -48,7 +49,9 @@ def digits(chosen: settings.Digits) -> Task:
 
 
 def split_digits() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Pixels (1797, 8, 8), labels, and the places of training, validation and test images."""
+    """Return pixels (1797, 8, 8), labels, and the places of training, validation and test
+    images.
+    """
     table = numpy.loadtxt(_file(), delimiter=",", dtype=numpy.int64)
     images, target = table[:, :-1].reshape(-1, 8, 8), table[:, -1]
     # RandomState: NumPy promises that its stream never changes. Sorted by class, every sixth
@@ -87,7 +90,7 @@ CHUNK = 2_000
 
 
 def digits28(chosen: settings.Digits28) -> Task:
-    """Distorted digits, and LeNet-5."""
+    """Return the task: distorted digits, and LeNet-5."""
     images, labels, _ = distorted_digits(chosen.distortion)
     splits = split(images, labels, [TRAIN, VALIDATION, TEST], chosen.train_samples)
     transform = partial(standardised, mean=MEAN, deviation=DEVIATION)
@@ -95,7 +98,8 @@ def digits28(chosen: settings.Digits28) -> Task:
 
 
 def distorted_digits(distortion: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Images, labels, and from which of scikit-learn's digits (0 to 1,796) each image was made.
+    """Return images, labels, and from which of scikit-learn's digits (0 to 1,796) each image was
+    made.
 
     Images have shape (28000, 1, 28, 28) and dtype uint8: 20,000 for training, 4,000 for
     validation, 4,000 for the test. From the cache, or made and put there.
@@ -110,6 +114,7 @@ def _made(distortion: float) -> dict[str, Tensor]:
     # RandomState: NumPy promises that its stream never changes.
     random = numpy.random.RandomState(IMAGE_SEED)
     sizes = zip(parts, (TRAIN, VALIDATION, TEST), strict=True)
+    # Split before distorting: two distortions of one original would be in training and test.
     originals = numpy.concatenate([_in_turns(part.numpy(), size, random) for part, size in sizes])
     large = _enlarged(pixels.double().numpy())
     chunks = numpy.split(originals, range(CHUNK, len(originals), CHUNK))

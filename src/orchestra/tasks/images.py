@@ -49,7 +49,7 @@ CHUNK = 500
 
 
 def images(chosen: settings.Images) -> Task:
-    """The images, mapped from the cache, and ResNet-20."""
+    """Return the task: images mapped from the cache, and ResNet-20."""
     name = f"images-recipe{RECIPE}-noise{chosen.noise!r}.safetensors"
     made = cached(name, lambda: _made(chosen.noise))
     sizes = [TRAIN, VALIDATION, TEST]
@@ -63,6 +63,7 @@ def _made(noise: float) -> dict[str, Tensor]:
     # RandomState: NumPy promises that its stream never changes.
     random = numpy.random.RandomState(IMAGE_SEED)
     waves, colours = _textures(random, CLASSES)
+    # Each class in turn, so that every split has all of them equally often.
     labels = numpy.arange(TRAIN + VALIDATION + TEST) % CLASSES
     chunks = numpy.split(labels, range(CHUNK, len(labels), CHUNK))
     images = [_drawn(waves[chunk], colours[chunk], noise, random) for chunk in chunks]
@@ -128,7 +129,7 @@ SPLIT_SEED = 0
 
 
 def data_folder(task: str, folder: str, source: str) -> Path:
-    """The folder of the files of `task`; `source` says where they come from.
+    """Return the folder of the files of `task`; `source` says where they come from.
 
     Raises:
         InputError: there is no such folder.
@@ -142,7 +143,8 @@ def data_folder(task: str, folder: str, source: str) -> Path:
 def hold_out(
     task: str, tensors: tuple[Tensor, ...], samples: int
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Tensors of equal first dimension without `samples` entries, and these; always the same ones.
+    """Return tensors of equal first dimension without `samples` entries, and these; always the
+    same ones.
 
     Raises:
         InputError: nothing would be left to train on.
@@ -176,7 +178,7 @@ MNIST_MEAN, MNIST_DEVIATION = 0.1307, 0.3081
 
 
 def mnist(chosen: settings.Mnist) -> Task:
-    """The images in memory, and LeNet-5."""
+    """Return the task: images in memory, and LeNet-5."""
     folder = data_folder("mnist", chosen.folder, MNIST_SOURCE)
     rest, held = hold_out("mnist", mnist_images(folder, "training"), chosen.validation_samples)
     transform = partial(standardised, mean=MNIST_MEAN, deviation=MNIST_DEVIATION)
@@ -184,7 +186,8 @@ def mnist(chosen: settings.Mnist) -> Task:
 
 
 def mnist_images(folder: Path, split: str) -> tuple[Tensor, Tensor]:
-    """Images (n, 1, 28, 28) of dtype uint8, and labels (n,), of the "training" or "test" split.
+    """Return images (n, 1, 28, 28) of dtype uint8, and labels (n,), of the "training" or "test"
+    split.
 
     Raises:
         InputError: a file is missing, damaged or of another kind, or the two do not fit together.
@@ -206,7 +209,7 @@ def mnist_images(folder: Path, split: str) -> tuple[Tensor, Tensor]:
 
 
 def read_idx(folder: Path, name: str, dimensions: int) -> tuple[Path, Tensor]:
-    """The IDX file `name`, compressed or not, of `dimensions` dimensions: where it is, and
+    """Return the IDX file `name`, compressed or not, of `dimensions` dimensions: where it is, and
     its bytes as a tensor of that shape, dtype uint8.
 
     Raises:
@@ -235,6 +238,7 @@ def read_idx(folder: Path, name: str, dimensions: int) -> tuple[Path, Tensor]:
             f"task mnist: {path}: {len(content) - header} bytes follow the header, which "
             f"announces {math.prod(shape)}; the file is not whole: fetch it again ({MNIST_SOURCE})"
         )
+    # A bytearray, since torch warns of memory that cannot be written.
     return path, torch.frombuffer(content, dtype=torch.uint8)[header:].view(shape)
 
 
@@ -251,7 +255,7 @@ CIFAR_MEAN, CIFAR_DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
 def cifar10(chosen: settings.Cifar10) -> Task:
-    """The images in memory, and ResNet-20."""
+    """Return the task: images in memory, and ResNet-20."""
     folder = data_folder("cifar10", chosen.folder, CIFAR_SOURCE)
     rest, held = hold_out("cifar10", training_images(folder), chosen.validation_samples)
     test = cifar10_images(folder / CIFAR_TEST)
@@ -262,7 +266,7 @@ def cifar10(chosen: settings.Cifar10) -> Task:
 
 
 def training_images(folder: Path) -> tuple[Tensor, Tensor]:
-    """The images and labels of the five training files, one after the other.
+    """Return the images and labels of the five training files, one after the other.
 
     Raises:
         InputError: a file is missing, damaged, or holds another number of images than the rest.
@@ -279,7 +283,7 @@ def training_images(folder: Path) -> tuple[Tensor, Tensor]:
 
 
 def cifar10_images(path: Path) -> tuple[Tensor, Tensor]:
-    """Images (n, 3, 32, 32) of dtype uint8, and labels (n,), of one file.
+    """Return images (n, 3, 32, 32) of dtype uint8, and labels (n,), of one file.
 
     Raises:
         InputError: it is missing, not whole, or no file of CIFAR-10.

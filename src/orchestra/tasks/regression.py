@@ -1,4 +1,4 @@
-"""Regression on what a seeded random network says; and a model of which only the size is told."""
+"""Regression on the outputs of a seeded random network, and a model that has nothing but a size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEACHER_GAIN = 2.0
 
 
 def regression(chosen: settings.Regression) -> Task:
-    """The data in memory, and a student of these settings."""
+    """Return the task: data in memory, and a student of these settings."""
     inputs, targets = _data(chosen)
     sizes = [chosen.train_samples, chosen.validation_samples, chosen.test_samples]
     splits = zip(torch.split(inputs, sizes), torch.split(targets, sizes), strict=True)
@@ -42,13 +42,14 @@ def _data(chosen: settings.Regression) -> tuple[Tensor, Tensor]:
     second = draw((TEACHER_HIDDEN, chosen.outputs))
     inputs = draw((samples, chosen.inputs))
     signal = numpy.tanh(inputs @ first) @ second
+    # Unit variance for each output: otherwise the noise would weigh more on some.
     signal = (signal - signal.mean(0)) / signal.std(0)
     targets = signal + chosen.noise * draw(signal.shape)
     return torch.from_numpy(inputs).float(), torch.from_numpy(targets).float()
 
 
 def mlp(inputs: int, hidden: int, outputs: int) -> nn.Module:
-    """Two hidden layers with tanh: shape (n, inputs) to shape (n, outputs)."""
+    """Return two hidden layers with tanh: shape (n, inputs) to shape (n, outputs)."""
     return nn.Sequential(
         nn.Linear(inputs, hidden),
         nn.Tanh(),
@@ -59,20 +60,21 @@ def mlp(inputs: int, hidden: int, outputs: int) -> nn.Module:
 
 
 def squared_error(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean over the batch and the outputs."""
+    """Return the mean over the batch and the outputs."""
     inputs, targets = batch
     return functional.mse_loss(model(inputs), targets)
 
 
 def regression_scores(model: nn.Module, batches: Iterator[Batch]) -> dict[str, float]:
-    """`scores` of what `model` predicts for all of `batches`."""
+    """Return `scores` of what `model` predicts for all of `batches`."""
     pairs = [(model(inputs), targets) for inputs, targets in batches]
     predictions, targets = (torch.cat(parts).cpu() for parts in zip(*pairs, strict=True))
     return scores(predictions, targets)
 
 
 def scores(predictions: Tensor, targets: Tensor) -> dict[str, float]:
-    """Figures of a regression, all computed in float64; both tensors have shape (n, outputs).
+    """Return figures of a regression, all computed in float64; both tensors have shape (n,
+    outputs).
 
     - `mae`, `mse`: mean absolute and mean squared error over all n x outputs numbers.
     - `test_variance`: the population variance (divided by the count) of all n x outputs targets
@@ -86,6 +88,7 @@ def scores(predictions: Tensor, targets: Tensor) -> dict[str, float]:
     mse = errors.square().mean().item()
     variance = targets.var(correction=0).item()
     unexplained = errors.square().sum() / (targets - targets.mean()).square().sum()
+    # Two ways to the same number; they part where a dimension is averaged that should not be.
     assert math.isnan(mse) or math.isclose(unexplained.item(), mse / variance, rel_tol=1e-9)
     deviations = (targets - targets.mean(0)).square().sum(0)
     each = 1 - errors.square().sum(0) / deviations
@@ -101,11 +104,12 @@ def scores(predictions: Tensor, targets: Tensor) -> dict[str, float]:
 # A model of which only the size is told, to ask how long a training takes, without data
 
 FLOPS_PER_PARAMETER = 6.0
-"""Of a sample's gradient where each parameter is multiplied once: 2 forward, 4 backward."""
+"""The operations of a sample's gradient that multiplies each parameter once: 2 forward, 4
+backward."""
 
 
 def synthetic(chosen: settings.Synthetic) -> Task:
-    """The task; it holds no data."""
+    """Return the task, which holds no data."""
     flops = chosen.sample_flops or FLOPS_PER_PARAMETER * chosen.parameters
     edges = [chosen.parameters * k // chosen.tensors for k in range(chosen.tensors + 1)]
     sizes = [end - first for first, end in itertools.pairwise(edges)]
@@ -134,12 +138,12 @@ class Sized(nn.Module):
         self.vectors = nn.ParameterList(torch.zeros(size) for size in sizes)
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """The numbers, each times the mean of the means of the vectors."""
+        """Return the numbers, each times the mean of the means of the vectors."""
         means = torch.stack([vector.mean() for vector in self.vectors])
         return numbers * means.mean()
 
 
 def pull(model: nn.Module, batch: Any) -> Tensor:
-    """The mean of the model's answers: its gradient is the same everywhere."""
+    """Return the mean of the model's outputs, whose gradient is the same everywhere."""
     answers: Tensor = model(batch)
     return answers.mean()

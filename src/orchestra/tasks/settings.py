@@ -35,7 +35,7 @@ class TaskSettings(Settings):
     MODULE: ClassVar[str]
 
     def build(self) -> Task:
-        """The data in memory, or mapped from the cache, and a model of these settings.
+        """Make the task: data in memory or mapped from the cache, and a model of these settings.
 
         Raises:
             InputError: a file that the task needs is missing, damaged or of another kind.
@@ -174,7 +174,7 @@ class Characters(TaskSettings):
     width: int = setting(64, "numbers that stand for a character", low=1, high=100_000)
 
     def check(self) -> None:
-        """Each head gets an equal share of the width."""
+        """Check that each head gets an equal share of the width."""
         if self.width % self.heads:
             raise InputError(
                 f"Characters: width {self.width} is no multiple of heads {self.heads}; "
@@ -230,7 +230,7 @@ class Synthetic(TaskSettings):
     samples: int = setting(1_000_000, "in an epoch", low=1, high=10**9)
 
     def check(self) -> None:
-        """Each tensor has an element."""
+        """Check that each tensor has an element."""
         if self.tensors > self.parameters:
             raise InputError(
                 f"synthetic: {self.parameters} parameters are too few for {self.tensors} tensors"
@@ -238,8 +238,11 @@ class Synthetic(TaskSettings):
 
 
 def makes_task(target: Any) -> bool:
-    """Whether `target`, a function or a class, says that it gives a `Task`, or settings of one: by
-    its annotation, or by that of its method `build`. Nothing is called, and torch not imported."""
+    """Return whether `target`, a function or a class, says that it makes a `Task`, or settings
+    of one: by its return annotation, or by that of its method `build`.
+
+    Nothing is called, and torch is not imported.
+    """
     maker = getattr(target, "build", target) if isinstance(target, type) else target
     try:
         made = maker if isinstance(maker, type) else typing.get_type_hints(maker).get("return")
@@ -249,6 +252,7 @@ def makes_task(target: Any) -> bool:
         return made.rpartition(".")[2] == "Task"
     if not isinstance(made, type):
         return False
+    # By name: importing `Task` would import torch.
     names = {f"{cls.__module__}:{cls.__qualname__}" for cls in made.__mro__}
     return "orchestra.tasks.task:Task" in names or (
         issubclass(made, Settings) and hasattr(made, "build")
@@ -269,7 +273,8 @@ _OFFERS = 5  # functions of a module that a message names
 
 
 def task_text(text: str, *, where: str) -> str:
-    """`text`, the notation of a task, in its normal form, checked without importing torch.
+    """Return `text`, the notation of a task, in its normal form, checked without importing
+    torch.
 
     A task with a name is checked to the last setting. Of `package.module:function` only the
     package is looked for; importing it, and checking its arguments, is left to `bound`.
@@ -282,18 +287,23 @@ def task_text(text: str, *, where: str) -> str:
 
 
 def task_name(text: str) -> str:
-    """The name of a task without place and arguments: "function" of package.module:function(1)."""
+    """Return the name of a task without place and arguments: "function" of
+    package.module:function(1).
+    """
     return read(text, where="task").name.rpartition(":")[2]
 
 
 def replace_task_setting(text: str, path: str, value: str, *, where: str) -> str:
-    """The task `text` with the setting at the dotted `path` replaced by what `value` means."""
+    """Return the task `text` with the setting at the dotted `path` replaced by what `value`
+    means.
+    """
     task = _settings_or_call(text, where)
     new = replace_setting(task, path, value, TASKS, where=where)
     return task_text(str(new) if isinstance(new, Call) else write(new, TASKS), where=where)
 
 
 def _settings_or_call(text: str, where: str) -> Settings | Call:
+    # `spam.py` is a file to the user: the message then offers the functions of the module.
     call = read(text.removesuffix(".py") if isinstance(text, str) else text, where=where)
     if not TASKS.knows(call.name) and (functions := _functions_of(call.name)):
         offers = " or ".join(f"{call.name}:{name}" for name in functions)
@@ -318,6 +328,7 @@ def _functions_of(module: str) -> list[str]:
     if spec is None or not (spec.origin or "").endswith(".py"):
         return []
     try:
+        # Read and not imported: this is for a message, and importing runs the module's code.
         body = ast.parse(Path(spec.origin or "").read_bytes()).body
     except (SyntaxError, ValueError):
         return []

@@ -1,4 +1,4 @@
-"""What to learn: a model, its data, its loss and its metrics; and its figures on a split."""
+"""Tasks: a model, its data, its loss and its metrics; and its figures on a split."""
 
 from __future__ import annotations
 
@@ -123,13 +123,16 @@ class TensorData(Dataset[tuple[Tensor, ...]]):
         return tuple(tensor[0] for tensor in self.__getitems__([index]))
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
-        """The batch of the samples `indices`, already collated."""
+        """Return the batch of the samples `indices`, already collated."""
+        # torch's loaders ask for a whole batch at once where a dataset has `__getitems__`.
         batch = tuple(tensor[indices] for tensor in self.tensors)
         return batch if self._transform is None else self._transform(batch)
 
     @staticmethod
     def collate(samples: Any) -> Any:
-        """A tuple is a batch already; a list of samples becomes one as usual."""
+        """Return a tuple, which is a batch already, as it is; collate a list of samples as
+        usual.
+        """
         return samples if isinstance(samples, tuple) else default_collate(samples)
 
 
@@ -141,7 +144,7 @@ def tensor_task(
     transform: Transform | None = None,
     augmented: Transform | None = None,
 ) -> Task:
-    """A task whose samples are in memory.
+    """Return a task whose samples are in memory.
 
     Args:
         splits: the tensors for training, validation and test.
@@ -161,7 +164,7 @@ def tensor_task(
 
 
 def load_task(given: object, *, where: str = "task") -> Task:
-    """The task that `given` stands for.
+    """Return the task that `given` stands for.
 
     Args:
         given: a `Task`; settings with a `build()`; a function or class that gives either when it
@@ -203,7 +206,8 @@ def _made(given: object, where: str) -> Any:
 def evaluate(
     task: Task, model: nn.Module, dataset: Dataset[Any], batch_size: int
 ) -> dict[str, float]:
-    """`{"loss": mean over the samples of dataset, **metrics}` of `model`, on its own device.
+    """Return `{"loss": mean over the samples of dataset, **metrics}` of `model`, on its own
+    device.
 
     The dataset is read in order, in batches of `batch_size`. The model is in evaluation mode
     meanwhile, and each of its modules gets its own mode back. No random number is drawn.
@@ -228,14 +232,15 @@ def evaluate(
     with evaluation_mode(model), torch.no_grad(), one_forward_each(model):
         batches = measured()
         metrics = _checked(task.metrics(model, batches)) if task.metrics is not None else {}
-        for _ in batches:  # what the metrics left unread
+        # The loss is of all batches, also of those that the metrics left unread.
+        for _ in batches:
             pass
     return {"loss": total / len(sized), **metrics}
 
 
 @contextmanager
 def one_forward_each(model: nn.Module) -> Iterator[None]:
-    """Inside, a second call with the same inputs gives what the first one gave.
+    """Remember the last outputs inside: a second call with the same inputs returns them.
 
     The loss of a batch comes first, so that the metrics may do with the outputs what they like.
     """
@@ -247,11 +252,13 @@ def one_forward_each(model: nn.Module) -> Iterator[None]:
         nonlocal known
         if named or not inputs:
             return forward(*inputs, **named)
+        # By identity: the last inputs are held, so that no other tensor can have their place.
         same = len(known[0]) == len(inputs) and all(map(operator.is_, known[0], inputs))
         if not same:
             known = (inputs, forward(*inputs))
         return known[1]
 
+    # On the object, in front of its class: hooks and `__call__` find it there.
     model.__dict__["forward"] = remembered
     try:
         yield
@@ -263,7 +270,7 @@ def one_forward_each(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; each module's own mode back outside."""
+    """Put `model` into evaluation mode inside; restore each module's own mode afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

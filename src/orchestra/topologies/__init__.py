@@ -18,10 +18,10 @@ MAX_LINKS = 2_000_000
 MAX_DRAWN = 200_000
 
 Graph = tuple[tuple[int, ...], ...]
-"""For each rank the ranks that it sends to, itself not among them, rising."""
+"""For each rank, the ranks to which it sends in ascending order, without itself."""
 
 Weights = tuple[Mapping[int, float], ...]
-"""W_ij: for each rank i the weight of what it has from each rank j, itself included."""
+"""W_ij: for each rank i, the weight of the values from each rank j, itself included."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,15 +29,15 @@ class Topology(Settings, ABC):
     """Which ranks send to which, for any number of ranks from 1."""
 
     def period(self, ranks: int) -> int:
-        """Steps after which the graphs repeat."""
+        """Return the number of steps after which the graphs repeat."""
         return 1
 
     @abstractmethod
     def links(self, ranks: int, step: int) -> Graph:
-        """The graph of step `step` (from 0, below `period`)."""
+        """Return the graph of step `step` (from 0, below `period`)."""
 
     def graph(self, ranks: int, step: int) -> Graph:
-        """The graph of any `step`, from 0."""
+        """Return the graph of any `step`, from 0."""
         return _links(self, ranks, step % self.period(ranks))
 
 
@@ -48,7 +48,7 @@ def _links(topology: Topology, ranks: int, step: int) -> Graph:
 
 @lru_cache(maxsize=1024)
 def sources_of(graph: Graph) -> Graph:
-    """The ranks that send to each rank, rising."""
+    """Return the ranks that send to each rank, rising."""
     sources: list[list[int]] = [[] for _ in graph]
     for source, targets in enumerate(graph):
         for target in targets:
@@ -57,18 +57,23 @@ def sources_of(graph: Graph) -> Graph:
 
 
 def connected(topology: Topology, ranks: int) -> bool:
-    """True if information of any rank reaches every other one, through the graphs of a period."""
+    """Return whether information of any rank reaches every other one, through the graphs of a
+    period.
+    """
     return connect([topology.graph(ranks, step) for step in range(topology.period(ranks))])
 
 
 def connect(graphs: Sequence[Graph]) -> bool:
-    """True if `graphs`, in turn and repeated, carry information of any rank to every other one."""
+    """Return whether `graphs`, in turn and repeated, carry information of any rank to every
+    other one.
+    """
     ranks = len(graphs[0])
     forward = [{target for graph in graphs for target in graph[rank]} for rank in range(ranks)]
     backward: list[set[int]] = [set() for _ in range(ranks)]
     for rank, targets in enumerate(forward):
         for target in targets:
             backward[target].add(rank)
+    # Whoever rank 0 reaches and is reached by reaches all others through it.
     return all(len(_reached(links)) == ranks for links in (forward, backward))
 
 
@@ -89,7 +94,9 @@ def _require_room(ranks: int, degree: int, most: int = MAX_LINKS) -> None:
 
 
 def _circulant(ranks: int, distances: set[int]) -> Graph:
-    """Every rank sends to those that are `distances` further on, around the circle."""
+    """Return the graph in which every rank sends to those that are `distances` further on the
+    circle.
+    """
     steps = {distance % ranks for distance in distances} - {0}
     _require_room(ranks, len(steps))
     return tuple(
@@ -123,11 +130,11 @@ class Exponential(Topology):
     )
 
     def period(self, ranks: int) -> int:
-        """The number of groups; 1 where every step uses all distances."""
+        """Return the number of groups; 1 where every step uses all distances."""
         return 1 if self.peers is None else len(self._powers(ranks, self.peers + 1))
 
     def links(self, ranks: int, step: int) -> Graph:
-        """Rank i sends to i + each distance of the step."""
+        """Return the graph of a step: rank i sends to i + each distance of the step."""
         if self.peers is None:
             return _circulant(ranks, set(self._powers(ranks, 2)))
         power = self._powers(ranks, self.peers + 1)[step]
@@ -174,6 +181,7 @@ class RandomRegular(Topology):
 
     def links(self, ranks: int, step: int) -> Graph:
         degree = min(self.degree, ranks - 1)
+        # Each edge has two ends, so that ranks x degree has to be even.
         degree += ranks * degree % 2
         _require_room(ranks, degree, MAX_DRAWN)
         distances = list(range(1, degree // 2 + 1))
@@ -188,6 +196,7 @@ class RandomRegular(Topology):
 def _shuffle_edges(edges: list[tuple[int, int]], ranks: int, stream: random.Random) -> None:
     """Exchange ends of pairs of edges, until many were tried and the graph is connected."""
     present, tried = set(edges), 0
+    # An exchange may cut the graph in two, so that it goes on until it is connected.
     while tried < 10 * len(edges) or len(_reached(_neighbours(edges, ranks))) < ranks:
         tried += 1
         first, second = stream.randrange(len(edges)), stream.randrange(len(edges))
@@ -211,7 +220,7 @@ def _neighbours(edges: list[tuple[int, int]], ranks: int) -> list[set[int]]:
 
 @lru_cache(maxsize=1024)
 def doubly_stochastic(graph: Graph) -> Weights:
-    """Weights whose rows and columns all sum to 1, so that mixing keeps the mean.
+    """Return weights whose rows and columns all sum to 1, so that mixing keeps the mean.
 
     Uniform, 1 / (d + 1), where everyone sends to and hears from d ranks. Else those of
     Metropolis and Hastings, W_ij = 1 / (1 + max(d_i, d_j)), which need links both ways.
@@ -231,19 +240,25 @@ def doubly_stochastic(graph: Graph) -> Weights:
         )
     rows = []
     for rank, peers in enumerate(graph):
+        # Metropolis and Hastings: both ends of a link take the same weight.
         row = {peer: 1.0 / (1 + max(len(peers), len(graph[peer]))) for peer in peers}
         rows.append({rank: 1.0 - sum(row.values()), **row})
     return tuple(rows)
 
 
 def uniform_shares(targets: tuple[int, ...], rank: int, step: int = 0) -> dict[int, float]:
-    """The shares that `rank` sends to each target, and keeps: equal parts of 1, in every step."""
+    """Return the shares that `rank` sends to each target, and keeps: equal parts of 1, in every
+    step.
+    """
     share = 1.0 / (len(targets) + 1)
     return {rank: share, **dict.fromkeys(targets, share)}
 
 
 def random_shares(targets: tuple[int, ...], rank: int, step: int, seed: int) -> dict[int, float]:
-    """The shares that `rank` sends to each target, and keeps: parts of 1, random in each step."""
+    """Return the shares that `rank` sends to each target, and keeps: parts of 1, random in each
+    step.
+    """
+    # A text seeds alike in every process, which `hash` does not.
     stream = random.Random(f"{seed}-{rank}-{step}")
     drawn = {to: stream.uniform(0.1, 1.0) for to in (rank, *targets)}
     total = sum(drawn.values())

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Batches = tuple[int, ...]
 Speeds = tuple[float, ...]
-"""Samples a second of each worker."""
+"""The samples per second of each worker."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,14 +53,19 @@ class Balancing(Settings, ABC):
 
     @abstractmethod
     def predicted(self, before: Speeds, measured: Speeds) -> Speeds:
-        """The speeds to expect, from those expected `before` and those just `measured`."""
+        """Return the speeds to expect, from those expected `before` and those just `measured`."""
 
     @abstractmethod
     def wanted(self, batches: Batches, speeds: Speeds) -> Sequence[float]:
-        """What takes the place of `batches`, in proportion: bounds and their sum come after it."""
+        """Return numbers in proportion to the next batches, before bounds and sum are applied.
+
+        Args:
+            batches: the samples of each worker in a step so far.
+            speeds: the predicted samples a second of each worker.
+        """
 
     def decide(self, batches: Batches, speeds: Speeds) -> Batches:
-        """The next batches at the predicted `speeds`: of the same sum, within the bounds."""
+        """Return the next batches at the predicted `speeds`: of the same sum, within the bounds."""
         new = self.fitted(self.wanted(batches, speeds), sum(batches))
         pairs = zip(batches, new, strict=True)
         if all(abs(after - before) <= self.dead_band * before for before, after in pairs):
@@ -68,7 +73,8 @@ class Balancing(Settings, ABC):
         return new
 
     def fitted(self, wanted: Sequence[float], total: int) -> Batches:
-        """Whole numbers of the sum `total`, within the bounds, as nearly in proportion as can be.
+        """Return integers within the bounds that sum to `total`, in proportion to `wanted` as far
+        as possible.
 
         Raises:
             InputError: the bounds leave no such numbers.
@@ -89,11 +95,13 @@ class Balancing(Settings, ABC):
             beyond = {worker: part - high for worker, part in parts.items() if part > high}
             if not lacking and not beyond:
                 break
+            # The side with the larger sum of violations is at its bounds in the solution, too.
             if fsum(lacking.values()) >= fsum(beyond.values()):
                 fixed |= dict.fromkeys(lacking, self.low)
             else:
                 assert self.high is not None
                 fixed |= dict.fromkeys(beyond, self.high)
+        # Parts are rounded up or down, so they stay within the bounds, which are integers.
         counts = apportion(left, tuple(wanted[worker] for worker in free)) if free else ()
         chosen = fixed | dict(zip(free, counts, strict=True))
         return tuple(chosen[worker] for worker in range(workers))
@@ -115,6 +123,7 @@ class LBBSP(Balancing):
 
     def predicted(self, before: Speeds, measured: Speeds) -> Speeds:
         """1/v <- (1 - newest) 1/v + newest 1/measured; what is measured first is taken as it is."""
+        # Times are averaged: an average of speeds follows a slow-down later (decision 90).
         pairs = zip(before, measured, strict=True)
         old, new = 1 - self.newest, self.newest
         return tuple(v * now / (old * now + new * v) if v else now for v, now in pairs)
@@ -161,14 +170,15 @@ BALANCINGS = Registry(
 # Carrying out a rule
 
 FIRST = 2
-"""Steps of a phase before its first decision: who is far slower than others shows at once."""
+"""The steps of a phase before its first decision. It is small because a far slower worker shows at
+once."""
 MOST_CHANGES = 200
-"""That a run keeps; of more, every second one goes."""
+"""The number of changes that a run keeps; beyond it every second one is dropped."""
 
 
 @dataclass
 class BalanceState:
-    """What the workers know of each other; kept in checkpoints.
+    """The workers' knowledge of each other's speeds; kept in checkpoints.
 
     Attributes:
         speeds: samples a second that are expected of each rank; 0: nothing is known.
@@ -190,18 +200,19 @@ class Balancer:
         self._samples, self._seconds_before = 0, 0.0
 
     def agree(self, first: int) -> None:
-        """Collective over all ranks, between two phases: all know what the rank `first` does."""
+        """Collective over all ranks, between two phases: give all of them the state of `first`."""
         data = exchange.agree_on_data(self._worker, optimizers.capture(self.state), first)
         optimizers.restore(self.state, data)
 
     def begin(self, plan: Plan, steps: int) -> Plan:
-        """The `plan` of a phase with batches by what is known of the speeds, after `steps`.
+        """Return the `plan` of a phase, with batches by the speeds known after `steps` steps.
 
-        Ranks of which nothing is known count as the mean of the others. Batches that fit, as those
-        of a resumed run, stay.
+        A rank whose speed is not known counts as the mean of the others. Batches that fit the
+        plan, such as those of a resumed run, stay.
         """
         self._samples, self._seconds_before = 0, self._worker.compute.seconds
         state, there = self.state, [rank for rank, share in enumerate(plan.shares) if share]
+        # Workers of the phase before, or of the run before a resumption, whose batches can stay.
         fit = [rank for rank, batch in enumerate(state.batches) if batch] == there
         if not fit or sum(state.batches) != plan.global_batch:
             known = [state.speeds[rank] for rank in there if state.speeds[rank]]
@@ -213,7 +224,8 @@ class Balancer:
         return self._plan(plan)
 
     def after_step(self, plan: Plan, plan_step: int, steps: int) -> Plan:
-        """Collective over the workers, after step `plan_step` of the plan: that of the next step.
+        """Collective over the workers, after step `plan_step` of the plan: return the plan of the
+        next step.
 
         `steps` are those of the run so far.
         """
@@ -237,18 +249,25 @@ class Balancer:
         return self._plan(plan)
 
     def _measured(self) -> list[float]:
-        """Collective over the workers: samples a second of each since the last time, or 0."""
+        """Collective over the workers: return the samples a second of each since the last call.
+
+        0 for a worker that has computed nothing since.
+        """
+        # Imported here: a rule is a setting, and settings load without torch.
         import torch
 
         from orchestra.collectives import all_reduce
 
         worker, ranks = self._worker, self._worker.runtime.ranks
         seconds = worker.compute.seconds
+        # Each rank has places of its own, so the sums are everybody's numbers, bit for bit, and all
+        # ranks decide alike.
         counts = torch.zeros(2, ranks, dtype=torch.float64)
         counts[0, worker.rank] = self._samples
         counts[1, worker.rank] = seconds - self._seconds_before
         self._samples, self._seconds_before = 0, seconds
         if len(worker.workers) > 1:
+            # The schedule with the fewest rounds: a decision costs a latency or two (decision 90).
             all_reduce(worker.transport, counts.view(-1), "butterfly", worker.workers, Tag.AGREE)
         pairs = zip(*counts.tolist(), strict=True)
         speeds = [samples / spent if spent > 0 else 0.0 for samples, spent in pairs]
@@ -264,4 +283,5 @@ class Balancer:
         state.batches = tuple(of_rank.get(rank, 0) for rank in range(len(state.speeds)))
         state.changes.append([steps, *state.batches])
         if len(state.changes) > MOST_CHANGES:
+            # The first and the last change stay.
             del state.changes[1:-1:2]

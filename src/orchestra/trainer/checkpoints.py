@@ -30,6 +30,7 @@ from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
 
+# The newest one, and one to fall back on where a file of that is damaged.
 KEEP = 2
 MANIFEST = "manifest.json"
 DOOMED = ".deleted"
@@ -38,7 +39,7 @@ DOOMED = ".deleted"
 TENSOR = "$tensor"
 
 Tensors = dict[str, Tensor]
-"""By the SHA-256 of type, shape and content."""
+"""Tensors by the SHA-256 of their type, shape and content."""
 
 
 class DamagedCheckpoint(Exception):
@@ -46,17 +47,18 @@ class DamagedCheckpoint(Exception):
 
 
 def rank_file(rank: int) -> str:
-    """The name of a rank's file inside a checkpoint."""
+    """Return the name of a rank's file inside a checkpoint."""
     return f"rank-{rank}.safetensors"
 
 
 def write_rank(folder: Path, index: int, rank: int, state: Any) -> str:
-    """Write one rank's `state` (as `capture` gives it); the SHA-256 of the file, in hex."""
+    """Write one rank's `state` (as `capture` gives it); return the file's SHA-256, in hex."""
     pending = folder / f".{index:04d}"
     tensors: dict[str, Tensor] = {}
 
     def put(place: str, tensor: Tensor) -> str:
         assert place not in tensors, f"two tensors of a checkpoint are called {place}"
+        # safetensors refuses tensors that share memory, as views of the flat vector do.
         tensors[place] = tensor.clone()
         return place
 
@@ -70,13 +72,15 @@ def write_rank(folder: Path, index: int, rank: int, state: Any) -> str:
 
 
 def commit(folder: Path, index: int, digests: dict[str, str]) -> None:
-    """Make checkpoint `index` count: all ranks have written. Older ones but one are deleted."""
+    """Make checkpoint `index` count once all ranks have written; delete older ones but one."""
     pending, final = folder / f".{index:04d}", folder / f"{index:04d}"
     manifest = pending / MANIFEST
     with writing(manifest):
         manifest.write_text(json.dumps({"schema": 1, "files": digests}, indent=1))
         _sync(manifest)
+        # Contents and names have to reach the disk before the rename makes the checkpoint count.
         _sync(pending)
+        # Where one of this number exists it is damaged: the run went on from the one before it.
         _remove(folder, final.name)
         pending.rename(final)
         _sync(folder)
@@ -95,18 +99,19 @@ def _remove(folder: Path, pattern: str) -> None:
 
 
 def complete(folder: Path) -> Iterator[int]:
-    """The numbers of the checkpoints in `folder`, whole or damaged."""
+    """Yield the numbers of the checkpoints in `folder`, whole or damaged."""
     yield from (int(path.name) for path in sorted(folder.glob("*")) if _is_checkpoint(path))
 
 
 def others(folder: Path) -> list[Path]:
-    """What lies in `folder` without being a checkpoint."""
+    """Return the paths in `folder` that are no checkpoints, without hidden ones."""
     return [path for path in sorted(folder.glob("[!.]*")) if not _is_checkpoint(path)]
 
 
 def _is_checkpoint(path: Path) -> bool:
     """Return whether the name of `path` is one that `commit` gives."""
     name = path.name
+    # "²" is a digit to `isdigit`, but not to `int`.
     number = name.isascii() and name.isdigit() and name == f"{int(name):04d}"
     return number and path.is_dir()
 
@@ -127,14 +132,14 @@ def verify(folder: Path, index: int, ranks: int) -> None:
 
 
 def read_rank(folder: Path, index: int, rank: int) -> Any:
-    """What `rank` wrote into checkpoint `index`."""
+    """Return the state that `rank` wrote into checkpoint `index`."""
     with safe_open(folder / f"{index:04d}" / rank_file(rank), framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return unpack(json.loads(file.metadata()["tree"]), tensors)
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file, in hex."""
+    """Return the SHA-256 of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -157,7 +162,10 @@ class CollectiveCheckpoints:
         self._ranks = range(worker.runtime.ranks)
 
     def newest(self, leader: int) -> Any | None:
-        """What this rank wrote into the newest whole checkpoint, which the leader looks for."""
+        """Collective: return this rank's state in the newest whole checkpoint, or None.
+
+        The leader looks for it.
+        """
         worker = self._worker
         chosen = torch.full((1,), -1, dtype=torch.int64)
         if worker.rank == leader:
@@ -169,8 +177,9 @@ class CollectiveCheckpoints:
         return read_rank(self._folder, self.index, worker.rank)
 
     def take(self, state: Any, leader: int) -> None:
-        """At a quiet point: write `state`; it counts only if all ranks have written."""
+        """Collective, at a quiet point: write `state`; it counts only if all ranks have written."""
         index, digest = self.index + 1, None
+        # Without the state of a lost rank there would be nothing to resume.
         if not self._worker.transport.lost():
             digest = write_rank(self._folder, index, self._worker.rank, capture(state))
         if self._commit(index, digest, leader):
@@ -214,9 +223,9 @@ class CollectiveCheckpoints:
 
 
 def rank_state(worker: Worker, state: Any, parameters: Any) -> dict[str, Any]:
-    """What a rank goes on from, `state` being its strategy's; `resume` puts it back.
+    """Return the state from which a rank can go on; `resume` puts it back, but for `parameters`.
 
-    `parameters` are given back by the caller.
+    `state` is that of the strategy.
     """
     return {
         "parameters": parameters,
@@ -229,12 +238,15 @@ def rank_state(worker: Worker, state: Any, parameters: Any) -> dict[str, Any]:
 
 
 def resume(worker: Worker, strategy: Strategy[Any], saved: Mapping[str, Any]) -> Any:
-    """Collective: put back a `rank_state`, but for the parameters; the strategy's state."""
+    """Collective: put back a `rank_state`, but for the parameters; return the strategy's state."""
     for name, buffer in worker.buffers:
         if name in saved["buffers"]:
             restore(buffer, saved["buffers"][name])
+    # An average that is still on its way is applied at the rates of the last step, and a run that
+    # resumes at the end of its budget has no step any more (decision 52).
     worker.step.rates = tuple(saved.get("rates", ()))
     state = strategy.resume(worker, saved["strategy"])
+    # After `resume`, as a strategy that starts a phase may scale the rates, too.
     worker.rate_scale = saved["rate_scale"]
     restore_random_state(saved["random"])
     return state
@@ -254,29 +266,32 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def save_state(path: Path, module: nn.Module) -> None:
-    """All parameters and buffers of `module`, as safetensors."""
+    """Write all parameters and buffers of `module`, as safetensors."""
     state: dict[str, Tensor] = {}
     written: set[int] = set()
     for name, tensor in module.state_dict().items():
         state[name] = values = tensor.detach().cpu().contiguous()
         if values.data_ptr() in written or values.untyped_storage().nbytes() > values.nbytes:
-            state[name] = values.clone()  # what shares memory cannot be written
+            state[name] = values.clone()  # tensors that share memory cannot be written
         written.add(values.data_ptr())
     with writing(path):
         save_file(state, path)
 
 
 def parameters_hash(module: nn.Module) -> str:
-    """SHA-256 over the names and values of the parameters, in the order of their names."""
+    """Return the SHA-256 over the names and values of the parameters, in the order of their
+    names.
+    """
     sha = hashlib.sha256()
     for name, parameter in sorted(module.named_parameters()):
         sha.update(name.encode())
+        # As bytes, since NumPy has no bfloat16.
         sha.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()
 
 
 def pack(value: Any, put: Callable[[str, Tensor], str], place: str = "") -> Any:
-    """`value`, of nested dicts and sequences, as JSON data: a key in place of each tensor.
+    """Return `value`, of nested dicts and sequences, as JSON data: a key in place of each tensor.
 
     Args:
         put: keeps a contiguous tensor of the CPU's, given where it stood ("/moments/0"); returns
@@ -292,7 +307,7 @@ def pack(value: Any, put: Callable[[str, Tensor], str], place: str = "") -> Any:
 
 
 def unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `pack` has packed; equal keys give one and the same tensor."""
+    """Undo `pack`: return the value with its tensors; equal keys give the same tensor object."""
     if isinstance(tree, dict):
         if TENSOR in tree:
             return tensors[tree[TENSOR]]
@@ -303,7 +318,7 @@ def unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def by_content(value: Any, tensors: Tensors) -> Any:
-    """`value` as JSON data; its tensors go into `tensors`, those of equal content once."""
+    """Return `value` as JSON data; its tensors go into `tensors`, those of equal content once."""
 
     def put(_: str, tensor: Tensor) -> str:
         sha = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -324,7 +339,10 @@ def send_state(transport: Transport, value: Any, to: int) -> None:
 
 
 def receive_state(transport: Transport, source: int, known: Tensors) -> Any:
-    """What the rank `source` sends; tensors that are in `known` do not travel, others get in."""
+    """Return the value that the rank `source` sends with `send_state`.
+
+    Tensors that `known` has already do not travel; others are added to it.
+    """
     tree, keys = receive_object(transport, source)
     wanted = [key for key in keys if key not in known]
     send_object(transport, wanted, source)

@@ -24,7 +24,7 @@ from orchestra.worker.worker import Step, Worker
 
 @dataclass
 class Position:
-    """How far a rank has come; kept in checkpoints.
+    """The progress of a rank; kept in checkpoints.
 
     `steps` are the gradients that it computed. `consumed` are the samples of the cluster, as far
     as this rank knows; the plan under way began at `plan_start` and stands at `plan_step`. `own`
@@ -45,16 +45,16 @@ def plan_of_roles(
     shares: tuple[float, ...],
     measured: tuple[float, ...] | None = None,
 ) -> Plan:
-    """The plan of samples `start` to `budget`, for ranks that have these `shares` of a step.
+    """Return the plan of samples `start` to `budget`, for ranks that have these `shares` of a step.
 
-    `measured`: the ranks' speeds, where workers that step together get parts by them.
+    `measured` are the ranks' speeds, where workers that step together get parts by them.
     """
     weights = training.weighted(shares, measured)
     return plan_of(min(start, budget), budget, training.global_batch(shares), weights)
 
 
 def queue_of(training: Training, budget: int, start: int, shares: tuple[float, ...]) -> WorkQueue:
-    """The same samples in a queue; a batch of each worker is as large as in a step of the plan."""
+    """Return a queue of the same samples; batches are as large as in a step of the plan."""
     plan = plan_of_roles(training, start, budget, shares)
     counts = apportion(plan.global_batch, plan.shares)
     sizes = tuple((rank, count) for rank, count in enumerate(counts) if count)
@@ -106,6 +106,8 @@ class Loop(ABC):
             self.position.plan_start,
             self.budget,
             roles.shares,
+            # Elsewhere nobody waits for slow workers, and larger batches would weigh too little in
+            # updates that are made one by one (decision 43).
             (self.shares or None) if together else None,
         )
         self._balances = self.balancer if together else None
@@ -143,12 +145,14 @@ class Loop(ABC):
         if self.worker.phase == self._phase:
             return
         if self.worker.rank == self._roles.workers[0]:
+            # The switch concerns the whole run, so one rank alone puts it into the timeline.
             self.trace.happened(f"switch, after step {self.worker.measures.switched_at_step}")
         self._stop_looking()
         if self.balancer is not None:
             self.balancer.agree(self._roles.workers[0])
         self.position.plan_start = self.position.consumed
         self.position.plan_step = 0
+        # Shards are cut anew for the workers of the new phase.
         self.position.own = None
         self._begin_phase()
         self._open_window()
@@ -172,7 +176,7 @@ class Loop(ABC):
         return paused is not None
 
     def _take(self, queue: WorkSource) -> bool:
-        """Do what comes next out of the queue; return whether anything may come after it."""
+        """Carry out the next item of the queue; return whether anything may come after it."""
         item, worker, position = queue.take(), self.worker, self.position
         if item.kind is Kind.WAIT:
             worker.reporter.phase("leaving")  # a worker that is stopped is not waited for any more
@@ -183,6 +187,7 @@ class Loop(ABC):
             batch = self.recorder.read(lambda: self._feed.samples.read(*part))
             samples = item.samples
             step = Step(samples, samples, item.stop, planned=item.stop, position=item.start)
+            # The learning rate follows the place in the global order, whoever takes the batch.
             self._train(batch, step, done=item.start)
             return True
         worker.step.consumed = position.consumed = item.start
@@ -210,6 +215,7 @@ class Loop(ABC):
         batch, samples = self.recorder.read(lambda: self._feed.next(position.plan_step))
         deal = self._feed.plan.deal(position.plan_step)
         position.plan_step += 1
+        # Where workers step together one without samples still takes part in the exchange.
         if not samples and not self.strategy.currently_lockstep(self.state):
             return
         consumed = min(position.consumed + deal.samples, self.budget)
@@ -237,6 +243,7 @@ class Loop(ABC):
         moved = to_device(batch, worker.layout.device) if step.samples else None
         strategy.gradient(worker, state, moved)
         if synchronous:  # before the update, which may end the phase
+            # The first worker's buffers are the model's, as under DistributedDataParallel.
             first = self._roles.part(worker.rank) == self._roles.workers[0]
             self._offer_buffers(1.0 if first else 0.0)
         strategy.update(worker, state)
@@ -275,6 +282,7 @@ class Loop(ABC):
             return step.stop
         plan_step = self.position.plan_step
         if self._leaving is None:
+            # Made for the first step that needs it: strategies that agree with the loss never do.
             self._leaving = CommonStep(self.worker, steps=plan_step - 1)
         return self._leaving.reached(plan_step, wish=step.stop)
 

@@ -1,4 +1,4 @@
-"""What a rank keeps in memory, by formula; and how it builds a model that it has no memory for."""
+"""A rank's memory by formula, and models that are built without memory for them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ from orchestra.trainer.settings import Run
 from orchestra.worker.layout import Layout, bucket_edges
 
 Sizes = Counter[str]
-"""Bytes of `parameters` (buffers included), of those `trained`, and of the optimizer's `state`."""
+"""The bytes of `parameters` (buffers included), of the `trained` ones, and of the optimizer's
+`state`."""
 
 
 def sizes_of(module: nn.Module, spec: OptimizerSpec) -> Sizes:
-    """The sizes of a whole model, or of the part that a rank trains; tensors need no values."""
+    """Return the sizes of a whole model, or of the part that a rank trains; tensors need no
+    values.
+    """
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     sizes = Counter(
         parameters=_bytes([*module.parameters(), *module.buffers()]),
@@ -34,18 +37,18 @@ def sizes_of(module: nn.Module, spec: OptimizerSpec) -> Sizes:
     )
     try:
         sizes["state"] = _state_bytes(spec, trained, "meta")
-    except (
-        RuntimeError
-    ):  # it reads numbers, as Adafactor does: there may be no room for all at once
+    except RuntimeError:
+        # An optimizer that reads numbers, as Adafactor does, cannot run on the meta device; one
+        # tensor at a time, as there may be no room for all.
         sizes["state"] = sum(_state_bytes(spec, {n: p}, "cpu") for n, p in trained.items())
     return sizes
 
 
 def kept_bytes(run: Run, rank: int, sizes: Sizes, layout: Layout) -> Counter[str]:
-    """What `rank` keeps, by what for; without activations, and what kernels need for a moment.
+    """Return the bytes that `rank` keeps, by purpose; without activations and kernels' workspaces.
 
-    Where buckets have memory only while they are in use, it is two of them at a time: one that is
-    used, and one under way. Micro-batches but the last add to whole gradients.
+    Where buckets have memory only while they are in use, two have it at a time: one that is used,
+    and one under way. Micro-batches but the last add to whole gradients.
 
     Args:
         layout: of what the rank trains.
@@ -69,14 +72,14 @@ def kept_bytes(run: Run, rank: int, sizes: Sizes, layout: Layout) -> Counter[str
 
 
 def _two_largest(layout: Layout, megabytes: float) -> int:
-    """The bytes of the two largest buckets; of the only one."""
+    """Return the bytes of the two largest buckets, or of the only one."""
     edges = [offset for _, offset in bucket_edges(layout, int(megabytes * 1e6))]
     sizes = [end - first for first, end in pairwise(edges)]
     return sum(sorted(sizes)[-2:]) * layout.dtype.itemsize
 
 
 def _state_bytes(spec: OptimizerSpec, trained: dict[str, nn.Parameter], device: str) -> int:
-    """Bytes that the optimizer keeps after a step."""
+    """Return the bytes of the optimizer's state after a step."""
     parameters = {
         name: nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=device))
         for name, p in trained.items()
@@ -101,7 +104,7 @@ _ONE_AT_A_TIME = threading.Lock()  # torch calls hooks of all threads
 
 @contextmanager
 def in_files(folder: Path) -> Iterator[None]:
-    """The parameters of modules that are made inside lie in nameless files of `folder`.
+    """Put the parameters of modules that are made inside into nameless files of `folder`.
 
     Their initial values are drawn there, to the same bits. The kernel keeps as much of them in
     memory as there is room for. Parameters on other devices than the CPU stay there.
@@ -111,6 +114,7 @@ def in_files(folder: Path) -> Iterator[None]:
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if (
+            # Parameters that are tied, or registered again, lie in a file already.
             parameter is None
             or isinstance(parameter, nn.UninitializedParameter)
             or parameter.device.type != "cpu"
@@ -120,9 +124,12 @@ def in_files(folder: Path) -> Iterator[None]:
             return
         with writing(folder), tempfile.TemporaryFile(dir=folder) as file:
             file.truncate(parameter.nbytes)
+            # The mapping keeps a descriptor of its own, and the file, which has no name, goes with
+            # it.
             memory = mmap.mmap(file.fileno(), parameter.nbytes)
+        # Of a shared mapping this drops the pages from the process; the file keeps what was drawn.
         if mapped and hasattr(mmap, "MADV_DONTNEED"):
-            mapped[-1].madvise(mmap.MADV_DONTNEED)  # what was drawn before stays in its file
+            mapped[-1].madvise(mmap.MADV_DONTNEED)
         values = torch.frombuffer(memory, dtype=parameter.dtype).view(parameter.shape)
         with torch.no_grad():
             values.copy_(parameter)

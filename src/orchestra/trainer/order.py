@@ -1,4 +1,4 @@
-"""What a run's ranks could not foresee, recorded and repeated.
+"""The order of a run: what its ranks could not foresee, recorded and repeated.
 
 Of all that a program learns from its engine, only this depends on chance: which message a receive
 from any source took, whether something was done yet, what the clock said, who was lost, and
@@ -25,7 +25,7 @@ NOBODY = -1
 """A tag that no message has."""
 
 RANKS = "seconds", "stop"
-"""Questions of the rank, whichever flow asks."""
+"""Questions that belong to the rank, whichever flow asks."""
 
 
 class Ended(InputError):
@@ -67,7 +67,7 @@ class Order:
     shares: list[float] = field(default_factory=list)
 
     def answers(self, flow: str, what: str) -> list[Any]:
-        """The answers to the question `what` of a flow; a new flow begins with none."""
+        """Return the answers to the question `what` of a flow; a new flow begins with none."""
         holder = self if what in RANKS else self.flows.setdefault(flow, FlowOrder())
         found: list[Any] = getattr(holder, what)
         return found
@@ -84,8 +84,10 @@ class Recording(Interceptor):
             self.order.flows.setdefault(operation.flow.name, FlowOrder())
         if operation.kind == "receive" and operation.peer is None:
             sources = self.order.answers(flow.name, "sources")
+            # In the order of the receives, since a repeat asks in that order; who sent is known
+            # only later
             operation.marks[self] = len(sources)
-            sources.append(-1)  # in the order of the receives, not of their ends
+            sources.append(-1)  # filled by `wait`; the order is that of the receives
         return proceed()
 
     def wait(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
@@ -103,6 +105,7 @@ class Recording(Interceptor):
                 "down: leave record_order out, or choose another strategy than Hogwild"
             )
         answer = proceed()
+        # JSON has no sets, and equal orders have to make equal files
         kept = sorted(answer) if isinstance(answer, frozenset) else answer
         self.order.answers(flow.name, what).append(kept)
         return answer
@@ -117,9 +120,10 @@ class Repeating(Interceptor):
     _given: dict[tuple[str, str], Iterator[Any]] = field(default_factory=dict, init=False)
 
     def begin(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
-        """A receive from any source takes what it took then, if it ever was completed."""
+        """Let a receive from any source take what it took then, if it ever was completed."""
         if operation.kind == "receive" and operation.peer is None:
             taken = self._next(flow, "sources")
+            # A receive that was never completed waits for a message that nobody sends.
             operation.peer = taken if taken >= 0 else self.rank
             operation.tag = operation.tag if taken >= 0 else NOBODY
         return proceed()
@@ -127,9 +131,11 @@ class Repeating(Interceptor):
     def ask(
         self, flow: Flow, what: str, proceed: Callable[[], T], operation: Operation | None = None
     ) -> T:
-        """What was done then has to be, before the flow goes on."""
+        """Give the recorded answer; wait until an operation that was done then is done."""
         answer = self._next(flow, what)
         if what == "done" and answer and operation is not None and operation.begun is not None:
+            # In the repeat it may be done later than it was then, and what follows takes it for
+            # done
             operation.begun.wait()
         return frozenset(answer) if what == "lost" else answer  # type: ignore[return-value]
 
@@ -155,11 +161,12 @@ def write_order(folder: Path, rank: int, order: Order) -> None:
     """Keep the order of a rank with the records of its run."""
     path = _file(folder, rank)
     with writing(path):
+        # gzip writes the time into a file unless told otherwise; equal orders make equal files.
         path.write_bytes(gzip.compress(json.dumps(to_plain(order)).encode(), mtime=0))
 
 
 def read_order(folder: Path, rank: int) -> Order:
-    """The order of a rank that `folder` keeps.
+    """Return the order of a rank that `folder` keeps.
 
     Raises:
         InputError: there is none, it is damaged, or it begins in the midst of a run.

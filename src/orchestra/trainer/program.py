@@ -40,7 +40,7 @@ from orchestra.worker.worker import Worker
 
 
 def train(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
-    """Take this rank's part in a run; its records go into the run's folder.
+    """Take this rank's part in a run, write its records into the run's folder, and report.
 
     In a run of shapes no value is computed, and nothing is written.
     """
@@ -79,9 +79,12 @@ class Session(Loop):
             run = self.shared.run
         training = run.training
         windows = len(list(phases(strategy)))
+        # By the engine's clock: a replay has no timeline, so that these looks at the clock must not
+        # be in the record of the order (decision 32).
         self.trace = Trace(runtime.transport.now, training.trace_steps, windows)
         self.order = Order()
-        self.engine = runtime  # as it was given: what is measured with it is not traced
+        # The engine's own: what is measured with it is neither traced nor recorded (decision 43).
+        self.engine = runtime
         self.run, self.training = run, training
         if repeats is not None:
             self.shares = tuple(repeats.shares)
@@ -112,7 +115,7 @@ class Session(Loop):
         self.worker.observe = self.recorder.observe
 
     def _intercepted(self, repeats: Order | None) -> Runtime:
-        """The engine's runtime with whoever records, repeats or traces this run."""
+        """Return the engine's runtime with whoever records, repeats or traces this run."""
         runtime = self.engine
         if repeats is not None:
             runtime = intercepted(runtime, Repeating(runtime.rank, repeats))
@@ -123,11 +126,13 @@ class Session(Loop):
         return runtime
 
     def train(self) -> None:
-        """From the warm-up to the agreement on the final parameters."""
+        """Train: from the warm-up to the agreement on the final parameters."""
         worker, strategy, reporter = self.worker, self.strategy, self.runtime.reporter
         footprint = strategy.footprint(worker.rank, self.training.ranks)
         # A warm-up has a copy of the whole, with its gradients.
         warms_up = self.runtime.warms_up and not self.in_parts and not footprint.windows
+        # Before the stopwatch: lazy imports and first allocations are not the strategy's (decision
+        # 1).
         if warms_up and worker.rank in self.roles.workers:
             setup.warm_up(worker, self._first_samples, footprint.optimizer)
         if not self.shares and self.run.measures_shares:
@@ -142,6 +147,7 @@ class Session(Loop):
         reporter.phase("training")
         start_together(worker, self.roles.leader)
         worker.agrees = False
+        # A resumed run goes on at the seconds of its checkpoint.
         worker.snapshots.started = self.runtime.transport.now() - self.totals.elapsed
         self._passed("first_step")
         self.recorder.resume()
@@ -191,9 +197,11 @@ class Session(Loop):
     def _evaluate(
         self, gathered: curve.Gathered, nodes: dict[int, curve.SnapshotMetrics]
     ) -> LeaderReport:
-        """On the leader: evaluate snapshots and final parameters, and write these."""
+        """Evaluate snapshots and final parameters, and write the latter; on the leader."""
         worker, task, module = self.worker, self.task, self._whole(gathered)
         with curve.signs_of_life(worker, module, self.position.steps), curve.all_cores():
+            # Snapshots have the indices before `final`, and the parts of the final model have that
+            # one.
             points: list[Point] = []
             final = len(worker.snapshots.due)
             if any(index < final for index in gathered.indices):
@@ -218,6 +226,8 @@ class Session(Loop):
             return self.worker.module
         self.state = None  # the optimizer makes room
         with undisturbed():
+            # No rank has the whole model any more: it is made again under the seed, then filled
+            # (decision 20).
             self.runtime.seed(self.run.seed)
             module = self._build(self.worker.layout.device)
         for part in gathered.parts(len(self.worker.snapshots.due)):  # one at a time: they are large
@@ -265,12 +275,15 @@ class Session(Loop):
         )
 
     def _changes_of_batches(self) -> list[list[int]]:
-        """On the first worker: of each change the steps before it, and each rank's batch."""
+        """Return for each change of batches the steps before it and each rank's batch.
+
+        Empty but for the first worker.
+        """
         first = self.worker.rank == self.roles.workers[0]
         return self.balancer.state.changes if self.balancer and first else []
 
     def _kept_bytes(self) -> Counter[str]:
-        """What this rank keeps by the formula."""
+        """Return the bytes that this rank keeps, by the formula."""
         worker, shared = self.worker, self.shared
         sizes = shared.sizes if shared else sizes_of(worker.module, worker.optimizer)
         return kept_bytes(self.run, worker.rank, sizes, worker.layout)
@@ -280,6 +293,8 @@ class Session(Loop):
     def _make_worker(self) -> Worker:
         """Load the task and make its model, or take that which all ranks share."""
         runtime, run, training = self.runtime, self.run, self.training
+        # The same initial parameters on all ranks; further down each rank gets a stream of its own,
+        # for dropout and the like.
         runtime.seed(run.seed)
         self.samples: Samples = setup.Unread()
         if self.shared is not None:
@@ -302,7 +317,9 @@ class Session(Loop):
 
     @property
     def in_parts(self) -> bool:
-        """This rank has a part or a shard of the model, which only the leader puts together."""
+        """True if this rank has a part or shard of the model, which only the leader puts
+        together.
+        """
         return self.part is not None or isinstance(self.worker, ShardedWorker)
 
     def _check_target(self, module: nn.Module) -> None:
@@ -330,6 +347,7 @@ class Session(Loop):
     def _first_samples(self) -> Batch:
         """Read a batch that training reads, too."""
         size = min(self.training.batch_size, self.epoch_samples)
+        # Of a reader of its own, so that the run's keeps its place in a stream.
         fresh = open_samples(self.task.train, self.run.seed, self.task.collate)
         return fresh.read(0, size)
 
@@ -367,6 +385,7 @@ class Session(Loop):
         self.order.first_step = position.steps
         worker.snapshots.parts = [Contribution(**part) for part in saved["snapshots"]]
         worker.snapshots.skip(position.consumed)
+        # Empty in checkpoints from before there were measured shares.
         self.shares = tuple(saved.get("shares", ()))
         if self.balancer is not None:
             restore(self.balancer.state, saved["balance"])
@@ -378,13 +397,14 @@ class Session(Loop):
             )
         return state
 
-    def _write_checkpoint(self) -> None:  # a run of shapes has nothing to write
+    def _write_checkpoint(self) -> None:
         if self.shared is None:
+            # A run of shapes has nothing to write.
             leader = self.strategy.current_roles(self.worker, self.state).leader
             self.checkpoints.take(self.checkpoint_state(), leader)
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """All that a run resumes from, but its settings."""
+        """Return the state from which a run resumes, without its settings."""
         worker = self.worker
         return checkpoints.rank_state(worker, self.state, worker.parameters) | {
             "position": self.position,

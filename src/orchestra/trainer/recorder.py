@@ -1,4 +1,4 @@
-"""What one rank writes down of its steps, and its seconds by what they went to."""
+"""The record of one rank's steps, and of its seconds by purpose."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from orchestra.worker.worker import Worker
 
 T = TypeVar("T")
 
+# `orchestra watch` and the trackers read the file as it grows (decision 100).
 FLUSH_SECONDS = 1.0
 SECONDS = ("compute", "communicate", "wait")
 
 
 @dataclass
 class Spent:
-    """Seconds of the main flow by what they went to, and the bytes that it sent."""
+    """Seconds of the main flow by purpose, and the bytes that it sent."""
 
     compute: float = 0.0
     communicate: float = 0.0
@@ -31,17 +32,18 @@ class Spent:
 
     @staticmethod
     def by(worker: Worker) -> Spent:
-        """All that the main flow of `worker` has spent so far."""
+        """Return all that the main flow of `worker` has spent so far."""
         traffic = worker.transport.traffic
         return Spent(
             worker.compute.seconds,
+            # torch.distributed's collectives pass by the transport, so the worker counts them
             traffic.seconds_communicating + worker.measures.native_seconds,
             traffic.seconds_waiting,
             worker.transport.bytes_sent + worker.measures.native_bytes,
         )
 
     def plus(self, other: Spent, sign: int = 1) -> Spent:
-        """The sum of both, or the difference with `sign` -1."""
+        """Return the sum of both, or the difference with `sign` -1."""
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return Spent(*(own + sign * more for own, more in pairs))
 
@@ -59,10 +61,10 @@ class Totals:
 class Recorder:
     """JSON lines of one rank's steps, in the file `path`; without one, sums over the run alone.
 
-    The main figures of each step go to `scalars`, too, where there are any. `steps` were done
-    before the run was resumed. The stopwatch runs between `resume` and `pause`: set-up,
-    checkpoints and evaluation are out. `series` has what comparing the ranks takes, since the run
-    began or was resumed.
+    The main figures of each step go to `scalars`, too, if given. `steps` were done before the run
+    was resumed. The stopwatch runs between `resume` and `pause`: set-up, checkpoints and evaluation
+    are not measured. `series` has the counters by which ranks are compared, since the run began or
+    was resumed.
     """
 
     def __init__(
@@ -91,7 +93,9 @@ class Recorder:
     def resume(self) -> None:
         """Start the stopwatch, or let it go on."""
         self._started_at = self._flushed_at = self._worker.transport.now()
+        # The counters go on while the stopwatch stands; what they grew by meanwhile is left out
         self._spent_before = self._spent_last = Spent.by(self._worker)
+        # Of a resumed run the decisions before stand in the file already
         self._decided = len(self._worker.measures.decisions)
         self._worker.runtime.stopwatch(True)
         self._keep_counters(self.totals.elapsed, self._spent_before)
@@ -106,24 +110,25 @@ class Recorder:
         self.flush()
 
     def elapsed(self) -> float:
-        """Seconds on the running stopwatch."""
+        """Return the seconds on the running stopwatch."""
         return self.totals.elapsed + self._worker.transport.now() - self._started_at
 
     def read(self, batch: Callable[[], T]) -> T:
-        """The batch that `batch` reads, which is waiting for input."""
+        """Return the batch that `batch` reads; its seconds count as waiting for input."""
         began = self._worker.transport.now()
         result = batch()
         self._reading += self._worker.transport.now() - began
         return result
 
     def observe(self) -> None:
-        """Something was done, if not a step."""
+        """Note that something was done, if not a step."""
         seconds = self.elapsed()
         if self.series.due(seconds):
             self._keep_counters(seconds, Spent.by(self._worker))
 
     def _keep_counters(self, seconds: float, spent: Spent) -> None:
         arrived = self._worker.transport.arrived()
+        # A server of a thousand workers would report a thousand pairs at each moment
         if len(arrived) > MAX_SOURCES:
             arrived = {}
         spent = self.totals.spent.plus(spent.plus(self._spent_before, -1))
@@ -156,6 +161,7 @@ class Recorder:
             self._keep_counters(seconds, spent)
         line: dict[str, Any] = {
             "step": number,
+            # Microseconds: more digits would double the file, and are noise
             "seconds": round(seconds, 6),
             "samples": step.samples,
             "consumed": step.consumed,
@@ -171,6 +177,7 @@ class Recorder:
         if (switched := self._worker.measures.switched_at_step) is not None:
             line["switched_at_step"] = switched
         decisions = self._worker.measures.decisions
+        # At most one decision lies between two steps
         if len(decisions) > self._decided:
             line["decision"], self._decided = decisions[-1], len(decisions)
         if step.position is not None:
@@ -182,11 +189,12 @@ class Recorder:
             self.flush()
 
     def _figures(self, seconds: float) -> dict[str, float]:
-        """The figures of the step that was finished `seconds` after the start."""
+        """Return the figures of the step that was finished `seconds` after the start."""
         step = self._worker.step
         passed, self._seconds_last = seconds - self._seconds_last, seconds
         figures = {"loss": step.loss}
         figures |= {f"learning rate/{group}": rate for group, rate in enumerate(step.rates)}
+        # A simulated step may take no time
         if passed > 0:
             figures["samples per second"] = step.samples / passed
         if step.staleness:

@@ -1,4 +1,4 @@
-"""Everything that is to be said of a training, apart from its task, strategy and seed."""
+"""All settings of a training, apart from its task, strategy and seed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from orchestra.strategies.base import Strategy
 from orchestra.trainer.balancing import Balancing
 
 DEFAULT_EPOCHS = 10
+# 50 time a target to 2 % of the run (decision 42).
 SNAPSHOTS, TO_TARGET = 10, 50
 MAX_SAMPLES = 2**24  # of a step of one worker
-MAX_SAMPLES_OF_A_RUN = 10**18  # they are counted in 64 bits
+MAX_SAMPLES_OF_A_RUN = 10**18  # samples are counted in 64 bits
+# So that a default does not fill a machine: 50 copies of 25 million parameters are 5 GB on each
+# rank (decision 42).
 _SNAPSHOT_BYTES = 4e9
 Device: TypeAlias = Literal["cpu", "cuda", "auto"]
 AUTO, NONE = "auto", "none"
@@ -30,7 +33,7 @@ Tensors: TypeAlias = Literal["real", "shapes"]
 
 @dataclass(frozen=True, repr=False)
 class Target(Settings):
-    """What a run is to reach: a bound on one of the task's metrics."""
+    """The target of a run: a bound on one of the task's metrics."""
 
     metric: str = setting(REQUIRED, "a metric of the task")
     _: KW_ONLY
@@ -42,7 +45,7 @@ class Target(Settings):
             raise InputError("Target: give one of at_least and at_most")
 
     def reached(self, value: float) -> bool:
-        """Whether `value` of the metric is good enough."""
+        """Return whether `value` of the metric is good enough."""
         if self.at_least is not None:
             return value >= self.at_least
         assert self.at_most is not None
@@ -146,6 +149,7 @@ class Training(Settings):
         high=MAX_STEPS,
     )
     stop_on_nonfinite: bool = setting(True, "a loss that is NaN or infinite ends the run")
+    # At most 5.8 days: four times the patience is waited, and a selector takes 24.8 days.
     patience: float = setting(
         60.0, "seconds without progress until a rank counts as hung", above=0, high=500_000
     )
@@ -173,6 +177,7 @@ class Training(Settings):
         if self.epochs is not None and self.steps is not None:
             raise InputError("epochs and steps are both set; give one")
         if self.epochs is None and self.steps is None:
+            # The settings are frozen.
             object.__setattr__(self, "epochs", DEFAULT_EPOCHS)
         if self.ranks * self.batch_size * (self.steps or 1) > MAX_SAMPLES_OF_A_RUN:
             raise InputError(
@@ -198,14 +203,14 @@ class Training(Settings):
                 require_tracker(tracker)
 
     def global_batch(self, shares: Sequence[float]) -> int:
-        """Samples of a full step of all workers, whose roles have these `shares`."""
+        """Return the samples of a full step of all workers, whose roles have these `shares`."""
         batches = self.ranks if self.equal == "global_batch" else sum(shares)
         return round(self.batch_size * batches)
 
     def weighted(
         self, shares: tuple[float, ...], measured: tuple[float, ...] | None = None
     ) -> tuple[float, ...]:
-        """The shares of a strategy's ranks, weighted; their sum stays as it is."""
+        """Return the shares of a strategy's ranks, weighted; their sum stays as it is."""
         weights = self.shares if isinstance(self.shares, tuple) else measured
         if weights is None or len(shares) != len(weights):  # one process has it all
             return shares
@@ -215,13 +220,13 @@ class Training(Settings):
 
     @property
     def snapshots_wanted(self) -> int:
-        """How many snapshots there are to be, if memory allows."""
+        """The number of snapshots, if memory allows."""
         if self.snapshots is not None:
             return self.snapshots
         return SNAPSHOTS if self.target is None else TO_TARGET
 
     def snapshots_due(self, budget: int, model_bytes: int) -> list[int]:
-        """The samples after which each snapshot is due, evenly spaced over the `budget`.
+        """Return the samples after which each snapshot is due, evenly spaced over the `budget`.
 
         There are as many whether one rank keeps copies of the `model_bytes` or each does, so that
         the times to target of strategies are read off equally often.
@@ -229,11 +234,14 @@ class Training(Settings):
         number = self.snapshots_wanted
         if number > SNAPSHOTS:
             room = int(_SNAPSHOT_BYTES / (self.ranks * model_bytes))
+            # By ranks and model alone, so that compared strategies have equally many.
             number = min(number, max(SNAPSHOTS, room))
         return [budget * (k + 1) // number for k in range(number)]
 
     def with_setting(self, name: str, value: object) -> Self:
-        """A copy with `name` replaced; `steps` takes the place of `epochs`, and the reverse."""
+        """Return a copy with `name` replaced; `steps` takes the place of `epochs`, and the
+        reverse.
+        """
         require_setting(type(self), name)
         changes = {name: value}
         if name in ("steps", "epochs") and value is not None:
@@ -256,19 +264,19 @@ class Run(Settings):
 
     @property
     def steps_together(self) -> bool:
-        """Whether workers wait for one another, each with a part of the samples."""
+        """True if workers wait for one another, each with a part of the samples."""
         return self.strategy.steps_together and not self.strategy.divides_model
 
     @property
     def measures_shares(self) -> bool:
-        """Whether the parts of the ranks are to be measured, and somebody waits for somebody."""
+        """True if shares are to be measured, and several workers wait for one another."""
         shares = self.training.shares
         wanted = shares.start if isinstance(shares, Balancing) else shares
         return wanted == MEASURED and self._several_together
 
     @property
     def balancing(self) -> Balancing | None:
-        """The rule by which batches follow speeds, where somebody waits for somebody."""
+        """The rule by which batches follow speeds, where several workers wait for one another."""
         shares = self.training.shares
         return shares if isinstance(shares, Balancing) and self._several_together else None
 
@@ -278,7 +286,7 @@ class Run(Settings):
         return several and self.steps_together
 
     def check(self) -> None:
-        """Without values, time can be told, and nothing else."""
+        """Refuse settings that need values in a run of shapes, and others that do not combine."""
         training = self.training
         if self.strategy.shards_parameters and self.measures_shares:
             raise InputError(
@@ -313,7 +321,7 @@ class Run(Settings):
 
 
 def target_times(curve: Sequence[Point], target: Target | None) -> dict[str, float | None]:
-    """The fields of a record that tell when `target` was reached: seconds on the stopwatch.
+    """Return the fields of a record that tell when `target` was reached: seconds on the stopwatch.
 
     `time_to_target_seconds` is that of the first snapshot whose `metrics` reach it: those of the
     model, or the nodes' mean where replicas differ. It was reached after the snapshot before, at

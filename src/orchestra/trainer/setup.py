@@ -1,4 +1,4 @@
-"""What a rank sets up before it trains: its worker, a warm-up, and measured speeds."""
+"""The set-up of a rank before it trains: its worker, a warm-up, and measured speeds."""
 
 from __future__ import annotations
 
@@ -33,14 +33,16 @@ from orchestra.worker.worker import Worker
 
 Extents = dict[str, tuple[int, int]]
 GRADIENTS = 7
-"""That each rank computes to measure its speed; the median of their seconds counts."""
+"""The gradients that each rank computes to measure its speed; the median of their seconds
+counts."""
 
 
 def budget_of(task: Task, training: Training) -> tuple[int, int]:
-    """Samples of an epoch, and of the whole run."""
+    """Return the samples of an epoch, and of the whole run."""
     if training.steps is not None:
         budget = training.steps * training.ranks * training.batch_size
         try:
+            # A stream without a length counts as one epoch, so that `steps` can be used with it.
             return epoch_samples(task.train), budget
         except InputError:
             return budget, budget
@@ -50,7 +52,7 @@ def budget_of(task: Task, training: Training) -> tuple[int, int]:
 
 
 def device_of(training: Training, runtime: Runtime) -> torch.device:
-    """The device of this rank's model.
+    """Return the device of this rank's model.
 
     Raises:
         InputError: there is no such device.
@@ -68,8 +70,10 @@ def device_of(training: Training, runtime: Runtime) -> torch.device:
 def make_worker(
     runtime: Runtime, run: Run, task: Task, module: nn.Module, part: ModelPart | None, budget: int
 ) -> Worker:
-    """The worker of this rank, which trains `module`, or `part` or a shard of it."""
+    """Return the worker of this rank, which trains `module`, or `part` or a shard of it."""
     make: Callable[..., Worker] = Worker
+    # From the whole model: names in parameter groups, and snapshots that are due, are those of the
+    # whole, also where this rank has a part of it (decision 20).
     spec = _optimizer(run, module)
     options = _worker_options(runtime, run.training, task, budget, Layout.of_module(module))
     if part is not None:
@@ -135,7 +139,7 @@ class ShapesRun:
         return sizes_of(self.shapes.module, self.shapes.spec)
 
     def worker(self, runtime: Runtime, budget: int) -> Worker:
-        """The worker of one rank."""
+        """Return the worker of one rank."""
         options = _worker_options(runtime, self.run.training, self.task, budget, self.shapes.layout)
         return ShapeWorker(runtime, self.shapes, **options)
 
@@ -148,7 +152,7 @@ class Unread:
 
 
 def meta_model(task: Task) -> nn.Module:
-    """The model of `task`, without values."""
+    """Return the model of `task`, without values."""
     try:
         with torch.device("meta"):
             module = task.model()
@@ -161,11 +165,11 @@ def meta_model(task: Task) -> nn.Module:
 
 
 def warm_up(worker: Worker, read: Callable[[], Batch], updated: float) -> None:
-    """Pay what a first step costs once, before the stopwatch starts.
+    """Compute once, before the stopwatch starts, so that no step has the costs of a first one.
 
-    A forward and a backward on a copy, of a micro-batch of what `read` gives, and an update of the
-    part of its parameters that this rank updates: `updated`, from 0 to 1. Random streams go on as
-    if it had not been.
+    A forward and a backward pass on a copy of the model, with a micro-batch of what `read` gives,
+    and an update of the part of the parameters that this rank updates: `updated`, from 0 to 1.
+    Random streams stay as they are.
     """
     with undisturbed():
         batch, _ = worker.micro_batches(to_device(read(), worker.layout.device))[0]
@@ -185,12 +189,13 @@ def warm_up(worker: Worker, read: Callable[[], Batch], updated: float) -> None:
 def measured_speeds(
     runtime: Runtime, worker: Worker, read: Callable[[], Batch]
 ) -> tuple[float, ...]:
-    """Collective over all ranks: how many gradients a second each one computes, all at once.
+    """Collective over all ranks: return the gradients a second of each one, measured all at once.
 
-    They are of the batch that `read` gives, on a copy of the model; random streams go on as if it
-    had not been. All ranks return the same figures.
+    They are of the batch that `read` gives, on a copy of the model; random streams stay as they
+    are. All ranks return the same figures.
     """
     everyone = Group(tuple(range(runtime.ranks)))
+    # All begin at the same time, so that ranks of one host share its cores as in training.
     speeds = torch.zeros(runtime.ranks, dtype=torch.float64)
     all_reduce(runtime.transport, speeds, "butterfly", everyone, Tag.AGREE)  # all are there
     speeds[runtime.rank] = 1 / median(_seconds(runtime, worker, read))
@@ -208,6 +213,7 @@ def _seconds(runtime: Runtime, worker: Worker, read: Callable[[], Batch]) -> lis
             for part, _ in worker.micro_batches(batch):
                 worker.loss_of(module, part).backward()
             if device.type == "cuda":
+                # Kernels run asynchronously: the host would be measured alone.
                 torch.cuda.synchronize(device)
 
         for _ in range(GRADIENTS):
@@ -229,7 +235,7 @@ def _places_of(part: ModelPart, whole: nn.Module) -> Places:
 
 
 def _slots(module: nn.Module) -> Extents:
-    """First element and end of each trainable parameter, with the gap behind it."""
+    """Return the first element and end of each trainable parameter, with the gap behind it."""
     layout = Layout.of_module(module)
     edges = [*(slot.offset for slot in layout.slots), layout.size]
     return dict(zip((slot.name for slot in layout.slots), pairwise(edges), strict=True))

@@ -23,7 +23,7 @@ from orchestra.worker.runtime import Work
 T = TypeVar("T")
 
 SHOWN = 16
-"""Of a collective of more ranks, no messages are shown where the engine can do without them."""
+"""The most ranks of a collective whose messages are recorded if the engine can do without them."""
 
 _size_text = functools.lru_cache(maxsize=1024)(BYTES.rounded)
 
@@ -63,7 +63,7 @@ class Trace(Interceptor):
     # What the loop says
 
     def start(self) -> None:
-        """The stopwatch starts."""
+        """Note that the stopwatch starts."""
         self._began = self._now()
 
     def open_for_steps(self, first: int) -> None:
@@ -76,13 +76,13 @@ class Trace(Interceptor):
         self._open(self.limit * workers + 1, serving=True)  # to the end of the last answer
 
     def close(self) -> None:
-        """The steps are over."""
+        """End the trace: the steps are over."""
         self.is_open = False
         self.detach()
 
     @contextmanager
     def aside(self, name: str) -> Iterator[None]:
-        """What happens inside is none of a step's; the timeline shows it as one piece."""
+        """Show what happens inside as one piece that belongs to no step."""
         start, was_open = self._now(), self.is_open
         self.is_open = False
         yield
@@ -92,7 +92,7 @@ class Trace(Interceptor):
             self.is_open = True
 
     def step_ended(self, number: int) -> None:
-        """Step `number` of this rank is finished; the next one begins."""
+        """Note that step `number` of this rank is finished, and the next one begins."""
         if not self.is_open:
             return
         now = self._now()
@@ -102,11 +102,11 @@ class Trace(Interceptor):
         self._count_down()
 
     def happened(self, name: str) -> None:
-        """Something that concerns the whole run."""
+        """Note an event that concerns the whole run."""
         self._instants.append(Instant(name, self._now(), whole_run=True))
 
     def timeline(self, clock: str) -> Timeline | None:
-        """All that was written down; None if nothing was to be."""
+        """Return the timeline; None where no window could open."""
         if not self.limit:
             return None
         return Timeline(clock, self._began, tuple(self._labels), self._slices, self._instants)
@@ -134,6 +134,8 @@ class Trace(Interceptor):
         elif operation.kind == "send":
             return self._begin_send(flow, operation, proceed)
         elif operation.kind == "collective":
+            # Where an engine would compute a collective as a whole, there would be no messages to
+            # show.
             operation.message_by_message |= self.is_open and operation.ranks <= SHOWN
         elif operation.kind == "receive" and operation.peer is not None:
             number = next(self._received[operation.peer, operation.tag])
@@ -157,7 +159,8 @@ class Trace(Interceptor):
         return proceed()
 
     def compute(self, flow: Flow, work: Work, proceed: Callable[[], T]) -> T:
-        if not self.is_open or work.kind == "step":  # which only stands for what is not traced
+        # "step" stands for what surrounds a gradient, which has no place of its own in the row.
+        if not self.is_open or work.kind == "step":
             return proceed()
         start = self._now()
         result = proceed()
@@ -263,7 +266,7 @@ class Trace(Interceptor):
 
 
 def _name(flow: Flow, rank: int | None) -> str:
-    """`rank` as seen from `flow`."""
+    """Return `rank` as seen from `flow`."""
     if rank is None:
         return "any rank"
     return "another flow" if rank == flow.transport.rank else f"rank {rank}"

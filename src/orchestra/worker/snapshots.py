@@ -142,7 +142,7 @@ class Mean:
 
     @property
     def complete(self) -> bool:
-        """Whether there is a mean of every element."""
+        """True if there is a mean of every element."""
         return bool((self.weight > 0).all())
 
     @property

@@ -177,7 +177,7 @@ class Worker(FlatModel):
 
     @property
     def own_loop(self) -> bool:
-        """Whether a loop of the user's own drives this worker, with an optimizer of its own."""
+        """True if a loop of the user's own drives this worker, with an optimizer of its own."""
         return self._own_optimizer is not None
 
     def make_queue(self, shares: tuple[float, ...]) -> WorkQueue | None:

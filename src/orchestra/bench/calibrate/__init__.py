@@ -1,4 +1,4 @@
-"""`orchestra calibrate`: what computation and messages take on this machine."""
+"""`orchestra calibrate`: measure what computation and messages take on this machine."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ from orchestra.worker.threads import usable_cores
 __all__ = ["LIMIT", "Workload", "calibrate"]
 
 LIMIT = 120.0
-"""Seconds that a calibration with one task may take by default."""
+"""The seconds that a calibration with one task may take by default."""
 FIRST = 0.7
-"""Part of the time that measuring everything once may take: the rest is for repeats."""
+"""The part of the time for measuring everything once; the rest is for repeats."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """What a measurement found.
+    """The result of a measurement.
 
     Attributes:
         value: the figures.
-        waited: the part of the processor time that others took from it.
-        left_out: what there was no time for.
-        seconds: that the last attempt took.
-        repeats: how often it was made again.
+        waited: the part of the processor time that other programs took.
+        left_out: figures that there was no time for.
+        seconds: the time of the last attempt.
+        repeats: how often it was repeated.
     """
 
     value: Any
@@ -65,13 +65,14 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One of those that make up a calibration.
+    """One of the measurements of a calibration.
 
     Attributes:
         name: for the user.
-        weight: how much of the time it may have, beside the others.
-        measure: is told until when it should be done and when it has to be (by the clock), and
-            whom to tell which part is done; None where it was not done in time.
+        weight: its part of the time, relative to the others.
+        measure: is given the moments by which it should and by which it must be done (by the
+            clock), and a function to report its progress to; it returns None if it was not done in
+            time.
     """
 
     name: str
@@ -80,7 +81,9 @@ class Measurement:
 
 
 def thread_counts(cores: int) -> tuple[int, ...]:
-    """1, 2, 4 and so on, and as many as there are cores."""
+    """Return 1, 2, 4 and so on, and the number of cores."""
+    # Costs over threads are not linear; between two counts they are straight over 1 / threads
+    # (decision 39).
     return tuple(sorted({2**k for k in range(cores.bit_length()) if 2**k < cores} | {cores}))
 
 
@@ -104,10 +107,12 @@ def calibrate(
     with tempfile.TemporaryDirectory(prefix="orchestra-calibrate-") as folder:
         kept = measure_all(_measurements(subjects, seconds, folder), limit, on_progress)
     messages, near_messages, memory, slices = kept[:4]
+    # The two ranks that sent each other messages
     first, second = messages.value
     near = mean_times(*near_messages.value)
     time_slice = statistics.median(itertools.chain(*slices.value))
     machine = environment()
+    # How the calibration was started is no property of the machine
     del machine["command"], machine["modules"]
     spread = statistics.median((*first.times.send.spread, *first.times.receive.spread))
     quality = _quality([messages, near_messages, memory, slices], spread)
@@ -123,6 +128,7 @@ def calibrate(
         in_memory=memory_costs(memory.value),
         tasks=tuple(
             _costs(steps, speeds, time_slice)
+            # Four general measurements come first, then two of each task
             for steps, speeds in zip(kept[4::2], kept[5::2], strict=True)
         ),
         quality=quality,
@@ -130,8 +136,9 @@ def calibrate(
 
 
 def _measurements(subjects: Sequence[Workload], seconds: float, folder: str) -> list[Measurement]:
-    """Return those that are the same for every task, and then two of each of `subjects`: of its
-    steps, and of these on all cores at once."""
+    """Return the measurements that are the same for every task, then two for each of `subjects`:
+    its steps, and these on all cores at once.
+    """
     cores = len(usable_cores())
 
     def general(until: float) -> tuple[float, float]:
@@ -143,6 +150,7 @@ def _measurements(subjects: Sequence[Workload], seconds: float, folder: str) -> 
         ),
         _measurement("messages in memory", 1.5, measure_near, general, 2, 3 * len(SIZES)),
         _measurement("shared memory", 1.5, measure_memory, general, ranks_wanted(cores), CASES),
+        # One more than there are cores, so that somebody has to wait
         _measurement("one thread more", 0.5, measure_slices, general, cores + 1, 1),
     ]
     for subject in subjects:
@@ -164,8 +172,9 @@ def _measurement(
     total: int,
     shared_memory: bool = True,
 ) -> Measurement:
-    """Run `program`, which counts up to `total`, on so many ranks; each that measures returns a
-    value and under what conditions (`stopwatch.Kept`), the others None."""
+    """Return a measurement that runs `program`, which counts up to `total`, on `ranks` ranks.
+    Each rank that measures returns a value and its conditions (`Kept`), the others None.
+    """
 
     def measure(until: float, end: float, tell: Callable[[float], None]) -> Attempt | None:
         results = run_ranks(
@@ -174,10 +183,12 @@ def _measurement(
             ranks,
             steps=total,
             on_progress=lambda _, part: tell(part),
+            # A single call may take longer than everything may: then the launcher kills the ranks
             limit=max(end - time.monotonic(), 0.0),
             shared_memory=shared_memory,
         )
         found = [result for result in results if result is not None]
+        # Of a task only the first of two ranks measures; elsewhere one that is missing was killed
         if not found or (len(found) < ranks and program is not measure_task):
             return None
         conditions = [own for _, own in found]
@@ -188,13 +199,15 @@ def _measurement(
 
 
 def _costs(steps: Attempt, speeds: Attempt, time_slice: float) -> TaskCosts:
-    """Return a task's figures, from what was kept of its steps, and of those on all cores."""
+    """Return a task's costs, from the measurement of its steps and of those on all cores."""
     costs: TaskCosts = steps.value[0]
     shared, turns = speeds.value[0]
     spread = max(t.gradient.spread_at(costs.batch_size) for t in (costs.one, costs.all))
     return replace(
         costs,
         shared_speed=shared,
+        # Measured as a part of a step; what a thread loses each time that it gets a core back is
+        # that part of the time that it keeps one.
         refill=turns * time_slice,
         quality=_quality([steps, speeds], spread),
     )
@@ -216,10 +229,10 @@ def measure_all(
     on_progress: Progress | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Attempt]:
-    """The best attempt at each of `measurements`, all within `limit` seconds.
+    """Return the best attempt at each of `measurements`, all within `limit` seconds.
 
-    Each is made once. What was disturbed is made again while there is time, by turns, and the
-    attempt that was disturbed least is kept.
+    Each is made once. Those that were disturbed are repeated in turns while there is time, and
+    the least disturbed attempt is kept.
 
     Raises:
         RunFailed: the time was over before each was made once.
@@ -231,7 +244,9 @@ def measure_all(
     def attempt(
         what: str, measurement: Measurement, until: float, done: float = 0.0, part: float = 1.0
     ) -> Attempt | None:
-        """`done` of everything is done, and `part` of it will be this."""
+        """Make an attempt. `done` is the part of everything that is done already, `part` that of
+        this attempt.
+        """
         started = clock()
         tell(what, done)
         found = measurement.measure(until, end, lambda own: tell(what, done + own * part))
@@ -242,8 +257,10 @@ def measure_all(
     done = 0.0
     for measurement in measurements:
         name, weight = measurement.name, measurement.weight
+        # What an earlier one has left over, or taken too much, is shared by all that follow
         until = clock() + (began + FIRST * limit - clock()) * weight / (whole - done)
         first = attempt(name, measurement, until, done / whole, weight / whole)
+        # Without every figure there is no calibration
         if first is None:
             raise RunFailed(
                 f"the calibration was not done within {limit:.0f} s: {name} took longer; give it "
@@ -251,6 +268,8 @@ def measure_all(
             )
         kept.append(first)
         done += weight
+    # After all others, not at once: in the same minute it would more likely meet the same
+    # disturbance (decision 40).
     while (place := _most_in_need(kept, end - clock())) is not None:
         again = attempt(f"{measurements[place].name} again", measurements[place], end)
         kept[place] = _better(kept[place], again)
@@ -258,14 +277,22 @@ def measure_all(
 
 
 def _most_in_need(kept: Sequence[Attempt], left: float) -> int | None:
-    """Return which disturbed measurement comes next, of those that `left` seconds suffice for."""
+    """Return the disturbed measurement to repeat next, among those for which `left` seconds
+    suffice.
+    """
+    # By turns: those repeated least often come first, and of these the one disturbed most
     disturbed = [p for p, one in enumerate(kept) if one.waited > MAX_WAITED and one.seconds < left]
     return min(disturbed, key=lambda p: (kept[p].repeats, -kept[p].waited), default=None)
 
 
 def _better(one: Attempt, again: Attempt | None) -> Attempt:
-    """Return the attempt that was disturbed less; None was cut off, and is not tried once more."""
+    """Return the less disturbed attempt. If `again` is None it was cut off, and is not tried
+    again.
+    """
     if again is None:
+        # It took longer than there was time
         return replace(one, repeats=one.repeats + 1, seconds=math.inf)
+    # The best attempt, not a mean: an average of disturbed repeats would be a figure nobody
+    # measured (decision 40).
     best = min(one, again, key=lambda attempt: attempt.waited)
     return replace(best, seconds=again.seconds, repeats=one.repeats + 1)

@@ -1,5 +1,7 @@
-"""What ranks of a machine cost each other: collectives in shared memory, how much slower a core is
-while all compute, and when a thread gives it to one that waits."""
+"""The costs that ranks of a machine impose on each other: collectives in shared memory, the
+slowdown of a core while all compute, and the time slice after which a thread gives its core to a
+waiting one.
+"""
 
 from __future__ import annotations
 
@@ -23,36 +25,39 @@ from orchestra.worker.runtime import Runtime
 from orchestra.worker.threads import usable_cores
 
 SMALL = 4096
-"""Bytes of a vector that takes no time beside the collective itself."""
+"""The bytes of a vector that takes no time beside the collective itself."""
 LARGE = (1 << 18, 1 << 20, 4 << 20, 16 << 20)
-"""Bytes of vectors whose bytes take time."""
+"""The bytes of vectors that do take time."""
 CASES = 2 + len(LARGE)
 IN_TURN = 64 << 20
-"""Bytes of the vectors that take turns: a gradient is not in the caches when it is complete."""
+"""The bytes of all vectors that take turns: a complete gradient is not in the caches."""
 PASSES = 3
-"""Over a vector: a rank shows it, forms its share of the sums, and takes the results."""
+"""The passes over a vector: a rank publishes it, forms its share of the sums, and takes the
+results."""
 TAG = 1
 
 Times = Mapping[tuple[int, int], tuple[float, float]]
-"""By ranks and bytes: processor seconds of one of the ranks, and those that it waited."""
+"""By ranks and bytes: the processor seconds of one of the ranks, and the seconds that it waited."""
 WINDOW = 2
-"""All-reduces in a row, in which ranks wait by turns."""
+"""The all-reduces in a row within which ranks wait in turn."""
 TURNS = 9
 PAUSE = 0.0005
-"""Seconds between two looks at the clock, from which on the thread must have been stopped."""
+"""The seconds between two looks at the clock that show that the thread was stopped."""
 
 
 def ranks_wanted(cores: int) -> int:
-    """How many ranks measure: barriers of two and of more differ, whoever has a core."""
+    """Return how many ranks measure: barriers of two and of more differ, whoever has a core."""
+    # Three tell barriers from the rest (decision 82)
     return max(3, min(cores, 8))
 
 
 def measure_memory(runtime: Runtime, allowed: tuple[float, float]) -> tuple[Times, Kept]:
-    """On at least three ranks: all-reduces of several sizes."""
+    """Measure all-reduces of several sizes, on at least three ranks."""
     torch.set_num_threads(1)
     transport, kept, (seconds, until) = runtime.transport, Kept(), allowed
     runtime.reporter.phase("training")  # so that memory is kept as it is there
     all_cores = max(2, min(len(usable_cores()), runtime.ranks))
+    # Small vectors for what a collective and a barrier take, large ones for the copies
     cases = [(2, SMALL), (runtime.ranks, SMALL), *((all_cores, size) for size in LARGE)]
     budget = Budget(until, CASES)
     found: dict[tuple[int, int], tuple[float, float]] = {}
@@ -69,12 +74,14 @@ def measure_memory(runtime: Runtime, allowed: tuple[float, float]) -> tuple[Time
 def _all_reduces(
     transport: Transport, count: int, size: int, seconds: float, most: float
 ) -> tuple[float, float]:
-    """Time all-reduces over the first ranks for `seconds`, which take `most` at most.
+    """Time all-reduces over the first `count` ranks for `seconds`, but at most `most`. Return
+    the processor seconds and the seconds of waiting.
 
     Of the waits the lower quartile counts: on a busy machine, ranks do not only wait for each
     other.
     """
     ranks = tuple(range(count))
+    # A gradient is in no cache when it is complete, so vectors take turns
     vectors = torch.ones(min(IN_TURN // size, 1000), size // 4)
     used, waited = [], []
 
@@ -86,9 +93,13 @@ def _all_reduces(
         began, ran = time.perf_counter(), time.thread_time()
         all_reduce(transport, vector, "ring", Group(ranks), TAG)
         used.append(time.thread_time() - ran)
+        # What passed less what the thread did: waiting for the other ranks
         waited.append(time.perf_counter() - began - used[-1])
+    # In a row of two each rank waits once: a mean over both is that of either
     starts = range(0, max(len(waited) - WINDOW, 0) + 1, WINDOW)
     waits = sorted(statistics.mean(waited[start : start + WINDOW]) for start in starts)
+    # The lower quartile: on a busy machine the mean of few repeats gave 6 ms to wake up in place of
+    # 0.07 (decision 82).
     return statistics.median(used), waits[len(waits) // 4]
 
 
@@ -106,6 +117,7 @@ def memory_costs(measured: Sequence[Times]) -> MemoryCosts:
     copies = []
     for ranks, size in measured[0]:
         if size > SMALL:
+            # One barrier for each chunk, and one more, as in shared_memory.py of transports
             barriers = (1 + math.ceil(size / CHUNK_BYTES)) * (ranks - 1) * barrier
             copies.append((mean(ranks, size, 0) - collective - barriers) / (PASSES * size))
     return MemoryCosts(
@@ -117,7 +129,7 @@ def memory_costs(measured: Sequence[Times]) -> MemoryCosts:
 
 
 def measure_speeds(runtime: Runtime, order: Workload) -> tuple[tuple[float, float], Kept]:
-    """On one rank more than there are cores, measure what becomes of a step beside others.
+    """Measure how a step slows down beside others, on one rank more than there are cores.
 
     The first figure is how fast a core is while all cores take steps, over one alone. The second is
     what part of a step's processor seconds goes into filling caches anew, while one thread more
@@ -137,19 +149,23 @@ def measure_speeds(runtime: Runtime, order: Workload) -> tuple[tuple[float, floa
             _crowd(runtime, crowd, step, min(order.seconds / 2, budget.share()), kept)
             for crowd in (1, cores, runtime.ranks)
         )
+        # Ratios within a turn: on a virtual machine whose speed changes by half for seconds at a
+        # time, ratios of medians came out anywhere (decision 31).
         shared.append(alone / all_cores)
         turns.append(1 - all_cores / one_more)
         runtime.reporter.progress(step=turn + 1, samples=0)
         if total(runtime.transport, budget.over):  # they read their clock one after another
             break
+    # Cores are no faster together, and a turn gains nothing: beyond that it is noise
     found = min(statistics.median(shared), 1.0), max(statistics.median(turns), 0.0)
     return found, kept
 
 
 def _step_of(order: Workload) -> Callable[[], None]:
-    """Return what takes a gradient and an update at each call, always on the same batch."""
+    """Return a function that computes a gradient and an update, always on the same batch."""
     task = load_task(order.task)
     module = task.model()
+    # One batch again and again: reading is no part of the figure
     batch = open_samples(task.train, 0, task.collate).read(0, order.batch_size)
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     optimizer = OptimizerSpec.from_settings(order.optimizer, list(named)).build(named)
@@ -165,16 +181,18 @@ def _step_of(order: Workload) -> Callable[[], None]:
 def _crowd(
     runtime: Runtime, crowd: int, step: Callable[[], None], seconds: float, kept: Kept
 ) -> float:
-    """Return processor seconds of a step, where as many ranks as `crowd` take them at once."""
+    """Return the processor seconds of a step while `crowd` ranks take steps at once."""
     total(runtime.transport)
+    # The ranks that wait want no core
     with kept.watched(crowd):
         own = _pace(step, seconds) if runtime.rank < crowd else 0.0
         return total(runtime.transport, own) / crowd
 
 
 def measure_slices(runtime: Runtime, allowed: tuple[float, float]) -> tuple[list[float], Kept]:
-    """On one rank more than there are cores: for how long this one ran without a pause, each time;
-    all of the seconds where it never had to pause."""
+    """Return the lengths of the times for which this rank ran without a pause, on one rank more
+    than there are cores; all of the seconds if it never paused.
+    """
     kept, (seconds, _) = Kept(), allowed
     total(runtime.transport)
     runs: list[float] = []
@@ -182,19 +200,25 @@ def measure_slices(runtime: Runtime, allowed: tuple[float, float]) -> tuple[list
         began = since = last = time.perf_counter()
         while last - began < seconds:
             now = time.perf_counter()
+            # The loop asks for nothing but the time, so between two looks somebody else had the
+            # core
             if now - last > PAUSE:
                 runs.append(last - since)
                 since = now
             last = now
+    # The first one began in the midst of a slice
     return runs[1:] or [seconds], kept
 
 
 def _pace(step: Callable[[], None], seconds: float) -> float:
-    """Return processor seconds of a step; the ends, where others may not be there, do not count."""
+    """Return the processor seconds of a step. The beginning and the end, where other ranks may
+    be missing, do not count.
+    """
     times: list[tuple[float, float]] = []
     for now in rounds(seconds, least=3 if seconds > 0 else 1, limit=math.inf):
         started = time.thread_time()
         step()
         times.append((now, time.thread_time() - started))
+    # Ranks do not begin and end at the same moment
     inner = [spent for at, spent in times if 0.1 * seconds < at < 0.9 * seconds]
     return statistics.median(inner or [spent for _, spent in times])

@@ -1,4 +1,4 @@
-"""The machines that a launcher has started processes on, measured, as a cluster."""
+"""Measure the machines on which a launcher started processes, and describe them as a cluster."""
 
 from __future__ import annotations
 
@@ -30,20 +30,25 @@ from orchestra.worker.runtime import Runtime
 from orchestra.worker.threads import usable_cores
 
 TRIED, LEAST, MOST = 1 << 16, 1 << 16, 16 << 20
-"""Bytes of the message that says how large others are to be, and of those at least and at most."""
+"""The bytes of the first message, which determines the size of the others; their least and most
+bytes."""
 ON_THE_WAY = 0.05
-"""Seconds that a message takes from which a bandwidth is read."""
+"""The seconds of a message from which a bandwidth is computed."""
 SMALL = 4
 WINDOWS, WINDOW_SECONDS = 5, 0.6
-"""In which gradients are counted: longer than the period of a quota of the processor."""
+"""The windows in which gradients are counted, and their seconds, longer than the period of a
+processor quota."""
 SPINNING_SECONDS = 0.5
 LATE, THIN = 1.25, 0.8
-"""A pair that has so many times the latency, or part of the bandwidth, of its links is named."""
+"""A pair with this many times the latency, or this part of the bandwidth, of its links is
+reported."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A node: its host, cores, bytes of memory, gradients/s with one thread, and its loopback."""
+    """A node: its host, cores, bytes of memory, gradients per second with one thread, and its
+    loopback.
+    """
 
     host: str
     cores: int
@@ -53,13 +58,15 @@ class Machine:
 
 
 Links = Mapping[tuple[int, int], Link]
-"""Between each two nodes, by their numbers, in this direction: end to end."""
+"""The link from one node to another, end to end, by their numbers."""
 
 
 def measure_here(
     task: str, batch_size: int, launched: Launched, on_progress: Callable[[str, float], None]
 ) -> tuple[list[Machine], dict[tuple[int, int], Link]] | None:
-    """Measure the machines of all processes that `launched` is one of; None but on rank 0."""
+    """Measure the machines of all processes that were started with `launched`. Return None on
+    all ranks but rank 0.
+    """
     from orchestra.engines.processes.rank import join
 
     on_progress("measuring the nodes and their links", 0.0)
@@ -79,26 +86,34 @@ def measure_here(
 
 
 def measure_machines(runtime: Runtime, order: tuple[str, int]) -> dict[str, Any]:
-    """On each rank; the first one of a node returns what is known of it, as plain data.
+    """Measure this rank's node and links. The first rank of a node returns the result as plain
+    data.
 
     All nodes compute at the same time; links are measured pair after pair, in both directions.
     """
     torch.set_num_threads(1)
     transport, rank = runtime.transport, runtime.rank
     runtime.reporter.phase("training")
+    # Ranks cannot tell by themselves where the next node begins: nodes may have unlike numbers of
+    # them
     firsts = [r for r in range(runtime.ranks) if total(transport, _is_first(runtime, r))]
     found: dict[str, Any] = {"host": None, "links": [], "loopback": None}
     if rank in firsts:
         found |= {"host": socket.gethostname(), "memory": _memory(), "cores": _cores()}
     total(transport)
     if rank in firsts:
+        # All nodes at once, with one rank on each
         found["rate"] = gradients_per_second(*order)
     total(transport)
+    # Launchers number the ranks node by node
     ends = [*firsts[1:], runtime.ranks]
     for first, end in zip(firsts, ends, strict=True):
+        # A loopback takes two ranks of a node
         if end - first > 1 and rank in (first, first + 1):
             found["loopback"] = _link(runtime, (first, first + 1))
     done = itertools.count(1)
+    # Pair after pair: a link that others use as well would look thinner. So a shared uplink does
+    # not show (decision 109).
     for one, other in itertools.permutations(range(len(firsts)), 2):
         total(transport)
         if rank in (firsts[one], firsts[other]):
@@ -121,13 +136,17 @@ def _memory() -> float | None:
 
 
 def _cores() -> int:
-    """Cores that this process gets when it wants all: a quota of a container counts."""
+    """Return the number of cores that this process gets if it wants all; a container's quota
+    counts.
+    """
     end = time.monotonic() + SPINNING_SECONDS
 
     def spin() -> None:
         while time.monotonic() < end:
             hashlib.pbkdf2_hmac("sha256", b"", b"", 1000)  # without the interpreter's lock
 
+    # A container with a quota sees every core; what it gets shows only when all are wanted
+    # (decision 109).
     threads = [threading.Thread(target=spin) for _ in usable_cores()]
     began, before = time.monotonic(), time.process_time()
     for thread in threads:
@@ -135,11 +154,14 @@ def _cores() -> int:
     for thread in threads:
         thread.join()
     used = (time.process_time() - before) / (time.monotonic() - began)
+    # Starting and ending takes a little from each core; 0.2 of one is no core
     return min(max(1, math.ceil(used - 0.2)), len(threads))
 
 
 def gradients_per_second(task_text: str, batch_size: int) -> float:
-    """Of a task on this node, with one thread: the median over some windows of time."""
+    """Return the gradients per second of a task with one thread: the median over some windows of
+    time.
+    """
     task = load_task(task_text)
     module, batch = task.model(), open_samples(task.train, 0, task.collate).read(0, batch_size)
 
@@ -150,6 +172,8 @@ def gradients_per_second(task_text: str, batch_size: int) -> float:
     for _ in range(3):
         gradient()
     rates = []
+    # In windows, not one by one: a quota lets a short gradient pass at full speed and then stops
+    # the process (decision 109).
     for _ in range(WINDOWS):
         began, count = time.monotonic(), 0
         while time.monotonic() - began < WINDOW_SECONDS:
@@ -160,25 +184,30 @@ def gradients_per_second(task_text: str, batch_size: int) -> float:
 
 
 def _link(runtime: Runtime, pair: tuple[int, int]) -> tuple[float, float]:
-    """On both ranks of `pair`: bandwidth and latency, from the first to the second.
+    """Return bandwidth and latency from the first rank of `pair` to the second; runs on both.
 
     Bandwidth is that of the wire. The latency is what a small message takes beside the processor
     time at its ends, which a simulation adds by itself.
     """
     transport = runtime.transport
     send, receive, one_way = map(statistics.median, back_and_forth(transport, pair, SMALL))
+    # Noise could make it negative
     latency = max(one_way - send - receive, 1e-7)
 
     def seconds(size: int) -> float:
         *_, half = back_and_forth(transport, pair, size, answer=SMALL)
+        # There and back, less the small answer's way
         return max(2 * statistics.median(half) - one_way, 1e-9)
 
     def agreed(size: float) -> int:
         own = size if runtime.rank == pair[0] else 0.0
+        # The pair has to send equal sizes; the second rank's clock is not asked
         return round(total(transport, own, pair))
 
+    # A message that takes long beside the latency, but no seconds on a thin link
     pace = TRIED / max(seconds(TRIED) - one_way, 1e-9)
     size = agreed(min(max(pace * ON_THE_WAY, LEAST), MOST))
+    # Bytes on the wire, with the headers of packets: that is what a link's bandwidth counts
     return size * WIRE / max(seconds(size) - one_way, 1e-9), latency
 
 
@@ -186,7 +215,7 @@ def _link(runtime: Runtime, pair: tuple[int, int]) -> tuple[float, float]:
 
 
 def as_cluster(name: str, machines: Sequence[Machine], links: Links) -> tuple[Cluster, list[str]]:
-    """The nodes at one switch, and what that does not say of them, a line each.
+    """Return the nodes at one switch, and a remark for each fact that this does not express.
 
     Where a file knows one link a node, the best pair decides: its bandwidth up is the largest to
     any other node, its bandwidth down the largest from any. The latency l of node i follows from
@@ -202,6 +231,7 @@ def as_cluster(name: str, machines: Sequence[Machine], links: Links) -> tuple[Cl
         up = down = None
         if others:
             late = _latency(number, others, mean)
+            # The best pair: the others may be limited by the peer's link
             up = _rounded(max(links[number, other].bandwidth for other in others), late)
             down = _rounded(max(links[other, number].bandwidth for other in others), late)
         loopback = machine.loopback
@@ -210,6 +240,7 @@ def as_cluster(name: str, machines: Sequence[Machine], links: Links) -> tuple[Cl
         nodes.append(
             Node(
                 names[number], machine.cores,
+                # The first node is 1: the plan is made there, with its calibration (decision 109)
                 speed=float(f"{machine.rate / machines[0].rate:.3g}"),
                 memory=machine.memory and float(f"{machine.memory:.3g}"),
                 switch="switch" if up else None, up=up, down=down,
@@ -221,13 +252,14 @@ def as_cluster(name: str, machines: Sequence[Machine], links: Links) -> tuple[Cl
 
 
 def loopback_of(measured: Link | None) -> tuple[float, float]:
-    """Bandwidth and latency: measured, or those that presets assume."""
+    """Return the measured bandwidth and latency, or those that presets assume."""
     link = measured or LOOPBACK
     return link.bandwidth, link.latency
 
 
 def _latency(number: int, others: Sequence[int], mean: Mapping[tuple[int, int], float]) -> float:
     if len(others) == 1:
+        # Of two nodes nobody can tell whose link is the slow one
         return mean[number, others[0]] / 2
     return max(
         min(
@@ -243,7 +275,7 @@ def _rounded(bandwidth: float, latency: float) -> Link:
 
 
 def _unexplained(nodes: Sequence[Node], links: Links) -> list[str]:
-    """Say which pairs are slower than their links."""
+    """Return a remark for each pair that is slower than its links."""
     found = []
     for (one, other), link in links.items():
         source, target = nodes[one], nodes[other]
@@ -257,6 +289,7 @@ def _unexplained(nodes: Sequence[Node], links: Links) -> list[str]:
                 BANDWIDTH.write(float(f"{x:.3g}")) for x in (link.bandwidth, width)
             )
             found.append(f"{text} {measured}, not {described}")
+        # Below 50 us the processors' own variation is larger
         if link.latency > LATE * latency + 50e-6:
             measured, described = (
                 SECONDS.write(float(f"{x:.2g}")) for x in (link.latency, latency)
@@ -266,7 +299,9 @@ def _unexplained(nodes: Sequence[Node], links: Links) -> list[str]:
 
 
 def names_of(machines: Sequence[Machine]) -> list[str]:
-    """Names of nodes: those of the hosts where they differ and are names, else numbers."""
+    """Return the names of nodes: those of the hosts if they are valid names and differ, else
+    numbers.
+    """
     names = [re.sub(r"[^\w.-]", "-", machine.host) for machine in machines]
     if len({*names}) == len(names) and all(re.match(r"[A-Za-z_]", name) for name in names):
         return names

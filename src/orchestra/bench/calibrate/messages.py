@@ -1,4 +1,4 @@
-"""What messages between two ranks of this machine take, and work that is the same for all tasks."""
+"""Measure messages between two ranks of this machine, and work that is the same for all tasks."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime
 
 SIZES = (4, 4096, 65_536, 262_144, 1 << 20, 2 << 20, 4 << 20, 16 << 20)
-"""Bytes of the messages that are measured."""
+"""The bytes of the measured messages."""
 ELEMENTS = (256, 4096, 65_536, 1 << 18, 1 << 20, 4 << 20)
 KINDS = 3
-"""Kinds of work on elements."""
+"""The kinds of work on elements."""
 SMALL = SIZES[:5]
-"""Bytes of messages of a rank to itself."""
+"""The bytes of messages of a rank to itself."""
 REDUCED, ROUNDS = 65_536, 200
-"""Bytes of a message in an all-reduce that is measured, and how often."""
+"""The bytes of a message in a measured all-reduce, and the number of its repeats."""
 FIRST = 10
-"""Times that a message goes back and forth before anybody looks at the clock."""
+"""The messages back and forth between two looks at the clock."""
 PASSES = 3
 TAG = 1
 LONG_AGO = 0.002
-"""Seconds after which a rank that waits is asleep."""
+"""The seconds after which a waiting rank is asleep."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What one of the two ranks found out.
+    """The measurements of one of the two ranks.
 
     `two_rounds` and `one_round` are processor seconds of all-reduces over two ranks.
     """
@@ -66,7 +66,7 @@ class Found:
 
 
 def measure_near(runtime: Runtime, allowed: tuple[float, float]) -> tuple[MessageTimes, Kept]:
-    """On two ranks that share memory: back and forth in every size."""
+    """Measure messages back and forth in every size on two ranks that share memory."""
     kept, (seconds, until) = Kept(), allowed
     budget = Budget(until, PASSES * len(SIZES))
     with kept.watched(2):
@@ -74,13 +74,16 @@ def measure_near(runtime: Runtime, allowed: tuple[float, float]) -> tuple[Messag
 
 
 def measure_messages(runtime: Runtime, allowed: tuple[float, float]) -> tuple[Found, Kept]:
-    """On two ranks: back and forth in every size; then, on the first alone, the rest."""
+    """Measure messages back and forth in every size on two ranks; then the rest on the first one
+    alone.
+    """
     transport, kept, (seconds, until) = runtime.transport, Kept(), allowed
     budget = Budget(until, PASSES * (len(SIZES) + len(SMALL)) + KINDS * len(ELEMENTS) + 1)
     with kept.watched(2):
         times = _in_every_size(runtime, seconds, budget)
         two_rounds, one_round = _all_reduces(transport, budget.share())
     buffer_bytes = _buffer_bytes(transport)
+    # The second rank's are not used
     work, local = {}, curve_of({1: [1.0]})
     if transport.rank == 0:
         (local,) = _best_of_passes(
@@ -105,6 +108,7 @@ def _in_every_size(runtime: Runtime, seconds: float, budget: Budget) -> MessageT
         runtime.reporter.progress(step=next(done), samples=0)
         return times
 
+    # Until both agree: one that measured on would wait for the other for ever.
     return MessageTimes(
         *_best_of_passes(SIZES, between, lambda: total(transport, budget.over) > 0, header_bytes(1))
     )
@@ -116,18 +120,21 @@ def _best_of_passes(
     is_over: Callable[[], bool],
     header: int = 0,
 ) -> list[Curve]:
-    """Measure all sizes again and again; return a curve of each kind of times that this gives.
+    """Measure all sizes several times; return a curve for each kind of times.
 
     Take of each size the pass with the lowest median: a machine that wakes up, or has other things
     to do for a second, only adds.
     """
     passes: list[list[Sequence[list[float]]]] = []
     while len(passes) < PASSES and not (passes and is_over()):
+        # All sizes before the next pass, so that the passes of one size lie apart in time
         passes.append([measure(size) for size in sizes])
     best = [
+        # The lowest: other programs only add
         [min(of_kind, key=statistics.median) for of_kind in zip(*of_size, strict=True)]
         for of_size in zip(*passes, strict=True)
     ]
+    # Messages are charged by their bytes with headers
     amounts = [size + header for size in sizes]
     return [curve_of(dict(zip(amounts, times, strict=True))) for times in zip(*best, strict=True)]
 
@@ -140,11 +147,12 @@ def back_and_forth(
     most: float = math.inf,
     answer: int | None = None,
 ) -> Sequence[list[float]]:
-    """Send messages of one size back and forth; return seconds to send, to receive, and one way.
+    """Send messages of one size back and forth; return the seconds to send, to receive, and of
+    one way.
 
-    With an `answer` of another size, "one way" is half of the way there and back. They go for
-    `seconds`, and at least 20 times if that takes no more than `most`. The first times warm up;
-    they count where there are no others.
+    With an `answer` of another size, "one way" is half of the way there and back. Messages are
+    sent for `seconds`, and at least 20 times if that takes no more than `most`. The first ones
+    are a warm-up, and count only if there are no others.
     """
     leads = transport.rank == pair[0]
     peer = pair[1] if leads else pair[0]
@@ -166,10 +174,12 @@ def back_and_forth(
     for _ in rounds(seconds, most, 2, math.inf, agreed):
         for _ in range(FIRST):
             started = time.perf_counter()
+            # The ends take turns, so that both are measured sending and receiving in the same loop
             if leads:
                 sent, received = _processor_seconds(send), _processor_seconds(receive)
             else:
                 received, sent = _processor_seconds(receive), _processor_seconds(send)
+            # Clocks of two processes are not compared: half of the way there and back is one way
             found.append((sent, received, (time.perf_counter() - started) / 2))
     return [list(times) for times in zip(*(found[FIRST:] or found), strict=True)]
 
@@ -181,12 +191,16 @@ def _processor_seconds(function: Callable[[], None]) -> float:
 
 
 def _all_reduces(transport: Transport, most: float) -> tuple[float, float]:
-    """Return medians of many, in turn; as many as `most` seconds suffice for.
+    """Return the median seconds of two kinds of all-reduces that take turns; as many as fit into
+    `most` seconds.
 
-    Of two rounds with messages of the same size, added in the first; and of the first alone.
+    The first has two rounds with messages of the same size, which are added in the first round;
+    the second has that first round only.
     """
+    # A ring of two sends halves of its vector, a butterfly all of it: equal messages
     whole, half = torch.zeros(REDUCED // 2), torch.zeros(REDUCED // 4)
 
+    # By messages even though the ranks share memory, where no message would be sent
     def by_messages(schedule: str, vector: Tensor) -> None:
         execute(transport, CollectiveCall(ALL_REDUCE[schedule](2), vector, Group((0, 1)), TAG))
 
@@ -200,24 +214,27 @@ def _all_reduces(transport: Transport, most: float) -> tuple[float, float]:
     one: list[float] = []
     for _ in rounds(0.0, most, ROUNDS // FIRST, agreed=lambda own: total(transport, own) > 0):
         for _ in range(FIRST):
+            # In turn, so that both see the same machine
             two.append(_processor_seconds(ring))
             one.append(_processor_seconds(butterfly))
     return statistics.median(two), statistics.median(one)
 
 
 def _buffer_bytes(transport: Transport) -> int:
-    """Find the largest size that leaves a sender free while nobody receives."""
+    """Return the largest size that a sender can send while the receiver does not receive."""
     free = SIZES[0]
     for size in SIZES:
         if transport.rank == 0:
             handle = transport.send(torch.zeros(size // 4), 1, TAG)
             began = time.perf_counter()
+            # The receiver sleeps: only the kernel's buffers take bytes
             while not handle.done() and time.perf_counter() - began < LONG_AGO:
                 pass
             if handle.done():
                 free = size
             handle.wait()
         else:
+            # Longer than the sender looks
             time.sleep(2 * LONG_AGO)
             transport.receive(0, TAG).wait()
         total(transport)
@@ -225,7 +242,7 @@ def _buffer_bytes(transport: Transport) -> int:
 
 
 def _local(transport: Transport, size: int, seconds: float, most: float) -> list[float]:
-    """Time a message from a flow to another of the same rank, and half of the answer."""
+    """Time a message from one flow to another of the same rank; half of the time there and back."""
     there, back = 11, 12
     values = torch.zeros(size // 4)
     task = transport.spawn(lambda inner: _send_back(inner, there, back))
@@ -238,6 +255,7 @@ def _local(transport: Transport, size: int, seconds: float, most: float) -> list
         transport.receive(transport.rank, back).wait()
         count += 1
 
+    # Both flows are threads of this process, so the thread's own clock has half of it
     began = time.process_time()
     repeat(once, seconds, Kept(), most)  # it waits for the other flow, so that nothing is kept
     spent = (time.process_time() - began) / count / 2
@@ -252,10 +270,11 @@ def _send_back(transport: Transport, there: int, back: int) -> None:
 
 
 def elementwise(seconds: float, kept: Kept, budget: Budget) -> dict[str, Curve]:
-    """Work over elements of float32, the same for every task."""
+    """Return the seconds of work on elements of float32, which is the same for every task."""
     kinds: dict[str, Callable[[Tensor, Tensor], object]] = {
         "add": lambda own, other: own.add_(other),
         "mix": lambda own, other: own.add_(other, alpha=0.5),
+        # Stands for any compressor: a pass that reads and writes
         "encode": lambda own, other: own.clone(),
     }
     curves = {}
@@ -270,7 +289,7 @@ def elementwise(seconds: float, kept: Kept, budget: Budget) -> dict[str, Curve]:
 
 
 def messages_of(first: Found, second: Found, near: MessageTimes, cores: int) -> Messages:
-    """The mean of what both ranks measured.
+    """Return the means of what both ranks measured.
 
     Between ranks of one machine only processors move bytes: the bandwidth that all of them share
     is set to what `cores` pairs would move whose slower end is the limit, and which share memory.
@@ -286,10 +305,14 @@ def messages_of(first: Found, second: Found, near: MessageTimes, cores: int) -> 
         receive=times.receive,
         one_way=times.one_way,
         local=first.local,
+        # What the code around a message takes, beside sending and receiving it (decision 30).
         handling=max(round_seconds - transported, 0.0),
         collective=max(one - round_seconds - first.work["add"].at(REDUCED / 4), 0.0),
         buffer_bytes=first.buffer_bytes,
+        # What is left of a small message's way; on a machine's own loopback next to nothing.
         latency=max(near.one_way.at(small) - near.send.at(small) - near.receive.at(small), 1e-6),
+        # Only processors move bytes here, so a link would count them twice: it is as wide as they
+        # are.
         bandwidth=cores * large / max(near.send.at(large), near.receive.at(large)),
     )
 
@@ -307,6 +330,7 @@ def _mean(one: Curve, other: Curve) -> Curve:
         (amount, statistics.mean((a, b)))
         for (amount, a), (_, b) in zip(one.points, other.points, strict=True)
     )
+    # The larger spread: a doubt about either is a doubt about the mean
     return Curve(points, tuple(map(max, one.spread, other.spread)))
 
 
@@ -316,10 +340,11 @@ Matrix = list[list[float]]
 def calibrate_links(
     ranks: int, size: int, launched: Launched | None = None, on_progress: Progress | None = None
 ) -> Matrix | None:
-    """Seconds of a message of `size` bytes, one way, from each rank (row) to each (column).
+    """Return the seconds of a message of `size` bytes, one way, from each rank (row) to each
+    rank (column).
 
-    Between processes of this machine, or those that a launcher started (`launched`): then rank 0
-    has the result, and the others None.
+    The ranks are processes of this machine, or those that a launcher started (`launched`); in
+    the latter case the others than rank 0 return None.
     """
     if launched is not None:
         from orchestra.engines.processes.rank import join
@@ -334,15 +359,18 @@ def calibrate_links(
 
 
 def measure_links(runtime: Runtime, size: int) -> Matrix | None:
-    """On each rank: pair after pair, so that none is in the way of another."""
+    """Measure each pair of ranks after the other, so that they do not disturb each other."""
     transport, ranks = runtime.transport, range(runtime.ranks)
     matrix = torch.zeros(len(ranks), len(ranks), dtype=torch.float64)
+    # Pair after pair, so that none is in the way of another
     for done, (one, other) in enumerate(itertools.combinations(ranks, 2), start=1):
         total(transport)
         if runtime.rank in (one, other):
             _, _, one_way = back_and_forth(transport, (one, other), size)
             if runtime.rank == one:
+                # Half of the way there and back tells no directions apart
                 matrix[one, other] = matrix[other, one] = statistics.median(one_way)
         runtime.reporter.progress(step=done, samples=0)
+    # Each entry is known to one rank, and 0 on all others
     all_reduce(transport, matrix.view(-1), "ring", Group(tuple(ranks)), Tag.AGREE)
     return matrix.tolist() if runtime.rank == 0 else None

@@ -1,4 +1,4 @@
-"""What a step of a task takes on one worker: measured in the loop that every rank runs."""
+"""Measure a step of a task on one worker, in the loop that every rank runs."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from orchestra.worker.runtime import PassingReporter, Runtime, Work
 
 T = TypeVar("T")
 SLICES = (1, 2, 4, 8)
-"""The optimizer is measured on the parameters cut over so many servers."""
+"""The numbers of servers over which the parameters are divided to measure the optimizer."""
 EXCHANGED = 65_536
-"""Bytes of an exchange that takes turns with steps."""
+"""The bytes of an exchange that takes turns with steps."""
 FIRST_STEPS = 3
-"""Steps of a run that do not count."""
+"""The first steps of a run, which do not count."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Workload:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What the figures are found by in a calibration."""
+        """The key of its figures in a calibration."""
         return key_of(self.task, self.optimizer, self.precision)
 
     def due(self, until: float) -> Workload:
@@ -78,9 +78,11 @@ class Workload:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Those asked for, a quarter and half of the smallest, double and four times the largest.
+        """The batch sizes to measure: those asked for, a quarter and half of the smallest, and
+        twice and four times the largest.
 
-        A quarter is a micro-batch of four; four times as many is what one process takes for four.
+        A quarter is a micro-batch of four; four times as many is the batch of one process in
+        place of four.
         """
         least, most = min(self.batch_sizes), max(self.batch_sizes)
         wanted = {*self.batch_sizes, least // 4, least // 2, 2 * most, 4 * most}
@@ -89,7 +91,7 @@ class Workload:
 
 @dataclass
 class Profile:
-    """Takes the place of a rank's compute: notes when each piece of work began and ended.
+    """Takes the place of a rank's compute, and records when each piece of work began and ended.
 
     `exchange` is called after each update, as part of the next step.
     """
@@ -107,6 +109,7 @@ class Profile:
         self.seconds += ended - began
         self.main_seconds = self.seconds
         self.notes[work.kind].append((began, ended))
+        # After the update, so that the next step finds the caches as an exchange leaves them
         if work.kind == "update":
             self.exchange()
         return result
@@ -118,10 +121,12 @@ class Profile:
         """The clock knows."""
 
     def steps(self) -> dict[str, list[float]]:
-        """Of each step but the first ones: seconds of the gradient, the update, the rest, and all
-        three together."""
+        """Return, for each step but the first ones, the seconds of the gradient, the update, the
+        rest, and all three together.
+        """
         times: dict[str, list[float]] = defaultdict(list)
         ends = [ended for _, ended in self.notes["update"]]
+        # In the first ones memory is taken and kernels are chosen
         for step in range(FIRST_STEPS, len(ends)):
             whole = rest = ends[step] - ends[step - 1]
             for kind in ("gradient", "update"):
@@ -134,13 +139,15 @@ class Profile:
 
 
 def measure_task(runtime: Runtime, order: Workload) -> tuple[TaskCosts, Kept] | None:
-    """On rank 0 of two: the figures of a task. The other rank answers messages, and else waits."""
+    """Measure the costs of a task on rank 0 of two. The other rank answers messages."""
     torch.set_num_threads(1)
     if runtime.rank > 0:
+        # The other rank decides which exchange is the last
         while not _exchange(runtime):
             pass
         return None
     kept = Kept()
+    # Nothing is judged: evaluations would take time from the figures
     task = replace(load_task(order.task), test=None, validation=None)
     module = task.model()
     elements = sum(p.numel() for p in module.parameters() if p.requires_grad)
@@ -153,6 +160,7 @@ def measure_task(runtime: Runtime, order: Workload) -> tuple[TaskCosts, Kept] | 
     cold = meter.cold()
     parameters = _parameters(task, module, order, meter.budget.share())
     for threads in order.threads[1:]:
+        # All cores are needed for Single(), the counts between for a better curve only
         if meter.budget.over and threads < order.threads[-1]:
             kept.left_out.append(f"steps with {threads} threads")
             continue
@@ -160,6 +168,7 @@ def measure_task(runtime: Runtime, order: Workload) -> tuple[TaskCosts, Kept] | 
         with kept.watched(threads):
             timings.append(meter.timing(threads, elements, {}))
     batch = open_samples(task.train, 0, task.collate).read(0, order.batch_size)
+    # Counted once: it intercepts every operation, and is far too slow to be timed
     with FlopCounterMode(display=False) as counter:
         task.loss(module, batch).backward()
     costs = TaskCosts(
@@ -176,7 +185,7 @@ def measure_task(runtime: Runtime, order: Workload) -> tuple[TaskCosts, Kept] | 
 
 
 def _exchange(runtime: Runtime, last: float = 0.0) -> bool:
-    """Make an all-reduce of both ranks; return whether it is the last."""
+    """Make an all-reduce of both ranks; return whether it is the last one."""
     vector = torch.zeros(EXCHANGED // 4)
     vector[0] = last
     all_reduce(runtime.transport, vector, "ring", Group((0, 1)), Tag.GRADIENTS)
@@ -185,7 +194,7 @@ def _exchange(runtime: Runtime, last: float = 0.0) -> bool:
 
 @dataclass
 class _Inner(PassingReporter):
-    """Reports only a sign of life of a training inside a measurement with `done` figures."""
+    """Reports of a training inside a measurement only that it is alive, with `done` figures."""
 
     done: int
 
@@ -207,8 +216,8 @@ class _Meter:
         self.budget = Budget(order.until, figures)
 
     def timing(self, threads: int, elements: int, slices: Mapping[int, float]) -> Timing:
-        """With so many `threads`. `slices`: what part of the seconds of a whole update those of so
-        many elements take.
+        """Return the timings with `threads` threads. `slices` has, by number of elements, the
+        part of a whole update's seconds that such a slice takes.
 
         The batch that was asked for comes first; others are left out where there is no time.
         """
@@ -216,6 +225,7 @@ class _Meter:
         step: dict[int, list[float]] = {}
         update: list[float] = []
         asked = self._order.batch_size
+        # If time is short, the batch that was asked for is there
         for size in sorted(self._order.sizes, key=lambda size: (size != asked, size)):
             if self.budget.over and gradient:
                 samples = f"{size} sample{'s' * (size > 1)}"
@@ -227,11 +237,12 @@ class _Meter:
             self._done += 1
             self._runtime.reporter.progress(step=self._done, samples=0)
         whole = statistics.median(update)
+        # Slices are measured apart, and scaled to what an update takes inside a step
         updates = {size: [whole * part] for size, part in slices.items()} | {elements: update}
         return Timing(threads, curve_of(gradient), curve_of(updates), curve_of(step))
 
     def cold(self) -> float:
-        """Of a step with an exchange, what neither takes where it is done by itself."""
+        """Return the surplus of a step followed by an exchange over both of them measured alone."""
         size, runtime = self._order.batch_size, self._runtime
         if self.budget.over:
             self._kept.left_out.append("what steps and exchanges in turn take more")
@@ -244,21 +255,28 @@ class _Meter:
         _exchange(runtime, last=1.0)
         self._done += 1
         step, both = statistics.median(alone), statistics.median(in_turn)
+        # Gradients and messages push each other out of the caches; measured one by one both are too
+        # cheap (decision 30).
         return max(both - step - statistics.median(exchanges), 0.0)
 
     def _steps(
         self, threads: int, size: int, exchange: Callable[[], object] = lambda: None
     ) -> dict[str, list[float]]:
-        """Train for as many steps as fit into the time, or as few as it took to find that out.
+        """Return the seconds of the parts of a step, by their names, from as many steps as fit
+        into the time or as few as it took to find that out.
 
-        Of one thread processor seconds are taken, of more the seconds that pass.
+        Those of one thread are processor seconds, those of more the seconds that pass.
         """
+        # What other programs take can be told from one thread's seconds, not from those of several
         clock = time.thread_time if threads == 1 else time.perf_counter
+        # The step of one rank of several, which collects its gradient; with more threads that of
+        # one process, which does not
         strategy: Strategy[Any] = AllReduce() if threads == 1 else Single()
         most, began = self.budget.share(), time.perf_counter()
         times = self._train(strategy, size, FIRST_STEPS + 2, Profile(clock, exchange))
         passed = time.perf_counter() - began
         each = passed / (FIRST_STEPS + 2)
+        # The first short training has told what a step takes; with no time left it is the result
         fit = int(min(max((most - passed) / each, 0.0), MOST)) - FIRST_STEPS
         if fit <= 2:
             return times
@@ -282,6 +300,7 @@ class _Meter:
             precision=order.precision,  # type: ignore[arg-type]
             snapshots=0,
             trace_steps=0,
+            # Whether the loss is finite does not matter here: the seconds are the same
             stop_on_nonfinite=False,
         )
         run = Run("calibration", task=order.task, strategy=strategy, training=training)
@@ -290,6 +309,7 @@ class _Meter:
             ranks=1,
             compute=profile,
             reporter=_Inner(self._runtime.reporter, self._done),
+            # Data that is loaded already
             share=lambda make: self._task,
         )
         with tempfile.TemporaryDirectory(prefix="training-", dir=order.folder) as folder:
@@ -298,12 +318,13 @@ class _Meter:
 
 
 def _updates(module: nn.Module, order: Workload, kept: Kept, budget: Budget) -> dict[int, float]:
-    """Measure what part of an update's seconds slices as servers have them take, by elements."""
+    """Return the part of an update's seconds that slices of servers take, by their elements."""
     layout = Layout.of_module(module)
     names = [slot.name for slot in layout.slots]
     spec = OptimizerSpec.from_settings(order.optimizer, names)
     spans = [(slot.offset, slot.size) for slot in layout.slots]
     times: dict[int, float] = {}
+    # Other optimizers need whole tensors, which servers are given
     for servers in SLICES if spec.elementwise else ():
         part = place(spans, layout.size, servers, divisible=spec.elementwise)[0]
         tensors = {names[p.tensor]: torch.zeros(p.end - p.first) for p in part.pieces}
@@ -313,6 +334,7 @@ def _updates(module: nn.Module, order: Workload, kept: Kept, budget: Budget) -> 
         step = spec.build(tensors).step
         repeats = repeat(step, order.seconds / 4, kept, budget.share())
         times[elements] = statistics.median(repeats)
+    # Relative to the whole: measured alone, updates are faster than inside a step
     most = max(times, default=0)
     return {elements: seconds / times[most] for elements, seconds in times.items() if elements}
 
@@ -320,19 +342,23 @@ def _updates(module: nn.Module, order: Workload, kept: Kept, budget: Budget) -> 
 def _parameters(
     task: Task, module: nn.Module, order: Workload, most: float
 ) -> tuple[Parameter, ...]:
-    """Measure how a gradient's seconds are spread over the layers, at the batch asked for."""
+    """Measure how the seconds of a gradient are distributed over the layers, at the requested
+    batch size.
+    """
     batch = open_samples(task.train, 0, task.collate).read(0, order.batch_size)
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     slots = {id(parameter): slot for slot, parameter in enumerate(named.values())}
     entered: list[tuple[int, float]] = []
     marks: dict[int, float] = {}
     for layer in module.modules():
+        # By identity: tied weights have one slot, and several names
         own = [slots[id(p)] for p in layer.parameters(recurse=False) if id(p) in slots]
         if own:
             layer.register_forward_pre_hook(
                 lambda *_, slot=own[0]: entered.append((slot, time.thread_time()))
             )
     for slot, parameter in enumerate(named.values()):
+        # The moment at which a bucket with this tensor could leave
         parameter.register_post_accumulate_grad_hook(
             lambda _, slot=slot: marks.update({slot: time.thread_time()})
         )
@@ -348,13 +374,16 @@ def _parameters(
         loss.backward()
         whole = time.thread_time() - began
         forward = [0.0] * len(named)
+        # A layer lasts until the next one begins; what lies before the first is counted to it
         starts = [began, *(at for _, at in entered[1:]), turned]
         for (slot, _), (begin, end) in zip(entered, itertools.pairwise(starts), strict=False):
             forward[slot] += (end - begin) / whole
+        # Tensors that the loss does not depend on get no gradient
         ends = (marks.get(slot, began + whole) for slot in slots.values())
         return forward, [(end - began) / whole for end in ends]
 
     passes = [once() for _ in rounds(order.seconds, most, 12, 200)]
+    # The first ones warm up
     counted = zip(*passes[min(FIRST_STEPS, len(passes) - 1) :], strict=True)
     forward, ready = (
         [statistics.median(of_one) for of_one in zip(*rows, strict=True)] for rows in counted

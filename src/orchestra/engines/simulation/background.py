@@ -140,7 +140,7 @@ class BackgroundQueue:
 
     @property
     def is_steady(self) -> bool:
-        """Whether its computations take exactly the seconds that are known beforehand."""
+        """True if its computations take exactly the seconds that are known beforehand."""
         return self.processor.undisturbed() and not self._caches.is_cold
 
     def settle(self) -> None:

@@ -36,7 +36,7 @@ class Contribution(NamedTuple):
 
     @property
     def result_known_without_messages(self) -> bool:
-        """Whether the result of each rank is known without messages, once all have begun."""
+        """True if the result of each rank is known without messages, once all have begun."""
         schedule = self.placed.plan.schedule
         summed = schedule.all_reduce or (schedule.synchronizing and self.call.vector.is_meta)
         return summed and self.placed.plan.is_synchronizing
@@ -145,16 +145,16 @@ class Collective:
 
     @property
     def evaluated(self) -> bool:
-        """Whether its times follow from the rounds, and not from messages."""
+        """True if its times follow from the rounds, and not from messages."""
         return self._messages is None
 
     @property
     def is_ahead(self) -> bool:
-        """Whether anything of it has been evaluated ahead of the world."""
+        """True if anything of it has been evaluated ahead of the world."""
         return self._ahead and self._kernel.now() < self._over
 
     def is_through(self, index: int) -> bool:
-        """Whether the rank at place `index` has come, and is through."""
+        """Return whether the rank at place `index` has come, and is through."""
         member = self._members.get(index)
         return member is not None and member.done
 
@@ -189,7 +189,9 @@ class Collective:
         return member
 
     def _meets(self, before: Collective, index: int, arrived: float) -> bool:
-        """Whether what a rank sends may share a link with what `before` has evaluated otherwise."""
+        """Return whether a message of a rank may share a link with one of `before` whose time was
+        computed without it.
+        """
         if not before.is_through(index):
             return True  # another flow of its is still in that one, and sends, too
         if before.usage is None or not self.placed.begins_elsewhere(before.placed):

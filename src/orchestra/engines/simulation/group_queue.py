@@ -68,7 +68,7 @@ class GroupQueue:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether anything in it has been begun and is not over."""
+        """True if anything in it has been begun and is not over."""
         return bool(self._entries) and self._kernel.now() < self._entries[-1].over
 
     def uses(self, links: Iterable[Resource]) -> bool:

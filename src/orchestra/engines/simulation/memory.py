@@ -1,4 +1,4 @@
-"""Whether a run has room in the memory of the nodes that it is simulated on."""
+"""Check whether a run has room in the memory of the nodes that it is simulated on."""
 
 from __future__ import annotations
 

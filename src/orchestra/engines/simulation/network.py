@@ -238,7 +238,7 @@ class Port:
 
     @property
     def shares_caches(self) -> bool:
-        """Whether the order in which flows of this rank send and receive changes their costs."""
+        """True if the order in which flows of this rank send and receive changes their costs."""
         return self.net.overhead.cold > 0 and self.net.kernel.flows_of[self.rank] > 1
 
     def keep_order(self) -> None:
@@ -251,7 +251,7 @@ class Port:
 
     @property
     def is_cold(self) -> bool:
-        """Whether the next message takes more seconds."""
+        """True if the next message takes more seconds."""
         return self._cold and self.net.overhead.cold > 0
 
     def warm_up(self) -> float:

@@ -135,7 +135,7 @@ class Plan:
 
     @property
     def sends_one_at_a_time(self) -> bool:
-        """Whether each rank sends and receives at most one run of pieces in a round."""
+        """True if each rank sends and receives at most one run of pieces in a round."""
         ends = map(self._place_of, self._transfers[:2])
         return all(np.bincount(places, minlength=1).max() <= 1 for places in ends)
 

@@ -157,7 +157,7 @@ class Halt:
 
     @property
     def reached(self) -> bool:
-        """Whether every worker has come to step `until`."""
+        """True if every worker has come to step `until`."""
         return self._until is not None and not self._missing
 
     def passed(self, rank: int, step: int) -> None:

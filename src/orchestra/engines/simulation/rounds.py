@@ -36,7 +36,9 @@ its ranks, seconds of computation before it, and those that pass from the last a
 Ranks = tuple[int, ...]
 
 Turn = tuple[bool, list[Segment]]
-"""Whether these are several rounds of a ring, of a segment each, or all segments of one round."""
+"""A flag and segments: True for rounds of a ring, of one segment each; False for the segments of
+one round.
+"""
 
 MAX_KEPT = 64
 """Results that are kept for equal arrivals: more than a step has buckets, usually."""
@@ -390,7 +392,7 @@ def _common(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
 
 
 def _alike(one: Usage, other: Usage, tolerance: float) -> bool:
-    """Whether links are in use alike after the time 0; before that it does not matter."""
+    """Return whether links are in use alike after the time 0; before that it does not matter."""
     for a, b in ((one.up, other.up), (one.down, other.down)):
         if np.abs(np.maximum(a, 0.0) - np.maximum(b, 0.0)).max() > tolerance:
             return False

@@ -349,7 +349,7 @@ class SimulatedTransport(Transport):
         return self._port.sleep_until(condition, lambda: self._signs(operation), operation)
 
     def test(self, operation: Operation) -> bool:
-        """Whether `operation` is finished."""
+        """Return whether `operation` is finished."""
         self._kernel.catch_up()
         return operation.finished
 
@@ -392,7 +392,7 @@ class FlowTask(Generic[T]):
         self._spawner = spawner
 
     def done(self) -> bool:
-        """Whether the flow has ended."""
+        """Return whether the flow has ended."""
         self._kernel.catch_up()
         return self._flow.ended
 

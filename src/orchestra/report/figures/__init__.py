@@ -36,7 +36,7 @@ _FAMILIES = (
 
 
 def figures(study: Study) -> list[Figure]:
-    """All figures that the runs of `study` hold data for, in the order of a report."""
+    """Return all figures that the runs of `study` hold data for, in the order of a report."""
     found = [figure for family in _FAMILIES for figure in family(study)]
     names = numbered([figure.name for figure in found], "--")
     return [replace(figure, name=name) for figure, name in zip(found, names, strict=True)]

@@ -1,5 +1,6 @@
-"""What runs spent: seconds by part, rank and set-up, batches that followed the speeds, bytes, what
-links carried, and staleness."""
+"""Figures of what runs spent: seconds by part, rank and set-up, batches that followed the
+speeds, bytes, the load of links, and staleness.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from orchestra.report.study import Study
 Parts = Mapping[str, float]
 
 # From dark to light, so that the order is that of the greys, too.
+# Colours of Okabe and Ito for what ranks do, greys for what they do not
 TRAINING = {"compute": "#0072B2", "communicate": "#E69F00", "wait": "#c9c9c9", "other": "#8c8c8c"}
 SETUP = {
     "processes": "#2f6fa5",
@@ -32,11 +34,15 @@ SETUP = {
 
 
 def seconds(study: Study) -> Iterator[Figure]:
-    """Training seconds by what they went to, the same by rank, and set-up seconds by part."""
+    """Yield training seconds by what they were spent on, the same by rank, and set-up seconds by
+    part.
+    """
     training = {}
     for row in study.completed:
         parts = _mean_parts([run.record.seconds for run in row.completed])
+        # Without it a bar would be shorter than the stopwatch says (decision 15)
         rest = (row.mean(TRAIN.read) or 0.0) - sum(parts.values())
+        # Rounding, or parts that overlap, must not draw a bar to the left
         training[row.name] = {**parts, "other": max(0.0, rest)}
     caption = (
         "Seconds of the stopwatch, as the mean of the workers and of the seeds. Compute is "
@@ -93,7 +99,8 @@ def _bar(colours: Mapping[str, str], values: Values) -> tuple[Any, ...]:
 
 
 def _mean_parts(of_runs: Sequence[Parts]) -> Parts:
-    """Return of each part the mean over those runs that tell of any."""
+    """Return the mean of each part over those runs that report any."""
+    # A part that a run does not tell of took no time in it; a run that tells of none is left out
     telling = [parts for parts in of_runs if parts]
     names = {name for parts in telling for name in parts}
     return {name: fmean(parts.get(name, 0.0) for parts in telling) for name in names}
@@ -104,6 +111,7 @@ def _by_rank(study: Study) -> Iterator[Figure]:
     for row in study.widest:
         entries = [entry for run in row.completed for entry in run.record.by_rank]
         by_rank = grouped(entries, lambda entry: int(entry["rank"]))
+        # A single rank's bar stands in the figure above
         for rank in sorted(by_rank) if len(by_rank) > 1 else ():
             role = by_rank[rank][0]["role"]
             key = frame.lane_key(row.name, f"{rank}{' server' if role == 'server' else ''}")
@@ -125,13 +133,15 @@ def _by_rank(study: Study) -> Iterator[Figure]:
 # Batches that a rule balanced
 
 LABELLED = 8
-"""Lines that can be told apart by the names of their workers."""
+"""The most lines that are labelled with their workers."""
 APART = 0.03
-"""Of the global batch: lines that lie closer have one name."""
+"""The part of the global batch within which lines share a label."""
 
 
 def batches(study: Study) -> Iterator[Figure]:
-    """The samples of each worker in a step, over the steps of the best row with such a rule."""
+    """Yield the samples of each worker in a step, over the steps of the best row with such a
+    rule.
+    """
     row = next((row for row in study.widest if row.record.batches), None)
     if row is None:
         return
@@ -155,6 +165,7 @@ def batches(study: Study) -> Iterator[Figure]:
 
 def _batch_values(row: Row) -> tuple[Values, Values]:
     """Return a point for each change and worker, and the names of lines at their end."""
+    # The last change again, at the end: else its lines would have no length
     changes = [*row.record.batches, [row.record.steps, *row.record.batches[-1][1:]]]
     values = [
         {"strategy": row.name, "rank": f"rank {rank}", "step": step, "batch": batch}
@@ -164,6 +175,7 @@ def _batch_values(row: Row) -> tuple[Values, Values]:
     ]
     groups: list[tuple[int, list[str]]] = []
     for batch, rank in sorted((batch, rank) for rank, batch in enumerate(changes[-1][1:]) if batch):
+        # Equal workers have nearly equal batches, and their names would lie on one another
         if not groups or batch - groups[-1][0] > APART * row.global_batch:
             groups.append((batch, []))
         groups[-1][1].append(str(rank))
@@ -183,10 +195,11 @@ def _batch_values(row: Row) -> tuple[Values, Values]:
 
 
 def traffic(study: Study) -> Iterator[Figure]:
-    """Mean bytes of a run, and for each sample, by strategy."""
+    """Yield mean bytes of a run, and for each sample, by strategy."""
     sent = {row.name: row.mean(lambda r: float(r.bytes_sent)) or 0.0 for row in study.completed}
     if not any(sent.values()):
         return
+    # One unit on the axis: that of the longest bar
     unit = BYTES.name_for(max(sent.values()))
     size = float(BYTES.factors[unit])
     values: Values = []
@@ -216,19 +229,22 @@ def traffic(study: Study) -> Iterator[Figure]:
         ("known:N", "how it is known"),
     )  # fmt: skip
     x = alt.X("sent:Q", title=f"{unit} sent in a run")
+    # The name stands above the bar; a legend of names beside it would say it twice
     colour = Look(study.styles, texts, legend=False).colour
     bars = layer(values, "bar", x, colour, tooltip, **BAR, opacity=0.8, cornerRadiusEnd=2)
     yield frame.lanes("bytes-sent", "Bytes sent", caption, "traffic", [bars], texts)
 
 
 MAX_LINKS = 6
-"""Links of each strategy."""
+"""The most links of each strategy."""
 _LINK_ROOM = "width - 92"
-"""For bars: behind the longest are its words."""
+"""The width of the longest bar, which leaves room for its label."""
 
 
 def links(study: Study) -> Iterator[Figure]:
-    """The busiest links of each strategy, on a described cluster whose links carried anything."""
+    """Yield the busiest links of each strategy, on a described cluster whose links carried
+    anything.
+    """
     carried = {row.name: found for row in study.widest
                if (found := row.completed[0].links) is not None and found.busiest}  # fmt: skip
     values: Values = [
@@ -258,6 +274,7 @@ def links(study: Study) -> Iterator[Figure]:
         scale=alt.Scale(
             domain=[0, max(value["percent"] for value in values)],
             nice=True,
+            # Less than the figure's width, so that the words behind the longest bar are inside
             range=[0, alt.ExprRef(_LINK_ROOM)],
         ),
     )
@@ -277,7 +294,7 @@ def links(study: Study) -> Iterator[Figure]:
 
 
 def _other_links(carried: Links) -> str:
-    """Return how the links are that are not shown."""
+    """Return a note on the links that are not shown."""
     rest = carried.count - min(MAX_LINKS, len(carried.busiest))
     if not rest:
         return ""
@@ -292,7 +309,7 @@ _BARS = 24  # along the axis, so that they stay apart on a phone
 
 
 def staleness(study: Study) -> Iterator[Figure]:
-    """The share of updates at each staleness, for strategies with any that is not zero."""
+    """Yield the share of updates at each staleness, for strategies with any that is not zero."""
     counts: dict[str, Counter[int]] = {}
     for row in study.widest:
         own = counts[row.name] = Counter()
@@ -302,6 +319,8 @@ def staleness(study: Study) -> Iterator[Figure]:
     if not stale:
         return
     end, largest = max(map(_nearly_all, stale.values())), max(map(max, stale.values()))
+    # One bar more, for the tail: a rank paused for a second would stretch the axis to hundreds
+    # (decision 15).
     last = min(end + 1, largest)
     caption = (
         "How many updates of others came between reading the parameters and writing to them, as "
@@ -323,6 +342,7 @@ def staleness(study: Study) -> Iterator[Figure]:
         sort=None,
         axis=alt.Axis(grid=False, labelAngle=0, labelOverlap="greedy", labelSeparation=8),
         scale=alt.Scale(
+            # Empty ranges, too, so that the axis is one of numbers although its values are texts
             domain=list(dict.fromkeys(value["updates_between"] for value in values)),
             paddingInner=0.2,
         ),
@@ -339,7 +359,9 @@ def staleness(study: Study) -> Iterator[Figure]:
 
 
 def _nearly_all(counts: Counter[int]) -> int:
-    """Return the staleness that nearly all updates are within: a paused rank leaves a tail."""
+    """Return the smallest staleness that nearly all updates are within. A paused rank leaves a
+    long tail.
+    """
     left = _FEW * counts.total()
     for value in sorted(counts, reverse=True):
         left -= counts[value]
@@ -353,6 +375,7 @@ def _shares(counts: Counter[int], last: int, more: bool) -> Iterator[dict[str, A
 
     The one that ends with `last` is open where some strategy has `more`.
     """
+    # Rounded up: no more than _BARS of them
     width = -(-(last + 1) // _BARS)
     for low in range(0, last + 1, width):
         high = min(low + width - 1, last)

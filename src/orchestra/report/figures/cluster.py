@@ -1,4 +1,5 @@
-"""The clusters that runs were simulated on: nodes and switches as a tree, with links and faults.
+"""Figures of the clusters that runs were simulated on: nodes and switches as a tree, with links
+and faults.
 
 The tree is one of switches from left to right, with a row for each node. This figure and that of
 messages (messages.py) place the parts of a cluster by a `Tree`, and draw on a `Canvas`, in pixels.
@@ -26,7 +27,7 @@ from orchestra.report.study import COLOURS, Study
 from orchestra.settings import write
 
 MAX_NODES = 64
-"""With more, nodes that follow one another and are alike share a row."""
+"""In larger clusters, consecutive nodes that are alike share a row."""
 _ROW, _NARROW_ROW, _TOP = 24.0, 18.0, 34.0  # heights in pixels: of rows, and above them
 _MANY = 24  # rows that are narrow
 _LETTER, _GAP = 5.7, 26  # widths in pixels
@@ -44,7 +45,7 @@ _STYLES: dict[str, dict[str, Any]] = {
 
 
 def clusters(study: Study) -> Iterator[Figure]:
-    """One for each cluster, with the ranks of the run that has most there."""
+    """Yield one for each cluster, with the ranks of the run that has most there."""
     simulated = [run for run in study.runs if run.record.cluster]
     for runs in grouped(simulated, lambda run: run.record.cluster).values():
         ranks = [  # `Single` has one, whatever the budget
@@ -55,7 +56,7 @@ def clusters(study: Study) -> Iterator[Figure]:
 
 
 def cluster_figure(cluster: Cluster, ranks: int | None = None) -> Figure:
-    """The figure of `cluster`, with the places of `ranks` ranks if they are given.
+    """Return the figure of `cluster`, with the places of `ranks` ranks if they are given.
 
     Raises:
         InputError: the ranks cannot be placed.
@@ -73,7 +74,7 @@ def cluster_figure(cluster: Cluster, ranks: int | None = None) -> Figure:
 
 
 class _Sketch:
-    """Every mark of the figure, in pixels from the upper left corner."""
+    """All marks of the figure, in pixels from the upper left corner."""
 
     def __init__(self, cluster: Cluster, ranks: int | None) -> None:
         self._cluster = cluster
@@ -124,7 +125,9 @@ class _Sketch:
         return [text for text in texts if text]
 
     def _faults_by_owner(self) -> dict[str, list[str]]:
-        """Return what befalls each node and switch, in words; each rank of an unknown node."""
+        """Return the faults of each node and switch in words. A rank whose node is unknown has
+        its own entry.
+        """
         found: dict[str, list[str]] = {}
         for fault in self._cluster.faults:
             for name in fault.names:
@@ -138,11 +141,13 @@ class _Sketch:
         return name if rank is None or not self._ranks else self._ranks[rank].name
 
     def layers(self) -> Iterator[alt.Chart]:
-        """Links, switches, nodes, crosses of faults, and words."""
+        """Yield links, switches, nodes, crosses of faults, and words."""
         canvas, places = Canvas(self.width, self.height), [*self._places.values()]
+        # Roots and nodes without a switch have no link
         slowest = min(min(_bandwidths(place), default=math.inf) for place in places)
 
         def thick(place: Place) -> float:
+            # By the logarithm: bandwidths of one cluster differ by factors of thousands
             return min(1 + 0.9 * math.log10(min(_bandwidths(place)) / slowest), 6)
 
         yield from canvas.lines(places, thick)
@@ -154,6 +159,7 @@ class _Sketch:
         squares = (
             {
                 **place.at,
+                # A node that is far slower stays visible
                 "area": max(_LARGEST_SQUARE * speed / max(speeds), 9),
                 "colour": _FAULT if place.part.name in self._faults else _NODE,
             }
@@ -174,6 +180,7 @@ class _Sketch:
             if isinstance(fault, LinkCut | LinkSlow | Death):
                 place = self._places.get(self._owner(fault.of))
                 if place is not None:
+                    # A root's link leads nowhere in this figure; ranks die on nodes
                     on_node = place.above is None or isinstance(fault, Death)
                     x = self._leaves[0].x if on_node else (place.above or 0) + 16
                     yield {"x": x, "y": place.y}
@@ -204,7 +211,7 @@ def _bandwidths(place: Place) -> list[float]:
 
 
 def link_text(part: Node | Switch) -> str:
-    """What the link of a node or switch carries each way, and its latency."""
+    """Return what the link of a node or switch carries each way, and its latency."""
     up, down = part.up, part.down
     if up is None or down is None:
         loopback = part.loopback if isinstance(part, Node) else None
@@ -233,7 +240,7 @@ def _compute_text(node: Node) -> str:
 
 
 class _Branch(NamedTuple):
-    """A part of the tree: the rows of what hangs on it, and how many switches are above it."""
+    """A part of the tree: the rows of the parts below it, and the number of switches above it."""
 
     part: Node | Switch
     nodes: tuple[Node, ...]
@@ -244,7 +251,7 @@ class _Branch(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part stands: a switch, or the first of `nodes`, which share its rows.
+    """Where a part is drawn: a switch, or the first of `nodes`, which share its rows.
 
     It is at `x` and `y`, in pixels, in the middle of its `span`; `above` is the x of the switch
     that it hangs on, if any.
@@ -283,6 +290,7 @@ class Tree:
         self._cluster, self._whole = cluster, sizes is None
         self._sizes = {node.name: 1 for node in cluster.nodes} if sizes is None else sizes
         self._groups = _groups([node for node in cluster.nodes if node.name in self._sizes], alone)
+        # Ranks that are all on one node have no message that leaves it
         if len(self._groups) > 1 or self._whole:
             for switch in cluster.switches:
                 if switch.to is None:
@@ -324,7 +332,8 @@ class Tree:
         beside: float,
         height_of: Callable[[float], float],
     ) -> tuple[list[Place], list[Place]]:
-        """Where the nodes stand, and the switches: as far right as the words before them need.
+        """Return the places of the nodes and of the switches, as far right as the words before
+        them require.
 
         Args:
             words: what is written before a switch.
@@ -350,12 +359,14 @@ class Tree:
 
 
 def _groups(nodes: Sequence[Node], alone: Collection[str]) -> list[tuple[Node, ...]]:
+    # Up to here each node has room for a row of its own
     if len(nodes) <= MAX_NODES:
         return [(node,) for node in nodes]
     groups: list[tuple[Node, ...]] = []
     for run in alike(nodes):
         for node in run:
             last = groups[-1] if groups else ()
+            # A node with a fault of its own has to be seen
             joins = last and last[-1] in run and not {last[-1].name, node.name} & {*alone}
             groups[len(groups) - bool(joins) :] = [(*last, node) if joins else (node,)]
     return groups
@@ -375,8 +386,9 @@ class Canvas:
     def layer(
         self, values: Iterable[Mapping[str, Any]], mark: str, *channels: Any, **look: Any
     ) -> alt.Chart:
-        """The layer of `values`."""
+        """Return the layer of `values`."""
         about = {} if self.strategy is None else {"strategy": self.strategy}
+        # Pixels as data, so that all marks share one scale and shrink with a narrow page
         across = alt.Scale(domain=[0, self.width], nice=False)
         down = alt.Scale(domain=[0, self.height], nice=False, reverse=True)
         x, y = alt.X("x:Q", axis=None, scale=across), alt.Y("y:Q", axis=None, scale=down)
@@ -385,7 +397,9 @@ class Canvas:
     def lines(
         self, places: Sequence[Place], thick: Callable[[Place], float] = lambda _: 1.0
     ) -> list[alt.Chart]:
-        """The links of all parts, so `thick`, and what joins those of a switch or a node."""
+        """Return the links of all parts, each as thick as `thick` says, and the lines that join
+        the parts of a switch or a node.
+        """
         across = [
             {"x": place.above, "y": place.y, "to": place.x, "thick": thick(place)}
             for place in places

@@ -1,4 +1,6 @@
-"""Loss and metric over a run: of its snapshots and their nodes, of its steps, and at its end."""
+"""Figures of loss and metric over a run: at its snapshots and their nodes, in its steps, and at
+its end.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ _RING = {"size": 130, "strokeWidth": 2, "shape": "circle", "filled": False, "opa
 
 
 def curves(study: Study) -> Iterator[Figure]:
-    """Loss and metric of the snapshots against seconds and against samples."""
+    """Yield loss and metric of the snapshots against seconds and against samples."""
     for axis in ("seconds", "samples"):
         for metric in ("loss", study.metric):
             if metric is not None and any(_points(run, metric) for run in study.runs):
@@ -43,6 +45,7 @@ def _curve(study: Study, metric: str, axis: str) -> Figure:
     target = study.target if study.target and study.target.metric == metric else None
     lines = [_means(row, metric, target.rising if target else None) for row in rows]
     means = [value for line in lines for value in line]
+    # A loss that spans more than a factor of ten would be flat at its end (decision 15)
     log = metric == "loss" and frame.spans_much([value["value"] for value in each])
     switches = [value for row in rows for value in _switches(row, metric, axis, log)]
     keys = [f"grey rule: target {target.bound:g}"] if target else []
@@ -106,11 +109,12 @@ def _tooltip(metric: str, seed: str) -> list[alt.Tooltip]:
 
 def _points(run: RunData, metric: str) -> list[Point]:
     """Return the snapshots of `run` that have a finite `metric`."""
+    # The loss of a run that diverged is infinite or none, which has no place on an axis
     return [point for point in run.curve if rounded(point.metrics.get(metric)) is not None]
 
 
 def _place(points: Sequence[Point], metric: str) -> dict[str, Any]:
-    """Return where the mean of `points` lies."""
+    """Return the mean position of `points`."""
     return {
         "seconds": fmean(point.seconds for point in points),
         "samples": round(fmean(point.samples for point in points)),
@@ -124,11 +128,13 @@ def _means(row: Row, metric: str, rising: bool | None) -> Values:
     Where every run has nodes with models of their own, with the worst one and the average.
     """
     values: Values = []
+    # Runs of one row may have ended after different numbers of snapshots
     for at_once in zip_longest(*(_points(run, metric) for run in row.completed)):
         points: list[Point] = [point for point in at_once if point is not None]
         value = {"strategy": row.name, "seed": len(points), **_place(points, metric)}
         worst = [point.worst(metric, rising) for point in points]
         averages = [point.average[metric] for point in points if point.average is not None]
+        # A mean over some of the runs would jump where the others have no such figure
         if None not in worst:
             value["worst"] = rounded(fmean(w for w in worst if w is not None))
         if len(averages) == len(points) and None not in averages:
@@ -167,7 +173,7 @@ def _switches(row: Row, metric: str, axis: str, log: bool) -> Iterator[dict[str,
 
 
 def _node_key(means: Values) -> list[str]:
-    """Return what is what, in a line below the figure; none without nodes."""
+    """Return the key of the lines and the band below the figure; empty without nodes."""
     if not any(value.get("average") is not None for value in means):
         return []
     worst = any(value.get("worst") is not None for value in means)
@@ -175,7 +181,7 @@ def _node_key(means: Values) -> list[str]:
 
 
 def _caption(axis: str, several: bool, means: Values) -> Iterator[str]:
-    """Yield what the key below the axis does not say."""
+    """Yield the sentences that the key below the axis leaves out."""
     yield "Copies of the model were taken in passing, and evaluated after the run" + (
         " (thick: mean over the seeds; thin: each seed)." if several else "."
     )
@@ -204,12 +210,13 @@ _BATCHES = 4  # in a part at the least: a single batch says little
 
 
 def training_loss(study: Study) -> Iterator[Figure]:
-    """Training loss against samples: means of up to 200 equal parts of the run."""
+    """Yield the training loss against samples, as means over up to 200 equal parts of the run."""
     runs = [run for row in study.widest for run in row.completed if run.steps]
     if not runs:
         return
     batch = max(run.record.global_batch for run in runs)
     longest = max(run.record.samples for run in runs)
+    # Whole batches of the largest row: parts of all rows have the same bounds
     width = batch * max(_BATCHES, round(longest / batch / _BINS))
     values = [value for row in study.widest for value in _mean_losses(row, width)]
     if not values:
@@ -246,6 +253,7 @@ def _signs(values: Values, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """
     for place, name in enumerate(names):
         line = [value for value in values if value["strategy"] == name]
+        # No fewer than there are names, each of which needs places of its own
         every = max(len(names), len(line) // _SIGNS)
         yield from line[place * every // len(names) :: every]
 
@@ -273,12 +281,15 @@ def _parts(run: RunData, width: int) -> dict[int, float]:
 
     What is left over at the end counts for the last whole part.
     """
+    # A part of a few samples at the end would be mostly noise
     last = max(0, run.record.samples // width - 1)
     totals: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for lines in run.steps.values():
         for line in lines:
             if rounded(line["loss"]) is not None:
+                # `consumed` counts the step's own samples, which lie before it
                 total = totals[min(last, max(0, line["consumed"] - 1) // width)]
+                # Workers with larger parts of the batch count for more, as in the gradient
                 total[0] += line["loss"] * line["samples"]
                 total[1] += line["samples"]
     return {part: loss / samples for part, (loss, samples) in totals.items() if samples}
@@ -288,7 +299,7 @@ def _parts(run: RunData, width: int) -> dict[int, float]:
 
 
 def trade(study: Study) -> Iterator[Figure]:
-    """The final metric against the seconds of training, a point for each seed."""
+    """Yield the final metric against the seconds of training, a point for each seed."""
     metric = study.metric or "loss"
     seeds: Values = [
         {"strategy": row.name, "seed": str(run.record.seed), "seconds": seconds, "value": value}
@@ -301,6 +312,7 @@ def trade(study: Study) -> Iterator[Figure]:
     if not seeds:
         return
     splits = {run.record.judged_on for run in study.runs}
+    # Runs of several sources may be judged on different splits
     judged = f" on the {splits.pop()} data" if len(splits) == 1 else ""
     caption = (
         f"Each small point is one seed, each large one their mean: {metric}{judged} after the same "

@@ -16,7 +16,7 @@ from orchestra.records.record import write_atomically
 from orchestra.report.study import INK, Style
 
 WIDTH = 680
-"""Of an image file, in pixels before it is scaled; on a page it is that of the container."""
+"""The width of an image file, in pixels before scaling; on a page it is that of the container."""
 
 PAPER = "white"
 _NIGHT = "#1c1c1e"
@@ -24,7 +24,7 @@ _NIGHT = "#1c1c1e"
 
 @dataclass(frozen=True)
 class Figure:
-    """What a page shows in one place, and `save` writes into files.
+    """A figure that a page shows and that `save` writes into files.
 
     `spec` is Vega-Lite as plain data, without the title, on a transparent ground. Its parameter
     `hidden` lists the strategies (names of rows) to leave out, and `dark` says that the ground is;
@@ -49,6 +49,7 @@ def save(figure: Figure, folder: Path) -> None:
 
 def save_as(figure: Figure, *paths: Path, width: int = WIDTH) -> None:
     """Write the figure into each of the files `paths`: SVG by that suffix, else PNG."""
+    # Drawn once: the PNG is made from the SVG, not by a second run of Vega (decision 15)
     drawing = vl_convert.vegalite_to_svg(for_image(figure, width))
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,12 +58,14 @@ def save_as(figure: Figure, *paths: Path, width: int = WIDTH) -> None:
 
 
 def for_image(figure: Figure, width: int = WIDTH, dark: bool = False) -> dict[str, Any]:
-    """The specification of `figure` to be drawn alone, `width` pixels wide."""
+    """Return the specification of `figure` to be drawn alone, `width` pixels wide."""
     width = max(width, figure.least_width)
     fixed = {"dark": dark, "room": width}
     params = [
         {"name": param["name"], "value": fixed[param["name"]]} if param["name"] in fixed else param
         for param in figure.spec["params"]
+        # Marks that can be zoomed are clipped, which took most of the time of the PNG files: 4.8 s
+        # for 23 figures, 1.4 s without (decision 15).
         if param["name"] != "zoom"  # which nobody can do in an image, and which costs time
     ]
     config = figure.spec["config"]
@@ -77,12 +80,14 @@ def for_image(figure: Figure, width: int = WIDTH, dark: bool = False) -> dict[st
 
 
 def for_page(part: Any) -> Any:
-    """A part of a specification without a legend of the strategies: a page has one for all its
-    figures."""
+    """Return a part of a specification without a legend of the strategies: a page has one for all
+    its figures.
+    """
     if isinstance(part, list):
         return [for_page(item) for item in part]
     if not isinstance(part, Mapping):
         return part
+    # Data is long, and may have fields of these names
     inside = {key: item if key == "datasets" else for_page(item) for key, item in part.items()}
     strategies = "legend" in part and part.get("field") in ("strategy", "line")
     return {**inside, "legend": None} if strategies else inside
@@ -92,10 +97,11 @@ Values = list[dict[str, Any]]
 C = TypeVar("C")
 
 SI = "format(datum.value, '~s')"
-"""The label of a tick with a prefix of its own: 0, 500, 1.5k; a format gives all ticks the same."""
+"""The label of a tick with a prefix of its own (0, 500, 1.5k); a format would give all ticks the
+same prefix."""
 
 SHOWN = "indexof(hidden, datum.strategy) < 0"
-"""Every mark of data is filtered by this, so that a page can hide a strategy everywhere."""
+"""The filter of every mark of data, by which a page can hide a strategy everywhere."""
 
 INK_NOW = alt.ExprRef(INK)
 FAINT = alt.ExprRef("faint")
@@ -151,7 +157,7 @@ _CONFIG = {
 
 
 def rounded(value: float | None) -> float | None:
-    """`value` to five significant digits, more than an eye can tell; None if not finite."""
+    """Return `value` to five significant digits, more than an eye can tell; None if not finite."""
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.5g}")
@@ -163,11 +169,13 @@ def layer(values: Iterable[Mapping[str, Any]], mark: str, *channels: Any, **look
     Those of the strategies that are hidden, by their "strategy", are not drawn. Floating-point
     numbers are rounded.
     """
+    # 15 digits a number would double a page; an eye tells five apart
     data = [
         {key: rounded(item) if isinstance(item, float) else item for key, item in value.items()}
         for value in values
     ]
     chart = alt.Chart(alt.InlineData(values=data))
+    # Marks that belong to no strategy, such as the target, stay whatever is hidden
     if all("strategy" in value for value in data):
         chart = chart.transform_filter(SHOWN)
     chart.mark = alt.MarkDef(type=mark, **look)  # type: ignore[arg-type]
@@ -175,26 +183,31 @@ def layer(values: Iterable[Mapping[str, Any]], mark: str, *channels: Any, **look
 
 
 def spans_much(values: Sequence[float]) -> bool:
-    """Whether a logarithmic axis shows `values` better."""
+    """Return whether a logarithmic axis shows `values` better."""
     return min(values) > 0 and max(values) / min(values) > _LOG_FROM
 
 
 def along(axis: str, keys: Sequence[str] = ()) -> alt.X:
-    """The horizontal axis of a run's course: "seconds" or "samples"; `keys` are lines below."""
+    """Return the horizontal axis of a run's course: "seconds" or "samples"; `keys` are lines
+    below.
+    """
     titles = {"seconds": "seconds of training", "samples": "samples seen by all workers"}
     return alt.X(
         f"{axis}:Q",
         title=[titles[axis], *keys] if keys else titles[axis],
         axis=alt.Axis(grid=False, labelExpr=SI) if axis == "samples" else alt.Axis(grid=False),
+        # nice would end the axis after the run, at a round number
         scale=alt.Scale(nice=False, zero=True, padding=7),
     )
 
 
 def zoomable(chart: alt.Chart, channels: Sequence[Literal["x", "y"]] = ("x", "y")) -> alt.Chart:
-    """`chart`, whose axes zoom by Ctrl or Shift and the wheel, or are dragged by a mouse.
+    """Return `chart`, whose axes zoom by Ctrl or Shift and the wheel, or are dragged by a mouse.
 
     The wheel alone and the finger scroll the page that the figure is on. A double click resets.
     """
+    # Only a mouse drags, and the wheel zooms with a key only: finger and bare wheel scroll the page
+    # (decision 15).
     mouse = "[pointerdown[event.pointerType === 'mouse' && !event.button], window:pointerup]"
     drag = f"{mouse} > window:pointermove!"
     zoom = alt.selection_interval(
@@ -210,14 +223,14 @@ def zoomable(chart: alt.Chart, channels: Sequence[Literal["x", "y"]] = ("x", "y"
 
 
 def value_axis(title: str, log: bool = False, axis: alt.Axis | None = None) -> alt.Y:
-    """The vertical axis of "value": its range is that of the values, not from zero."""
+    """Return the vertical axis of "value": its range is that of the values, not from zero."""
     kind: dict[str, Any] = {"type": "log"} if log else {"zero": False}
     scale = alt.Scale(nice=False, padding=9, **kind)
     return alt.Y("value:Q", title=title, scale=scale, axis=axis or alt.Axis(tickCount=6))
 
 
 def tips(*fields: str | tuple[str, ...]) -> list[alt.Tooltip]:
-    """What stands beside a mark that is pointed at: fields with their types, titles and formats."""
+    """Return the tooltip of a mark: fields with their types, titles and formats."""
     found = []
     for field in fields:
         name, *more = [field] if isinstance(field, str) else field
@@ -227,7 +240,8 @@ def tips(*fields: str | tuple[str, ...]) -> list[alt.Tooltip]:
 
 
 def kinds(field: str, values: Values, colours: Mapping[str, str], **legend: Any) -> alt.Color:
-    """The colours of those kinds that are in `field` of `values`, in their order."""
+    """Return the colours of those kinds that are in `field` of `values`, in their order."""
+    # A legend of kinds that no bar has would be looked for in vain
     used = [kind for kind in colours if any(value[field] == kind for value in values)]
     scale = alt.Scale(domain=used, range=[colours[kind] for kind in used])
     shown = alt.Legend(symbolType="square", **legend)
@@ -252,6 +266,8 @@ class Look:
     ) -> None:
         chosen = {name: styles[name] for name in (styles if names is None else names)}
         longest = max((len(name) for name in chosen), default=1)
+        # By `room`, since `width` shrinks only after the legend was laid out, and the last entries
+        # were cut off (decision 15).
         columns = f"max(1, floor(room / {min(260, round(6.2 * longest) + 22) + 20}))"
         shown = alt.Legend(
             title=None,
@@ -266,6 +282,7 @@ class Look:
             return kind(f"{field}:N", scale=scale, legend=shown if legend else None)
 
         looks = chosen.values()
+        # Ink depends on the ground, which the page may change at any time
         inks = [{"expr": INK} if look.colour == INK else look.colour for look in looks]
         self.colour: alt.Color = channel(alt.Color, inks)
         self.dash: alt.StrokeDash = channel(alt.StrokeDash, [list(look.dash) for look in looks])
@@ -281,7 +298,7 @@ def figure(
     height: int | alt.Step = 300,
     least_width: int = 0,
 ) -> Figure:
-    """The figure of `layers`, drawn one over the other, as wide as its container.
+    """Return the figure of `layers`, drawn one over the other, as wide as its container.
 
     Layers without a value are left out: an axis over nothing is a warning in the browser. Its name
     is `name` as far as that can stand in the name of a file.
@@ -292,14 +309,17 @@ def figure(
     spec = chart.to_dict()
     spec["params"] = [*_PARAMS, *spec.get("params", ())]
     spec["config"] = _CONFIG
+    # A row's name has brackets, commas and perhaps a path in it
     file_name = re.sub(r"[^\w.]+", "-", name).strip("-")
     return Figure(file_name, title, caption, spec, section, least_width)
 
 
+# Fixed: a height in steps makes Vega-Lite warn beside `width: container`, and the page would jump
+# when a strategy is hidden (decision 15).
 LANE = 40
-"""Height of a lane."""
+"""The height of a lane, in pixels."""
 POINT: dict[str, Any] = {"yOffset": 8}
-"""In the lower part of its lane; the upper is that of the text."""
+"""The offset of marks in the lower part of a lane; its upper part is for text."""
 BAR: dict[str, Any] = {"height": 15, **POINT}
 _HEADED_LANE = 17
 _SEPARATOR = "\u2063"  # that of Unicode which nobody sees, and nobody types
@@ -307,6 +327,7 @@ _SEPARATOR = "\u2063"  # that of Unicode which nobody sees, and nobody types
 
 def haloed(values: Values, width: float, *channels: Any, **style: Any) -> list[alt.Chart]:
     """Draw texts, and below them their halo, so that no line runs through them."""
+    # A layer of its own: a stroke of the text itself would be drawn over its letters
     halo = layer(values, "text", *channels, **style, stroke=GROUND, strokeWidth=width)
     return [halo, layer(values, "text", *channels, **style, color=INK_NOW)]
 
@@ -333,8 +354,8 @@ def lanes(
     layers: Sequence[alt.Chart],
     texts: Mapping[str, str],
 ) -> Figure:
-    """The figure of `layers` in a lane for each strategy, above them on the left its name, on the
-    right its text; `texts` are in the order of the lanes.
+    """Return the figure of `layers` in a lane for each strategy, above them on the left its name,
+    on the right its text; `texts` are in the order of the lanes.
 
     In the lane there is room for a long name, which beside it would take a phone's whole width.
     A hidden strategy leaves its lane empty: the others stay where the reader saw them.
@@ -346,7 +367,9 @@ def lanes(
 
 
 def lane_key(strategy: str, name: str = "") -> str:
-    """The "lane" of a value in the lane `name` of its strategy; without one, of its heading."""
+    """Return the "lane" of a value in the lane `name` of its strategy; without one, of its
+    heading.
+    """
     return f"{strategy}{_SEPARATOR}{name}"
 
 
@@ -360,11 +383,14 @@ def headed_lanes(
     axis_title: str | None = None,
     **axis: Any,
 ) -> Figure:
-    """The figure of `layers` in several lanes for each strategy, below its name and its text: those
-    of the first layer's values, each of which has the key of its "lane"."""
+    """Return the figure of `layers` in several lanes for each strategy, below its name and its
+    text. The lanes are those of the first layer's values, each of which has the key of its
+    "lane".
+    """
     domain: dict[str, None] = {}
     for strategy in texts:
         own = [v["lane"] for v in layers[0].data.values if v["strategy"] == strategy]
+        # The heading is a lane without a name of its own
         domain |= dict.fromkeys([lane_key(strategy), *own])
     y = alt.Y(
         "lane:N",

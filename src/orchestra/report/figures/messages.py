@@ -24,7 +24,8 @@ from orchestra.report.rows import Row, grouped
 from orchestra.report.study import Study
 
 MOST = 32
-"""Most ranks that are drawn: of each strategy, the row on the most ranks up to this number."""
+"""The most ranks in a figure. Of each strategy, the row with the most ranks up to this number is
+drawn."""
 WIDTH = 680.0
 _LETTER = 5.3
 _TOP = 16.0
@@ -42,8 +43,11 @@ _WORDS: dict[str, Any] = {"baseline": "middle", "fontSize": 10.5}
 
 
 def messages(study: Study) -> Iterator[Figure]:
-    """For each strategy that was simulated, one step of its first seed; a switch has two parts."""
+    """Yield one step of the first seed of each simulated strategy; a strategy that switched has
+    two.
+    """
     for rows in study.by_line.values():
+        # The most ranks that still have room
         for row in sorted(rows, key=lambda row: -row.ranks):
             run = row.completed[0]
             if row.ranks > MOST or run.cluster is None or run.trace is None:
@@ -77,7 +81,7 @@ def _drawn(
 
 @dataclass(frozen=True)
 class Arc:
-    """Of an arrow: points that a curve goes along, and where its words begin or end."""
+    """The course of an arrow: the points of its curve, and where its words begin or end."""
 
     arrow: Arrow
     points: tuple[tuple[float, float], ...]
@@ -86,14 +90,14 @@ class Arc:
 
 
 class MessageLayout:
-    """The places of everything for `ranks` ranks on `cluster`.
+    """The positions of all marks for `ranks` ranks on `cluster`.
 
-    `letters` is how long the words of an arc may be; `carried` has those of each link, by the name
-    of the node or switch below it.
+    `letters` is the length of the longest words of an arc; `carried` has the words of each link,
+    by the name of the node or switch below it.
 
     Attributes:
         rows: the ranks in their order from the top.
-        x, y: where the ranks are, in pixels, the latter by rank.
+        x, y: the positions of the ranks, in pixels, the latter by rank.
         places: those of nodes and switches.
     """
 
@@ -116,12 +120,13 @@ class MessageLayout:
         self.y = {rank: _TOP + row_height * (row + 0.5) for rank, row in self._row.items()}
         left = nodes[0].x + 10 + max(map(len, on)) * _LETTER
         words = _LETTER * letters + 8
+        # A deep tree with long names must leave something for the arcs
         for_arcs = max(WIDTH - left - 2 * words - 2 * _RADIUS, 4 * _NEAREST)
         self._reach = for_arcs * _LEFT, for_arcs * (1 - _LEFT)
         self.x = left + words + self._reach[0] + _RADIUS
 
     def arcs(self, arrows: Sequence[Arrow]) -> list[Arc]:
-        """The way of each arrow."""
+        """Return the course of each arrow."""
         heights, row = self._heights(arrows), self._row
         widest = max(abs(row[a.source] - row[a.target]) for a in arrows)
         found = []
@@ -129,6 +134,7 @@ class MessageLayout:
             span = abs(row[arrow.source] - row[arrow.target])
             down = row[arrow.source] < row[arrow.target]
             reach = self._reach[down] - _NEAREST
+            # Those that go farther reach farther out, so that arcs nest instead of crossing
             depth = _NEAREST + reach * (span - 1) / max(widest - 1, 1)
             side = 1 if down else -1
             begin, end = (heights[arrow, leaving] for leaving in (True, False))
@@ -139,8 +145,8 @@ class MessageLayout:
         return found
 
     def _heights(self, arrows: Sequence[Arrow]) -> dict[tuple[Arrow, bool], float]:
-        """Return at what height each arrow leaves (True) and arrives: spread over the circle of its
-        rank.
+        """Return the heights at which each arrow leaves (True) and arrives (False), spread over
+        the circle of its rank.
 
         Nearer ends lie towards the side that they come from, so that arcs cross seldom.
         """
@@ -155,13 +161,15 @@ class MessageLayout:
             # from the top: what comes from above, the nearest first; what goes below, the farthest
             members.sort(key=lambda member, row=row: (member[0] > row, -member[0]))  # type: ignore[misc]
             for place, (_, leaving, arrow) in enumerate(members):
+                # Over a bit more than half of the circle's height: farther out an arc
+                # would begin beside it
                 part = (place + 0.5) / len(members) - 0.5
                 heights[arrow, leaving] = self.y[rank] + part * 1.2 * _RADIUS
         return heights
 
 
 class _Sketch:
-    """Every mark of the figure, in pixels from the upper left corner of one `WIDTH` wide."""
+    """All marks of the figure, in pixels from the upper left corner of one `WIDTH` wide."""
 
     def __init__(self, name: str, cluster: Cluster, ranks: int, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -176,7 +184,7 @@ class _Sketch:
         self._canvas = Canvas(WIDTH, self.stage.height, name)
 
     def caption(self) -> Iterator[str]:
-        """What the marks mean."""
+        """Yield the meaning of the marks."""
         arrow = self._exchange.arrows[0]
         if self._alike:
             yield f"Each is {count('message', arrow.count)}, {bytes_text(arrow.bytes)}."
@@ -196,7 +204,7 @@ class _Sketch:
             yield "A square is a rank that serves."
 
     def layers(self) -> Iterator[alt.Chart]:
-        """The cluster, the arrows, the ranks, and the words."""
+        """Yield the cluster, the arrows, the ranks, and the words."""
         places, canvas = self.stage.places, self._canvas
         yield from canvas.lines(places)
         joints = [place.at for place in places]
@@ -218,6 +226,7 @@ class _Sketch:
                 some = [w for w in words if (w["align"], w["name"]) == (align, name)]
                 shown = 1 if name else alt.ExprRef("room < 460 ? 0 : 1")
                 style: dict[str, Any] = {**_WORDS, "align": align, "opacity": shown}
+                # The halo first, so that no arc runs through a word
                 for look in ({"stroke": GROUND, "strokeWidth": 3}, {"color": INK_NOW}):
                     yield canvas.layer(some, "text", alt.Text("text:N"), **style, **look)
 
@@ -226,6 +235,7 @@ class _Sketch:
         lines: Values = []
         heads: Values = []
         most = max(arrow.bytes for arrow in self._exchange.arrows)
+        # Arrows that stand side by side at a rank share its room
         thickest = min(_THICK[1], max(_THICK[0], _ROOM / len(self._arcs)))
         for number, arc in enumerate(self._arcs):
             arrow = arc.arrow
@@ -245,6 +255,8 @@ class _Sketch:
             )
         colour = self._colour()
         along = alt.StrokeWidth("thick:Q", scale=None), alt.Detail("arc:N"), alt.Order("order:Q")
+        # Lines of four points, which Vega rounds: they arrive level, so that heads need no angle at
+        # any width of the page (decision 34).
         look: dict[str, Any] = {"interpolate": "basis", "opacity": 0.75}
         yield self._canvas.layer(lines, "line", colour, *along, **look)
         tooltip = tips(
@@ -255,6 +267,7 @@ class _Sketch:
         yield self._canvas.layer(heads, "point", *of_head, filled=True, opacity=1)
 
     def _colour(self) -> alt.Color | alt.ColorValue:
+        # Vega stops at a scale whose ends are one moment (decision 63)
         if not self._timed:
             return alt.ColorValue(_EARLY_TO_LATE[0])
         domain = [0, 1000 * self._exchange.seconds]
@@ -268,7 +281,7 @@ class _Sketch:
         return alt.Color("first:Q", scale=scale, legend=legend)
 
     def _names(self) -> Iterator[dict[str, Any]]:
-        """Yield the names of nodes and switches, and what crossed their links."""
+        """Yield the names of nodes and switches, and the traffic of their links."""
         for place in self.stage.places:
             name, x, y = place.part.name, place.x, place.y
             if place.nodes:
@@ -281,9 +294,11 @@ class _Sketch:
 
     def _placed_texts(self) -> Iterator[dict[str, Any]]:
         """Yield the words of arrows, the largest first, as far as they do not touch."""
+        # So many could not be told apart even where they do not touch
         if len(self._arcs) > _WORDY:
             return
         taken: list[tuple[float, float, float]] = []
+        # Where words would touch, those of the most bytes are the ones to read
         for arc in sorted(self._arcs, key=lambda arc: -arc.arrow.bytes):
             arrow, (x, y) = arc.arrow, arc.apex
             text = self._text(arrow)
@@ -309,10 +324,11 @@ def _word(x: float, y: float, text: str, align: str, *, name: bool = False) -> d
 
 
 def _links(cluster: Cluster, ranks: int, arrows: Iterable[Arrow]) -> dict[str, str]:
-    """Return what crossed each link in words, by the name of the node or switch below it."""
+    """Return the traffic of each link in words, by the name of the node or switch below it."""
     nodes = cluster.nodes_of(ranks)
     carried: Counter[str] = Counter()
     for arrow in arrows:
+        # By the route, as the simulation sends them: a link's bytes are those of all that cross it
         for channel in cluster.path(nodes[arrow.source], nodes[arrow.target]).channels:
             carried[channel.name] += arrow.bytes
     found: dict[str, list[str]] = defaultdict(list)

@@ -1,5 +1,6 @@
-"""What came out: time to target, paired differences to a baseline, speed against the ranks, and how
-well unlike machines were used."""
+"""Figures of results: time to target, paired differences to a baseline, speed against the number
+of ranks, and how well unlike machines were used.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ Known = Sequence[tuple[Row, Difference]]
 
 
 def time_to_target(study: Study) -> Iterator[Figure]:
-    """A dot for each seed, a bar for their mean; the first strategy reached it soonest."""
+    """Yield a dot for each seed, a bar for their mean; the first strategy reached it soonest."""
     target = study.target
     if target is None or not any(study.reached(row) for row in study.completed):
         return
@@ -49,8 +50,12 @@ def time_to_target(study: Study) -> Iterator[Figure]:
     missed = {row.name: len(row.completed) - study.reached(row) for row in study.completed}
 
     def rank(row: Row) -> tuple[int, float]:
-        """First those whose every seed reached it, by their mean; last those of which none did."""
+        """Return a key to sort by: rows whose every seed reached it come first, those of which
+        none did come last.
+        """
         mean = row.mean(TIME_TO_TARGET.read)
+        # Unlike the ranking of rows, which goes by shares: a bar is as long as the mean of those
+        # that reached it, so rows with all seeds stand first, in order of length.
         return (2, 0.0) if mean is None else (int(missed[row.name] > 0), mean)
 
     rows = sorted(study.completed, key=rank)
@@ -94,7 +99,9 @@ def _target_marks(study: Study, rows: Sequence[Row], title: str) -> list[alt.Cha
 
 
 def differences(study: Study) -> Iterator[Figure]:
-    """A forest plot for each figure that decides; only where several seeds give an interval."""
+    """Yield a forest plot for each figure that decides; only where several seeds give an
+    interval.
+    """
     for measure in (TIME_TO_TARGET if study.target else TRAIN, study.primary):
         pairs = [(row, study.difference(row, measure)) for row in study.completed]
         known = [(row, each) for row, each in pairs if each and each.low is not None]
@@ -121,6 +128,7 @@ def _forest(study: Study, measure: Measure, known: Known) -> Figure:
     for row, difference in known:
         mean, *ends = difference.texts()
         text = f"{mean} [{', '.join(ends)}] {measure.unit}".rstrip()
+        # A deterministic simulation may give exactly equal figures
         texts[row.name] = "none" if difference.low == difference.high == 0 else text
     title = f"Difference in {measure.title} to {baseline}"
     return frame.lanes(name, title, caption, "differences", layers, texts)
@@ -153,6 +161,7 @@ def _difference_marks(study: Study, known: Known, title: str) -> list[alt.Chart]
     return [
         layer(zeros, "tick", x, **tick, color=frame.FAINT),
         layer(values, "rule", *ends, look.colour, **POINT, strokeWidth=2.5),
+        # Filled or hollow, not red or green: readable in print
         layer([v for v in values if v["certain"]], "point", *channels, **point, filled=True),
         layer([v for v in values if not v["certain"]], "point", *channels, **hollow),
     ]
@@ -165,7 +174,7 @@ _ALONE = "A rank that is alone has all cores of its machine, of several each has
 
 
 def scaling(study: Study) -> Iterator[Figure]:
-    """Samples a second and time to target against ranks, where there are several numbers."""
+    """Yield samples a second and time to target against ranks, where there are several numbers."""
     if speeds := _values(study, PACE.read):
         yield _speed(study, speeds)
     if study.target and (times := _values(study, TIME_TO_TARGET.read)):
@@ -226,15 +235,21 @@ def _against_ranks(
     tooltip: Sequence[alt.Tooltip],
     knees: Mapping[str, int | None],
 ) -> list[alt.Chart]:
-    """Draw a line of each strategy and its points, on two logarithmic axes, with the ideal below,
-    and rings round `knees`."""
+    """Draw a line of each strategy and its points on two logarithmic axes, with the ideal below
+    them and rings around `knees`.
+    """
     ranks = sorted({value["ranks"] for value in values})
     x = alt.X(
         "ranks:Q",
         title="ranks (logarithmic)",
         scale=alt.Scale(type="log", base=2, nice=False, padding=14),
         axis=alt.Axis(
-            values=ranks, tickCount=len(ranks), labelExpr="format(datum.value, 'd')", grid=False
+            # Vega halves explicit ticks until they are fewer than the count for the width: of 1, 2,
+            # 4 ... 128 it showed every other (decision 34).
+            values=ranks,
+            tickCount=len(ranks),
+            labelExpr="format(datum.value, 'd')",
+            grid=False,
         ),
     )
     ideal = _ideal(values, grows)
@@ -277,13 +292,16 @@ def _ideal(values: Values, grows: bool) -> Values:
 
 
 def _ticks(heights: Sequence[float], label: str) -> alt.Axis:
-    """Return an axis with ticks at 1, 2 and 5 times powers of ten, at the powers alone if there are
-    many; as Vega likes where there are hardly any."""
+    """Return an axis with ticks at 1, 2 and 5 times powers of ten; at the powers alone if there
+    are many, and at Vega's choice if there are fewer than three.
+    """
     least, most = min(heights), max(heights)
     powers = range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 1)
+    # More than these would overlap on a phone
     digits = (1, 2, 5) if len(powers) <= _POWERS else (1,)
     ticks = [float(f"{digit}e{power}") for power in powers for digit in digits]
     inside = [tick for tick in ticks if least <= tick <= most]
+    # Speeds within a factor of two may have no such tick between them
     if len(inside) < 3:
         return alt.Axis(tickCount=5, labelExpr=label)
     return alt.Axis(values=inside, tickCount=len(inside), labelExpr=label)
@@ -304,20 +322,24 @@ def _about(knees: Mapping[str, int | None], most: int) -> list[str]:
 
 
 def knee(speeds: Mapping[int, float]) -> int | None:
-    """The number of ranks with the most benefit for its cost; None where more may be better still.
+    """Return the number of ranks with the most benefit for its cost; None if more ranks may be
+    better still.
 
     `speeds` are samples a second by number of ranks. At the knee of execution time against
     efficiency (Eager, Zahorjan and Lazowska, "Speedup Versus Efficiency in Parallel Systems", IEEE
     Transactions on Computers 38(3), 1989) efficiency over time, speed^2 / ranks, is largest.
     """
+    # A single number of ranks has no trade to make
     if len(speeds) < 2:
         return None
+    # Of equal ones the fewest ranks
     best = max(sorted(speeds), key=lambda ranks: speeds[ranks] ** 2 / ranks)
+    # At the edge of what was measured the largest value may lie beyond
     return best if best < max(speeds) else None
 
 
 def efficiency(speeds: Mapping[int, float]) -> dict[int, float]:
-    """By number of ranks, the speed of each rank as a part of that on the fewest ranks."""
+    """Return, by number of ranks, the speed of each rank relative to that on the fewest ranks."""
     fewest = min(speeds)
     alone = speeds[fewest] / fewest
     return {ranks: speed / ranks / alone for ranks, speed in speeds.items()}
@@ -339,8 +361,9 @@ CAPTIONS = {
 
 
 def combinations(study: Study) -> Iterator[Figure]:
-    """The two efficiencies against the nodes that runs used, where there are several combinations
-    of nodes, unlike ones among them."""
+    """Yield the two efficiencies against the nodes that runs used, where there are several
+    combinations of nodes, unlike ones among them.
+    """
     for measure in study.of_machines:
         if measure in (HETEROGENEOUS, CONVERGENCE):
             yield from _against_machines(study, measure)
@@ -351,6 +374,7 @@ def _against_machines(study: Study, measure: Measure) -> Iterator[Figure]:
     for row in study.completed:
         found = row.mean(lambda record: getattr(record, measure.key))
         alone = row.record.alone
+        # Real ranks have speeds of their own, too, but no named nodes to combine
         if found is not None and row.record.cluster is not None and not row.single:
             values.append(
                 {
@@ -379,6 +403,9 @@ def _against_machines(study: Study, measure: Measure) -> Iterator[Figure]:
 
 
 def combination(nodes: Mapping[str, float]) -> str:
-    """In words, those alike in name together: "fast + 3 slow"."""
+    """Return the nodes in words, those that differ in their number only together: "fast + 3
+    slow".
+    """
+    # Nodes of a group are named fast-0, fast-1 and so on
     kinds = Counter(re.sub(r"-\d+$", "", name) for name in nodes)
     return " + ".join(f"{n} {kind}" if n > 1 else kind for kind, n in kinds.items())

@@ -1,5 +1,6 @@
-"""What figures show of the timeline that a run left: a few steps rank by rank, who waits for whom;
-and who sent whom how much in one step."""
+"""Figures of a run's timeline: a few steps rank by rank with their waits, and the messages of
+one step.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ _ROOM = 1500
 
 @dataclass(frozen=True)
 class Window:
-    """What the ranks did from `start` to `end`, in microseconds of the stopwatch.
+    """The activity of the ranks from `start` to `end`, in microseconds of the stopwatch.
 
     `pieces` are the trace's complete events, `ends` those among them that are ends of steps,
     `messages` the two ends of each arrow. `first` and `last` are steps of the lowest rank that has
@@ -51,12 +52,14 @@ class Window:
 
 
 def step_windows(trace: Trace) -> list[Window]:
-    """From the middle of each traced part of a run, about three steps: the longest window of up to
-    so many that has not too much in it."""
+    """Return a window from the middle of each traced part of a run: three steps, or fewer where
+    these hold too many events.
+    """
     return [_window(trace, part) for part in trace.parts]
 
 
 def _window(trace: Trace, part: Sequence[Event]) -> Window:
+    # Thousands of messages in a step would be a grey surface, and megabytes in the page
     for steps in range(min(_STEPS, len(part)), 0, -1):
         at = (len(part) - steps) // 2
         first, last = part[at], part[at + steps - 1]
@@ -69,7 +72,7 @@ def _window(trace: Trace, part: Sequence[Event]) -> Window:
 
 
 def _cut(trace: Trace, first: Event, last: Event, end: float) -> Window:
-    """Return what lies at least in part between the beginning of the step `first` and `end`."""
+    """Return all that overlaps the time between the beginning of the step `first` and `end`."""
     start = first["ts"]
     inside = [e for e in trace.slices if e["ts"] < end and e["ts"] + e["dur"] > start]
     return Window(
@@ -79,6 +82,7 @@ def _cut(trace: Trace, first: Event, last: Event, end: float) -> Window:
         last["args"]["step"],
         [event for event in inside if event["cat"] != "step"],
         [event for event in inside if event["cat"] == "step"],
+        # Of messages both ends have to lie inside: a line to beyond the edge would lead nowhere
         [(sent, got) for sent, got in trace.arrows if start <= sent["ts"] and got["ts"] <= end],
     )
 
@@ -96,7 +100,9 @@ Lanes = Mapping[tuple[int, int], str]
 
 
 def timelines(study: Study) -> Iterator[Figure]:
-    """For each strategy the middle of what was traced of its first seed; a switch has two parts."""
+    """Yield the middle of the traced steps of each strategy's first seed; a strategy that
+    switched has two parts.
+    """
     for row in study.widest:
         run = next((run for run in row.completed if run.trace is not None), None)
         if run is not None and run.trace is not None:
@@ -108,7 +114,7 @@ def timelines(study: Study) -> Iterator[Figure]:
 
 
 def phase_text(record: RunRecord, step: int) -> str:
-    """Whether `step` was before the switch of a run, behind a title; empty without a switch."""
+    """Return the end of a title: before or after the switch `step` was; empty without a switch."""
     if record.switched_at_step is None:
         return ""
     return f", {'before' if step <= record.switched_at_step else 'after'} the switch"
@@ -134,6 +140,7 @@ def _lanes(trace: Trace, window: Window) -> Lanes:
 
     Background flows of one name share a lane: many follow each other.
     """
+    # A rank may work in one phase and serve in the other
     working = {event["pid"] for event in window.ends}  # in this part of the run
     serving = {rank for rank, role in trace.roles.items() if role.endswith("server")} - working
     names = {}
@@ -145,8 +152,9 @@ def _lanes(trace: Trace, window: Window) -> Lanes:
 
 
 def _layers(strategy: str, window: Window, lanes: Lanes) -> list[alt.Chart]:
-    """Draw the pieces, outer ones first, so that what happened inside them lies on top; the ends of
-    steps; and a line from each sending to its receipt, with a point where it ends."""
+    """Draw the pieces, outer ones first, so that inner ones lie on top; the ends of steps; and a
+    line from each send to its receipt, with a point at its end.
+    """
     names = list(dict.fromkeys(lanes.values()))
     y = alt.Y(
         "lane:N",
@@ -199,6 +207,7 @@ def _values(strategy: str, window: Window, lanes: Lanes) -> tuple[Values, Values
     gaps = [
         {"strategy": strategy, "lane": lane, "start": (end - window.start) / 1000}
         for lane, end in ends
+        # A rank whose main flow did nothing in the window has no lane to mark
         if end <= window.end and lane in lanes.values()
     ]
     messages = [
@@ -212,9 +221,9 @@ def _values(strategy: str, window: Window, lanes: Lanes) -> tuple[Values, Values
 # The messages of one step
 
 _SAME = 0.01
-"""Of an exchange: arrows that begin within such a part of it begin together."""
+"""The part of an exchange within which arrows are taken to begin together."""
 _FULL = 0.9
-"""Of the most bytes of a step: one with as many is no step in between two exchanges."""
+"""A step with this part of the most bytes of any step is not one between two exchanges."""
 
 
 @dataclass(frozen=True)
@@ -236,8 +245,9 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What the ranks sent each other in their step `step`; `seconds` from the first sending to the
-    last receipt. `servers` are ranks that had no step of their own."""
+    """The messages between the ranks in their step `step`. `seconds` is the time from the first
+    send to the last receipt; `servers` are the ranks without a step of their own.
+    """
 
     step: int
     seconds: float
@@ -246,8 +256,8 @@ class Exchange:
 
 
 def exchanges(trace: Trace) -> list[Exchange]:
-    """Of each traced part of a run the step in its middle, or the nearest one with about as many
-    bytes as any. There is none of a part without messages.
+    """Return one exchange for each traced part of a run: that of the step in its middle, or the
+    nearest one with about as many bytes as any. A part without messages has none.
 
     A message between ranks belongs to a step of the rank that sent or, where that one serves and
     has none, of the rank that received.
@@ -265,6 +275,7 @@ def exchanges(trace: Trace) -> list[Exchange]:
         steps = [event["args"]["step"] for event in part]
         most, middle = max(size.get(step, 0) for step in steps), steps[(len(steps) - 1) // 2]
         if most:
+            # Steps in between two exchanges, of local SGD say, send next to nothing
             full = [step for step in steps if size.get(step, 0) >= _FULL * most]
             step = min(full, key=lambda step, middle=middle: abs(step - middle))  # type: ignore[misc]
             found.append(_exchange(step, by_step[step], working))

@@ -73,15 +73,17 @@ class OwnLoop:
 
     @property
     def begun(self) -> bool:
-        """Whether training has begun."""
+        """True if training has begun."""
         return self.batches.begun or self.batches.steps > 0
 
     def trains(self, parameters: set[nn.Parameter]) -> bool:
-        """Whether one of `parameters` is trained here."""
+        """Return whether one of `parameters` is trained here."""
         return not parameters.isdisjoint(self._gradients.parameters)
 
     def enter(self, module: nn.Module, _: Any) -> None:
-        """Before a forward pass of `module`; the first one of a step may change the parameters."""
+        """Prepare for a forward pass of `module`; the first one of a step may change the
+        parameters.
+        """
         self.worker.compute.run(Work("forward", 0), lambda: None)  # a sign of life
         if not torch.is_grad_enabled():
             return
@@ -115,6 +117,8 @@ class OwnLoop:
                 "take a batch after the step of the one before (num_workers loads ahead)"
             )
         passes.under_way = True
+        # autograd has no public hook for the end of a backward pass; DistributedDataParallel and
+        # FSDP use this one, too.
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
         last = passes.exchanges(lambda: batches.taken == batches.length)
         self._gradients.last_backward = last
@@ -157,6 +161,7 @@ class OwnLoop:
 
         @functools.wraps(original)  # a scheduler that was made before looks for its mark on it
         def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            # The strategy's update calls the optimizer, and so this function.
             if loop._stepping:
                 return original()
             if loop.batches.ended:
@@ -165,6 +170,7 @@ class OwnLoop:
                 raise InputError(f"optimizer.step(): {ENDED}")
             loss = None
             if closure is not None:
+                # As torch's optimizers do, whose `step` runs without gradients.
                 with torch.enable_grad():
                     loss = closure()
             if loop._has_gradient():
@@ -176,6 +182,7 @@ class OwnLoop:
     def _has_gradient(self) -> bool:
         """Return whether a step is to be made; without any gradient an optimizer makes none."""
         if self._passes.under_way:
+            # The end of a backward pass that raises an exception is never reported.
             self._passes.under_way = False
             raise InputError(
                 "optimizer.step(): the last backward() ended with an exception, so that its "
@@ -210,6 +217,8 @@ class OwnLoop:
         try:
             self.strategy.update(worker, batches.state)
         finally:
+            # A strategy may scale the rates of its update; the user's scheduler goes on from its
+            # own.
             set_rates(self.optimizer, rates)
             self._stepping = False
         batches.item = None
@@ -224,6 +233,7 @@ class OwnLoop:
 
         A step after fewer backward passes, the last ones of an epoch, exchanges it here.
         """
+        # Every change in place, such as clipping, counts up a tensor's version.
         own = (parameter.grad for parameter in self._gradients.parameters)
         changed = any(
             grad is not before or (grad is not None and grad._version != version)
@@ -250,7 +260,7 @@ class OwnLoop:
     # The end
 
     def finish(self, *, goes_on: bool = False) -> None:
-        """This loop is over: leave in order, whatever the others still do.
+        """End this loop, and leave in order, whatever the others still do.
 
         Ranks that serve are told whether the script `goes_on` with another loop.
         """
@@ -259,7 +269,7 @@ class OwnLoop:
             self.batches.end(self.batches.leave(goes_on=goes_on))
 
     def close(self, *, handed_over: bool) -> None:
-        """After `finish`: let go of the model, and of the optimizer where it is `handed_over`."""
+        """Release the model, and the optimizer if it is `handed_over`. Called after `finish`."""
         self._handed_over = handed_over
         for hook in self._model_hooks:
             hook.remove()
@@ -267,7 +277,7 @@ class OwnLoop:
 
 
 def may_serve(strategy: Strategy[Any], ranks: int) -> bool:
-    """Whether a rank has no data in some phase of `strategy`."""
+    """Return whether a rank has no data in some phase of `strategy`."""
     return any(len(phase.roles(ranks).workers) < ranks for phase in phases(strategy))
 
 

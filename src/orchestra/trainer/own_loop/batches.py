@@ -25,20 +25,22 @@ class Batches(Epochs):
     # Saving and resuming
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the training goes on from: every worker calls it, between two steps.
+        """Return the state of the training; every worker calls it, between two steps.
 
-        Parameters, buffers and moments as each rank has them, slices on servers included; epoch,
-        and place in it; random generators. Plain data and tensors, for torch.save. Save what the
-        first worker gets: it has all of it, the others only know what it is of.
+        It holds parameters, buffers and moments as each rank has them, slices on servers included,
+        the epoch and the place in it, and random generators: plain data and tensors, for
+        torch.save. Save the state of the first worker, which alone is complete.
 
         Raises:
-            InputError: there is no such place here; the message says where one is.
+            InputError: the state cannot be taken at this place; the message says where it can.
         """
         ranks = {}
         if not self._is_over():
             if self.is_worker():
+                # Refused on each worker alike, before anything collective begins
                 self._check_place()
                 self.take_over()
+                # Servers learn of the saving by this step of the pause
                 self.strategy.quiesce(self.worker, self.state, SAVING)
                 ranks = self.collect(self._order_state())
             else:
@@ -47,6 +49,7 @@ class Batches(Epochs):
             "settings": self._settings(),
             "position": {
                 "epoch": self.epoch,
+                # Batches that were taken ahead have had no step: they are read again.
                 "taken": self.taken - (self.passes.ahead or 0),
                 "length": self.length,
                 "order": self._order_number,
@@ -59,10 +62,10 @@ class Batches(Epochs):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`: every worker calls it with what the first one's `state_dict()` was.
+        """Go on from `state`; every worker calls it with the first worker's `state_dict()`.
 
-        It belongs behind `distribute` and before the loop over these batches, whose first
-        iteration goes on where the epoch was left.
+        Call it after `distribute` and before the loop over these batches, whose first iteration
+        goes on where the epoch was left.
 
         Raises:
             InputError: `state` is of other settings, or training has come too far to go back.
@@ -76,11 +79,13 @@ class Batches(Epochs):
                 "over them, or leave that with break"
             )
         check_fits(where, state, self._settings(), self.worker, self.length, self._generators())
+        # A switch has happened, and the state is of the roles before it
         if self.roles != self.strategy.roles(self.worker.runtime.ranks):
             raise InputError(
                 f"{where}: ranks have changed their roles since the beginning: load before training"
             )
         position, ranks = state["position"], state["ranks"]
+        # Workers that go on from unlike states would train unlike models, and nothing would say so
         if not self.alike(digest([position, parameters_in(ranks)])):
             raise InputError(f"{where}: workers load unlike states: give all the same one")
         self.load(state)
@@ -137,9 +142,9 @@ class Batches(Epochs):
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """While inside, this rank may take as long as it likes; the others wait when they need it.
+        """Let this rank take any time inside; the others wait when they need it.
 
-        For what takes longer than `patience` without a forward pass of the model. Under
+        For work that takes longer than `patience` without a forward pass of the model. Under
         `AllReduce("native")` the collectives of the others give up after four times `patience`.
         """
         reporter = self.worker.reporter
@@ -151,8 +156,9 @@ class Batches(Epochs):
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """While inside, `backward()` exchanges nothing; the next one outside does so for all of
-        them. As `no_sync` of DistributedDataParallel, where a loop knows which one is the last.
+        """Let `backward()` exchange nothing inside; the next one outside exchanges for all of them.
+
+        As `no_sync` of DistributedDataParallel, for loops that know which one is the last.
         """
         self.passes.paused = True
         try:

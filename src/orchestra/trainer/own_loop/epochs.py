@@ -20,9 +20,10 @@ from orchestra.trainer.own_loop.rank import Command, OwnRank
 from orchestra.worker.runtime import Runtime
 
 MID_EPOCH = -(1 << 20)
-"""In place of the step of a pause: the workers' epoch goes on after it. Phases end above that."""
+"""The step of a pause after which the workers' epoch continues. The numbers of ending phases are
+larger."""
 SAVING = MID_EPOCH - 1
-"""The same, where the state of all ranks is collected."""
+"""The step of such a pause in which the state of all ranks is collected."""
 
 ENDED = (
     "this loop ended when another model was distributed; models that are trained by turns are all "
@@ -61,6 +62,8 @@ class Epochs(OwnRank):
         # The batches of another loop, which see to the order.
         self._source = source = None if before is None or before.ended else before
         self._queued: loaders.QueuedLoader | None = None
+        # With accumulation a loop finds the short last step by `len(batches)`, which a queue does
+        # not know (decision 45).
         if work == "shared" and accumulation == 1 and source is None:
             self._queued = loaders.QueuedLoader.of(self.loader, seed)
         queue_of = None if self._queued is None else self._queued.queue
@@ -100,7 +103,7 @@ class Epochs(OwnRank):
 
     @property
     def averages_gradients(self) -> bool:
-        """Whether the workers step together now, on the average of their gradients."""
+        """True if the workers step together now, on the average of their gradients."""
         return any(each.synchronous for each in self._together)
 
     # Iterating
@@ -109,11 +112,12 @@ class Epochs(OwnRank):
         return self._iterate(None)
 
     def groups(self, size: int) -> Generator[Any, None, None]:
-        """Iterate an epoch, `size` batches at a time; those of a group are behind one gradient.
+        """Iterate an epoch, `size` batches at a time; the gradient of a group is exchanged once.
 
-        For loops that take the batches of a step before its first `backward()`, of which there has
-        to be one for each batch, and one `step()` for each group. Only the last `backward()`
-        exchanges, whatever `accumulation` says; also that of the last group, which may be smaller.
+        For loops that take the batches of a step before its first `backward()`. They call
+        `backward()` once for each batch, and `step()` once for each group. Only the last
+        `backward()` of a group exchanges, whatever `accumulation` says; the last group of an epoch
+        may be smaller.
 
         Raises:
             InputError: batches lie in a queue, from which workers take one at a time.
@@ -124,7 +128,7 @@ class Epochs(OwnRank):
 
     @property
     def _uses_queue(self) -> bool:
-        """Whether workers take the batches of some phase from a queue."""
+        """True if workers take the batches of some phase from a queue."""
         return self._queued is not None and self.strategy.self_paced
 
     def _iterate(self, group: int | None) -> Generator[Any, None, None]:
@@ -140,6 +144,7 @@ class Epochs(OwnRank):
         try:
             if self._sharded is not None:
                 yield from self._work(self._sharded, group)
+        # The script left the loop over the batches, by `break` or an exception.
         except GeneratorExit:
             for each in self._together:
                 each.left = True
@@ -153,6 +158,8 @@ class Epochs(OwnRank):
                 self._order = self._draws()
                 parts = sharded.begin(0)
             else:
+                # The sampler draws again what it drew when the epoch began, so that the rest is the
+                # same.
                 with undisturbed():
                     restore_random_state(self._order["random"])
                     parts = sharded.begin(self.taken)
@@ -163,6 +170,8 @@ class Epochs(OwnRank):
                         each.passes.begin_group(len(some))
                 batches = [part.batch for part in some]
                 yield batches[0] if group is None else batches
+                # A step with this batch may have ended a phase of `Switch`: this rank serves now,
+                # or workers take batches from a queue.
                 if not self.is_worker():
                     return
                 if self.source() is not None:
@@ -176,6 +185,7 @@ class Epochs(OwnRank):
         assert self._queued is not None
         while True:
             if self.item is not None:
+                # The loop made no step with the batch before: the queue has to be told.
                 source.skip(worker.parameters)
             self.item = source.take()
             if self.item.kind is not Kind.BATCH:
@@ -204,12 +214,13 @@ class Epochs(OwnRank):
     # Epochs
 
     def _is_over(self) -> bool:
-        """Return whether there is nothing to do any more, where that is no mistake."""
+        """Return whether this loop has ended, on a rank that serves; refuse to go on elsewhere."""
         if not self.ended:
             return False
         if self.is_worker():
             raise InputError(f"batches: {ENDED}")
         if not self._goes_on:
+            # A rank that a `Switch` made a server ends its script here, once all workers have left.
             raise SystemExit(0)
         return True
 
@@ -256,9 +267,9 @@ class Epochs(OwnRank):
         self.left = False
 
     def agree(self) -> None:
-        """In mid-epoch, let every worker's model hold the agreed parameters; training can go on.
+        """Let every worker's model hold the agreed parameters in mid-epoch; training can go on.
 
-        For instance after `break`, before saving: every worker calls it, after equally many steps.
+        Every worker calls it, after equally many steps; for instance after `break`, before saving.
         Where an epoch has ended it changes nothing.
 
         Raises:
@@ -269,7 +280,7 @@ class Epochs(OwnRank):
             each._take_part_in_agreement()
 
     def end_epoch(self) -> None:
-        """After `break`, end the epoch as if there were no more batches.
+        """End the epoch after `break`, as if there were no more batches.
 
         Every worker's model then holds the agreed parameters, and the next iteration begins another
         epoch. Every worker calls it, after equally many steps. Where an epoch has ended it changes
@@ -297,7 +308,7 @@ class Epochs(OwnRank):
     # Ranks that serve
 
     def serve_to_the_end(self) -> None:
-        """On a rank without data: serve until the workers have left this loop.
+        """Serve until the workers have left this loop. Called on a rank without data.
 
         Raises SystemExit where their scripts are over.
         """
@@ -307,7 +318,9 @@ class Epochs(OwnRank):
             raise SystemExit(0)
 
     def _serve(self, *, until_saved: bool = False) -> Command | None:
-        """Serve to the end of the workers' epoch; return what follows, if the loop ends there."""
+        """Serve to the end of the workers' epoch; return the command that ended the loop, if
+        any.
+        """
         self.worker.reporter.phase("serving")
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers
         last = None
@@ -330,7 +343,7 @@ class Epochs(OwnRank):
         return last
 
     def end(self, command: Command) -> None:
-        """The loop is over; `command` tells whether the script goes on with another one."""
+        """End the loop; `command` tells whether the script goes on with another one."""
         self.begun = self.ended = True
         self.left = False
         self._goes_on = command is not Command.OVER
@@ -344,8 +357,10 @@ class Epochs(OwnRank):
         return 0 if self._sharded is None else self._sharded.epoch - begun
 
     def _order_state(self) -> dict[str, Any]:
-        """Return the generators that the order of the epoch under way, or the next one, follows
-        from: at its beginning, that is. What was drawn since is drawn again."""
+        """Return the states of the generators at the beginning of the epoch under way, or now.
+
+        The order of the epoch follows from them: what was drawn since is drawn again.
+        """
         return self._order if self.taken and self._source is None else self._draws()
 
     def _draws(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a loop of the user's own does with its model: refused, watched, and counted by batches."""
+"""Checks of the model in a loop of the user's own, and counts of the batches behind gradients."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ STATE_DICT = ("", "format")  # "".format(module, prefix, keep): nothing that any
 
 
 class Audit:
-    """Sees at each step whether the parameters that are trained are still those that were laid out.
+    """Checks at each step that the trained parameters are still those that were laid out.
 
     `Worker` lays out those that need a gradient then, and moves them into one flat vector.
     """
@@ -90,8 +90,10 @@ class Audit:
         self._known = set(named.values())
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises InputError for the first parameter that would not be trained as it should."""
+        """Raise InputError for the first parameter that would not be trained as it should."""
         for name, owner, attribute, parameter, address in self._trained:
+            # A look-up in the dictionary: `getattr` of a module is slow, and this is done in every
+            # step.
             if owner._parameters.get(attribute) is not parameter:
                 raise InputError(
                     f"parameter {name!r} was replaced after distribute, so that its "
@@ -199,7 +201,7 @@ class Count(NamedTuple):
     total: int = 0
 
     def plus(self, other: Count | None) -> Count:
-        """The sum of both."""
+        """Return the sum of both."""
         return self if other is None else Count(self[0] + other[0], self[1] + other[1])
 
 
@@ -253,24 +255,29 @@ class BackwardPasses:
         self._ended = True
 
     def exchanges(self, at_end: Callable[[], bool]) -> bool:
-        """Whether the pass under way is the last of its step; `at_end`: are all batches taken?"""
+        """Return whether the pass under way is the last of its step, and so exchanges.
+
+        Args:
+            at_end: returns whether all batches of the epoch are taken.
+        """
         last = (self.done + 1) % self._every == 0 or (at_end() and not self._grouped)
         return last and not self.paused
 
     def take(self, samples: int, total: int, batch: Any) -> None:
-        """A batch is handed out."""
+        """Called when a batch is handed out."""
         first = next(tensors_of(batch), None)
+        # A weak reference tells later whether the loop has let go of the batch.
         held: Callable[[], object] = (lambda: None) if first is None else weakref.ref(first)
         self._taken.append((Count(samples, total), held))
         self._fresh, self._forwards_on_last = True, 0
 
     def forward(self) -> None:
-        """A forward pass of the whole model begins."""
+        """Called when a forward pass of the whole model begins."""
         self._forwards += 1
         self._forwards_on_last += 1
 
     def backward(self) -> None:
-        """A backward pass begins.
+        """Called when a backward pass begins.
 
         Raises:
             InputError: no batch can be behind it.
@@ -287,6 +294,7 @@ class BackwardPasses:
             return
         if self.ahead is None:
             self.ahead = self._taken_ahead()
+        # Batches that the loop passed over have no gradient.
         while len(self._taken) > self.ahead + 1:
             self._taken.popleft()
         count, _ = self._taken.popleft()
@@ -295,7 +303,7 @@ class BackwardPasses:
         self._in_step = count.plus(self._in_step)
 
     def end(self) -> None:
-        """A backward pass ends."""
+        """Called when a backward pass ends."""
         self.under_way, self.complete = False, True
         self.done += 1
 
@@ -313,14 +321,17 @@ class BackwardPasses:
         return held
 
     def exchange(self) -> tuple[Count, int]:
-        """What is behind the gradient that is exchanged; and how many samples were not before."""
+        """Return the samples behind the gradient that is exchanged now, and how many are new.
+
+        A gradient that is exchanged again, after a further pass on the same batch, has no new ones.
+        """
         new = self._in_exchange
         self._exchanged = new or self._exchanged or Count()
         self._in_exchange = None
         return self._exchanged, new.total if new else 0
 
     def step(self) -> Count:
-        """What is behind the update that is made."""
+        """Return the samples behind the update that is made now."""
         self._stepped = self._in_step or self._stepped or Count()
         self._in_step = None
         self._stepped_since = True

@@ -33,11 +33,11 @@ from orchestra.worker.runtime import Runtime
 from orchestra.worker.worker import QueueOf, Worker
 
 LOADED: tuple[object, str] = contextlib.nullcontext(), "__exit__"
-"""Takes anything, and does nothing."""
+"""A method that takes any arguments and does nothing."""
 
 
 class Command(enum.IntEnum):
-    """What the first worker tells ranks that serve, as all workers leave."""
+    """The first worker's word to ranks that serve, as all workers leave: what follows."""
 
     OVER = 0  # the script is over
     GOES_ON = 1  # it goes on with another loop
@@ -77,7 +77,10 @@ class OwnRank:
         self.worker = Worker(runtime, model, self._spec(), own_optimizer=optimizer, **options)
         if self.worker.layout.device.type != "meta":
             for parameter in self.worker.gradients.parameters:
-                parameter.data = from_dlpack(parameter.data)  # files get whole storages
+                # torch.save writes whole storages: a view of the flat vector would be written as
+                # the whole model, so each parameter gets a storage of its own in that memory
+                # (decision 50).
+                parameter.data = from_dlpack(parameter.data)
         self._prepare_start()
         self._agree_on_moments()
         self.state = strategy.start(self.worker)
@@ -138,29 +141,35 @@ class OwnRank:
         return self.roles.workers
 
     def is_worker(self) -> bool:
-        """Whether this rank has data in the phase under way."""
+        """Return whether this rank has data in the phase under way."""
         return self.worker.rank in self.workers
 
     @property
     def synchronous(self) -> bool:
-        """Whether the workers step together now, on the average of their gradients."""
+        """True if the workers step together now, on the average of their gradients."""
         return self.strategy.under_way(self.state).synchronous
 
     def source(self) -> WorkSource | None:
-        """The queue from which workers now take batches, so unlike numbers; None if dealt out."""
+        """Return the queue from which workers take batches now, or None where these are dealt out.
+
+        Workers that take batches from a queue have unlike numbers of them.
+        """
         return self.strategy.work(self.state)
 
     def sum_over_workers(self, numbers: Tensor) -> Tensor:
-        """Collective over the workers: the sums, in float64 on the CPU, of their `numbers`."""
+        """Collective over the workers: return the sums of their `numbers`, in float64 on the
+        CPU.
+        """
         worker = self.worker
         sums = numbers.detach().to("cpu", torch.float64, copy=True)
         all_reduce(worker.transport, sums, "ring", worker.workers, Tag.COUNT)
         return sums
 
     def alike(self, number: int) -> bool:
-        """Collective over the workers: whether `number`, of 32 bits, is the same on all of them."""
+        """Collective over the workers: return whether all have the same `number`, of 32 bits."""
         worker = self.worker
         numbers = torch.zeros(len(worker.workers), dtype=torch.float64)
+        # float64 holds numbers of 32 bits exactly, and each worker has a place of its own.
         numbers[worker.workers.index(worker.rank)] = number
         return bool((self.sum_over_workers(numbers) == number).all())
 
@@ -168,7 +177,7 @@ class OwnRank:
 
     @property
     def _whole(self) -> bool:
-        """Whether the user's optimizer has the moments, on a worker."""
+        """True if the user's optimizer has the moments, on a worker."""
         return self.strategy.optimizer_of(self.state) is self.optimizer
 
     def _release_moments(self) -> None:
@@ -199,14 +208,14 @@ class OwnRank:
         self._loaded_model = True
 
     def begin_update(self) -> None:
-        """Collective over the workers, before a step: what was collected is of the past."""
+        """Collective over the workers, before a step: release moments that were collected."""
         self.take_over()
         if self._collected:
             self._collected = False
             self._release_moments()
 
     def take_over(self) -> None:
-        """Collective over the workers, before a step: what the user has loaded counts."""
+        """Collective over the workers, before a step: take over what the user has loaded."""
         model, moments = self._loaded_model, self._loaded_moments
         self._loaded_model = self._loaded_moments = False
         if not self.is_worker() or self.ended:
@@ -259,9 +268,9 @@ class OwnRank:
     # Saving
 
     def collect(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Collective over all ranks, with nothing in flight: what each has, on the first worker.
+        """Collective over all ranks, with nothing in flight: return all states on the first worker.
 
-        `order` is what this rank's order of the samples follows from.
+        `order` holds the generators from which this rank's order of the samples follows.
         """
         worker = self.worker
         parameters = worker.named_parameters() if self.is_worker() else {}
@@ -276,7 +285,7 @@ class OwnRank:
         return {str(rank): each for rank, each in ranks.items()}
 
     def _gather(self, own: Any, first: int) -> dict[int, Any]:
-        """Collective over all ranks: the plain data of each on the rank `first`; else nothing."""
+        """Collective over all ranks: return the data of each by rank on `first`, else nothing."""
         worker = self.worker
         if worker.rank != first:
             checkpoints.send_state(worker.transport, own, first)
@@ -301,7 +310,7 @@ class OwnRank:
     def _install(self, moments: Moments) -> None:
         parameters = self.worker.named_parameters()
         for name, state in moments.items():
-            # equal ones were one
+            # Moments of equal content travelled as one tensor, and an optimizer changes them.
             self.optimizer.state[parameters[name]] = map_tensors(state, Tensor.clone)
 
     # Going on from a state
@@ -336,7 +345,9 @@ class OwnRank:
     # Ranks that serve
 
     def tell(self, command: Command) -> None:
-        """On workers, before they stop: the first one tells ranks that serve what follows."""
+        """Tell ranks that serve what follows, from the first worker. Called on workers before
+        they stop.
+        """
         first, serving = self._places()
         if self.worker.rank == first:
             for rank in serving:
@@ -344,7 +355,9 @@ class OwnRank:
                     self.worker.transport.send(torch.tensor([command]), rank, Tag.GOES_ON).wait()
 
     def hear(self) -> Command:
-        """On a rank that serves, once it has stopped: what follows; a restart is done here."""
+        """On a rank that serves, once it has stopped: return what follows; restart or resume
+        here.
+        """
         first, _ = self._places()
         try:
             command = Command(int(self.worker.transport.receive(first, Tag.GOES_ON).wait()))
