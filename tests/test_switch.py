@@ -34,8 +34,8 @@ from orchestra.strategies.switch_rules import (
     NoiseScale,
     NoiseState,
     Straggler,
-    SwitchState,
 )
+from orchestra.strategies.switch_state import SwitchState
 from orchestra.tasks import load_task
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.worker import Step, Worker

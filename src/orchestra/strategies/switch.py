@@ -14,7 +14,8 @@ from orchestra.settings.base import REQUIRED
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.base import CHANGED, Footprint, Roles, Strategy
 from orchestra.strategies.phased import Phased
-from orchestra.strategies.switch_rules import LossStable, Rule, SwitchState
+from orchestra.strategies.switch_rules import LossStable, Rule
+from orchestra.strategies.switch_state import SwitchState
 
 if TYPE_CHECKING:
     from orchestra.parameter_server.messages import Pause

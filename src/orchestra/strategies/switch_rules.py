@@ -1,24 +1,19 @@
-"""When to switch: rules over what is known of each step, and the state that they watch it in."""
+"""When to switch: rules over what is known of each step."""
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import pairwise
 from statistics import fmean, median_low
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import MAX_STEPS, Settings, setting
 from orchestra.settings.base import REQUIRED
 
 if TYPE_CHECKING:
-    from orchestra.exchange import CommonStep
-    from orchestra.schedules.work_queue import Report, WorkQueue
-    from orchestra.worker.worker import QueueOf, Step, Worker
+    from orchestra.worker.worker import Step
 
 
 @dataclass
@@ -313,104 +308,3 @@ class LossStable(Rule):
             return float("inf")
         changes = [abs(new - old) / max(abs(old), self.floor) for old, new in pairwise(losses)]
         return sum(changes) / len(changes)
-
-
-@dataclass
-class SwitchState:
-    """The state of the phase under way; `rule` is what `when` remembers, after `steps` steps.
-
-    The first phase ends as the phase number `level` of those inside one another. A switch inside
-    the second phase of another one begins after the `before` steps of its first. `leaving` finds
-    the step to switch at where workers do not decide alike; their steps so far have cost `seconds`
-    of this worker's computation and communication.
-
-    Where the workers take batches from a queue in place of steps, `rule` and `steps` are those of
-    the sample number `begun`, at which that began. On the rank that holds the queue a rule that
-    observes goes on meanwhile, and has `fired` where the queue is to end. `queue` is a copy of it;
-    `queue_of` makes queues that end with the budget alone.
-    """
-
-    when: Rule = field(metadata=optimizers.TRANSIENT)
-    level: int = field(metadata=optimizers.TRANSIENT)
-    rule: RuleState
-    inner: Any = None
-    switched: bool = False
-    steps: int = 0
-    before: int = 0
-    begun: int | None = None
-    fired: bool = False
-    queue: WorkQueue | None = field(default=None, metadata=optimizers.TRANSIENT)
-    seconds: float = field(default=0.0, metadata=optimizers.TRANSIENT)
-    leaving: CommonStep | None = field(default=None, metadata=optimizers.TRANSIENT)
-    queue_of: QueueOf | None = field(default=None, metadata=optimizers.TRANSIENT)
-
-    def end_watch(self) -> None:
-        """Collective over the workers, where they report: report no more."""
-        if self.leaving is not None:
-            self.leaving.close()
-            self.leaving = None
-
-    def observe(self, step: Step) -> bool:
-        """Let the rule take note of `step`; True to switch now."""
-        return self.when.observe(self.rule, step)
-
-    def report(self, worker: Worker) -> tuple[float, ...]:
-        """Return the fields of a `Report` of the step, from its loss on."""
-        step, before = worker.step, self.seconds
-        self.seconds = exchange.own_seconds(worker)
-        rate = step.rates[0] if step.rates else 0.0
-        return (step.loss, self.seconds - before, rate, step.epoch, step.fraction)
-
-    def is_over(self, worker: Worker, square: float) -> bool:
-        """Return after a step whether all are to switch; `square` is |g|^2 of the average."""
-        if self.leaving is None:
-            return self.observe(worker.step)
-        values = (*self.report(worker), worker.gradients.square, square)
-        self.leaving.report(self.steps, worker.step.samples, *values)
-        return self.leaving.reached(self.steps, wish=False)
-
-    def make_queue(self, start: int, shares: tuple[float, ...]) -> WorkQueue:
-        """Make a queue of the first phase, or of one inside it that begins at sample `start`."""
-        assert self.queue_of is not None
-        queue = self.queue_of(start, shares)
-        assert queue is not None
-        if self.inner is not None:
-            self.count_rounds(start)
-        if self.begun is None:
-            self.begun = start
-        self.queue = queue
-        if self.when.counts:
-            queue.end_at(self._end(queue, self.begun), self.level)
-            return queue
-
-        def observe(reports: Sequence[Report], seconds: tuple[float, ...]) -> None:
-            """Called on the rank that holds the queue, when all batches of a round are done."""
-            if not self.fired and self.observe(exchange.step_of_round(reports, seconds)):
-                self.fired = True
-                queue.end(self.level)
-
-        queue.watch(observe)
-        if self.fired:
-            queue.end(self.level)
-        return queue
-
-    def _end(self, queue: WorkQueue, position: int) -> int:
-        """Find the sample before which a phase ends by a rule that counts, from `position` on."""
-        assert queue.budget is not None
-        # On a copy: the rule itself observes the rounds once they are done (`count_rounds`).
-        rule, over = copy.deepcopy(self.rule), False
-        while position < queue.budget and not over:
-            position = min(position + queue.round, queue.budget)
-            over = self.when.observe(rule, exchange.counted(position, queue.budget))
-        return position
-
-    def count_rounds(self, position: int) -> None:
-        """Count the rounds of a queue that has ended at `position`, and go on from there."""
-        if self.begun is None or self.queue is None:
-            return
-        while self.begun < position:
-            self.begun = min(self.begun + self.queue.round, position)
-            self.steps += 1
-            if self.when.counts:
-                self.observe(exchange.counted(self.begun, self.queue.budget))
-        self.fired = False
