@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from orchestra.bench.calibrate import calibrate
@@ -34,11 +36,14 @@ attempts in all; the least disturbed one counts."""
 EMULATED_QUIET = 0.1
 """The same for an emulated run, in which the kernel's own work for the network counts as that of
 others."""
+SMOOTHED = 4
+"""The training loss is a mean over the last one of this many parts of a run's samples."""
 STEPS = "steps-rank-*.jsonl"
 LEAST_PACE = 1e-3
 """The least factor: a step without a gradient of the rank's own takes no time, which no simulation
 allows."""
 Histogram = Mapping[int, float]
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,7 @@ class Observation:
         switches: how often a core was taken from a rank that had work to do.
         attempts: how often it was run.
         computed: seconds of computation in each step, by rank.
+        losses: the smoothed training loss over the seconds of the run, shape [steps, 2].
     """
 
     step_seconds: float
@@ -64,6 +70,12 @@ class Observation:
     switches: int = 0
     attempts: int = 1
     computed: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    losses: Floats | None = None
+
+    def seconds_to(self, level: float) -> float:
+        """Return the seconds until the training loss is at most `level`."""
+        assert self.losses is not None
+        return float(self.losses[np.argmax(self.losses[:, 1] <= level), 0])
 
 
 @dataclass(frozen=True)
@@ -81,6 +93,8 @@ class FidelityRow:
         replayed: predicted by a simulation in which each step's computation takes as long as in the
             first run: what is left is the error of communication. Of emulated clusters only: where
             ranks share cores, their computation takes as long as the others let it.
+        to_target: seconds until the training loss is at a level that the prediction and all runs
+            reach, predicted and real (the median of the runs).
         others, own, stolen, switches, attempts: see `Observation`: of others the largest, else the
             sum over the runs.
     """
@@ -99,6 +113,7 @@ class FidelityRow:
     parameters_differ: float | None
     staleness: tuple[tuple[float, float], tuple[float, float]] | None = None
     replayed: float | None = None
+    to_target: tuple[float, float] | None = None
     others: float | None = None
     own: float = 0.0
     stolen: float = 0.0
@@ -109,6 +124,13 @@ class FidelityRow:
         """Return predicted over real, less 1."""
         predicted: float = getattr(self, predictor)
         return predicted / self.real_seconds - 1
+
+    @property
+    def target_error(self) -> float | None:
+        """Predicted over real, less 1, of the seconds to the target."""
+        if self.to_target is None or not self.to_target[1]:
+            return None
+        return self.to_target[0] / self.to_target[1] - 1
 
 
 def bench_fidelity(
@@ -242,7 +264,30 @@ def _observation(record: RunRecord, seconds: float, folder: Path) -> Observation
             int(file.stem.rpartition("-")[2]): [line["compute"] for line in _lines(file)]
             for file in sorted(folder.glob(STEPS))
         },
+        losses=losses_of([line for file in folder.glob(STEPS) for line in _lines(file)]),
     )
+
+
+def losses_of(lines: Sequence[Mapping[str, Any]]) -> Floats | None:
+    """Return the seconds and the smoothed training loss of the steps of all ranks, shape
+    [steps, 2], in the order in which they ended; None without a step that tells of its loss.
+    """
+    told = sorted(
+        (line["seconds"], line["loss"], line["samples"])
+        for line in lines
+        if line["samples"] and None not in (line["seconds"], line["loss"])
+    )
+    if not told:
+        return None
+    seconds, loss, samples = np.array(told).T
+    count = np.concatenate([[0.0], np.cumsum(samples)])
+    total = np.concatenate([[0.0], np.cumsum(loss * samples)])
+    # A window of samples, not of steps: asynchronous ranks take different numbers of steps
+    first = np.searchsorted(count, np.maximum(count[1:] - count[-1] / SMOOTHED, 0.0))
+    smoothed = (total[1:] - total[first]) / (count[1:] - count[first])
+    full = count[1:] >= count[-1] / SMOOTHED
+    curve: Floats = np.stack([seconds, smoothed], axis=1)[full]
+    return curve
 
 
 def pace_of(real: Observation, virtual: Observation) -> Pace:
@@ -297,6 +342,12 @@ def row_of(
         for value, share in observation.staleness.items():
             together[value] += share / len(real)
     stale = bool(together) or bool(virtual.staleness)
+    to_target = None
+    curves = [one.losses for one in (virtual, *real) if one.losses is not None]
+    if len(curves) == 1 + len(real):
+        level = max(float(curve[:, 1].min()) for curve in curves)
+        reached = statistics.median(one.seconds_to(level) for one in real)
+        to_target = virtual.seconds_to(level), reached
     return FidelityRow(
         *case.block,
         case.label,
@@ -311,6 +362,7 @@ def row_of(
         parameters_differ,
         (mean_and_tail(virtual.staleness), mean_and_tail(together)) if stale else None,
         None,
+        to_target,
         max((one.others for one in real if one.others is not None), default=None),
         sum(one.own for one in real),
         sum(one.stolen for one in real),

@@ -223,8 +223,7 @@ VERDICT_HEADINGS = (
 )  # fmt: skip
 CASE_HEADINGS = (
     "task", "ranks", "cluster", "strategy", "real", "runs", "simulation", "replayed", "formula",
-    "constant",
-    "bytes", "staleness", "parameters", "others", "switches",
+    "constant", "time to target", "bytes", "staleness", "parameters", "others", "switches",
 )  # fmt: skip
 
 
@@ -259,6 +258,13 @@ def markdown(rows: Sequence[FidelityRow], calibration: Calibration) -> str:
                 "",
                 f"Ratios of real runs, one half of the rounds beside the other: {floor.floor:.1%} "
                 f"in the median, {floor.worst_floor:.1%} at worst. Errors below these say nothing.",
+            ]
+        errors = [abs(error) for row in strategies if (error := row.target_error) is not None]
+        if errors:
+            lines += [
+                "",
+                f"Time to target of the simulation: {statistics.median(errors):.1%} in the median, "
+                f"{max(errors):.1%} at worst.",
             ]
     for group in (controls, strategies):
         lines += ["", *_table(CASE_HEADINGS, map(_cells, group))] if group else []
@@ -304,12 +310,19 @@ def _cells(row: FidelityRow) -> tuple[str, ...]:
         "" if row.replayed is None else f"{row.error('replayed'):+.1%}",
         f"{row.error('formula'):+.0%}",
         f"{row.error('constant'):+.0%}",
+        _to_target(row),
         f"{row.bytes_difference:+d}" if row.bytes_difference else "0",
         _staleness(row),
         "" if row.parameters_differ is None else f"{row.parameters_differ:.3g}",
         "" if row.others is None else f"{row.others:.0%}",
         str(row.switches),
     )
+
+
+def _to_target(row: FidelityRow) -> str:
+    if row.to_target is None or row.target_error is None:
+        return ""
+    return f"{row.target_error:+.1%} ({row.to_target[1]:.2f} s)"
 
 
 def _staleness(row: FidelityRow) -> str:
