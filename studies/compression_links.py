@@ -77,6 +77,8 @@ def step_seconds(strategy: str, megabits: float) -> float:
             "digits28", strategy, ranks=NODES, engine="emulation", cluster=cluster,
             out=Path(folder) / "run", quiet=True, batch_size=32, equal="worker_batch", steps=steps,
             snapshots=0, optimizer="SGD(lr=0.1)", threads=1, trace_steps=0,
+            # The learning rate is too high for some of them; a step takes as long.
+            stop_on_nonfinite=False,
         )  # fmt: skip
     assert record.train_seconds is not None
     return record.train_seconds / steps

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from orchestra.bench.fidelity import (
     bench_fidelity,
     distance,
     largest_difference,
+    losses_of,
     mean_and_tail,
     observe,
     pace_of,
@@ -229,6 +231,44 @@ def test_a_row_puts_all_runs_together() -> None:
     assert made.staleness_distance == pytest.approx(5 / 6)
 
 
+def told(rank_paces: Sequence[float], steps: int = 8) -> list[dict[str, float]]:
+    """Steps of ranks that take these seconds each, and whose loss falls by 1 a step."""
+    return [
+        {"seconds": pace * step, "loss": 10.0 - step, "samples": 4}
+        for pace in rank_paces
+        for step in range(1, steps + 1)
+    ]
+
+
+def test_the_training_loss_is_smoothed_over_samples() -> None:
+    losses = losses_of(told([1.0]))
+    assert losses is not None
+    # A quarter of 32 samples are two steps
+    assert losses.tolist() == [[float(n), 10.0 - n + 0.5] for n in range(2, 9)]
+    unequal = [
+        {"seconds": 1.0, "loss": 4.0, "samples": 6},
+        {"seconds": 2.0, "loss": 0.0, "samples": 2},
+    ]
+    assert losses_of(unequal).tolist() == [[1.0, 4.0], [2.0, 0.0]]  # type: ignore[union-attr]
+    assert losses_of([{"seconds": 1.0, "loss": None, "samples": 4}]) is None
+    assert losses_of([{"seconds": 1.0, "loss": 1.0, "samples": 0}]) is None
+
+
+def test_the_target_is_what_the_prediction_and_all_runs_reach() -> None:
+    def run(*paces: float, steps: int = 8) -> Observation:
+        return Observation(1.0, 0, {}, losses=losses_of(told(paces, steps)))
+
+    case = Case("ring", CNN, 2)
+    row = row_of(case, [run(2.0), run(3.0), run(4.0)], run(1.5), 1.0, 1.0, None)
+    assert row.to_target == (12.0, 24.0)
+    assert row.target_error == -0.5
+    # The prediction ends at a loss of 5.5: after five steps of the others
+    row = row_of(case, [run(2.0)], run(1.5, steps=5), 1.0, 1.0, None)
+    assert row.to_target is not None
+    assert row.to_target[1] == 10.0
+    assert row_of(case, [Observation(1.0, 0, {})], run(1.0), 1.0, 1.0, None).to_target is None
+
+
 def test_where_nothing_is_stale_there_is_no_distance() -> None:
     one = Observation(1.0, 7, {})
     made = row_of(Case("ring", CNN, 2), [one], one, 1.0, 1.0, 0.0)
@@ -321,13 +361,17 @@ def test_clusters_have_to_be_emulated(
 
 
 def test_a_table_says_all(tmp_path: Path) -> None:
-    rows = (row("ring", 2e-3, 2.1e-3), dataclasses.replace(row("gossip", 1e-3, 1e-3), ranks=3))
+    rows = (
+        dataclasses.replace(row("ring", 2e-3, 2.1e-3), to_target=(1.2, 1.0)),
+        dataclasses.replace(row("gossip", 1e-3, 1e-3), ranks=3),
+    )
     lines = markdown(rows, CALIBRATION).splitlines()
+    assert "Time to target of the simulation: 20.0% in the median, 20.0% at worst." in lines
     assert lines[0].startswith("Measured on 2026-11-21: abacus, 2 cores, torch 2; 3 runs")
     assert "| simulation |  |  |  | 0.0% | 0.0% | 2.5% | 5.0% | 0 of 0 |" in lines
     assert (
-        "| task | 2 |  | ring | 2.00 ms | ±0% | +5.0% |  | +99900% | +49900% | 0 |  |  |  | 0 |"
-        in lines
+        "| task | 2 |  | ring | 2.00 ms | ±0% | +5.0% |  | +99900% | +49900% | +20.0% (1.00 s) | 0 |"
+        "  |  |  | 0 |" in lines
     )
 
 
@@ -352,6 +396,7 @@ def test_predictions_beside_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asynchronous.parameters_differ is None
     assert asynchronous.staleness_distance is not None
     assert all(r.simulated > 0 and r.real_seconds > 0 for r in rows)
+    assert all(r.target_error is not None for r in rows)
 
 
 def test_a_stop_keeps_the_blocks_before_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,6 +201,9 @@ def test_host_links_of_a_star(tmp_path: Path) -> None:
     cluster = imported(tmp_path, star)
     assert way(cluster, "a", "b") == (10e6, pytest.approx(5e-3))
     assert way(cluster, "b", "a") == (20e6, pytest.approx(6e-3))
+    second = star.replace("</zone>", '<backbone id="b2" bandwidth="1MBps" latency="0"/></zone>')
+    with pytest.raises(InputError, match=r"<backbone> b2 is a second one of its zone"):
+        read_platform(platform(tmp_path, second))
 
 
 REFUSED = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Container, Mapping
 from dataclasses import replace
@@ -69,6 +70,9 @@ def test_a_target_is_reached_between_two_snapshots() -> None:
     assert at is not None
     assert (at.samples, at.seconds, at.spacing) == pytest.approx((250, 5.0, 2.0))
     assert reached(points(0.5, 0.8), ACCURACY) is None
+    came_back = reached(points(0.5, math.nan, 1.0), ACCURACY)  # on a line from the first one
+    assert came_back is not None
+    assert came_back.spacing == 2 * at.spacing
     falling = reached(points(0.9, 0.5), Target("accuracy", at_most=0.7))
     assert falling is not None
     assert falling.samples == pytest.approx(150)

@@ -275,7 +275,7 @@ def losses_of(lines: Sequence[Mapping[str, Any]]) -> Floats | None:
     told = sorted(
         (line["seconds"], line["loss"], line["samples"])
         for line in lines
-        if line["samples"] and None not in (line["seconds"], line["loss"])
+        if line.get("samples") and None not in (line["seconds"], line.get("loss"))
     )
     if not told:
         return None
@@ -283,7 +283,8 @@ def losses_of(lines: Sequence[Mapping[str, Any]]) -> Floats | None:
     count = np.concatenate([[0.0], np.cumsum(samples)])
     total = np.concatenate([[0.0], np.cumsum(loss * samples)])
     # A window of samples, not of steps: asynchronous ranks take different numbers of steps
-    first = np.searchsorted(count, np.maximum(count[1:] - count[-1] / SMOOTHED, 0.0))
+    begin = np.maximum(count[1:] - count[-1] / SMOOTHED, 0.0)
+    first = np.searchsorted(count, begin, side="right") - 1
     smoothed = (total[1:] - total[first]) / (count[1:] - count[first])
     full = count[1:] >= count[-1] / SMOOTHED
     curve: Floats = np.stack([seconds, smoothed], axis=1)[full]

@@ -125,7 +125,11 @@ def _check_text(drawn: Map, check: Check) -> str:
         return f"{where}: not emulated: {check.failure}"
     times = (
         f"{name} predicted {significant(seconds)} s, measured "
-        + (f"{significant(value)} s" if (value := check.measured.get(name)) else "not reached")
+        + (
+            "not reached"
+            if (value := check.measured.get(name)) is None
+            else f"{significant(value)} s"
+        )
         for name, seconds in check.predicted.items()
     )
     verdict = {True: "right", False: "wrong", None: "undecided"}[check.agrees]

@@ -222,8 +222,10 @@ class _Platform:
         for each in element.of("route", *ZONES):
             each.refuse("does not belong in a zone with the routing Cluster")
         links = {each.id: each for each in element.of("host_link")}
+        for further in element.of("backbone")[1:]:
+            further.refuse("is a second one of its zone; one is known")
         bones = [self._wires[each.id] for each in element.of("backbone")]
-        top, late = self._middle(element, bones[:1], above)
+        top, late = self._middle(element, bones, above)
         for host in element.of("host"):
             if host.id not in links:
                 host.refuse("has no host_link")

@@ -372,7 +372,11 @@ class _Distributed(Trainer):
         """Replace the metrics by the first worker's, so that all stop and choose the best model
         by the same numbers.
         """
-        names = [name for name, value in metrics.items() if isinstance(value, int | float)]
+        names = [
+            name
+            for name, value in metrics.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        ]
         # Zeros from the others: the sum is the first one's numbers
         numbers = torch.zeros(len(names), dtype=torch.float64)
         if self.args.process_index == 0:

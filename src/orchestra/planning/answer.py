@@ -254,9 +254,11 @@ def headline(rows: Sequence[Row], best: Row | None, target: Target | None) -> st
         alone = f"{best.name} on {best.nodes[0]} {reaches}"
         if not any(row.speed for row in rows if row.strategy != "Single()"):
             return f"{alone}; there was no time to simulate any other strategy."
-        rival = next((r for r in rows if r.seconds is not None and len(r.nodes) > 1), None)
+        rival = next((r for r in rows if r.seconds is not None and r.ranks > 1), None)
         beside = f"; the best of several is {rival.name}, {time_text(rival)} s" if rival else ""
-        return f"One machine wins: {alone}{beside}."
+        # On a cluster of one node the others are processes of the same machine
+        one = "machine" if any(len(row.nodes) > 1 for row in rows) else "process"
+        return f"One {one} wins: {alone}{beside}."
     single = next((r for r in rows if r.strategy == "Single()" and r.seconds is not None), None)
     gain = ""
     if single is not None and single.seconds is not None:

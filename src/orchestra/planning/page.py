@@ -60,7 +60,7 @@ def _styles(names: Sequence[str]) -> dict[str, Style]:
     shapes = list(SIGNS)
     found = {}
     for number, name in enumerate(names):
-        single = name == "one process"
+        single = name.startswith("one process")  # with whatever batch
         found[name] = Style(
             INK if single else COLOURS[number % len(COLOURS)],
             DASHES[number // len(COLOURS) % len(DASHES)] if not single else DASHES[0],

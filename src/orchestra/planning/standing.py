@@ -61,7 +61,8 @@ def reached(points: Sequence[Point], target: Target) -> Reached | None:
                 before.seconds + part * (point.seconds - before.seconds),
                 point.seconds - before.seconds,
             )
-        if value is not None:
+        # A run that diverges may come back; nothing lies on a line from what is not a number
+        if value is not None and math.isfinite(value):
             before = point
     return None
 

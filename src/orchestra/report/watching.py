@@ -225,7 +225,9 @@ class RunWatch:
             number = path.stem.rpartition("-")[2]
             # The folder is open to others; a copy of such a file must not end whoever watches
             if number.isdecimal():
-                self._tracks.setdefault(int(number), RankTrack(path)).look()
+                if int(number) not in self._tracks:
+                    self._tracks[int(number)] = RankTrack(path)
+                self._tracks[int(number)].look()
 
     def _now(self, status: Status, live: Live | None, now: float) -> RunView:
         tracks = {rank: track for rank, track in self._tracks.items() if track.window}
