@@ -205,6 +205,37 @@ def test_large_messages_pass_each_other() -> None:
         on_ranks(transports, one_way_each)
 
 
+@pytest.mark.parametrize("elements", [10, 8 << 20])
+def test_a_buffered_send_takes_the_values_of_its_call(elements: int) -> None:
+    with mesh(2) as (zero, one):
+        values, buffer = torch.ones(elements), torch.empty(elements)
+        send = zero.send(values, 1, 0, buffer=buffer)
+        values.zero_()
+        receive = one.receive(0, 0)
+        until(lambda: all([send.done(), receive.done()]))
+        assert bool((receive.wait() == 1.0).all())
+        send.wait()
+        to_itself = zero.send(values, 0, 1, buffer=buffer)
+        values.fill_(3.0)
+        to_itself.wait()
+        assert float(zero.receive(0, 1).wait().sum()) == 0.0
+
+
+def test_a_message_with_more_to_come_leaves_with_the_next_one() -> None:
+    with mesh(2) as (zero, one):
+        head = zero.send(torch.tensor(1), 1, 0, more=True)
+        first, second = one.receive(0, 0), one.receive(0, 1)
+        for _ in range(100):
+            assert not first.done()
+        rest = zero.send(torch.arange(300_000), 1, 1)  # larger than what leaves in one call
+        until(lambda: all([head.done(), rest.done(), first.done(), second.done()]))
+        assert int(first.wait()) == 1
+        assert torch.equal(second.wait(), torch.arange(300_000))
+        lonely = zero.send(torch.tensor(2), 1, 2, more=True)  # whoever waits next sends it
+        lonely.wait()
+        assert int(one.receive(0, 2).wait()) == 2
+
+
 def test_done_sees_what_lies_in_the_kernel_without_a_wait() -> None:
     with mesh(2) as (zero, one):
         handle = zero.receive(1, 0)

@@ -221,6 +221,7 @@ class Stream:
         if self.outbox is None:
             return None
         segment = self.outbox.take(length)
+        # A much larger one serves, too, but a message of its size may want it meanwhile.
         if segment is None or segment.capacity >= 4 * length:
             new = self.outbox.grow(length)
             if new is not None:
