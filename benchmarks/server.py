@@ -309,8 +309,10 @@ def _ray(runtime: Runtime, size: str, pushes: int) -> Callable[[], None]:
     ray = importlib.import_module("ray")
     if not ray.is_initialized():
         ray.init(num_cpus=workers + 1, include_dashboard=False, log_to_driver=False)
-    server = ray.remote(RayServer).remote(size)
-    clients = [ray.remote(RayWorker).remote(size) for _ in range(workers)]
+    # Under its own name: Ray's processes have another __main__.
+    own = importlib.import_module("benchmarks.server")
+    server = ray.remote(own.RayServer).remote(size)
+    clients = [ray.remote(own.RayWorker).remote(size) for _ in range(workers)]
 
     def block() -> None:
         ray.get([client.push.remote(server, pushes) for client in clients])
