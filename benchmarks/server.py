@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import os
 import statistics
 import sys
@@ -41,8 +42,8 @@ SHAPES = {"0.25 MB": (250, 250), "4 MB": (1_000, 1_000), "40 MB": (2_500, 4_000)
 """Of the one matrix of each model, in float32."""
 BLOCK_BYTES = 100_000_000
 """That each worker pushes in a block, of small models less."""
-WAYS = {"memory": "1", "sockets": "0"}
-"""How large messages go, and the ORCHESTRA_SHARED_MEMORY that makes them."""
+WAYS = ("memory", "sockets")
+"""How large messages go."""
 RATE = 0.01
 DESCRIPTION = """\
 Count the pushes with their pulls a second of an asynchronous ParameterServer with 2 and 4 workers
@@ -91,7 +92,7 @@ def bench_server(
     workers: Sequence[int] = (2, 4),
     rounds: int = 7,
     sizes: Sequence[str] = tuple(SHAPES),
-    ways: Sequence[str] = tuple(WAYS),
+    ways: Sequence[str] = WAYS,
     block_bytes: int = BLOCK_BYTES,
     on_progress: Progress | None = None,
 ) -> list[ServerRow]:
@@ -100,26 +101,18 @@ def bench_server(
     Raises KeyboardInterrupt where the user stopped it.
     """
     rows = []
-    before = os.environ.get("ORCHESTRA_SHARED_MEMORY")
-    try:
-        for count in workers:
-            for way in ways:
-                os.environ["ORCHESTRA_SHARED_MEMORY"] = WAYS[way]
-                peers = (GLOO, RPC, *_ray_if_there()) if way == "memory" else (GLOO,)
-                with tempfile.TemporaryDirectory(prefix="orchestra-bench-") as folder:
-                    assignment = Assignment(rounds, folder, tuple(sizes), peers, block_bytes)
-                    results = run_ranks(
-                        measure, assignment, count + 1,
-                        steps=(1 + len(peers)) * (rounds + 1),
-                        what=f"{count} workers over {way}", on_progress=on_progress,
-                    )  # fmt: skip
-                # the server's clock: from the first push to the last
-                for size, blocks in results[count].items():
-                    rows.append(_row(count, size, way, blocks, pushes_of(size, block_bytes)))
-    finally:
-        del os.environ["ORCHESTRA_SHARED_MEMORY"]
-        if before is not None:
-            os.environ["ORCHESTRA_SHARED_MEMORY"] = before
+    for count, way in itertools.product(workers, ways):
+        peers = (GLOO, RPC, *_ray_if_there()) if way == "memory" else (GLOO,)
+        with tempfile.TemporaryDirectory(prefix="orchestra-bench-") as folder:
+            assignment = Assignment(rounds, folder, tuple(sizes), peers, block_bytes)
+            results = run_ranks(
+                measure, assignment, count + 1,
+                steps=(1 + len(peers)) * (rounds + 1), what=f"{count} workers over {way}",
+                on_progress=on_progress, shared_memory=way == "memory",
+            )  # fmt: skip
+        # the server's clock: from the first push to the last
+        for size, blocks in results[count].items():
+            rows.append(_row(count, size, way, blocks, pushes_of(size, block_bytes)))
     return rows
 
 

@@ -251,6 +251,7 @@ def _observation(record: RunRecord, seconds: float, folder: Path) -> Observation
     whole = sum(record.staleness_histogram.values())
     shares = {int(value): count / whole for value, count in record.staleness_histogram.items()}
     usages = [rank["usage"] for rank in record.by_rank if rank["usage"] is not None]
+    lines = {int(file.stem.rpartition("-")[2]): _lines(file) for file in sorted(folder.glob(STEPS))}
     return Observation(
         seconds,
         record.bytes_sent,
@@ -260,11 +261,8 @@ def _observation(record: RunRecord, seconds: float, folder: Path) -> Observation
         # Stolen time is the machine's, and every rank reads it
         stolen=max((usage.stolen or 0.0 for usage in usages), default=0.0),
         switches=sum(usage.switches for usage in usages),
-        computed={
-            int(file.stem.rpartition("-")[2]): [line["compute"] for line in _lines(file)]
-            for file in sorted(folder.glob(STEPS))
-        },
-        losses=losses_of([line for file in folder.glob(STEPS) for line in _lines(file)]),
+        computed={rank: [line["compute"] for line in own] for rank, own in lines.items()},
+        losses=losses_of([*itertools.chain(*lines.values())]),
     )
 
 

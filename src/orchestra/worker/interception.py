@@ -176,20 +176,9 @@ class InterceptedTransport(Transport):
     def bytes_sent(self) -> int:
         return self.inner.bytes_sent
 
-    def send(
-        self,
-        tensor: Tensor,
-        to: int,
-        tag: int,
-        *,
-        buffer: Tensor | None = None,
-        more: bool = False,
-    ) -> Handle:
+    def send(self, tensor: Tensor, to: int, tag: int, **options: Any) -> Handle:
         operation = Operation("send", to, tag, tensor.nbytes)
-        return self._begun(
-            operation,
-            lambda: self.inner.send(tensor, to, operation.tag, buffer=buffer, more=more),
-        )
+        return self._begun(operation, lambda: self.inner.send(tensor, to, operation.tag, **options))
 
     def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> Handle:
         operation = Operation("receive", source, tag)

@@ -36,9 +36,7 @@ its ranks, seconds of computation before it, and those that pass from the last a
 Ranks = tuple[int, ...]
 
 Turn = tuple[bool, list[Segment]]
-"""A flag and segments: True for rounds of a ring, of one segment each; False for the segments of
-one round.
-"""
+"""True with rounds of a ring, of one segment each; False with the segments of one round."""
 
 MAX_KEPT = 64
 """Results that are kept for equal arrivals: more than a step has buckets, usually."""
@@ -334,13 +332,13 @@ class PlacedPlan:
         arriving = np.argsort(target)
         payload = np.minimum(rows[:, 5] - number * plan.segment, plan.segment) * plan.itemsize
         near = self._host[source] == self._host[target]
-        distinct, kinds = np.unique(2 * (payload + HEADER) + near, return_inverse=True)
-        charges = [self.net.message_cost(int(each) // 2, bool(each % 2)) for each in distinct]
+        codes, kinds = np.unique(2 * (payload + HEADER) + near, return_inverse=True)
+        distinct = [(int(code) // 2, bool(code % 2)) for code in codes]
+        charges = [self.net.message_cost(*each) for each in distinct]
         first, rest, receiving = np.array(charges)[kinds].T
         reduces = rows[:, 4] == REDUCE
         adding = np.where(reduces, overhead.add * payload, 0.0)
-        buffered = [overhead.is_buffered(int(each) // 2, bool(each % 2)) for each in distinct]
-        held = ~np.array(buffered)[kinds]
+        held = ~np.array([overhead.is_buffered(*each) for each in distinct])[kinds]
         # The receiver adds to what it sends itself, once that has left (as in `butterfly`).
         freed = reduces & (own[target] == rows[:, 2:4]).all(axis=1)
         shift = 0

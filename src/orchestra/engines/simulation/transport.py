@@ -56,15 +56,8 @@ class SimulatedTransport(Transport):
         self._port.meter.settle()
         return self._port.bytes_sent
 
-    def send(
-        self,
-        tensor: Tensor,
-        to: int,
-        tag: int,
-        *,
-        buffer: Tensor | None = None,
-        more: bool = False,
-    ) -> Sending:
+    # Every send is copied, and each message leaves by itself: no option changes anything.
+    def send(self, tensor: Tensor, to: int, tag: int, **_: Any) -> Sending:
         """Start sending a contiguous `tensor`; see `Transport.send`."""
         assert tensor.is_contiguous(), "only contiguous tensors can be sent"
         assert 0 <= to < self.size, f"there is no rank {to} among {self.size}"
@@ -319,10 +312,8 @@ class SimulatedTransport(Transport):
             self.traffic.seconds_communicating += moving
 
     def _seconds_to_take(self, receive: matching.Receive) -> float:
-        net = self._port.net
-        return net.message_cost(
-            receive.frame_bytes, net.is_near(receive.source, self.rank)
-        ).receiving
+        near = self._port.net.is_near(receive.source, self.rank)
+        return self._port.net.message_cost(receive.frame_bytes, near).receiving
 
     def _may_sleep_through(self) -> bool:
         """Return whether the seconds to take a message in are known before it arrives."""
