@@ -318,6 +318,7 @@ def messages_of(first: Found, second: Found, near: MessageTimes, cores: int) -> 
 
 
 def mean_times(one: MessageTimes, other: MessageTimes) -> MessageTimes:
+    """Return the means of what both ranks measured, point by point."""
     return MessageTimes(
         _mean(one.send, other.send),
         _mean(one.receive, other.receive),
