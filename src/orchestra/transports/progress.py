@@ -60,6 +60,7 @@ class ProgressEngine:
             peer: Stream(connection, peer, self._mailbox)
             for peer, connection in connections.items()
         }
+        self._corked: set[Stream] = set()  # with a message that leaves with the next one
         for stream in self._streams.values():
             self._selector.register(stream.connection, stream.events, stream)
         _engines.add(self)
@@ -88,7 +89,7 @@ class ProgressEngine:
         threading.Thread(target=self._see_off, name="latency", daemon=True).start()
 
     def send(self, send: Send, *, more: bool = False) -> None:
-        """Queue `send`, and hand over at once what the kernel takes; with `more`, at the next."""
+        """Queue `send`; hand over what the kernel takes, with `more` at the next send or wait."""
         with self._lock:
             self._raise_failure()
             if send.to in self._mailbox.gone:
@@ -99,7 +100,9 @@ class ProgressEngine:
                 stream.shared_bytes += send.tensor.nbytes
             if not (self._latency is not None and self._keep_back(stream, send)):
                 stream.backlog.append(send)
-                if not more and not stream.events & selectors.EVENT_WRITE:
+                if more:
+                    self._corked.add(stream)
+                elif not stream.events & selectors.EVENT_WRITE:
                     self._serve(stream, selectors.EVENT_WRITE)
             self._announce()
 
@@ -290,6 +293,10 @@ class ProgressEngine:
     def _advance(self, timeout: float | None) -> float:
         """Lead or follow for one turn; return the seconds blocked."""
         started = time.perf_counter()
+        # No selector knows of what was left to a message that has not come.
+        while self._corked:
+            self._serve(self._corked.pop(), selectors.EVENT_WRITE)
+            timeout = 0.0  # it may be what this flow waits for
         if self._leading:
             self._followers += 1
             try:
@@ -338,6 +345,7 @@ class ProgressEngine:
 
     def _serve(self, stream: Stream, events: int) -> None:
         """Write and read what is possible now; a broken stream means a lost rank."""
+        self._corked.discard(stream)
         try:
             # Under TLS either direction may wait for the other.
             if (events & selectors.EVENT_WRITE or stream.encrypted) and stream.write():
@@ -361,6 +369,7 @@ class ProgressEngine:
 
     def _drop(self, stream: Stream, reason: str, *, lost: bool) -> None:
         del self._streams[stream.rank]
+        self._corked.discard(stream)
         self._selector.unregister(stream.connection)
         stream.close()
         self._mailbox.depart(stream.rank, reason, stream.incoming, lost=lost)
