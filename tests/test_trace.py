@@ -15,6 +15,7 @@ import torch
 from tests.meshes import mesh
 from tests.training import settings, step_lines, train_processes
 
+from orchestra.engines.processes.system import TimedCompute
 from orchestra.records.report import Instant, Message, RankReport, Slice, Timeline
 from orchestra.records.trace import FILE, THREADS, trace_events, write_trace
 from orchestra.settings import parse
@@ -22,6 +23,7 @@ from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.trace import STEPS
 from orchestra.trainer.trace import Trace as RankTrace
 from orchestra.worker.interception import Chain, InterceptedTransport
+from orchestra.worker.runtime import Work
 
 TAG = 7
 OTHERS = "move other messages"
@@ -390,3 +392,10 @@ def test_a_rank_that_was_left_out_is_not_there(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     write_trace(tmp_path, [report(0, None), sending(1, "a", 0.0)])
     assert Trace(read(tmp_path).events).names("process") == {"rank 1: worker"}
+
+
+def test_what_surrounds_a_gradient_is_not_charged() -> None:
+    """Neither the trace nor the record of steps counts it as computation on real processes."""
+    compute = TimedCompute()
+    compute.run(Work("step", 8), lambda: None)
+    assert compute.seconds == compute.main_seconds == 0.0

@@ -168,7 +168,9 @@ class TimedCompute:
     _waited: float = 0.0  # inside computations that have not ended
 
     def run(self, work: Work, function: Callable[[], T]) -> T:
-        if self._in_gradient == threading.get_ident():  # a bucket is encoded: its time counts there
+        # The time of a bucket that is encoded during a gradient counts there. Only a simulation
+        # charges a "step", which stands for what surrounds a gradient.
+        if self._in_gradient == threading.get_ident() or work.kind == "step":
             return function()
         if work.kind == "gradient":
             self._in_gradient = threading.get_ident()
