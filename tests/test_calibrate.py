@@ -15,7 +15,7 @@ from tests.training import settings
 
 from orchestra.bench import calibrate as bench
 from orchestra.bench.calibrate import Workload, calibrate, contention, thread_counts
-from orchestra.bench.calibrate.messages import calibrate_links
+from orchestra.bench.calibrate.messages import REDUCED, Found, calibrate_links, messages_of
 from orchestra.bench.calibrate.training import Profile
 from orchestra.bench.timing import curve_of, spread
 from orchestra.cli.main import main
@@ -23,6 +23,7 @@ from orchestra.cluster.calibration import (
     Calibration,
     Curve,
     Messages,
+    MessageTimes,
     Parameter,
     TaskCosts,
     Timing,
@@ -30,6 +31,7 @@ from orchestra.cluster.calibration import (
     read_calibration,
 )
 from orchestra.cluster.costs import Line, MemoryCosts, Overhead, Sharing
+from orchestra.collectives import Group, all_reduce
 from orchestra.engines.simulation.cost_source import cost_source_of, key_of
 from orchestra.engines.simulation.costs import CalibratedCosts
 from orchestra.errors import InputError
@@ -284,10 +286,22 @@ def test_a_stage_without_a_share_of_its_own_takes_an_equal_one() -> None:
 
 def test_a_message_takes_what_was_measured_and_what_surrounds_it() -> None:
     overhead = CALIBRATION.overhead(COSTS)
-    assert overhead.send.at(1) == pytest.approx(0.11)
-    assert overhead.receive.at(1) == pytest.approx(0.21)
+    assert overhead.send.at(1) == pytest.approx(0.1)
+    assert overhead.receive.at(1) == pytest.approx(0.2)
     assert overhead.add == pytest.approx(2.0 / 4)
     assert (overhead.cold, overhead.collective, overhead.buffer) == (0.5, 0.03, 100)
+    assert overhead.handling == 0.02
+
+
+def test_handling_is_what_a_server_takes_beside_its_work_and_its_messages() -> None:
+    """Of a round with a request and a gradient, an answer and the values."""
+    times = MessageTimes(*(Curve(((31.0, cost), (REDUCED, cost))) for cost in (0.1, 0.2, 0.4)))
+    worker = Found(times, flat(0.05), {"add": flat(1.0)}, 2.0, 1.5, served=0.0, buffer_bytes=100)
+    server = dataclasses.replace(worker, served=2 * 0.1 + 2 * 0.2 + 4 * 0.07)
+    found = messages_of(worker, server, times, cores=2)
+    assert found.handling == pytest.approx(0.07)
+    quick = dataclasses.replace(worker, served=0.5)  # less than its messages alone
+    assert messages_of(worker, quick, times, cores=2).handling == 0.0
 
 
 def test_a_node_of_double_speed_takes_half_the_time() -> None:
@@ -320,6 +334,30 @@ def test_a_message_to_oneself_and_the_first_after_a_step_cost_more() -> None:
     overhead = Overhead(Line(1.0, 0.0), Line(1.0, 0.0), 0.0, 1000, 1.0, Line(0.25, 0.0), cold=0.5)
     outcome = run_ranks(2, program, costs=CalibratedCosts(CALIBRATION, COSTS), overhead=overhead)
     assert outcome.results[0] == pytest.approx([1.0, 2.0, 2.1, 3.6, 3.85])
+
+
+def test_a_strategy_takes_time_around_its_messages_and_a_collective_does_not() -> None:
+    def program(runtime: Runtime) -> list[float]:
+        import torch
+
+        transport, times = runtime.transport, []
+        if runtime.rank == 0:
+            transport.send(torch.zeros(1), 1, tag=1)
+        else:
+            transport.receive(0, tag=1).wait()
+        times.append(transport.now())
+        all_reduce(transport, torch.zeros(2), "ring", Group((0, 1)), tag=2)
+        return [*times, transport.now()]
+
+    def ends(handling: float) -> list[list[float]]:
+        overhead = Overhead(Line(1.0, 0.0), Line(1.0, 0.0), 0.0, 1000, 1.0, handling=handling)
+        costs = CalibratedCosts(CALIBRATION, COSTS)
+        return [*run_ranks(2, program, costs=costs, overhead=overhead).results]
+
+    (_, plain), (sent, received) = ends(0.0), (times[0] for times in ends(0.25))
+    assert sent == pytest.approx(1.25)
+    assert received == pytest.approx(plain[0] + 0.5)  # the sender's and its own
+    assert ends(0.25)[1][1] == pytest.approx(plain[1] + 0.5)
 
 
 # What a simulated run goes by

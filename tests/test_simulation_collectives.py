@@ -43,6 +43,7 @@ COSTLY = Overhead(
     wire=1.06,
     cold=3e-6,
     collective=7e-6,
+    handling=5e-6,
 )
 TAG, FOREIGN = 70, 71
 HEADER = header_bytes(1)

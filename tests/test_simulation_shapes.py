@@ -42,6 +42,7 @@ COSTLY = Overhead(
     local=Line(8e-6, 1e-10),
     cold=30e-6,
     collective=7e-6,
+    handling=5e-6,
 )
 """As calibrations are: every figure counts."""
 

@@ -74,10 +74,6 @@ class Curve:
         known = zip(self.points, self.spread, strict=False)
         return next((spread for point, spread in known if point[0] == amount), 0.0)
 
-    def plus(self, seconds: float) -> Curve:
-        """Return the same, and `seconds` more for each amount."""
-        return Curve(tuple((amount, value + seconds) for amount, value in self.points), self.spread)
-
 
 @dataclass(frozen=True)
 class Parameter:
@@ -223,7 +219,7 @@ class Messages(MessageTimes):
 
     Attributes:
         local: processor seconds of a message between two flows of one rank, at both ends.
-        handling: processor seconds of a strategy around a message, at both ends together.
+        handling: processor seconds of a strategy around a message, at either end.
         collective: processor seconds of an all-reduce beside its messages and additions.
         buffer_bytes: up to this size a send is over at once, whatever the receiver does.
         latency: seconds of a small message beyond those of both processors, one way.
@@ -293,25 +289,22 @@ class Calibration:
         """
         add = self.work["add"]
         (fewer, short), (more, long) = add.points[0], add.points[-1]
-        handling = self.messages.handling / 2
         in_memory = self.in_memory or MemoryCosts()
         if self.near is not None:
             in_memory = dataclasses.replace(
-                in_memory,
-                send=self.near.send.plus(handling),
-                receive=self.near.receive.plus(handling),
+                in_memory, send=self.near.send, receive=self.near.receive
             )
         return Overhead(
-            # Half at either end: only the sum was measured
-            send=self.messages.send.plus(handling),
-            receive=self.messages.receive.plus(handling),
-            # The slope alone: what an addition has beside its bytes is part of `handling`.
+            send=self.messages.send,
+            receive=self.messages.receive,
+            # The slope alone: what an addition has beside its bytes is small, and in no figure.
             add=(long - short) / (more - fewer) / 4,
             buffer=self.messages.buffer_bytes,
             wire=WIRE,
             local=self.messages.local,
             cold=task.cold,
             collective=self.messages.collective,
+            handling=self.messages.handling,
             in_memory=in_memory,
         )
 

@@ -101,7 +101,7 @@ class Overhead(Settings):
     """The costs of messages besides the links that they cross, in processor seconds.
 
     `cold` is once for each step with messages: these and the gradient push each other out of the
-    caches.
+    caches. `handling` is the strategy's own code around a message; in a collective there is none.
     """
 
     send: Cost = setting(REQUIRED, "of the sender, over the bytes of a message with its header")
@@ -117,6 +117,9 @@ class Overhead(Settings):
     _: KW_ONLY
     cold: float = quantity(SECONDS, 0.0, "of a step with messages beside both alone", low=0)
     collective: float = quantity(SECONDS, 0.0, "of an all-reduce beside its messages", low=0)
+    handling: float = quantity(
+        SECONDS, 0.0, "of a message outside of collectives, at either end", low=0
+    )
     in_memory: MemoryCosts = setting(MemoryCosts(), "of what is in shared memory")
     tcp: Tcp = setting(Tcp(), "what TCP takes of the links")
 

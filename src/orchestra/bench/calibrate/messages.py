@@ -6,13 +6,16 @@ import functools
 import itertools
 import math
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from orchestra.bench.calibrate.training import FIRST_STEPS, Inner, Profile
 from orchestra.bench.timing import (
     Budget,
     Kept,
@@ -27,6 +30,9 @@ from orchestra.cluster.calibration import Curve, Messages, MessageTimes
 from orchestra.collectives import Group, all_reduce
 from orchestra.engines.processes.environment import Launched
 from orchestra.schedules import ALL_REDUCE
+from orchestra.strategies.parameter_server import ParameterServer
+from orchestra.trainer.program import train
+from orchestra.trainer.settings import Run, Training
 from orchestra.transports.collective import execute
 from orchestra.transports.framing import header_bytes
 from orchestra.transports.protocol import CollectiveCall, Transport
@@ -41,7 +47,7 @@ KINDS = 3
 SMALL = SIZES[:5]
 """The bytes of messages of a rank to itself."""
 REDUCED, ROUNDS = 65_536, 200
-"""The bytes of a message in a measured all-reduce, and the number of its repeats."""
+"""The bytes of a message in a measured all-reduce or of a server, and the number of its repeats."""
 FIRST = 10
 """The messages back and forth between two looks at the clock."""
 PASSES = 3
@@ -54,7 +60,9 @@ LONG_AGO = 0.002
 class Found:
     """The measurements of one of the two ranks.
 
-    `two_rounds` and `one_round` are processor seconds of all-reduces over two ranks.
+    `two_rounds` and `one_round` are processor seconds of all-reduces over two ranks; `served` those
+    of a server's round, besides its work: it receives two messages and sends two. A worker has
+    none.
     """
 
     times: MessageTimes
@@ -62,6 +70,7 @@ class Found:
     work: dict[str, Curve]
     two_rounds: float
     one_round: float
+    served: float
     buffer_bytes: int
 
 
@@ -82,6 +91,7 @@ def measure_messages(runtime: Runtime, allowed: tuple[float, float]) -> tuple[Fo
     with kept.watched(2):
         times = _in_every_size(runtime, seconds, budget)
         two_rounds, one_round = _all_reduces(transport, budget.share())
+        served = _served(runtime)
     buffer_bytes = _buffer_bytes(transport)
     # The second rank's are not used
     work, local = {}, curve_of({1: [1.0]})
@@ -94,7 +104,7 @@ def measure_messages(runtime: Runtime, allowed: tuple[float, float]) -> tuple[Fo
         with kept.watched(1):
             work = elementwise(seconds, kept, budget)
     total(transport)  # the other rank waits for this one
-    return Found(times, local, work, two_rounds, one_round, buffer_bytes), kept
+    return Found(times, local, work, two_rounds, one_round, served, buffer_bytes), kept
 
 
 def _in_every_size(runtime: Runtime, seconds: float, budget: Budget) -> MessageTimes:
@@ -220,6 +230,34 @@ def _all_reduces(transport: Transport, most: float) -> tuple[float, float]:
     return statistics.median(two), statistics.median(one)
 
 
+def _served(runtime: Runtime) -> float:
+    """Train under a parameter server, which is rank 1; return its processor seconds of a round
+    besides its work, in the median.
+    """
+    profile = Profile(time.thread_time)
+    training = Training(
+        ranks=2,
+        batch_size=1,
+        equal="worker_batch",
+        steps=ROUNDS,
+        snapshots=0,
+        trace_steps=0,
+    )
+    run = Run("calibration", f"synthetic({REDUCED // 4})", ParameterServer(), training=training)
+    inside = replace(runtime, compute=profile, reporter=Inner(runtime.reporter, 0))
+    with tempfile.TemporaryDirectory(prefix="orchestra-calibrate-") as folder:
+        train(inside, (run, Path(folder)))
+    if runtime.rank == 0:
+        return 0.0
+    ends = [end for _, end in profile.notes["update"]]
+    # A round lasts from update to update; beside that, the values are encoded in it
+    encoded = [end - began for began, end in profile.notes["encode"]]
+    updated = [end - began for began, end in profile.notes["update"]]
+    rounds_ = zip(itertools.pairwise(ends), encoded, updated[1:], strict=False)
+    times = [end - began - sum(work) for (began, end), *work in rounds_]
+    return statistics.median(times[FIRST_STEPS:])
+
+
 def _buffer_bytes(transport: Transport) -> int:
     """Return the largest size that a sender can send while the receiver does not receive."""
     free = SIZES[0]
@@ -298,15 +336,16 @@ def messages_of(first: Found, second: Found, near: MessageTimes, cores: int) -> 
     one = statistics.mean((first.one_round, second.one_round))
     two = statistics.mean((first.two_rounds, second.two_rounds))
     round_seconds = two - one  # the second round of a ring adds nothing
-    transported = times.send.at(REDUCED) + times.receive.at(REDUCED)
     small, large = near.one_way.points[0][0], near.one_way.points[-1][0]
+    # A request and a gradient come in, an answer and the values go out
+    both_ends = [each.at(size) for each in (times.send, times.receive) for size in (small, REDUCED)]
     return Messages(
         send=times.send,
         receive=times.receive,
         one_way=times.one_way,
         local=first.local,
-        # What the code around a message takes, beside sending and receiving it (decision 30).
-        handling=max(round_seconds - transported, 0.0),
+        # What the code around a message takes, beside sending and receiving it (decision 124).
+        handling=max(second.served - sum(both_ends), 0.0) / 4,
         collective=max(one - round_seconds - first.work["add"].at(REDUCED / 4), 0.0),
         buffer_bytes=first.buffer_bytes,
         # What is left of a small message's way; on a machine's own loopback next to nothing.

@@ -193,7 +193,7 @@ def _exchange(runtime: Runtime, last: float = 0.0) -> bool:
 
 
 @dataclass
-class _Inner(PassingReporter):
+class Inner(PassingReporter):
     """Reports of a training inside a measurement only that it is alive, with `done` figures."""
 
     done: int
@@ -308,7 +308,7 @@ class _Meter:
             self._runtime,
             ranks=1,
             compute=profile,
-            reporter=_Inner(self._runtime.reporter, self._done),
+            reporter=Inner(self._runtime.reporter, self._done),
             # Data that is loaded already
             share=lambda make: self._task,
         )

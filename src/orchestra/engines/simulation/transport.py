@@ -95,7 +95,7 @@ class SimulatedTransport(Transport):
         port.keep_order()
         near = port.net.is_near(self.rank, to)
         cost = port.net.message_cost(size, near)
-        port.spend(cost.send_setup + port.warm_up(), traffic)
+        port.spend(cost.send_setup + self._handling + port.warm_up(), traffic)
         # The rest of the processor time passes while the first bytes are on their way.
         stream.send(message, self._kernel.here())
         port.spend(cost.send_rest, traffic)
@@ -313,7 +313,13 @@ class SimulatedTransport(Transport):
 
     def _seconds_to_take(self, receive: matching.Receive) -> float:
         near = self._port.net.is_near(receive.source, self.rank)
-        return self._port.net.message_cost(receive.frame_bytes, near).receiving
+        cost = self._port.net.message_cost(receive.frame_bytes, near)
+        return cost.receiving + self._handling
+
+    @property
+    def _handling(self) -> float:
+        """Processor seconds of the strategy's own code around a message."""
+        return 0.0 if self._sent is not None else self._port.net.overhead.handling
 
     def _may_sleep_through(self) -> bool:
         """Return whether the seconds to take a message in are known before it arrives."""
