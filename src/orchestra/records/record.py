@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Self
 
 from orchestra.errors import InputError
@@ -119,6 +120,12 @@ class RunRecord:
         return [known.get(rank, self.threads) for rank in range(ranks)]
 
     @property
+    def figures(self) -> dict[str, float]:
+        """The final loss and the metrics, as far as they are known."""
+        figures = {"loss": self.final_loss, **self.metrics}
+        return {name: value for name, value in figures.items() if value is not None}
+
+    @property
     def mixed(self) -> bool:
         """True if its nodes are known to be unlike in what they do alone."""
         # To three digits: measured speeds of equal nodes differ in the further ones
@@ -174,7 +181,7 @@ def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
             part: sum(report.seconds[part] for report in workers) / len(workers)
             for part in ("compute", "communicate", "wait")
         },
-        staleness={"mean": _mean(stale), "max": max(stale)} if stale else None,
+        staleness={"mean": fmean(stale, stale.values()), "max": max(stale)} if stale else None,
         staleness_histogram={str(value): stale[value] for value in sorted(stale)},
         dropped=sum(report.dropped for report in reports),
         switched_at_step=switches[0].switched_at_step if switches else None,
@@ -187,10 +194,6 @@ def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
         busy_with_others=None if busy is None else round(busy, 3),
         **about,
     )
-
-
-def _mean(counts: Counter[int]) -> float:
-    return sum(value * count for value, count in counts.items()) / counts.total()
 
 
 def _nodes(last: Point) -> dict[str, Any] | None:
@@ -215,7 +218,7 @@ def write_summary(
 
     `not_run` has the name, ranks and reason of each row that could not be there.
     """
-    path = folder / "summary.json"
+    path = folder / SUMMARY
     summary = {
         "schema": SCHEMA,
         "experiment": experiment,
@@ -336,8 +339,7 @@ def cache_folder() -> Path:
     Raises:
         RuntimeError: none of these is set, and the user has no home.
     """
-    own = os.environ.get("ORCHESTRA_CACHE")
-    if own:
+    if own := os.environ.get("ORCHESTRA_CACHE"):
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "orchestra"

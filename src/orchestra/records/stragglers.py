@@ -196,7 +196,8 @@ def stretches(logs: Array, least: float, noise: float, begin: int = 0) -> Iterat
 def slow_ranks(ranks: Sequence[int], windows: Windows, width: float) -> Iterator[Found]:
     """Yield the `ranks` that took longer than their peers for a sample, and for a step as well.
 
-    A slow rank with a share so small that it is ready with the others holds up nobody.
+    A slow rank with a share so small that it is ready with the others holds up nobody, and one with
+    a large share is not slow.
     """
     if len(ranks) < 2:
         return
@@ -205,8 +206,6 @@ def slow_ranks(ranks: Sequence[int], windows: Windows, width: float) -> Iterator
     compute, read = windows.compute[rows], windows.input[rows]
     work = compute + read
     by_sample = _ratios(work, samples)
-    # A slow rank with a small share is ready with the others, and one with a large share is not
-    # slow.
     logs = np.minimum(by_sample, _ratios(work, steps))
     noise = noise_of(logs)
     for row, own in enumerate(logs):

@@ -50,9 +50,8 @@ def trace_events(reports: Sequence[RankReport]) -> list[Event]:
     numbers = {message: number for number, message in enumerate(sorted(sent), start=1)}
     events: list[Event] = []
     for report in reports:
-        if report.rank not in traced:
+        if (timeline := traced.get(report.rank)) is None:
             continue
-        timeline = traced[report.rank]
         events += _names(report, timeline)
         slices = [part for piece in timeline.slices for part in _without_others(piece, sent)]
         for piece in sorted(slices, key=lambda piece: (piece.start, -piece.end)):

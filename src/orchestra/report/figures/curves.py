@@ -306,8 +306,7 @@ def trade(study: Study) -> Iterator[Figure]:
         for row in study.widest
         for run in row.completed
         if (seconds := run.record.train_seconds) is not None
-        and (value := rounded({"loss": run.record.final_loss, **run.record.metrics}.get(metric)))
-        is not None
+        and (value := rounded(run.record.figures.get(metric))) is not None
     ]
     if not seeds:
         return
