@@ -17,7 +17,7 @@ from orchestra.experiments.file import load
 from orchestra.experiments.run import folder_for
 from orchestra.planning.answer import Plan, answered, rows_of, to_scale, write_plan
 from orchestra.planning.candidates import BATCHES, Space
-from orchestra.planning.search import Budget, Search
+from orchestra.planning.search import Budget, Search, Tell
 from orchestra.planning.standing import Length
 from orchestra.planning.verification import verify
 from orchestra.records.record import write_atomically
@@ -37,7 +37,6 @@ LAST_PART, LAST_SECONDS = 0.15, 40.0
 """The part of the budget kept for what follows the search (judging runs that were cut off, the
 scaling curve, the page), and the most seconds that this needs."""
 FEWEST_SNAPSHOTS, MOST_SNAPSHOTS = 10, 40
-Tell = Callable[[str, float], None]
 
 
 def plan(

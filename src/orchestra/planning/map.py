@@ -9,10 +9,11 @@ is the samples divided by the samples/s.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
+from math import dist
 from pathlib import Path
 
 from orchestra.cluster import Cluster
@@ -23,8 +24,8 @@ from orchestra.experiments.run import folder_for
 from orchestra.planning.api import calibrated, length_of
 from orchestra.planning.axes import NAMED, Plane, loaded
 from orchestra.planning.candidates import Candidate, Space
-from orchestra.planning.map_survey import Point, Survey, learned_there
-from orchestra.planning.search import Budget
+from orchestra.planning.map_survey import Point, Survey, gap, learned_there
+from orchestra.planning.search import Budget, Tell
 from orchestra.planning.standing import Length
 from orchestra.planning.verification import carried_out_for_real
 from orchestra.records.record import write_atomically
@@ -39,8 +40,6 @@ LAST_PART = 0.03
 """The part of the budget kept for the figure."""
 ALIKE = 0.05
 """Measured times that differ by less are a tie, for which no prediction is wrong."""
-
-Tell = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
@@ -140,10 +139,8 @@ def draw_map(
     began = now()
     if not 0 < minutes <= 100_000:
         raise InputError(f"minutes: {minutes:g} is not above 0; give 15, or 0.5")
-    # An impossible value is refused before minutes of simulation
-    clusters = {
-        (x, y): plane.cluster(x, y) for x, y in product(plane.x.values, plane.y.values)
-    }  # all of them are looked at first
+    # All of them first: an impossible value is refused before minutes of simulation
+    clusters = {(x, y): plane.cluster(x, y) for x, y in product(plane.x.values, plane.y.values)}
     tell("loading the task", 0.0)
     length = length_of(experiment)
     folder = folder_for(out, f"map-{experiment.name}", empty=True)
@@ -334,15 +331,11 @@ def spread(drawn: Map, number: int) -> list[Point]:
 
     # The first one is in the middle of the plane; each further one is as far as can be from all
     # before.
-    left = sorted(drawn.points, key=lambda p: sum((c - 0.5) ** 2 for c in at(p)))
+    left = sorted(drawn.points, key=lambda point: dist(at(point), (0.5, 0.5)))
     found = left[:1]
     while len(found) < min(number, len(left)):
-
-        def gap(point: Point) -> float:
-            (x, y) = at(point)
-            return min((x - u) ** 2 + (y - v) ** 2 for u, v in map(at, found))
-
-        found.append(max((p for p in left if p not in found), key=gap))
+        gaps = [gap(at(point), [*map(at, found)]) for point in left]  # 0 of those in `found`
+        found.append(left[gaps.index(max(gaps))])
     return found
 
 

@@ -91,7 +91,8 @@ def _times(plan: Plan, rows: Sequence[Row]) -> Figure:
     ]
     caption = "Predicted seconds to the target, soonest first; lines are their uncertainty."
     texts = {row.name: f"{time_text(row)} s" for row in rows}
-    return frame.lanes("time-to-target", "Time to target", caption, "target", layers, texts)
+    lanes = frame.lanes(layers, texts)
+    return figure("time-to-target", "Time to target", caption, "target", *lanes)
 
 
 def _scaling(plan: Plan) -> Figure:

@@ -61,6 +61,8 @@ Job = tuple[Entry, Run, Path, float]
 """A run of a candidate, its folder, and the part of its samples after which it is stopped."""
 Learning = tuple[Entry, int, float]
 """An entry to simulate with a seed, up to a part of its samples."""
+Tell = Callable[[str, float], None]
+"""Tells what is under way, and the part of the budget that is used up."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class Search(Standing):
         length: Length,
         folder: Path,
         budget: Budget,
-        tell: Callable[[str, float], None],
+        tell: Tell,
         *,
         seeds: Sequence[int] = (0, 1, 2),
     ) -> None:
@@ -329,7 +331,7 @@ class Search(Standing):
 
     def _learn(self, wanted: Sequence[Learning], deadline: float) -> None:
         """Simulate with values: each entry with a seed, up to a part of its samples."""
-        jobs: dict[tuple[str, int], tuple[Entry, Run, Path, float]] = {}
+        jobs: dict[tuple[str, int], Job] = {}
         for entry, seed, part in wanted:
             before = jobs.get((entry.name, seed))
             # Several candidates may ask for the run of one that learns for all
@@ -339,8 +341,8 @@ class Search(Standing):
             if entry.candidate.exact:
                 training = replace(training, cluster=ANYWHERE)
             run = replace(entry.candidate.run, training=training, seed=seed)
-            folder = self._folder / _folder_name(entry.name) / f"seed-{seed}"
-            jobs[entry.name, seed] = (entry, run, folder, part)
+            name = entry.name.replace(os.sep, "-").replace("%", "percent")
+            jobs[entry.name, seed] = (entry, run, self._folder / name / f"seed-{seed}", part)
         found = self._try(list(jobs.values()), deadline)
         for (entry, run, _, part), (_, tried) in zip(jobs.values(), found, strict=True):
             entry.wall += tried.seconds
@@ -408,10 +410,6 @@ class Search(Standing):
     def _tell_part(self) -> None:
         used = (now() - self._budget.began) / (self._budget.until - self._budget.began)
         self._tell(self._what, min(used, 1.0))
-
-
-def _folder_name(name: str) -> str:
-    return name.replace(os.sep, "-").replace("%", "percent")
 
 
 def processes() -> int:

@@ -111,14 +111,6 @@ def cannot_win(
     return least if least >= 0.999 * best else None
 
 
-def most_worth(rate: float) -> float:
-    """Return how many updates one with so many times the learning rate may be worth.
-
-    A larger rate goes further with each; a smaller one may spare the steps that overshoot.
-    """
-    return max(rate, 1 / rate)
-
-
 def halved(scores: Mapping[str, tuple[float, float]], least: int) -> tuple[list[str], list[str]]:
     """Return the names that go on to the next rung, and the others: the better half goes on, and
     at least `least`.
@@ -213,7 +205,6 @@ class Length:
 
         A target that is reached between two snapshots is only seen at the second.
         """
-        # Rounded up to the next snapshot, at which it can be seen
         return min(1.0, math.ceil(self.snapshots * samples / self.samples) / self.snapshots)
 
 
@@ -374,8 +365,10 @@ class Standing:
             # Whoever has reached the target has a time, which says more than a bound
             if entry is best or not entry.speed or self.times(entry):
                 continue
-            # Generous, so that nobody is left out by a guess: see `cannot_win` (decision 98).
-            update = entry.candidate.update_samples / most_worth(entry.candidate.rate)
+            # Generous, so that nobody is left out by a guess: see `cannot_win` (decision 98). With
+            # a larger rate an update goes further; a smaller one may spare steps that overshoot.
+            worth = max(entry.candidate.rate, 1 / entry.candidate.rate)
+            update = entry.candidate.update_samples / worth
             least = cannot_win(needed, batch, update, entry.speed, time)
             if least is not None:
                 entry.dropped = (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from orchestra.cluster import Cluster
 from orchestra.engines.run import train_run
 from orchestra.errors import InputError, RunFailed
-from orchestra.planning.search import Search
+from orchestra.planning.search import Search, Tell
 from orchestra.planning.standing import reached
 from orchestra.records.record import RunRecord
 from orchestra.report.numbers import significant
@@ -19,8 +19,6 @@ from orchestra.report.rows import RunData
 from orchestra.trainer.settings import Engine, Run, Target
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from orchestra.planning.answer import Plan
 
 VERIFIED = 3
@@ -82,7 +80,7 @@ class Verified:
 
 
 def verify(
-    plan: Plan, search: Search, cluster: Cluster, tell: Callable[[str, float], None]
+    plan: Plan, search: Search, cluster: Cluster, tell: Tell
 ) -> tuple[Sequence[Verified], bool]:
     """Train the first candidates of `plan` for real, one after the other; return also whether
     the user stopped.

@@ -48,7 +48,7 @@ class Condition:
 
 def conditions(study: Study) -> list[Condition]:
     """Return the machine of real processes; of simulated runs the cluster and the cost model."""
-    records = _records(study)
+    records = study.records
     kinds = {"simulation": "simulated cluster", "emulation": "emulated cluster"}
     clusters = [Condition(kinds[r.engine], r.cluster) for r in records if r.cluster]
     costs = [
@@ -81,7 +81,7 @@ def machine_text(source: Source) -> str:
 
 def doubts(study: Study) -> Iterator[str]:
     """Yield the reasons not to trust seconds; none if there is no reason."""
-    records = _records(study)
+    records = study.records
     for reasons in dict.fromkeys(tuple(record.costs_doubts) for record in records):
         if reasons:
             yield (
@@ -98,10 +98,6 @@ def doubts(study: Study) -> Iterator[str]:
             f"{percent(most)}. Seconds of these runs are too long, and differences between rows "
             "may be due to that. Compare again on a quiet machine."
         )
-
-
-def _records(study: Study) -> list[RunRecord]:
-    return [run.record for row in study.rows for run in row.completed]
 
 
 # What was equal

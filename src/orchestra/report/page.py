@@ -24,14 +24,7 @@ from orchestra.report.figures import figures
 from orchestra.report.figures.frame import Figure, for_page, save
 from orchestra.report.numbers import count, listed, significant
 from orchestra.report.rows import Source, collect, grouped
-from orchestra.report.sections import (
-    agreement,
-    endings,
-    stragglers,
-    switched,
-    troubles,
-    verdicts,
-)
+from orchestra.report.sections import agreement, endings, stragglers, switched, troubles, verdicts
 from orchestra.report.study import Study
 from orchestra.report.table import csv_text, latex_text, plain_figures, table
 from orchestra.settings.reading import yaml_text

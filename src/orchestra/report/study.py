@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from orchestra.errors import InputError, nearest
+from orchestra.records.record import RunRecord
 from orchestra.report.numbers import (
     CONVERGENCE,
     ENERGY,
@@ -120,6 +121,11 @@ class Study:
         return [run for row in self.completed for run in row.completed]
 
     @cached_property
+    def records(self) -> list[RunRecord]:
+        """The records of all completed runs, row by row in the order of `rows`."""
+        return [run.record for row in self.rows for run in row.completed]
+
+    @cached_property
     def target(self) -> ReportTarget | None:
         """The target of all runs; None if they had none or different ones."""
         targets = {target_of(source.experiment) for source in self.sources}
@@ -147,11 +153,10 @@ class Study:
     @cached_property
     def only_time(self) -> bool:
         """True if nothing was computed: runs of shapes, which have no final figures."""
-        records = [run.record for row in self.rows for run in row.completed]
         # Shapes compute nothing, so their runs have no hash of parameters either
-        return bool(records) and not any(
+        return bool(self.records) and not any(
             record.metrics or record.final_loss is not None or record.parameters_sha256
-            for record in records
+            for record in self.records
         )
 
     @cached_property
@@ -160,8 +165,7 @@ class Study:
         the loss; none where only time passed."""
         if self.only_time:
             return []
-        runs = [run for row in self.rows for run in row.completed]
-        names = list(dict.fromkeys(name for run in runs for name in run.record.metrics))
+        names = list(dict.fromkeys(name for record in self.records for name in record.metrics))
         wanted = self.target.metric if self.target else None
         names.sort(key=lambda name: name != wanted)
         # The loss is a field of the record, and stands at the end

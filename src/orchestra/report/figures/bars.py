@@ -79,7 +79,7 @@ def _stacked(
         }
         tooltip = tips("strategy:N", "part:N", ("seconds:Q", "", ".4~g"))
         bars = [layer(values, "bar", *_bar(colours, values), tooltip, **BAR)]
-        yield frame.lanes(name, title, caption, "time", bars, totals)
+        yield figure(name, title, caption, "time", *frame.lanes(bars, totals))
 
 
 def _pieces(parts: Parts, colours: Mapping[str, str]) -> Values:
@@ -126,8 +126,11 @@ def _by_rank(study: Study) -> Iterator[Figure]:
         tooltip = tips("strategy:N", "rank:O", "role:N", "part:N", ("seconds:Q", "", ".4~g"))
         bars = [layer(values, "bar", *_bar(TRAINING, values), tooltip)]
         texts = {value["strategy"]: "" for value in values}
-        name, title = "seconds-by-rank", "Where each rank's training time went"
-        yield frame.headed_lanes(name, title, caption, "time", bars, texts, "rank")
+        lanes, title = (
+            frame.headed_lanes(bars, texts, "rank"),
+            "Where each rank's training time went",
+        )
+        yield figure("seconds-by-rank", title, caption, "time", *lanes)
 
 
 # Batches that a rule balanced
@@ -209,12 +212,8 @@ def traffic(study: Study) -> Iterator[Figure]:
         estimated = any(run.record.bytes_estimated for run in row.completed)
         each = total / samples if samples else None
         known = "by a formula" if estimated else "counted"
-        value = {
-            "strategy": row.name,
-            "sent": total / size,
-            "per_sample": each,
-        }
-        values.append({**value, "known": known})
+        value = {"strategy": row.name, "sent": total / size, "per_sample": each, "known": known}
+        values.append(value)
         text = f"{'≈ ' * estimated}{bytes_text(total)}"
         text += "" if each is None else f" · {bytes_text(each)} a sample"
         texts[row.name] = text if total else "none"
@@ -232,7 +231,7 @@ def traffic(study: Study) -> Iterator[Figure]:
     # The name stands above the bar; a legend of names beside it would say it twice
     colour = Look(study.styles, texts, legend=False).colour
     bars = layer(values, "bar", x, colour, tooltip, **BAR, opacity=0.8, cornerRadiusEnd=2)
-    yield frame.lanes("bytes-sent", "Bytes sent", caption, "traffic", [bars], texts)
+    yield figure("bytes-sent", "Bytes sent", caption, "traffic", *frame.lanes([bars], texts))
 
 
 MAX_LINKS = 6
@@ -289,8 +288,8 @@ def links(study: Study) -> Iterator[Figure]:
         layer(values, "text", x, alt.Text("text:N"), color=frame.INK_NOW, **style),
     ]
     texts = {name: _other_links(of_row) for name, of_row in carried.items()}
-    name, title = "link-utilisation", "Busiest links"
-    yield frame.headed_lanes(name, title, caption, "traffic", layers, texts, labelLimit=110)
+    lanes = frame.headed_lanes(layers, texts, labelLimit=110)
+    yield figure("link-utilisation", "Busiest links", caption, "traffic", *lanes)
 
 
 def _other_links(carried: Links) -> str:

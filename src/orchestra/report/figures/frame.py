@@ -346,24 +346,16 @@ def _words(texts: Mapping[str, str], y: alt.Y, dy: float) -> list[alt.Chart]:
     ]
 
 
-def lanes(
-    name: str,
-    title: str,
-    caption: str,
-    section: str,
-    layers: Sequence[alt.Chart],
-    texts: Mapping[str, str],
-) -> Figure:
-    """Return the figure of `layers` in a lane for each strategy, above them on the left its name,
-    on the right its text; `texts` are in the order of the lanes.
+def lanes(layers: Sequence[alt.Chart], texts: Mapping[str, str]) -> tuple[list[alt.Chart], int]:
+    """Return `layers` in a lane for each strategy, above them on the left its name, on the right
+    its text, and the height of all; `texts` are in the order of the lanes.
 
     In the lane there is room for a long name, which beside it would take a phone's whole width.
     A hidden strategy leaves its lane empty: the others stay where the reader saw them.
     """
     scale = alt.Scale(domain=list(texts), paddingInner=0, paddingOuter=0)
     y = alt.Y("strategy:N", axis=None, scale=scale)
-    marks = [*(part.encode(y) for part in layers), *_words(texts, y, -9)]
-    return figure(name, title, caption, section, marks, LANE * len(texts))
+    return [*(part.encode(y) for part in layers), *_words(texts, y, -9)], LANE * len(texts)
 
 
 def lane_key(strategy: str, name: str = "") -> str:
@@ -374,17 +366,10 @@ def lane_key(strategy: str, name: str = "") -> str:
 
 
 def headed_lanes(
-    name: str,
-    title: str,
-    caption: str,
-    section: str,
-    layers: Sequence[alt.Chart],
-    texts: Mapping[str, str],
-    axis_title: str | None = None,
-    **axis: Any,
-) -> Figure:
-    """Return the figure of `layers` in several lanes for each strategy, below its name and its
-    text. The lanes are those of the first layer's values, each of which has the key of its
+    layers: Sequence[alt.Chart], texts: Mapping[str, str], title: str | None = None, **axis: Any
+) -> tuple[list[alt.Chart], int]:
+    """Return `layers` in several lanes for each strategy, below its name and its text, and the
+    height of all. The lanes are those of the first layer's values, each of which has the key of its
     "lane".
     """
     domain: dict[str, None] = {}
@@ -394,11 +379,11 @@ def headed_lanes(
         domain |= dict.fromkeys([lane_key(strategy), *own])
     y = alt.Y(
         "lane:N",
-        title=axis_title,
+        title=title,
         scale=alt.Scale(domain=list(domain), paddingInner=0.15, paddingOuter=0),
         axis=alt.Axis(
             labelExpr=f"split(datum.value, '{_SEPARATOR}')[1]", ticks=False, domain=False, **axis
         ),
     )
     marks = [*_words(texts, y, 3), *(part.encode(y) for part in layers)]
-    return figure(name, title, caption, section, marks, _HEADED_LANE * len(domain))
+    return marks, _HEADED_LANE * len(domain)

@@ -64,7 +64,8 @@ def time_to_target(study: Study) -> Iterator[Figure]:
     for row in (row for row in rows if study.reached(row)):
         some = f" ({study.reached(row)} of {len(row.completed)} seeds)" * (missed[row.name] > 0)
         texts[row.name] = row.text(TIME_TO_TARGET) + some
-    yield frame.lanes("time-to-target", "Time to target", caption, "target", layers, texts)
+    lanes = frame.lanes(layers, texts)
+    yield figure("time-to-target", "Time to target", caption, "target", *lanes)
 
 
 def _target_marks(study: Study, rows: Sequence[Row], title: str) -> list[alt.Chart]:
@@ -131,7 +132,7 @@ def _forest(study: Study, measure: Measure, known: Known) -> Figure:
         # A deterministic simulation may give exactly equal figures
         texts[row.name] = "none" if difference.low == difference.high == 0 else text
     title = f"Difference in {measure.title} to {baseline}"
-    return frame.lanes(name, title, caption, "differences", layers, texts)
+    return figure(name, title, caption, "differences", *frame.lanes(layers, texts))
 
 
 def _difference_marks(study: Study, known: Known, title: str) -> list[alt.Chart]:
