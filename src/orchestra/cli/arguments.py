@@ -96,9 +96,7 @@ RUN_SETTINGS = ("engine", "cluster", "record_order")
 
 
 def entries(options: argparse.Namespace, *keys: str) -> dict[str, Entry]:
-    """Return the options that are `keys` of an experiment and were given, in place of the
-    file's.
-    """
+    """Return the options that are `keys` of an experiment and were given, in place of a file's."""
     return {
         key: Entry(value, f"--{key.replace('_', '-')}")
         for key in keys

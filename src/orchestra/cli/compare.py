@@ -153,9 +153,7 @@ LABEL_COLUMNS = 24
 
 
 def print_comparison(comparison: Comparison, baseline: str | None = None) -> None:
-    """Print the fairness rule, the rows best first, the answer, what failed, and where the rest
-    lies.
-    """
+    """Print the fairness rule, rows best first, the answer, what failed, and where all lies."""
     console = Console(highlight=False, markup=False)
     folder = comparison.folder
     if comparison.records:

@@ -145,9 +145,7 @@ def _names() -> dict[str, list[tuple[str, ...]]]:
 
 
 def _resolved(registry: Registry) -> dict[str, Any]:
-    """Return the object of each name, or the error that prevents it: one bad plug-in does not
-    spoil the list.
-    """
+    """Return the object of each name, or its error: one bad plug-in does not spoil the list."""
     found: dict[str, Any] = {}
     for name in registry.names():
         try:

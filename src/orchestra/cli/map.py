@@ -1,6 +1,4 @@
-"""`orchestra map`: the strategy that is first at each point, as two quantities of a cluster
-vary.
-"""
+"""`orchestra map`: which strategy is first at each point, as two quantities of a cluster vary."""
 
 from __future__ import annotations
 

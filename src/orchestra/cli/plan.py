@@ -140,9 +140,7 @@ def _measure(options: argparse.Namespace, launched: Launched | None) -> int:
 def planning_parser(
     command: str, description: str, epilog: str, cluster: str, minutes: float
 ) -> Parser:
-    """Return a parser with the options that plan and map have in common; `cluster` is the help
-    text of --cluster.
-    """
+    """Return a parser with the options of plan and map; `cluster` is the help text of --cluster."""
     parser = Parser(command, description, epilog)
     parser.add_argument(
         "experiment", nargs="?", type=Path, metavar="EXPERIMENT", help="a YAML file"

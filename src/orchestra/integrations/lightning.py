@@ -178,9 +178,7 @@ class OrchestraStrategy(ParallelStrategy):
         self._reporter.phase("paused")
 
     def setup(self, trainer: lightning.Trainer) -> None:
-        """Connect the model's metrics across the workers, and refuse what would be trained
-        wrongly.
-        """
+        """Connect the metrics across the workers, and refuse what would be trained wrongly."""
         super().setup(trainer)
         for metric in self._metrics():
             assert self._group is not None
@@ -274,9 +272,7 @@ class OrchestraStrategy(ParallelStrategy):
             self._batches.report(closure_loss.item() * self._trainer.accumulate_grad_batches)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Take a step. After the last one of an epoch every worker's model holds the agreed
-        parameters.
-        """
+        """Take a step. After an epoch's last one every worker has the agreed parameters."""
         output = super().optimizer_step(*args, **kwargs)
         # Before Lightning evaluates or saves at the end of the epoch
         if self._trainer.is_last_batch:
@@ -286,9 +282,7 @@ class OrchestraStrategy(ParallelStrategy):
         return output
 
     def _follow_switch(self) -> None:
-        """Follow a switch of roles: workers that have become servers serve to the end, the
-        others evaluate.
-        """
+        """Follow a switch of roles: new servers serve to the end, the other workers evaluate."""
         self._evaluating = self._workers
         # Made anew at the next evaluation, by the samplers of the workers of now
         self._trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
@@ -384,9 +378,7 @@ class OrchestraStrategy(ParallelStrategy):
     def reduce(
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any | None = "mean"
     ) -> Tensor | Any:
-        """Return the reduced tensor, the same on all workers. Other values are returned as they
-        are.
-        """
+        """Return the reduced tensor, the same on all workers; other values as they are."""
         _check_group(group)
         if not isinstance(tensor, Tensor) or self._group is None:
             return tensor
@@ -401,9 +393,7 @@ class OrchestraStrategy(ParallelStrategy):
             self._group.barrier()
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Return the value of rank `src`. It has to be JSON data, because nothing that arrives
-        is unpickled.
-        """
+        """Return the value of rank `src`: JSON data, because nothing that arrives is unpickled."""
         result: T = obj if self._group is None else self._group.broadcast(obj, src)
         return result
 

@@ -130,9 +130,7 @@ class _Distribution:
 
 @dataclass
 class _WorkerState:
-    """The place of this process among the workers, for the Trainer's arguments. Accelerate sees
-    one process.
-    """
+    """This process's place among the workers, for the Trainer; Accelerate sees one process."""
 
     num_processes: int
     process_index: int = field(default_factory=rank)
@@ -148,9 +146,7 @@ class _WorkerState:
         return self.local_process_index == 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as Accelerate's own state, so that a file of the arguments can be read without
-        Orchestra.
-        """
+        """Pickle as Accelerate's own state, so that reading the arguments needs no Orchestra."""
         return PartialState, ()
 
 
@@ -354,9 +350,7 @@ class _Distributed(Trainer):
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate the agreed parameters. While training goes on, the first worker's metrics are
-        those of all.
-        """
+        """Evaluate the agreed parameters; in training with the first worker's metrics for all."""
         if self.distribution.loader is None:
             return super().evaluation_loop(*args, **kwargs)
         self._batches.agree()
@@ -369,9 +363,7 @@ class _Distributed(Trainer):
         return output
 
     def _share(self, metrics: dict[str, Any]) -> None:
-        """Replace the metrics by the first worker's, so that all stop and choose the best model
-        by the same numbers.
-        """
+        """Replace the metrics by the first worker's: all stop and choose by the same numbers."""
         names = [
             name
             for name, value in metrics.items()

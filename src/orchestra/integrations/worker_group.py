@@ -56,9 +56,7 @@ class WorkerGroup:
         return len(self.ranks) > 1
 
     def gather(self, tensor: Tensor, group: None = None) -> list[Tensor]:
-        """Return the tensor of each member, in order, on the device of `tensor`; shapes may
-        differ.
-        """
+        """Return each member's tensor, in order, on the device of `tensor`; shapes may differ."""
         transport, others = self._transport, [r for r in self.ranks if r != self._transport.rank]
         # Transports send the memory as it lies
         own = tensor.detach().cpu().contiguous()
@@ -94,9 +92,7 @@ class WorkerGroup:
         self.gather(torch.zeros(1))
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """Return the value with which member `source` calls this: JSON data, such as a path or a
-        decision.
-        """
+        """Return the value that member `source` calls this with: JSON data, such as a path."""
         if not self.is_several():
             return value
         root = self.ranks[source]

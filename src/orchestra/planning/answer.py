@@ -35,8 +35,7 @@ SCHEMA = 1
 RECORD, RECOMMENDED = "plan.json", "recommended.yaml"
 PORT = 29400
 TOO_WELL = 2.0
-"""How many times as long as predicted steps of strategies with `answers_beside` take on emulated
-nodes."""
+"""How many times as long as predicted steps with `answers_beside` take on emulated nodes."""
 
 
 @dataclass(frozen=True)
@@ -350,9 +349,7 @@ def to_scale(rows: Sequence[Row]) -> Row | None:
 
 
 def scaling_of(search: Standing, entry: Entry) -> dict[int, float]:
-    """Return samples/s of the strategy of `entry` by number of nodes, or of ranks on a single one;
-    one process for 1.
-    """
+    """Return the strategy's samples/s by number of nodes, or of ranks on one; one process for 1."""
     chosen = entry.candidate
     found: dict[int, float] = {}
     for other in search.entries.values():

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 MINUTES = 10.0
 CALIBRATION_PART, LEAST_CALIBRATION = 0.2, 30.0
-"""The part of the budget for a calibration if there is none, and the seconds below which none is
-tried."""
+"""The part of the budget for a calibration, if there is none, and the least seconds for one."""
 LAST_PART, LAST_SECONDS = 0.15, 40.0
 """The part of the budget kept for what follows the search (judging runs that were cut off, the
 scaling curve, the page), and the most seconds that this needs."""

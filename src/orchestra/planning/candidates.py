@@ -22,8 +22,7 @@ from orchestra.strategies.single import Single
 from orchestra.trainer.settings import MEASURED, Run, Training
 
 ADAPTIVE = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad")
-"""Optimizers whose learning rate is scaled by the square root of the batch; that of others is
-scaled in proportion."""
+"""Optimizers whose learning rate is scaled by the batch's square root; others' in proportion."""
 
 BATCHES = (0.5, 1.0, 2.0, 4.0)
 """The global batches to try, relative to the experiment's."""
@@ -206,9 +205,7 @@ class Space:
         ]
 
     def _alone(self, batch: float, *, kept: bool = False) -> Candidate:
-        """Return one process on the fastest node; `kept`: with the experiment's own learning
-        rate.
-        """
+        """Return one process on the fastest node; `kept`: with the experiment's own rate."""
         node, optimizer = self.fastest[0].name, self.experiment.training.optimizer
         # One process on the whole cluster takes its fastest node
         cluster = self._written("all", "spread") if self.several else self._only((node,))
@@ -224,9 +221,7 @@ class Space:
     def _together(
         self, label: str, each: Strategy[Any], count: int, batch: float, shares: Any = None
     ) -> list[Candidate]:
-        """Return the strategy on the `count` fastest nodes, or ranks of one; none where it
-        refuses.
-        """
+        """Return the strategy on the `count` fastest nodes, or ranks of one; none if it refuses."""
         nodes = self.fastest[:count] if self.several else self.fastest * count
         # A rank on each device; a node without devices is one rank with all its cores
         devices = [max(node.devices, 1) if self.several else 1 for node in nodes]
@@ -252,9 +247,7 @@ class Space:
         return self._written(str(len(dict.fromkeys(names)) if self.several else len(names)), names)
 
     def _written(self, name: str, placement: Literal["spread"] | tuple[str, ...]) -> str:
-        """Return the path of a file of the cluster with this placement, which is written if it is
-        new.
-        """
+        """Return the path of the cluster's file with this placement, written if it is new."""
         path = self.folder / f"{name}.yaml"
         # Candidates with the same nodes share a file
         if not path.exists():

@@ -34,8 +34,7 @@ from orchestra.trainer.settings import MEASURED, Target
 
 RECORD = "map.json"
 LEARN_PART, SPEEDS_PART = 0.5, 0.8
-"""The parts of the budget by which the samples to the target, and the samples per second, have to
-be known."""
+"""The parts of the budget by which samples to the target, and samples/s, have to be known."""
 LAST_PART = 0.03
 """The part of the budget kept for the figure."""
 ALIKE = 0.05
@@ -108,9 +107,7 @@ def name_of(candidate: Candidate) -> str:
 
 
 def mapped(experiment: Experiment, cluster: Cluster, folder: Path) -> list[Candidate]:
-    """Return one process, and each strategy on all nodes of `cluster`, with the experiment's
-    batch.
-    """
+    """Return one process, and each strategy on all of `cluster`, with the experiment's batch."""
     ranks = sum(max(node.devices, 1) for node in cluster.nodes)
     return [
         each
@@ -245,9 +242,7 @@ def _candidate(
 
 
 def _coarse_first(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the corners of the plane first, then the points between, ever closer to one
-    another.
-    """
+    """Return the corners of the plane first, then points between, ever closer to one another."""
     sides = [sorted({place[side] for place in places}) for side in (0, 1)]
 
     def level(position: int, size: int) -> int:

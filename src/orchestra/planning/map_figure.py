@@ -23,8 +23,7 @@ from orchestra.report.study import COLOURS, DASHES, Style
 Floats = NDArray[np.float64]
 
 FINE = 96
-"""The cells along each side. Times between the points are interpolated, so that borders are
-smooth."""
+"""The cells along each side. Times between points are interpolated, so borders are smooth."""
 NAMED_FROM = 0.04
 """The smallest part of the plane for which a region has its name drawn."""
 ROUND: dict[str, Any] = {"strokeJoin": "round"}
@@ -213,9 +212,7 @@ def _levels(best: Floats, centres: Sequence[Floats]) -> Values:
 
 
 def _names(first: NDArray[np.int64], names: Sequence[str], centres: Sequence[Floats]) -> Values:
-    """Return the name of each large region, at its cell that is nearest to the mean of its
-    cells.
-    """
+    """Return the name of each large region, at the cell nearest to the mean of its cells."""
     found: Values = []
     for number, name in enumerate(names):
         cells = np.argwhere(first == number)

@@ -25,13 +25,11 @@ WHOLE = 0.95
 CHUNK = 96
 """The simulations between two looks at the clock."""
 NEAR = 0.25
-"""The distance, in parts of a side of the plane, within which what was learned at a point is taken
-to hold."""
+"""The distance, in parts of a side, within which what was learned at a point is taken to hold."""
 
 Place = tuple[float, float]
 Samples = dict[str, dict[Place, float | None]]
-"""The samples to the target, by strategy and place; None if some seed missed it or the run
-failed."""
+"""Samples to the target, by strategy and place; None if a seed missed it or the run failed."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +74,7 @@ class Survey(Search):
                 self._learn([(source, seed, part) for source in wanted.values()], until)
 
     def _unlearned(self, seed: int, entries: Sequence[Entry]) -> dict[str, Entry]:
-        """Return the entries by name that may still reach the target with `seed`, and have not
-        yet.
-        """
+        """Return the entries by name that may still reach the target with `seed`, but have not."""
         first = self.seeds[:1]
         return {
             source.name: source
@@ -118,9 +114,7 @@ class Survey(Search):
         )
 
     def survey(self, wanted: Sequence[Candidate], until: float) -> dict[str, float | None]:
-        """Return the samples/s of `wanted` by name, None for one that fails, as far as there is
-        time.
-        """
+        """Return the samples/s of `wanted` by name, as far as time goes; None if one fails."""
         entries = [Entry(each) for each in wanted]
         for first in range(0, len(entries), CHUNK):
             if self.stopped or now() > until:
@@ -197,9 +191,7 @@ def spread_out(
     place_of: Callable[[Point], Place],
     most: int,
 ) -> list[tuple[Point, str]]:
-    """Return up to `most` of those `left`, each as far as possible from where its strategy was
-    trained.
-    """
+    """Return up to `most` of `left`, each as far as can be from where its strategy was trained."""
     known = {name: list(places) for name, places in trained.items()}
     found: list[tuple[Point, str]] = []
     while len(found) < most:

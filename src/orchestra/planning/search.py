@@ -37,18 +37,15 @@ from orchestra.trainer.settings import Run, Target
 from orchestra.worker.threads import usable_cores
 
 PARTS = (0.25, 0.5, 1.0)
-"""The parts of all samples after which it is checked whether the reference has reached the
-target."""
+"""The parts of all samples after which it is checked whether the reference reached the target."""
 NEARLY = 0.9
-"""The part of a rung that counts as reaching it: a run whose steps do not divide it evenly may end
-a little before."""
+"""The part of a rung that counts as reaching it, since steps may not divide it evenly."""
 FINALISTS = 3
 """The number of candidates that are trained with further seeds."""
 MOST_SEEDS = 8
 """The most seeds for these, if the experiment has fewer and the first candidates are close."""
 SPEED_PART, REFERENCE_PART, LATE_PART = 0.3, 0.6, 0.8
-"""The parts of the budget by which the speeds are known, the reference is over, and late speeds are
-known."""
+"""The parts of the budget by which speeds are known, the reference ends, late speeds are known."""
 SPEED_STEPS, RANK_STEPS, FEWEST_STEPS, CONFIRMED_STEPS = 20, 4000, 8, 100
 """The steps of a simulation that measures a speed; those of all ranks together; the fewest; and
 those of the first candidates."""
@@ -131,9 +128,7 @@ class Search(Standing):
         self._add_rates()
 
     def _late_ones(self) -> None:
-        """Find the speeds for which there was no time before, if the race of the others was over
-        early.
-        """
+        """Find speeds for which there was no time before, if the others' race was over early."""
         late = [entry for entry in self.entries.values() if entry.dropped == NO_TIME]
         if late and now() < self._budget.part(LATE_PART):
             for entry in late:
@@ -179,9 +174,7 @@ class Search(Standing):
                 entry.dropped = NO_TIME
 
     def _add_rates(self) -> None:
-        """Give the fastest exact candidate with the experiment's batch other learning rates,
-        too.
-        """
+        """Give the fastest exact candidate with the experiment's batch other learning rates."""
         exact = (each for each in self.alive if each.candidate.exact and each.candidate.batch == 1)
         if (entry := next(exact, None)) is None:
             return
@@ -261,9 +254,7 @@ class Search(Standing):
             horizon = min(horizon, self.horizon())
 
     def _missing(self, shares: Mapping[str, float], seeds: Sequence[int]) -> list[Learning]:
-        """Return the runs that are still needed up to the shares of a rung, by the entries that
-        learn.
-        """
+        """Return the runs still needed up to the shares of a rung, by the entries that learn."""
         return [
             (source, seed, share)
             for name, share in shares.items()
@@ -284,17 +275,13 @@ class Search(Standing):
         return [entry for entry in self.ranking() if entry.dropped is None][:FINALISTS]
 
     def _confirm(self) -> None:
-        """Find the speeds of the first ones again, over more steps: those of a few depend on
-        chance.
-        """
+        """Find the first ones' speeds again, over more steps: those of a few depend on chance."""
         exact = [entry for entry in self._finalists() if entry.candidate.exact]
         if exact and now() < self._budget.part(0.9):
             self._find_speeds(exact, self._budget.part(0.95), CONFIRMED_STEPS)
 
     def _more_seeds(self) -> None:
-        """Train the first ones with all seeds, and with more while they are close, as far as
-        time allows.
-        """
+        """Train the first ones with all seeds, and more while they are close, as time allows."""
         asked = len(self.seeds)
         while not self.stopped:
             if not (unfinished := self._unfinished()):
@@ -418,9 +405,7 @@ def processes() -> int:
 
 
 def short(run: Run, steps: int = 0) -> Run:
-    """Return a run of the same kind with few steps, or `steps`, without values where the
-    strategy allows.
-    """
+    """Return a run of the same kind with few steps, or `steps`; without values where possible."""
     training = run.training
     steps = steps or max(FEWEST_STEPS, min(SPEED_STEPS, RANK_STEPS // training.ranks))
     if isinstance(run.strategy, LocalSGD) and run.strategy.every is not None:

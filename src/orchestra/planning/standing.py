@@ -1,6 +1,4 @@
-"""The standing of a plan's candidates: their speeds and curves, the times that follow, and who
-is out.
-"""
+"""The standing of a plan's candidates: speeds and curves, times that follow, and who is out."""
 
 from __future__ import annotations
 
@@ -21,8 +19,7 @@ from orchestra.trainer.settings import Target
 MISSED = 1.5
 """A seed has missed the target after this many times the samples that other seeds needed."""
 SPARED = 0.02
-"""Candidates whose times differ by less are taken to be equally fast; the one with fewer nodes
-comes first."""
+"""Candidates whose times differ by less count as equal; the one with fewer nodes comes first."""
 RUNGS = (0.35, 0.65, 1.0)
 """Parts of the best known time to target after which the race is halved."""
 FEWEST_RACING = 4
@@ -126,9 +123,7 @@ def halved(scores: Mapping[str, tuple[float, float]], least: int) -> tuple[list[
 
 
 def chosen(times: Mapping[str, float], nodes: Mapping[str, int]) -> str:
-    """Return the name with the shortest time; of those within `SPARED` of it one with the fewest
-    nodes.
-    """
+    """Return the name with the shortest time; within `SPARED` of it, one with the fewest nodes."""
     limit = min(times.values()) * (1 + SPARED)
     # More nodes for the same time would be a waste
     near = [name for name in times if times[name] <= limit]
@@ -193,9 +188,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Length:
-    """The length of a whole run: samples, and so many snapshots that judging takes no longer
-    than learning.
-    """
+    """A whole run's samples, and so many snapshots that judging takes no longer than learning."""
 
     samples: int
     snapshots: int
@@ -276,9 +269,7 @@ class Standing:
         return fmean([*times.values(), *late])
 
     def missed(self, entry: Entry) -> list[int]:
-        """Return the seeds that went further than those that reached the target, and did not
-        reach it.
-        """
+        """Return the seeds that went further than those that reached the target, and missed it."""
         times = self.times(entry)
         # A seed that was stopped earlier than the others has not missed the target (decision 98)
         far = MISSED * max((each.samples for each in times.values()), default=math.inf)
@@ -323,9 +314,7 @@ class Standing:
         return self.source(entry).curves.get(self.seeds[0] if seed is None else seed, ())
 
     def elapsed(self, entry: Entry, seed: int | None = None) -> float:
-        """Return the virtual seconds of `entry` up to where its run with a seed went; None: the
-        first one.
-        """
+        """Return the virtual seconds of `entry`'s run with a seed so far; None: the first one."""
         points = self.curve(entry, seed)
         if not points or entry.speed is None:
             return 0.0
@@ -377,9 +366,7 @@ class Standing:
                 )
 
     def judge(self, racing: Sequence[Entry], number: int, seconds: float) -> None:
-        """Drop candidates that cannot win any more after rung `number`, of `seconds`, then the
-        worse half.
-        """
+        """Drop those that cannot win after rung `number`, of `seconds`, then the worse half."""
         best = self.best()
         limit = None if best is None else best[1]
         scores = {}
@@ -412,9 +399,7 @@ class Standing:
         return math.inf, math.inf if value is None else penalty(self.target, value)
 
     def _reason(self, entry: Entry, number: int, limit: float | None) -> str | None:
-        """Return why `entry` is out after a rung; None if it may still win within `limit`
-        seconds.
-        """
+        """Return why `entry` is out after a rung; None if it may win within `limit` seconds."""
         assert self.target is not None
         if self.time(entry) is not None:
             return None

@@ -57,9 +57,7 @@ class Verified:
 
     @property
     def mean_measured(self) -> float | None:
-        """The mean over the seeds, in seconds; None where one did not reach the target, or was
-        not trained.
-        """
+        """The mean over the seeds, in seconds; None if one missed the target or was not trained."""
         reached = [seconds for seconds in self.measured.values() if seconds is not None]
         return fmean(reached) if len(reached) == len(self.predicted) else None
 
@@ -103,9 +101,7 @@ def verify(
 
 
 def _verified(name: str, search: Search, engine: Engine, folder: Path) -> Verified:
-    """Return the candidate `name`, trained with the first seeds that are known to reach the
-    target.
-    """
+    """Return the candidate `name`, trained with the first seeds known to reach the target."""
     entry, target = search.entries[name], search.target
     assert entry.record is not None
     assert target is not None

@@ -1,6 +1,4 @@
-"""A run under way: the content of `live.json`, whether the run goes on, and lines added to
-files.
-"""
+"""A run under way: what `live.json` has, whether the run goes on, and lines added to files."""
 
 from __future__ import annotations
 
@@ -18,8 +16,7 @@ from orchestra.records.report import Straggler
 from orchestra.settings.base import from_plain, to_plain
 
 LIVE = "live.json"
-"""A file in the folder of a run, written about once a second and removed when the run ends
-normally."""
+"""A file in the folder of a run, written about once a second and removed at a normal end."""
 
 FRESH_SECONDS = 10.0
 """An older file belongs to a run that has ended, unless a lock says otherwise."""
@@ -90,9 +87,7 @@ def write_live(folder: Path, live: Live) -> None:
 
 
 def read_live(folder: Path) -> Live | None:
-    """Return the last `live.json` of a run; None where there is none, or it is of another
-    version.
-    """
+    """Return the last `live.json` of a run; None if there is none, or one of another version."""
     try:
         live: Live = from_plain(Live, json.loads((folder / LIVE).read_text(encoding="utf-8")))
     except (OSError, ValueError):
@@ -133,9 +128,7 @@ def holder(folder: Path) -> str | None:
 
 
 def mean_rates(before: Sequence[RankNow], after: Sequence[RankNow]) -> dict[tuple[int, int], float]:
-    """Return the bytes per second of each pair (source, target) between two moments of the
-    stopwatch.
-    """
+    """Return the bytes/s of each pair (source, target) between two moments of the stopwatch."""
     earlier = {each.rank: each for each in before}
     rates = {}
     for now in after:
@@ -158,8 +151,7 @@ def host_name() -> str:
 Line = dict[str, Any]
 
 MOST_BYTES = 1 << 20
-"""The most bytes read at a time. If a file has grown by more, lines at even distances stand for the
-rest."""
+"""The most bytes read at a time. Of more, lines at even distances stand for those before."""
 SAMPLES = 64
 
 

@@ -32,8 +32,7 @@ CLUSTER = "cluster.yaml"
 EMULATION = "emulation.json"
 """A file in the folder of an emulated run: the counts of the transports and of the cables."""
 TECHNIQUES = "techniques.json"
-"""A file in the folder of a comparison: the rows that differ in one setting, and where each
-pays."""
+"""A file in a comparison's folder: the rows that differ in one setting, and where each pays."""
 
 
 @dataclass(frozen=True)
@@ -132,9 +131,7 @@ class RunRecord:
         return len({float(f"{speed:.3g}") for speed in self.alone.values()}) > 1
 
     def summary(self) -> dict[str, Any]:
-        """Return this run's entry in `summary.json`: everything but the folder; figures are
-        finite or null.
-        """
+        """Return this run's entry of `summary.json`: all but the folder, figures finite or null."""
         entry: dict[str, Any] = to_plain(self, finite=True)
         del entry["folder"]
         return entry
@@ -146,9 +143,7 @@ class RunRecord:
 
 
 def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
-    """Return the record of a run from what its ranks report; `about` gives the fields they do not
-    know.
-    """
+    """Return the record of a run from its ranks' reports; `about` has what they do not know."""
     # A rank that a switch made a server has computed samples, too.
     workers = [report for report in reports if report.role == "worker" or report.samples]
     # One rank alone evaluates
@@ -361,9 +356,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def partial_of(path: Path) -> Path:
-    """Return the file that `write_atomically` writes first, and that a process killed meanwhile
-    leaves.
-    """
+    """Return the file that `write_atomically` writes first, and leaves if killed meanwhile."""
     return path.with_name(f".{path.name}.partial")
 
 

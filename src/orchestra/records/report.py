@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 NOTABLE = 0.1
-"""The part of a machine's processor time, taken by other programs, from which on there is a
-warning."""
+"""The part of a machine's processor time that, taken by other programs, causes a warning."""
 LEAST_SECONDS = 0.25
 """Shorter times say nothing: the system counts processor time in hundredths of a second."""
 

@@ -28,8 +28,7 @@ else:
 
 MAX_WINDOWS = 30
 STEPS_A_WINDOW = 3
-"""The steps of a window, of the worker with the fewest steps; a run of less than three windows says
-nothing."""
+"""The steps of a window, of the worker with the fewest; less than three windows say nothing."""
 LITTLE = 0.25
 """The part of a straggler's excess per step: whoever lost less has not waited for it."""
 LEAST_SECONDS = 2.0
@@ -110,9 +109,7 @@ class Windows:
 
     @classmethod
     def of(cls, by_rank: Mapping[int, Sequence[Counters]], edges: Sequence[float]) -> Windows:
-        """Return the windows between the rising `edges`; sums are linear between the points of a
-        rank.
-        """
+        """Return the windows between rising `edges`; sums are linear between a rank's points."""
         sums, arrived = [], {}
         for target, series in by_rank.items():
             times = [point.seconds for point in series]
@@ -306,9 +303,7 @@ def _byte_ratios(arrived: _Arrived) -> tuple[dict[_Pair, Array], dict[_Pair, Arr
 
 
 def _rates(arrived: _Arrived, first: int, last: int) -> dict[_Pair, float]:
-    """Return the seconds a byte of each pair that was used in these windows, in the mean over
-    them.
-    """
+    """Return the mean seconds a byte of each pair that was used in these windows."""
     return {
         pair: max(float(seconds[first:last].sum()) / total, FASTEST)
         for pair, (size, seconds) in arrived.items()
@@ -343,9 +338,7 @@ def _usual(rates: Mapping[_Pair, float]) -> dict[_Pair, float]:
 def _blamed(
     worst: _Pair, slow: Mapping[_Pair, bool], ends: Mapping[int, int | str]
 ) -> set[int | str]:
-    """Return the end of the `worst` pair at which the larger part of the pairs is `slow`; both
-    if equal.
-    """
+    """Return the end of the `worst` pair with the larger part of `slow` pairs; both if equal."""
 
     def part(end: int | str) -> float:
         own = [slow[pair] for pair in slow if end in (ends[pair[0]], ends[pair[1]])]

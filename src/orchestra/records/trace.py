@@ -25,8 +25,7 @@ THREADS = 1000  # more than a rank has flows
 MAIN = "main"
 """The flow of a rank that computes; the others are background flows."""
 MAX_BYTES = 1 << 23
-"""The most bytes of the packed file: waits in a larger one, of hundreds of ranks, take too long to
-read."""
+"""The most bytes of the packed file: waits in a larger one take too long to read."""
 
 Event = dict[str, Any]
 Arrows = Sequence[tuple[Event, Event]]
@@ -42,9 +41,7 @@ def write_trace(folder: Path, reports: Sequence[RankReport]) -> None:
 
 
 def trace_events(reports: Sequence[RankReport]) -> list[Event]:
-    """Return all events of the trace; of each flow in the order of their beginnings, outer ones
-    first.
-    """
+    """Return all events of the trace; each flow's in the order of beginnings, outer ones first."""
     traced = _on_one_clock([(r.rank, r.timeline) for r in reports if r.timeline is not None])
     sent = _sent(traced.values())
     numbers = {message: number for number, message in enumerate(sorted(sent), start=1)}
@@ -121,9 +118,7 @@ def _names(report: RankReport, timeline: Timeline) -> Iterator[Event]:
 
 
 def _where(rank: int, flow: int) -> Event:
-    """Return the numbers of process and thread; those of threads have to be unique (decision
-    16).
-    """
+    """Return the numbers of process and thread; threads have unique ones (decision 16)."""
     return {"pid": rank, "tid": THREADS * (rank + 1) + flow}
 
 

@@ -1,6 +1,4 @@
-"""The first sentences of a report: which strategy was best, by how much, whether distributing
-paid, and why.
-"""
+"""A report's first sentences: the best strategy, by how much and why, and did distributing pay."""
 
 from __future__ import annotations
 
@@ -165,9 +163,7 @@ def _time(row: Row) -> float:
 
 
 def _best_in_the_end(study: Study, rows: Sequence[Row]) -> str:
-    """Return which row ended with the best figure, or was the fastest if only time was
-    simulated.
-    """
+    """Return the row with the best final figure, or the fastest if only time was simulated."""
     measure, best = study.primary, rows[0]
     noun = measure.title.removeprefix("final ")
     how = "was the fastest with" if study.only_time else f"ended with the best {noun},"

@@ -28,8 +28,7 @@ Names = Callable[[Sequence[Row]], str]
 _NEARLY = 0.01
 """Numbers of samples that differ by a smaller part differ only because of the last steps."""
 _WORTH = 1.1
-"""Shares are proposed if the slowest gradient takes at least this many times the best possible
-time."""
+"""Shares are proposed if the slowest gradient takes at least this many times the best time."""
 
 
 # Where it was
@@ -37,9 +36,7 @@ time."""
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition `name` with its `text`; `doubtful` if it makes the seconds of the runs
-    doubtful.
-    """
+    """A condition `name` with its `text`; `doubtful` if it makes seconds of the runs doubtful."""
 
     name: str
     text: str
@@ -161,9 +158,7 @@ def _work(rows: Sequence[Row], names: Names) -> Iterator[str]:
 
 
 def _batches(rows: Sequence[Row], names: Names) -> Iterator[str]:
-    """Yield what was equal in the batches; `_unlike_batches` says more where the global batch
-    differs.
-    """
+    """Yield what was equal in the batches; see `_unlike_batches` where the global batch differs."""
     groups = _grouped(rows, lambda row: row.global_batch)
     if len(groups) == 1:
         yield f"The same global batch: {groups[0][0]} samples in every row."
@@ -256,9 +251,7 @@ def setting_text(value: object) -> str:
 
 
 def worker_batch(batches: Sequence[int]) -> str:
-    """Return a worker's samples in a step: "32 a worker", "42 to 43 a worker"; empty for a
-    single worker.
-    """
+    """Return a worker's samples in a step: "32 a worker", "42 to 43 a worker"; empty for one."""
     if len(batches) < 2:
         return ""
     return f"{_from_to(min(batches), max(batches))} a worker"
@@ -328,9 +321,7 @@ def unequal_shares(study: Study) -> Iterator[str]:
 
 
 def _gain(row: Row) -> tuple[float, float] | None:
-    """Return the seconds of a step's gradients as they are and at best; None if the gain is too
-    small.
-    """
+    """Return the seconds of a step's gradients, now and at best; None if the gain is too small."""
     batches = row.record.worker_batches
     # Nobody waits for the slowest, or the parts follow the speeds already
     if not row.record.steps_together or row.record.shares or row.record.batches:

@@ -39,9 +39,7 @@ def fixed(value: float, decimals: int, *, sign: bool = False) -> str:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """Return `value` with `digits` significant digits; digits before the point are never rounded
-    away.
-    """
+    """Return `value` with `digits` significant digits; those before the point all stay."""
     if not math.isfinite(value):
         return str(value)
     # In fixed notation it would be mostly zeros

@@ -86,9 +86,7 @@ def write_report(
 
 
 def page(study: Study, figures: Sequence[Figure], out: Path) -> str:
-    """Return the text of the page that is to lie in the folder `out`, beside the images of
-    `figures`.
-    """
+    """Return the text of the page that is to lie in `out`, beside the images of `figures`."""
     sections = _sections(figures)
     found = endings(study)
     return (
@@ -155,9 +153,7 @@ def _sections(figures: Sequence[Figure]) -> dict[str, list[Figure]]:
 
 
 def _captions(sections: Mapping[str, Sequence[Figure]]) -> dict[str, str]:
-    """Return the caption of each figure, without the sentences that an earlier one in its
-    section has.
-    """
+    """Return each figure's caption, without sentences that an earlier one in its section has."""
     # Figures of a section explain the same marks; their images stand alone and have the whole
     # caption
     captions = {}

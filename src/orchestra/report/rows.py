@@ -213,9 +213,7 @@ class Row:
 
     @cached_property
     def record(self) -> RunRecord:
-        """The record of a completed run, if there is one. For what is the same in all runs of
-        the row.
-        """
+        """The record of a completed run, if there is one: for what all runs of the row share."""
         return (self.completed or self.runs)[0].record
 
     @property

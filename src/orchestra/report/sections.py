@@ -58,9 +58,7 @@ class Verdict:
 
 
 def verdicts(study: Study) -> Iterator[Verdict]:
-    """Yield a verdict for each technique of the comparisons in `study`, on the most ranks that
-    it ran on.
-    """
+    """Yield a verdict for each technique of the comparisons, on the most ranks that it ran on."""
     for source in study.sources:
         rows = {(r.label, r.ranks): r for r in study.completed if r.source is source}
         for judged in source.techniques:

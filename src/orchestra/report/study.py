@@ -205,9 +205,7 @@ class Study:
         return len(row.values(TIME_TO_TARGET.read))
 
     def rival(self, row: Row) -> Row | None:
-        """Return the row that `row` is compared with; None for the baseline itself, and if there
-        is none.
-        """
+        """Return the row to compare `row` with; None for the baseline itself, or without any."""
         if self.baseline is None:
             # Same budget and settings; another learning rate, say, would be part of the difference
             own = row.ranks, common_settings(row.source.experiment)
@@ -256,9 +254,7 @@ class Study:
 
     @cached_property
     def lines(self) -> dict[str, str]:
-        """By the name of a completed row, the name of its line over numbers of ranks: its label
-        if that is enough.
-        """
+        """The name of each completed row's line over numbers of ranks: its label if enough."""
         lines: dict[str, str] = {}
         for ranks in {row.ranks for row in self.completed}:
             rows = sorted((r for r in self.completed if r.ranks == ranks), key=lambda r: r.name)

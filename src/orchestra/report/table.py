@@ -107,9 +107,7 @@ def table(study: Study) -> Table:
 
 
 def plain_figures(study: Study, row: Row) -> dict[str, Any]:
-    """Return the figures of `row` as plain data: mean, spread, number of seeds, and difference
-    of each.
-    """
+    """Return the figures of `row` as plain data: mean, spread, seeds and difference of each."""
     figures = {}
     for measure in study.measures:
         difference = study.difference(row, measure)

@@ -29,8 +29,7 @@ WINDOW_STEPS = 10
 MAX_WINDOW = 5000
 HISTORY = 512
 SILENT_SECONDS = 5.0
-"""How much older than another worker's last step a worker's last step has to be for it to count as
-silent."""
+"""How much older than another worker's a worker's last step is for it to count as silent."""
 
 Status = Literal["running", "completed", "stopped", "failed", "cut off"]
 
@@ -139,9 +138,7 @@ class RankTrack:
             self._every *= 2
 
     def row(self, rank: int, now: RankNow | None, newest: float) -> Row:
-        """Return the last steps of rank `rank`; `newest` is the latest moment that any rank
-        reported.
-        """
+        """Return rank `rank`'s last steps; `newest` is the latest moment that any rank reported."""
         first, *lines = self.window
         # The first line only tells when the next step began
         began = first["seconds"] if lines else 0.0
@@ -351,9 +348,7 @@ def experiment_of(folder: Path) -> Mapping[str, Any]:
 
 
 def switch_text(strategy: str, step: int, known: int = 1) -> str:
-    """Return a switch of `strategy` in words; only its step if there are further switches
-    inside.
-    """
+    """Return a switch of `strategy` in words; only its step if further switches are inside."""
     # A strategy in another notation than today's still switched after a step
     text = f"after step {step}"
     try:

@@ -1,6 +1,4 @@
-"""The contents of the page: the controls of a situation, and the strategies. This module does
-not import torch.
-"""
+"""The contents of the page: a situation's controls, and the strategies. It imports no torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The HTTP server of the page, for this machine only; simulations are carried out in other
-processes.
-"""
+"""The HTTP server of the page, for this machine only; simulations run in other processes."""
 
 from __future__ import annotations
 

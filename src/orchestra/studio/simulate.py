@@ -27,8 +27,7 @@ from orchestra.worker.runtime import PassingReporter, Runtime, SilentReporter
 MOST_MESSAGES = 3000
 """The most messages of one step that a page is given."""
 TENSORS = 4
-"""The tensors of the model, of equal sizes. Each is a bucket, which can overlap with the backward
-pass."""
+"""The tensors of the model, of equal sizes. Each is a bucket, and can overlap with backward."""
 SMALL = 1000
 """Messages with fewer bytes, which only coordinate, are left out if there are larger ones."""
 
@@ -89,9 +88,7 @@ class Simulated:
 
 
 def answer(kind: str, situation: Situation, entry: Entry) -> dict[str, Any]:
-    """Return the times of a "step" or the events of its "course"; or a dict with one line,
-    `error`.
-    """
+    """Return the times of a "step" or the events of its "course"; or only a line, `error`."""
     # For a picture one round is enough, and one step more, into which messages may reach
     steps = entry.steps if kind == "step" else entry.skip + entry.round + 1
     try:
@@ -213,9 +210,7 @@ def measured(simulated: Simulated, first: int) -> dict[str, float]:
 
 
 def _between(moments: Sequence[Moment], begin: float, end: float) -> Any:
-    """Return the differences of all totals between two moments, interpolated between the ends of
-    steps.
-    """
+    """Return the differences of all totals between two moments, interpolated between step ends."""
     columns = numpy.array(moments).T
     return numpy.array(
         # A window ends in the midst of steps of most workers

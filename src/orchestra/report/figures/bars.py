@@ -34,9 +34,7 @@ SETUP = {
 
 
 def seconds(study: Study) -> Iterator[Figure]:
-    """Yield training seconds by what they were spent on, the same by rank, and set-up seconds by
-    part.
-    """
+    """Yield training seconds by what they went to, the same by rank, and set-up seconds by part."""
     training = {}
     for row in study.completed:
         parts = _mean_parts([run.record.seconds for run in row.completed])
@@ -142,9 +140,7 @@ APART = 0.03
 
 
 def batches(study: Study) -> Iterator[Figure]:
-    """Yield the samples of each worker in a step, over the steps of the best row with such a
-    rule.
-    """
+    """Yield each worker's samples in a step, over the steps of the best row with such a rule."""
     row = next((row for row in study.widest if row.record.batches), None)
     if row is None:
         return
@@ -241,9 +237,7 @@ _LINK_ROOM = "width - 92"
 
 
 def links(study: Study) -> Iterator[Figure]:
-    """Yield the busiest links of each strategy, on a described cluster whose links carried
-    anything.
-    """
+    """Yield the busiest links of each strategy, on a described cluster whose links had traffic."""
     carried = {row.name: found for row in study.widest
                if (found := row.completed[0].links) is not None and found.busiest}  # fmt: skip
     values: Values = [
@@ -358,9 +352,7 @@ def staleness(study: Study) -> Iterator[Figure]:
 
 
 def _nearly_all(counts: Counter[int]) -> int:
-    """Return the smallest staleness that nearly all updates are within. A paused rank leaves a
-    long tail.
-    """
+    """Return the smallest staleness that nearly all updates are within; pauses make long tails."""
     left = _FEW * counts.total()
     for value in sorted(counts, reverse=True):
         left -= counts[value]

@@ -125,9 +125,7 @@ class _Sketch:
         return [text for text in texts if text]
 
     def _faults_by_owner(self) -> dict[str, list[str]]:
-        """Return the faults of each node and switch in words. A rank whose node is unknown has
-        its own entry.
-        """
+        """Return the faults of each node and switch in words, and of ranks of unknown nodes."""
         found: dict[str, list[str]] = {}
         for fault in self._cluster.faults:
             for name in fault.names:

@@ -1,6 +1,4 @@
-"""Figures of loss and metric over a run: at its snapshots and their nodes, in its steps, and at
-its end.
-"""
+"""Figures of loss and metric: at the snapshots and their nodes, in the steps, and at the end."""
 
 from __future__ import annotations
 

@@ -80,9 +80,7 @@ def for_image(figure: Figure, width: int = WIDTH, dark: bool = False) -> dict[st
 
 
 def for_page(part: Any) -> Any:
-    """Return a part of a specification without a legend of the strategies: a page has one for all
-    its figures.
-    """
+    """Return a part of a specification without a legend of strategies: a page has one for all."""
     if isinstance(part, list):
         return [for_page(item) for item in part]
     if not isinstance(part, Mapping):
@@ -97,8 +95,7 @@ Values = list[dict[str, Any]]
 C = TypeVar("C")
 
 SI = "format(datum.value, '~s')"
-"""The label of a tick with a prefix of its own (0, 500, 1.5k); a format would give all ticks the
-same prefix."""
+"""The label of a tick with a prefix of its own (0, 500, 1.5k); a format has one for all ticks."""
 
 SHOWN = "indexof(hidden, datum.strategy) < 0"
 """The filter of every mark of data, by which a page can hide a strategy everywhere."""
@@ -188,9 +185,7 @@ def spans_much(values: Sequence[float]) -> bool:
 
 
 def along(axis: str, keys: Sequence[str] = ()) -> alt.X:
-    """Return the horizontal axis of a run's course: "seconds" or "samples"; `keys` are lines
-    below.
-    """
+    """Return the horizontal axis of a run, "seconds" or "samples"; `keys` are lines below it."""
     titles = {"seconds": "seconds of training", "samples": "samples seen by all workers"}
     return alt.X(
         f"{axis}:Q",
@@ -359,9 +354,7 @@ def lanes(layers: Sequence[alt.Chart], texts: Mapping[str, str]) -> tuple[list[a
 
 
 def lane_key(strategy: str, name: str = "") -> str:
-    """Return the "lane" of a value in the lane `name` of its strategy; without one, of its
-    heading.
-    """
+    """Return the "lane" of a value in its strategy's lane `name`; without one, of its heading."""
     return f"{strategy}{_SEPARATOR}{name}"
 
 

@@ -50,9 +50,7 @@ def time_to_target(study: Study) -> Iterator[Figure]:
     missed = {row.name: len(row.completed) - study.reached(row) for row in study.completed}
 
     def rank(row: Row) -> tuple[int, float]:
-        """Return a key to sort by: rows whose every seed reached it come first, those of which
-        none did come last.
-        """
+        """Return a key to sort by: rows whose every seed reached it first, those of none last."""
         mean = row.mean(TIME_TO_TARGET.read)
         # Unlike the ranking of rows, which goes by shares: a bar is as long as the mean of those
         # that reached it, so rows with all seeds stand first, in order of length.
@@ -100,9 +98,7 @@ def _target_marks(study: Study, rows: Sequence[Row], title: str) -> list[alt.Cha
 
 
 def differences(study: Study) -> Iterator[Figure]:
-    """Yield a forest plot for each figure that decides; only where several seeds give an
-    interval.
-    """
+    """Yield a forest plot for each figure that decides, if several seeds give an interval."""
     for measure in (TIME_TO_TARGET if study.target else TRAIN, study.primary):
         pairs = [(row, study.difference(row, measure)) for row in study.completed]
         known = [(row, each) for row, each in pairs if each and each.low is not None]
@@ -404,9 +400,7 @@ def _against_machines(study: Study, measure: Measure) -> Iterator[Figure]:
 
 
 def combination(nodes: Mapping[str, float]) -> str:
-    """Return the nodes in words, those that differ in their number only together: "fast + 3
-    slow".
-    """
+    """Return the nodes in words, those that differ in number only together: "fast + 3 slow"."""
     # Nodes of a group are named fast-0, fast-1 and so on
     kinds = Counter(re.sub(r"-\d+$", "", name) for name in nodes)
     return " + ".join(f"{n} {kind}" if n > 1 else kind for kind, n in kinds.items())

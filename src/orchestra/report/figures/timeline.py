@@ -1,6 +1,4 @@
-"""Figures of a run's timeline: a few steps rank by rank with their waits, and the messages of
-one step.
-"""
+"""Figures of a timeline: a few steps rank by rank with their waits, and one step's messages."""
 
 from __future__ import annotations
 
@@ -100,9 +98,7 @@ Lanes = Mapping[tuple[int, int], str]
 
 
 def timelines(study: Study) -> Iterator[Figure]:
-    """Yield the middle of the traced steps of each strategy's first seed; a strategy that
-    switched has two parts.
-    """
+    """Yield the middle of each strategy's traced steps, with the first seed; two if it switched."""
     for row in study.widest:
         run = next((run for run in row.completed if run.trace is not None), None)
         if run is not None and run.trace is not None:
