@@ -79,8 +79,7 @@ def main(arguments: Sequence[str]) -> int:
 
     limit = options.limit or LIMIT
     with progress_line() as tell:
-        # The limit counts from the beginning of the command, the import of torch included (decision
-        # 40)
+        # The limit counts from the command's beginning, the import of torch included (decision 40)
         measured = calibrate([subject], options.seconds, tell, limit - (now() - began))
     # Before it is refused: the user sees what was disturbed
     print_calibration(measured)

@@ -239,7 +239,6 @@ class OrchestraStrategy(ParallelStrategy):
         _, _, self._batches = distribute(
             self.model, self.optimizers[0], loader, self._orchestra,
             # Equal numbers of batches: Lightning counts them in advance, and ends its epoch by that
-            # number
             seed=seed, work="equal", **self._options, **self._place,
         )  # fmt: skip
         if self._batches.ended:  # a server, whose workers have come to another fit

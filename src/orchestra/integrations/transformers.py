@@ -109,8 +109,7 @@ def _refuse_collisions(trainer: Trainer, strategy: Strategy[Any]) -> None:
         raise InputError(
             f"this process would use {args.n_gpu} GPUs: start one process for each, with torchrun"
         )
-    # The scale is chosen from the gradients that a worker sees; under all-reduce all see the
-    # average
+    # The scale follows the gradients that a worker sees; under all-reduce all see the average
     if trainer.accelerator.scaler is not None and not strategy.synchronous:
         raise InputError(
             f"TrainingArguments: with fp16 every worker would scale its loss, and skip steps, by "
@@ -160,8 +159,7 @@ class _Loader:
     """
 
     def __init__(self, prepared: Any, workers: int, group: int) -> None:
-        # Below Accelerate's wrapper, which moves batches to the device and seeds its sampler by
-        # epoch
+        # Below Accelerate's wrapper, which moves batches and seeds its sampler by epoch
         self.whole: DataLoader[Any] = prepared.base_dataloader
         self._prepared = prepared
         self._workers = workers
@@ -356,8 +354,7 @@ class _Distributed(Trainer):
         self._batches.agree()
         with self._batches.pause():
             output = super().evaluation_loop(*args, **kwargs)
-            # After training, workers may evaluate alone, and a collective would wait for ever
-            # (decision 56)
+            # After training workers may evaluate alone; a collective would not end (decision 56)
             if self.is_in_train:
                 self._share(output.metrics)
         return output

@@ -388,8 +388,7 @@ def curves_of(search: Standing, rows: Sequence[Row]) -> dict[str, list[tuple[flo
         seen.add(learns_as)
         exact = entry.candidate.exact
         found[row.name] = [
-            # The curve of an exact candidate was made by one process, whose seconds are not its
-            # own.
+            # An exact candidate's curve was made by one process, whose seconds are not its own.
             (point.samples / entry.speed if exact else point.seconds, point.metrics[metric])
             for point in points
             if metric in point.metrics

@@ -127,8 +127,7 @@ def carry_out(
     tell("loading the task", 0.0)
     length = length_of(experiment)
     folder = folder_for(out, f"plan-{experiment.name}", empty=True)
-    # The page and the judging of runs that were cut off need a time that does not grow with the
-    # budget.
+    # The page, and judging runs that were cut off, take a time that does not grow with the budget.
     kept = min(60 * minutes * LAST_PART, LAST_SECONDS)
     budget = Budget(began, began + 60 * minutes - kept)
     experiment, costs, notes = calibrated(experiment, folder, budget, tell)
@@ -177,8 +176,7 @@ def length_of(experiment: Experiment) -> Length:
     assert not isinstance(judged, IterableDataset)
     if (target := experiment.training.target) is not None:
         require_metric(target.metric, task, task.model(), judged)
-    # An evaluation is a forward pass, a third of a gradient: so judging takes no longer than
-    # learning.
+    # An evaluation is a third of a gradient: so judging takes no longer than learning.
     wanted = 3 * samples // max(1, len(judged))  # type: ignore[arg-type]
     return Length(samples, min(MOST_SNAPSHOTS, max(FEWEST_SNAPSHOTS, wanted)))
 

@@ -163,8 +163,7 @@ def loaded(text: str) -> Cluster:
 def _with_keys(text: str, values: Mapping[str, str]) -> Cluster:
     """Change `values` of the cluster's file, by their place ("nodes.old.speed")."""
     source = Path(text).read_text() if is_file(text) else cluster_text(loaded(text))
-    # Plain values, without the lines that messages name: these would be those of no file of the
-    # user's
+    # Plain values, without lines for messages: these would be of no file of the user's
     document = yaml.safe_load(source)
     for key, value in values.items():
         *above, last = key.split(".")

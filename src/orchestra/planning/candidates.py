@@ -233,8 +233,7 @@ class Space:
                 return []
             training = self._training(len(names), batch, self._only(tuple(names)), shares)
             run = self._run(name, each, training)
-        # A setting that this number of ranks cannot have: no candidate, and no reason to end the
-        # plan
+        # A setting that so many ranks cannot have: no candidate, and no end of the plan
         except InputError:
             return []
         return [Candidate(name, run, tuple(dict.fromkeys(names)), label, batch)]
@@ -292,8 +291,7 @@ def by_interest(found: Sequence[Candidate]) -> list[Candidate]:
     """
     seen: dict[str, int] = {}
     places = {}
-    # Time may end before all speeds are known; in the order of the list only rings had one
-    # (decision 98).
+    # Time may end before all speeds are known, and in list order only rings had one (decision 98).
     for candidate in sorted(found, key=lambda each: (each.batch != 1, -each.run.training.ranks)):
         seen[candidate.label] = seen.get(candidate.label, 0) + 1
         places[candidate.name] = (candidate.label != ONE_PROCESS, seen[candidate.label])

@@ -181,8 +181,7 @@ def _learners(experiment: Experiment, plane: Plane, folder: Path) -> list[Candid
     found: dict[str, Candidate] = {}
     for cluster in reversed(clusters):  # the largest first: its strategies have to be known
         for each in mapped(experiment, cluster, folder / f"clusters/{len(cluster.nodes)}"):
-            # Of strategies on several numbers of nodes the names differ; one process is the same on
-            # all
+            # On several numbers of nodes names of strategies differ; one process is the same on all
             found.setdefault(each.name, each)
     return list(found.values())
 
@@ -324,8 +323,7 @@ def spread(drawn: Map, number: int) -> list[Point]:
     def at(point: Point) -> tuple[float, float]:
         return drawn.plane.place(point.x, point.y)
 
-    # The first one is in the middle of the plane; each further one is as far as can be from all
-    # before.
+    # The first is in the middle of the plane; each further one is as far as can be from all before.
     left = sorted(drawn.points, key=lambda point: dist(at(point), (0.5, 0.5)))
     found = left[:1]
     while len(found) < min(number, len(left)):

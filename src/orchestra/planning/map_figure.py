@@ -174,8 +174,7 @@ def _contours(best: Floats, centres: Sequence[Floats]) -> Iterator[dict[str, flo
         above = best - math.log(level)
         for row, column in zip(*np.nonzero(_crossed(above)), strict=True):
             corners = [(row, column), (row, column + 1), (row + 1, column + 1), (row + 1, column)]
-            # A plane through three corners is cut in one segment; four corners may be cut in two
-            # ways.
+            # A plane through three corners is cut in one segment; four may be cut in two ways.
             for triangle in (corners[:3], [corners[0], *corners[2:]]):
                 cuts = []
                 for (a, b), (c, d) in zip(triangle, [*triangle[1:], triangle[0]], strict=True):
@@ -201,8 +200,7 @@ def _levels(best: Floats, centres: Sequence[Floats]) -> Values:
     rows, columns = np.indices(best.shape)
     inside = (np.minimum(rows, columns) > 4) & (np.maximum(rows, columns) < FINE - 5)
     for level in _nice(best):
-        # The small term prefers the diagonal, where labels of several lines do not lie on one
-        # another.
+        # The small term prefers the diagonal, where labels of several lines lie apart.
         distance = np.abs(best - math.log(level)) + 0.002 * np.abs(rows - columns)
         row, column = np.unravel_index(np.where(inside, distance, np.inf).argmin(), best.shape)
         if abs(best[row, column] - math.log(level)) < 0.1:

@@ -164,8 +164,7 @@ def learned_there(
                 trained.setdefault(name, {})[place_of(point)] = samples
         if not trained.keys() >= {name for _, name in chosen_now}:
             break  # there was no time for them
-        # From `points`, not from the last round: a strategy that was left out may come back
-        # elsewhere.
+        # From `points`, not the last round: a strategy that was left out may come back elsewhere.
         found = [with_nearest(point, trained, place_of) for point in points]
     lacking = [name for _, name in left]
     notes = [
@@ -198,8 +197,7 @@ def spread_out(
         gaps = [gap(place_of(point), known.get(name, ())) for point, name in left]
         if not gaps or max(gaps) <= NEAR:
             break
-        # As far as possible from what is known, so that an early end still covers the plane
-        # (decision 106)
+        # As far as can be from what is known: an early end still covers the plane (decision 106)
         point, name = left[gaps.index(max(gaps))]
         found.append((point, name))
         known.setdefault(name, []).append(place_of(point))

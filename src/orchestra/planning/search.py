@@ -353,8 +353,7 @@ class Search(Standing):
         """
         found: dict[int, Tried] = {}
         trials: dict[int, Trial] = {}
-        # Cheap ones first: else one process with a quarter of the batch waits behind 16 ranks
-        # (decision 117)
+        # Cheap ones first: else one process with a small batch waits behind 16 ranks (decision 117)
         order = sorted(range(len(jobs)), key=lambda place: jobs[place][1].training.ranks)
         for place in order:
             _, run, folder, part = jobs[place]
@@ -381,8 +380,7 @@ class Search(Standing):
                     try_all, work, ranks, patience=PATIENCE, on_event=lambda _: self._tell_part()
                 )
         except RunFailed as failure:
-            # One trial ended the process of all, out of memory for instance: apart, only that one
-            # fails.
+            # One trial ended the process of all, as if out of memory: apart, only it fails.
             if len(trials) == 1:
                 return [(0, Tried(failure=str(failure).splitlines()[0]))]
             return [

@@ -105,8 +105,7 @@ def _verified(name: str, search: Search, engine: Engine, folder: Path) -> Verifi
     entry, target = search.entries[name], search.target
     assert entry.record is not None
     assert target is not None
-    # The same seeds as simulated: a mean over three seeds says nothing of a run with one (decision
-    # 117).
+    # The same seeds: a mean over three simulated ones says nothing of one real run (decision 117).
     known = sorted(search.times(entry).items())[:SEEDS]
     predicted = {seed: each.seconds for seed, each in known}
     measured: dict[int, Measured] = {}

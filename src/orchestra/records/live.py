@@ -120,8 +120,7 @@ def holder(folder: Path) -> str | None:
         inode = folder.stat().st_ino
         for line in Path("/proc/locks").read_text().splitlines():
             words = line.split()
-            # A process id of 0 belongs to another namespace, such as a container's; "->" marks one
-            # that waits.
+            # A process id of 0 is of another namespace, as a container's; "->" is one that waits.
             if words[1] == "FLOCK" and words[5].endswith(f":{inode}") and int(words[4]) > 0:
                 return f"process {words[4]}"
     return None
@@ -192,8 +191,7 @@ class Tail:
                 self._position, self._rest = 0, b""
             self._file = same
             lines = []
-            # To parse 100 MB of steps takes 9 s; its end and lines in between take 0.03 s (decision
-            # 100).
+            # 100 MB of steps take 9 s to parse, its end and lines in between 0.03 s (decision 100).
             if size - self._position > self._most_bytes:
                 start = size - self._most_bytes // 2
                 lines = self._sampled(file, self._position, start)

@@ -154,8 +154,7 @@ def _sections(figures: Sequence[Figure]) -> dict[str, list[Figure]]:
 
 def _captions(sections: Mapping[str, Sequence[Figure]]) -> dict[str, str]:
     """Return each figure's caption, without sentences that an earlier one in its section has."""
-    # Figures of a section explain the same marks; their images stand alone and have the whole
-    # caption
+    # Figures of a section explain the same marks; images stand alone, with the whole caption
     captions = {}
     for members in sections.values():
         said: set[str] = set()

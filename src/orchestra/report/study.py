@@ -143,8 +143,7 @@ class Study:
         known: dict[str, list[tuple[Source, object]]] = {}
         for source in self.sources:
             for key, value in common_settings(source.experiment).items():
-                # How often a run is saved, and how long it waits for a silent rank, changes no
-                # figure
+                # How often a run is saved, or waits for a silent rank, changes no figure
                 if key not in ("checkpoint_every", "patience"):
                     known.setdefault(key, []).append((source, value))
         unlike = [key for key, values in known.items() if len({repr(v) for _, v in values}) > 1]

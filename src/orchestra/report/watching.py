@@ -132,8 +132,7 @@ class RankTrack:
             return
         self.history.append((float(line["consumed"]), float(loss)))
         if len(self.history) > HISTORY:
-            # Every second one, and only every second from now on: evenly spaced, however long the
-            # run
+            # Every second one from now on, too: evenly spaced, however long the run
             del self.history[::2]
             self._every *= 2
 
@@ -230,8 +229,7 @@ class RunWatch:
         rows = []
         for rank in sorted({*self._tracks, *said}):
             track, own = tracks.get(rank), said.get(rank)
-            # A server that was a worker before a switch must not count with its last speed
-            # (decision 100)
+            # A server that was a worker before a switch has no speed any more (decision 100)
             serves = own is not None and own.phase == "serving"
             if track is None or serves:  # its steps, if any, were those of a phase before
                 step, phase = (own.step, own.phase) if own else (0, "")

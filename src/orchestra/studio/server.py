@@ -84,8 +84,7 @@ class Simulator:
         If the same `page` asks again, no further job is started for this call, and the iteration
         ends.
         """
-        # A new object is equal to no earlier one: an older call sees that it is no longer the
-        # newest
+        # A new object equals no earlier one: an older call sees that it is no longer the newest
         token = object()
         with self._lock:
             _keep(self._newest, page, token, MOST_PAGES)

@@ -312,8 +312,7 @@ def staleness(study: Study) -> Iterator[Figure]:
     if not stale:
         return
     end, largest = max(map(_nearly_all, stale.values())), max(map(max, stale.values()))
-    # One bar more, for the tail: a rank paused for a second would stretch the axis to hundreds
-    # (decision 15).
+    # One bar more, for the tail: a paused rank would stretch the axis to hundreds (decision 15).
     last = min(end + 1, largest)
     caption = (
         "How many updates of others came between reading the parameters and writing to them, as "
