@@ -128,8 +128,7 @@ MOST = 1000
 
 
 def numbers(text: str) -> list[int]:
-    """Return the numbers in `text`; before the last one `...` stands for those that continue the
-    others.
+    """Return the numbers in `text`; before the last one `...` stands for those in between.
 
     They go on by equal steps where all given ones do (1,2,...,8), else by equal factors
     (1,2,4,...,256).

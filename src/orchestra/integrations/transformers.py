@@ -150,8 +150,7 @@ class _WorkerState:
 
 
 class _Loader:
-    """The loader that Accelerate prepared for one process. It is distributed once there are
-    `batches`.
+    """The loader that Accelerate prepared for one process; distributed once it has `batches`.
 
     Attributes:
         whole: the loader of all samples, which is distributed.

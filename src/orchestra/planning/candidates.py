@@ -256,8 +256,7 @@ class Space:
 
     def _training(self, ranks: int, batch: float, cluster: str, shares: Any = None) -> Training:
         """Return the experiment's training in virtual time: `batch` times its samples in a step,
-        divided among `ranks`, as many samples in all, and the learning rate that goes with the
-        batch.
+        divided among `ranks`, as many in all, and the learning rate that goes with the batch.
         """
         given = self.experiment.training
         whole = given.ranks * given.batch_size

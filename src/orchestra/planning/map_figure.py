@@ -164,8 +164,7 @@ def _nice(best: Floats) -> list[float]:
 
 
 def _contours(best: Floats, centres: Sequence[Floats]) -> Iterator[dict[str, float]]:
-    """Yield segments of the lines on which the logarithm `best` is that of a round number of
-    seconds.
+    """Yield segments of the lines on which the logarithm `best` is that of a round time.
 
     Each triangle of three neighbours is cut by the plane of the level.
     """

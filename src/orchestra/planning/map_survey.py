@@ -61,9 +61,8 @@ class Survey(Search):
     """Finds the samples to the target, and the samples/s, of all candidates of a map."""
 
     def learn(self, until: float, entries: Sequence[Entry] | None = None) -> None:
-        """Train each of `entries` (all candidates by default), or the entry that learns the
-        same, until it reaches the target: with the first seed, and where it did, with the
-        others.
+        """Train each of `entries` (all candidates by default), or the entry that learns the same,
+        until it reaches the target: with the first seed, and where it did, with the others.
         """
         if entries is None:
             self._reference()
@@ -131,8 +130,7 @@ def learned_there(
     candidate: Callable[[Point, str], Candidate],
     until: float,
 ) -> tuple[list[Point], list[str]]:
-    """Return `points` with the samples that the first strategy of each takes there or nearby,
-    and notes.
+    """Return `points` with the samples that the first strategy takes there or nearby, and notes.
 
     Where a strategy is first that depends on speeds, it is trained at that point, unless it was at
     one within `NEAR`. Then another one may be first, and so on until nothing changes or `until`.

@@ -97,8 +97,7 @@ def best_value(points: Sequence[Point], target: Target) -> float | None:
 def cannot_win(
     samples: float, batch: float, update: float, speed: float, best: float
 ) -> float | None:
-    """Return the least seconds that a candidate needs, if they are 99.9 % of the `best` or more, or
-    None.
+    """Return the least seconds that a candidate needs, if 99.9 % of the `best` or more, or None.
 
     At best one of its updates, of `update` samples, is worth as much as one of a step of `batch`
     samples, of which one process needs `samples` in all. At `speed` samples/s that takes
@@ -131,8 +130,7 @@ def chosen(times: Mapping[str, float], nodes: Mapping[str, int]) -> str:
 
 
 def bottleneck(seconds: Mapping[str, float]) -> str:
-    """Return the largest part of a worker's time, "computing", "messages" or "waiting", and its
-    share.
+    """Return what most of a worker's time is, "computing", "messages" or "waiting", and its share.
 
     `seconds` are those of a record: compute, communicate and wait, of a worker in the mean.
     """

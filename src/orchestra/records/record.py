@@ -41,8 +41,7 @@ class RunRecord:
     defines; None where a figure cannot be, or was not known to the version that wrote it.
 
     Beside these, `judged_on` is the split of the data that `metrics` are of, `tuned` the settings
-    that trials chose for it, `by_rank` what each rank reported, and `folder` where everything else
-    lies.
+    that trials chose for it, `by_rank` what each rank reported, and `folder` where all else lies.
     """
 
     name: str

@@ -40,8 +40,7 @@ class Usage:
 
 
 def taken_by_others(usages: Sequence[Usage]) -> float | None:
-    """Return the mean number of cores that other programs kept busy, beside the processes of
-    `usages`.
+    """Return the mean number of cores that other programs kept busy beside those of `usages`.
 
     These ran on one machine at the same time. None where the number is not known.
     """

@@ -1,5 +1,4 @@
-"""Stragglers: the ranks that held up the others, by each rank's report of its time; without
-torch.
+"""Stragglers: the ranks that held up others, by each rank's report of its time; without torch.
 
 A rank reads its counters at some sixty moments (`CounterSeries`). `find` cuts the run into windows,
 and compares ranks and links with their peers in each of them. docs/stragglers.md explains it.
@@ -221,8 +220,7 @@ def slow_ranks(ranks: Sequence[int], windows: Windows, width: float) -> Iterator
 
 
 def _ratios(work: Array, amount: Array) -> Array:
-    """Return the logarithm of each rank's work for an amount over the median of the others, by
-    window.
+    """Return the logarithms of each rank's work for an amount over the others' median, by window.
 
     Servers have neither samples nor steps: their amounts are those of equal times.
     """

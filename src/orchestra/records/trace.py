@@ -205,8 +205,7 @@ def _parts(slices: Sequence[Event]) -> list[list[Event]]:
 
 
 def longest_waits(folder: Path) -> dict[int, str]:
-    """Return whom each rank's main flow waited for longest, with the part of the time that it
-    did so.
+    """Return whom each rank's main flow waited for longest, with the part of the time it did so.
 
     The time is that of the steps that the timeline in `folder` shows. A rank that came to serve
     has whom it waited for meanwhile, without a part. Empty where there is no timeline.

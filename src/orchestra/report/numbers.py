@@ -159,9 +159,8 @@ class Difference:
         return self.low is not None and self.high is not None and self.low * self.high > 0
 
     def texts(self, places: int | None = None) -> list[str]:
-        """Return the mean and the ends of the interval, if there is one, with `places` decimals.
-        By default the largest has three significant digits, or fewer if the snapshots do not
-        allow that.
+        """Return the mean and the ends of the interval, if there is one, with `places` decimals:
+        by default three significant digits of the largest, or as many as the snapshots allow.
         """
         values = [value for value in (self.mean, self.low, self.high) if value is not None]
         if places is None:
@@ -206,11 +205,9 @@ Read = Callable[[RunRecord], float | None]
 
 @dataclass(frozen=True)
 class Measure:
-    """A figure of a run. `rising` is True if more is better, False if less is, and None if
-    neither.
+    """A figure of a run. `rising`: more is better; False: less is; None: neither.
 
-    `resolution` is, for a figure that is read at snapshots, how far before it the true one may
-    lie.
+    `resolution` is, for a figure that is read at snapshots, how much earlier the true one may be.
     """
 
     key: str

@@ -1,5 +1,4 @@
-"""The rows of a report, read from the files of runs: each is a strategy on a number of ranks,
-over seeds.
+"""The rows of a report, from the files of runs: a strategy on a number of ranks, over seeds.
 
 Everything that a report shows comes from the files that are read here.
 """
@@ -252,9 +251,8 @@ class Row:
         return statistics.stdev(values) if len(values) > 1 else None
 
     def known_to(self, measure: Measure) -> float | None:
-        """Return the uncertainty of the mean of a figure that is read at snapshots: the mean
-        spacing of the snapshots, or the spread over the seeds if that is larger. None for other
-        figures.
+        """Return the uncertainty of the mean of a figure that is read at snapshots: their mean
+        spacing, or the spread over the seeds if that is larger. None for other figures.
         """
         spacing = None if measure.resolution is None else self.mean(measure.resolution)
         return None if spacing is None else max(spacing, self.spread(measure.read) or 0.0)

@@ -1,6 +1,5 @@
-"""The sections of a page around its figures: which techniques paid, which ranks held up the
-others, which strategies switched, what went wrong, and which rows ended with the same
-parameters.
+"""The sections of a page around its figures: which techniques paid, which ranks held up others,
+which strategies switched, what went wrong, and which rows ended with the same parameters.
 """
 
 from __future__ import annotations

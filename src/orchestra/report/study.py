@@ -134,8 +134,7 @@ class Study:
 
     @cached_property
     def differing(self) -> dict[str, list[tuple[Source, object]]]:
-        """The settings in which the sources differ, each with the value of each source. Empty in
-        a fair study.
+        """The settings in which the sources differ, each with their values; empty if it is fair.
 
         A record from before there was a setting says nothing about it. Of no concern are settings
         that make no run better or worse.

@@ -50,8 +50,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of the table: `text`, in smaller type below it `details`; `value` is the key to
-    sort by.
+    """A cell of the table: `text`, in smaller type below it `details`; `value` is to sort by.
 
     `verdict` is "better" or "worse" than the rival where the spread over seeds cannot explain it.
     """

@@ -81,8 +81,7 @@ class Simulator:
         """Yield the jobs with their answers: the cached ones first, the others as they are done.
         Jobs are started in order.
 
-        If the same `page` asks again, no further job is started for this call, and the iteration
-        ends.
+        If the same `page` asks again, no further job is started for this call, which then ends.
         """
         # A new object equals no earlier one: an older call sees that it is no longer the newest
         token = object()

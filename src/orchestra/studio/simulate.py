@@ -223,8 +223,7 @@ def _between(moments: Sequence[Moment], begin: float, end: float) -> Any:
 
 
 def course(simulated: Simulated, first: int, count: int) -> dict[str, Any]:
-    """Return the activity of every rank for `count` steps of rank 0, after its first `first`
-    ones.
+    """Return the activity of every rank for `count` steps of rank 0, after its `first` ones.
 
     Spans are [begin, end, category, name], in seconds from the beginning of the window. There is
     one list for each rank's main flow and all its computing, and one for the exchanges of its

@@ -1,5 +1,4 @@
-"""Figures of the clusters that runs were simulated on: nodes and switches as a tree, with links
-and faults.
+"""Figures of the clusters that runs were simulated on: trees of nodes, switches, links, faults.
 
 The tree is one of switches from left to right, with a row for each node. This figure and that of
 messages (messages.py) place the parts of a cluster by a `Tree`, and draw on a `Canvas`, in pixels.
@@ -330,8 +329,7 @@ class Tree:
         beside: float,
         height_of: Callable[[float], float],
     ) -> tuple[list[Place], list[Place]]:
-        """Return the places of the nodes and of the switches, as far right as the words before
-        them require.
+        """Return the places of nodes and switches, as far right as words before them require.
 
         Args:
             words: what is written before a switch.

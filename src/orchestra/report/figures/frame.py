@@ -361,8 +361,7 @@ def headed_lanes(
     layers: Sequence[alt.Chart], texts: Mapping[str, str], title: str | None = None, **axis: Any
 ) -> tuple[list[alt.Chart], int]:
     """Return `layers` in several lanes for each strategy, below its name and its text, and the
-    height of all. The lanes are those of the first layer's values, each of which has the key of its
-    "lane".
+    height of all. Lanes are those of the first layer's values, each with the key of its "lane".
     """
     domain: dict[str, None] = {}
     for strategy in texts:

@@ -319,8 +319,7 @@ def _about(knees: Mapping[str, int | None], most: int) -> list[str]:
 
 
 def knee(speeds: Mapping[int, float]) -> int | None:
-    """Return the number of ranks with the most benefit for its cost; None if more ranks may be
-    better still.
+    """Return the number of ranks with the most benefit for its cost; None if more may be better.
 
     `speeds` are samples a second by number of ranks. At the knee of execution time against
     efficiency (Eager, Zahorjan and Lazowska, "Speedup Versus Efficiency in Parallel Systems", IEEE
