@@ -17,11 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from orchestra.engines.processes.distribute import (
-    distribute,
-    end_loops,
-    runtime_beside_loops,
-)
+from orchestra.engines.processes.distribute import distribute, end_loops, runtime_beside_loops
 from orchestra.engines.processes.environment import detect, rank
 from orchestra.errors import InputError
 from orchestra.integrations.worker_group import WorkerGroup

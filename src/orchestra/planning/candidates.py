@@ -139,10 +139,7 @@ class Space:
     @property
     def fastest(self) -> list[Node]:
         """The nodes, the fastest first; of equal ones the first in the file."""
-        return sorted(
-            self.cluster.nodes,
-            key=lambda node: -node.speed_beside(FLOPS) * node.slots,
-        )
+        return sorted(self.cluster.nodes, key=lambda node: -node.speed_beside(FLOPS) * node.slots)
 
     @property
     def mixed(self) -> bool:

@@ -50,10 +50,7 @@ TABLES = {"csv": ("table.csv", csv_text), "latex": ("table.tex", latex_text)}
 
 
 def write_report(
-    folders: Sequence[Path],
-    out: Path,
-    baseline: str | None = None,
-    tables: Collection[str] = (),
+    folders: Sequence[Path], out: Path, baseline: str | None = None, tables: Collection[str] = ()
 ) -> Path:
     """Report on the runs in `folders`, those of trainings or of comparisons, into the folder `out`.
 

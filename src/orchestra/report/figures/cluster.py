@@ -276,10 +276,7 @@ class Tree:
     """
 
     def __init__(
-        self,
-        cluster: Cluster,
-        alone: Collection[str] = (),
-        sizes: Mapping[str, int] | None = None,
+        self, cluster: Cluster, alone: Collection[str] = (), sizes: Mapping[str, int] | None = None
     ) -> None:
         self.rows = 0.0
         self._nodes: list[_Branch] = []
