@@ -58,7 +58,7 @@ class Criterion:
         # Without a target no metric has a direction that the user has asked for
         if target is None or tune.by == "loss":
             return cls("loss", "loss", higher=False)
-        return cls("target", target.metric, higher=target.at_least is not None)
+        return cls("target", target.metric, higher=target.rising)
 
     def score(self, record: RunRecord) -> float | None:
         """Return the figure of a trial; None where it failed or diverged."""

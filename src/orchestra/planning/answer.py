@@ -278,9 +278,7 @@ def time_text(row: Row) -> str:
 
 def target_text(target: Target) -> str:
     """Return the target as part of a sentence: "accuracy >= 0.85"."""
-    if target.at_least is not None:
-        return f"{target.metric} >= {target.at_least:g}"
-    return f"{target.metric} <= {target.at_most:g}"
+    return f"{target.metric} {'>=' if target.rising else '<='} {target.bound:g}"
 
 
 # What is left behind

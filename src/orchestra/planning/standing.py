@@ -52,7 +52,7 @@ def reached(points: Sequence[Point], target: Target) -> Reached | None:
                 return Reached(point.samples, point.seconds, point.seconds)
             first = before.metrics[target.metric]
             # Snapshots are far apart, and their spacing would decide between candidates.
-            part = (bound(target) - first) / (value - first)
+            part = (target.bound - first) / (value - first)
             return Reached(
                 before.samples + part * (point.samples - before.samples),
                 before.seconds + part * (point.seconds - before.seconds),
@@ -64,16 +64,9 @@ def reached(points: Sequence[Point], target: Target) -> Reached | None:
     return None
 
 
-def bound(target: Target) -> float:
-    """Return the value of the metric that has to be reached, from below or from above."""
-    value = target.at_least if target.at_least is not None else target.at_most
-    assert value is not None
-    return value
-
-
 def penalty(target: Target, value: float) -> float:
     """Return a value of the target's metric as a penalty: smaller is better."""
-    return -value if target.at_least is not None else value
+    return -value if target.rising else value
 
 
 def value_at(points: Sequence[Point], metric: str, samples: float) -> float | None:
@@ -279,9 +272,7 @@ class Standing:
         ]  # fmt: skip
 
     def uncertainty(self, entry: Entry) -> float | None:
-        """Return the uncertainty of the time: the spread over the seeds, or half the spacing of
-        the snapshots if that is larger.
-        """
+        """Return the larger of the spread over the seeds and half the spacing of the snapshots."""
         times = list(self.times(entry).values())
         if not times:
             return None
@@ -380,9 +371,7 @@ class Standing:
             entry.dropped = f"rung {number}: {entry.rungs[-1]}, in the worse half"
 
     def _score(self, entry: Entry, seconds: float) -> tuple[float, float]:
-        """Return a score, smaller is better, and note it in words: the time to the target, else
-        the metric after `seconds`.
-        """
+        """Return, and note in words, a score to minimize: the time, else the metric then."""
         assert self.target is not None
         time = self.time(entry)
         samples, metric = seconds * (entry.speed or 0.0), self.target.metric

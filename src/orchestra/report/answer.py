@@ -22,6 +22,7 @@ from orchestra.report.numbers import (
     percent,
     significant,
     some,
+    target_text,
     times,
     with_unit,
 )
@@ -82,7 +83,9 @@ def _first_to_target(study: Study, reached: Sequence[Row]) -> str:
     # Rows are ranked by how often they reached the target before how soon: a strategy that gets
     # there in one run of three is not first because that run was quick (decision 14).
     how = "first" if soonest else "most often"
-    opening = f"{_row_text(study, first)} reached {study.target} {how}, {_after(study, first)}"
+    assert study.target is not None
+    target = target_text(study.target)
+    opening = f"{_row_text(study, first)} reached {target} {how}, {_after(study, first)}"
     others = [row for row in reached if row.single is not first.single]
     if others:
         return f"{opening}; {_compared(study, first, others[0])}"
@@ -172,7 +175,8 @@ def _best_in_the_end(study: Study, rows: Sequence[Row]) -> str:
         text = f"these runs tell of time alone, and of no result; {text}"
     elif study.target:
         samples = max(run.record.samples for run in study.runs)
-        text = f"no strategy reached {study.target} within {count('sample', samples)}; {text}"
+        target = target_text(study.target)
+        text = f"no strategy reached {target} within {count('sample', samples)}; {text}"
     others = [row for row in rows[1:] if row.values(measure.read)]
     if not others:
         return text

@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestra.cluster.units import BYTES
+from orchestra.errors import InputError
 from orchestra.records.record import RunRecord
 from orchestra.records.report import is_rising
+from orchestra.trainer.settings import Target
 
 CONFIDENCE = 0.95
 
@@ -46,6 +48,11 @@ def significant(value: float, digits: int = 3) -> str:
     if value and abs(value) < 1e-4:
         return f"{value:.{digits - 1}e}".replace("-", MINUS)
     return fixed(value, decimals_for([value], digits))
+
+
+def or_dash(value: float | None, digits: int = 3) -> str:
+    """Return `value` with `digits` significant digits; "-" if it is not known."""
+    return "-" if value is None else significant(value, digits)
 
 
 def decimals_for(values: Sequence[float], digits: int) -> int:
@@ -238,9 +245,7 @@ def _field(key: str, unit: float = 1.0) -> Read:
 
 
 def _to_target(key: str, title: str, name: str, unit: float = 1.0) -> Measure:
-    """Return the measure of what was spent until the target; its resolution is that of the time
-    to target, in proportion.
-    """
+    """Return the measure of what was spent until the target, with its resolution in proportion."""
     read = _field(key, unit)
 
     def resolution(record: RunRecord) -> float | None:
@@ -299,30 +304,21 @@ METRIC = "metrics."
 """The prefix of the keys of measures that are metrics of the final parameters."""
 
 
-@dataclass(frozen=True)
-class ReportTarget:
-    """The bound that the runs were to reach."""
-
-    metric: str
-    bound: float
-    rising: bool
-
-    def __str__(self) -> str:
-        return f"{self.metric} {'' if self.rising else '≤ '}{self.bound:g}"
-
-
-def target_of(experiment: Mapping[str, Any]) -> ReportTarget | None:
+def target_of(experiment: Mapping[str, Any]) -> Target | None:
     """Return the target of an experiment; None where it has none."""
     target = experiment.get("target")
-    if not isinstance(target, Mapping) or "metric" not in target:
+    try:
+        return Target(**target) if isinstance(target, Mapping) else None
+    except (InputError, TypeError):
         return None
-    # A target has one of at_least and at_most
-    rising = target.get("at_least") is not None
-    bound = target.get("at_least") if rising else target.get("at_most")
-    return ReportTarget(str(target["metric"]), float(bound), rising) if bound is not None else None
 
 
-def final_metric(name: str, target: ReportTarget | None) -> Measure:
+def target_text(target: Target) -> str:
+    """Return a target as part of a sentence: "accuracy 0.9", "loss ≤ 0.3"."""
+    return f"{target.metric} {'' if target.rising else '≤ '}{target.bound:g}"
+
+
+def final_metric(name: str, target: Target | None) -> Measure:
     """Return the metric `name` of the final parameters."""
     rising = target.rising if target is not None and target.metric == name else is_rising(name)
     return Measure(f"{METRIC}{name}", f"final {name}", "", lambda r: r.metrics.get(name), rising, 4)

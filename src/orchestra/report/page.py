@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -84,7 +83,9 @@ def write_report(
 
 def page(study: Study, figures: Sequence[Figure], out: Path) -> str:
     """Return the text of the page that is to lie in `out`, beside the images of `figures`."""
-    sections = _sections(figures)
+    others = (figure for figure in figures if figure.section != HEAD)
+    below = grouped(others, lambda figure: SECTIONS[figure.section])
+    sections = {title: below[title] for title in dict.fromkeys(SECTIONS.values()) if title in below}
     found = endings(study)
     return (
         templates()
@@ -143,12 +144,6 @@ def library() -> Markup:
     return Markup(text.replace("</script", "<\\/script"))
 
 
-def _sections(figures: Sequence[Figure]) -> dict[str, list[Figure]]:
-    below = [figure for figure in figures if figure.section != HEAD]
-    found = grouped(below, lambda figure: SECTIONS[figure.section])
-    return {title: found[title] for title in dict.fromkeys(SECTIONS.values()) if title in found}
-
-
 def _captions(sections: Mapping[str, Sequence[Figure]]) -> dict[str, str]:
     """Return each figure's caption, without sentences that an earlier one in its section has."""
     # Figures of a section explain the same marks; images stand alone, with the whole caption
@@ -174,7 +169,8 @@ def _data(study: Study) -> Mapping[str, Any]:
         }
         for row in study.ranked
     ]
-    target = None if study.target is None else asdict(study.target)
+    aim = study.target
+    target = aim and {"metric": aim.metric, "bound": aim.bound, "rising": aim.rising}
     return {"schema": SCHEMA, "target": target, "baseline": study.baseline, "rows": rows}
 
 

@@ -263,8 +263,7 @@ class Row:
         assert mean is not None
         if (known := self.known_to(measure)) is not None:
             return uncertain(mean, known, measure.unit)
-        # A figure read at snapshots has no spread worth showing without their spacing, which old
-        # records do not have.
+        # A figure read at snapshots has no spread worth showing without a spacing (old records)
         if spread is None or measure.resolution is not None:
             return figure_text(mean, measure.unit, measure.digits)
         places = decimals_for([mean], measure.digits)

@@ -92,8 +92,7 @@ def _by_time(study: Study, row: Row, plain: Row, measure: Measure) -> tuple[str,
     if difference is None or not ours or not theirs:
         return "open", "they share no seed"
     ratio = f"it took {times(ours / theirs)} as long"
-    # One pair of runs gives no interval; then its two times are compared as they are, and the
-    # reason says so.
+    # One pair of runs gives no interval; then its two times are compared, and the reason says so.
     known = difference.low is not None or difference.too_coarse
     if known and not difference.certain:
         return "open", f"{ratio}, but the two cannot be told apart"

@@ -24,13 +24,13 @@ from orchestra.report.numbers import (
     TRAIN,
     Difference,
     Measure,
-    ReportTarget,
     costs_in,
     final_metric,
     paired_difference,
     target_of,
 )
 from orchestra.report.rows import Row, RunData, Source, common_settings, grouped, numbered, rows_of
+from orchestra.trainer.settings import Target
 
 # Okabe and Ito, "Color Universal Design" (2008), without yellow, which is too pale for a line on
 # white, and without black, which is for one process.
@@ -126,7 +126,7 @@ class Study:
         return [run.record for row in self.rows for run in row.completed]
 
     @cached_property
-    def target(self) -> ReportTarget | None:
+    def target(self) -> Target | None:
         """The target of all runs; None if they had none or different ones."""
         targets = {target_of(source.experiment) for source in self.sources}
         # A time to target beside that to another one would be compared all the same

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from orchestra.cluster.units import BYTES, clock_text
 from orchestra.records.record import RunRecord
-from orchestra.report.numbers import count, ranges, significant
+from orchestra.report.numbers import count, or_dash, ranges, significant
 from orchestra.report.watching import Row, RunView
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -149,8 +149,8 @@ def _columns(view: RunView) -> Iterator[Column]:
     if any(row.role == "server" for row in rows):
         yield Column("role", lambda row: row.role, 2, left=True)
     yield Column("step", lambda row: str(row.step) if row.step else "-")
-    yield Column("samples/s", lambda row: _number(row.samples_per_second, 3))
-    yield Column("loss", lambda row: _number(row.loss, 4))
+    yield Column("samples/s", lambda row: or_dash(row.samples_per_second))
+    yield Column("loss", lambda row: or_dash(row.loss, 4))
     for name, order in (("compute", 0), ("communicate", 0), ("wait", 0), ("input", 4)):
         if any(name in row.parts for row in rows):
             heading = "comm." if name == "communicate" else name
@@ -169,10 +169,6 @@ def _columns(view: RunView) -> Iterator[Column]:
 
 def _figures(figures: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {significant(value, 4)}" for name, value in figures.items())
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else significant(value, digits)
 
 
 def _part(row: Row, name: str) -> str:
@@ -269,8 +265,8 @@ def comparison_page(
         table.add_row(
             Text(what),
             Text(record.status, style=STYLES[record.status]),
-            _number(record.train_seconds, 3),
-            _number(record.samples_per_second, 3),
+            or_dash(record.train_seconds),
+            or_dash(record.samples_per_second),
             Text((record.failure or _figures(record.figures)).partition("\n")[0]),
         )
     parts: list[RenderableType] = [title, numbers, Text()]

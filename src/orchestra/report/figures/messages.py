@@ -158,8 +158,7 @@ class MessageLayout:
             # from the top: what comes from above, the nearest first; what goes below, the farthest
             members.sort(key=lambda member, row=row: (member[0] > row, -member[0]))  # type: ignore[misc]
             for place, (_, leaving, arrow) in enumerate(members):
-                # Over a bit more than half of the circle's height: farther out an arc
-                # would begin beside it
+                # Over a bit more than half of the circle: farther out an arc would begin beside it
                 part = (place + 0.5) / len(members) - 0.5
                 heights[arrow, leaving] = self.y[rank] + part * 1.2 * _RADIUS
         return heights

@@ -27,7 +27,7 @@ from orchestra.report.numbers import (
     count,
     listed,
 )
-from orchestra.report.rows import Row
+from orchestra.report.rows import Row, grouped
 from orchestra.report.study import Study
 
 Known = Sequence[tuple[Row, Difference]]
@@ -187,9 +187,8 @@ def scaling(study: Study) -> Iterator[Figure]:
 
 
 def _speed(study: Study, values: Values) -> Figure:
-    lines: dict[str, dict[int, float]] = {}
-    for value in values:
-        lines.setdefault(value["line"], {})[value["ranks"]] = value["value"]
+    of_each = grouped(values, lambda value: value["line"])
+    lines = {line: {v["ranks"]: v["value"] for v in own} for line, own in of_each.items()}
     for value in values:
         value["percent"] = 100 * efficiency(lines[value["line"]])[value["ranks"]]
     distributed = [value for value in values if not value["single"]]
@@ -366,21 +365,19 @@ def combinations(study: Study) -> Iterator[Figure]:
 
 
 def _against_machines(study: Study, measure: Measure) -> Iterator[Figure]:
-    values: Values = []
-    for row in study.completed:
-        found = row.mean(lambda record: getattr(record, measure.key))
-        alone = row.record.alone
+    values: Values = [
+        {
+            "strategy": row.name,
+            "line": row.label,  # comparisons of several clusters make one line
+            "machines": combination(row.record.alone),
+            "alone": sum(row.record.alone.values()),
+            "value": 100 * found,
+        }
+        for row in study.completed
+        if (found := row.mean(lambda record: getattr(record, measure.key))) is not None
         # Real ranks have speeds of their own, too, but no named nodes to combine
-        if found is not None and row.record.cluster is not None and not row.single:
-            values.append(
-                {
-                    "strategy": row.name,
-                    "line": row.label,  # comparisons of several clusters make one line
-                    "machines": combination(alone),
-                    "alone": sum(alone.values()),
-                    "value": 100 * found,
-                }
-            )
+        and row.record.cluster is not None and not row.single
+    ]  # fmt: skip
     values.sort(key=lambda value: value["alone"])
     order = list(dict.fromkeys(value["machines"] for value in values))
     if len(order) < 2:

@@ -50,9 +50,7 @@ class Window:
 
 
 def step_windows(trace: Trace) -> list[Window]:
-    """Return a window from the middle of each traced part of a run: three steps, or fewer where
-    these hold too many events.
-    """
+    """Return three steps from the middle of each traced part, or fewer with too many events."""
     return [_window(trace, part) for part in trace.parts]
 
 
