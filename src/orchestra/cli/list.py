@@ -131,8 +131,7 @@ def _names() -> dict[str, list[tuple[str, ...]]]:
     titles: dict[str, list[tuple[str, ...]]] = {title: [] for title in HEADINGS}
     for registry, plain in REGISTRIES.items():
         for name, target in _resolved(registry).items():
-            # Rules, compressors and topologies share the registry of strategies, under headings of
-            # their own.
+            # Rules, compressors and topologies share the strategies' registry, under own headings.
             own = (title for title, (_, base) in HEADINGS.items() if base and _is(target, base))
             uses = (target.use,) if _is(target, Strategy) else ()
             titles[next(own, plain)].append((name, _first_line(target), *uses))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from orchestra.engines.processes.distribute import distribute, end_loops, runtime_beside_loops
-from orchestra.engines.processes.environment import detect, rank
+from orchestra.engines.processes.environment import detect, rank, world_size
 from orchestra.errors import InputError
 from orchestra.integrations.worker_group import WorkerGroup
 from orchestra.strategies.base import Strategy, roles_of
@@ -79,8 +79,7 @@ class OrchestraStrategy(ParallelStrategy):
         self._place: dict[str, Any] = {"patience": patience, "host": host}
         self._launched = detect(os.environ)
         # Lightning asks for the number of workers before anything is distributed
-        ranks = 1 if self._launched is None else self._launched.ranks
-        self._first_workers = roles_of(self._orchestra, ranks).workers
+        self._first_workers = roles_of(self._orchestra, world_size()).workers
         self._group: WorkerGroup | None = None
         self._batches: Batches | None = None  # once the model is distributed
         self._epoch: Generator[Any, None, None] | None = None  # training batches of the one begun
@@ -162,8 +161,7 @@ class OrchestraStrategy(ParallelStrategy):
                 f"{devices} devices, but OrchestraStrategy starts no processes: run the script "
                 f"by torchrun --nproc-per-node {devices}, or set Trainer(devices=1)"
             )
-        # Connections of its own, beside those of the loop: metrics and decisions must not be
-        # mistaken for gradients.
+        # Connections of its own: metrics and decisions must not be mistaken for gradients.
         runtime = runtime_beside_loops(**self._place)
         self._reporter = runtime.reporter
         self._group = WorkerGroup(runtime.transport, lambda: self._workers)
@@ -337,9 +335,7 @@ class OrchestraStrategy(ParallelStrategy):
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state on the first worker, with the moments that are spread
-        over other ranks; an empty one on others.
-        """
+        """Return the first worker's optimizer, with the moments of other ranks; empty on others."""
         if self._batches is None or self._batches.ended:
             return super().optimizer_state(optimizer)
         # On all workers: moments are collected from those that have them

@@ -231,8 +231,7 @@ def _skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     return skip_first_batches(loader, num_batches)
 
 
-# The Trainer takes this name from its own module, and the loader that Accelerate makes there knows
-# nothing of ours (decision 56).
+# The Trainer takes the name from its module, whose loader knows nothing of ours (decision 56).
 trainer_module.skip_first_batches = _skip_first_batches
 
 
@@ -250,8 +249,7 @@ class _Distributed(Trainer):
     def take_place(self) -> None:
         """Make Accelerate see a single process, and the arguments the place among the workers."""
         # Else Accelerate would wrap the model, shard every loader and gather at every log; with
-        # dedicated servers, which are none of its processes, such collectives never end (decision
-        # 56).
+        # servers, which are none of its processes, such collectives never end (decision 56).
         for state in (PartialState(), self.accelerator.state):
             state.distributed_type = DistributedType.NO
             state.num_processes = 1
@@ -294,8 +292,7 @@ class _Distributed(Trainer):
         if resume_from_checkpoint is not None and not batches.ended:  # a server has served
             state = Path(resume_from_checkpoint) / STATE_NAME
             if state.exists():
-                # Without the file it is a checkpoint of a plain Trainer, whose parameters and
-                # moments are loaded
+                # Without it this is a checkpoint of a plain Trainer, with parameters and moments
                 batches.load_state_dict(torch.load(state, weights_only=True))
         return model, loader
 

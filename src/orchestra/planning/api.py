@@ -90,17 +90,16 @@ def plan(
 def planned(path: Path | None, overrides: Sequence[str], given: Mapping[str, Entry]) -> Experiment:
     """Return the experiment to plan for, in which strategies may be left out."""
     document: Mapping[str, Entry] = {}
+    defaults: dict[str, object] = {"strategies": {ONE_PROCESS: "Single()"}, "seeds": [0, 1, 2]}
     if path is not None:
         document = read_document(path, needs="task", example="task: digits")
-    if path is None and "task" not in given:
-        raise InputError("give an experiment file or --task; see orchestra plan --help")
-    defaults: dict[str, object] = {"strategies": {ONE_PROCESS: "Single()"}, "seeds": [0, 1, 2]}
-    if path is None:
+    elif "task" in given:
         defaults["ranks"] = 1  # batch_size then is that of a step of all workers
-    defaults = {key: value for key, value in defaults.items() if key not in document}
-    own = {key: Entry(value, "plan") for key, value in defaults.items()}
-    without_tuning = {"tune": Entry(None, "plan")}  # a plan chooses settings itself
-    return load(path, overrides, {**own, **given, **without_tuning})
+    else:
+        raise InputError("give an experiment file or --task; see orchestra plan --help")
+    own = {key: Entry(value, "plan") for key, value in defaults.items() if key not in document}
+    # No tuning: a plan chooses settings itself
+    return load(path, overrides, {**own, **given, "tune": Entry(None, "plan")})
 
 
 def carry_out(

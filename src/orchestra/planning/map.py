@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from itertools import product
 from math import dist
 from pathlib import Path
@@ -143,6 +142,13 @@ def draw_map(
     folder = folder_for(out, f"map-{experiment.name}", empty=True)
     budget = Budget(began, began + 60 * minutes * (1 - LAST_PART))
     experiment, costs, notes = calibrated(experiment, folder, budget, tell)
+
+    def candidate(point: Point, name: str) -> Candidate:
+        x, y = point.x, point.y
+        every = mapped(experiment, clusters[x, y], folder / f"clusters/{x:g}-{y:g}")
+        found = next(each for each in every if name_of(each) == name)
+        return replace(found, name=f"{found.name} at {x:g}, {y:g}")
+
     learners = _learners(experiment, plane, folder)
     survey = Survey(
         learners, experiment.training.target, length, folder / "runs", budget, tell,
@@ -152,9 +158,8 @@ def draw_map(
         survey.learn(budget.part(LEARN_PART))
         points = list(_points(survey, experiment, clusters, folder, budget.part(SPEEDS_PART)))
         points, learned = learned_there(
-            survey, points, lambda point: plane.place(point.x, point.y),
-            partial(_candidate, experiment, clusters, folder), budget.until,
-        )  # fmt: skip
+            survey, points, lambda point: plane.place(point.x, point.y), candidate, budget.until
+        )
     except KeyboardInterrupt:
         # Points that were not yet compared could name the wrong strategy
         survey.stopped, points, learned = True, [], []
@@ -165,9 +170,10 @@ def draw_map(
         drawn = replace(drawn, checks=list(own))
     write_atomically(folder / RECORD, to_json(drawn))
     if drawn.points:
-        from orchestra.planning.map_figure import write_figure
+        from orchestra.planning.map_figure import map_figure
+        from orchestra.report.figures.frame import save
 
-        write_figure(drawn)
+        save(map_figure(drawn), folder)
     return drawn
 
 
@@ -223,21 +229,6 @@ def _points(
         # A point with a strategy still to be simulated could name the wrong one as the first.
         if times and (x, y) not in unknown:
             yield Point(x, y, times, taken[x, y])
-
-
-def _candidate(
-    experiment: Experiment,
-    clusters: Mapping[tuple[float, float], Cluster],
-    folder: Path,
-    point: Point,
-    name: str,
-) -> Candidate:
-    """Return the strategy `name` on the cluster of `point`."""
-    x, y = point.x, point.y
-    own = folder / f"clusters/{x:g}-{y:g}"
-    every = mapped(experiment, clusters[x, y], own)
-    found = next(each for each in every if name_of(each) == name)
-    return replace(found, name=f"{found.name} at {x:g}, {y:g}")
 
 
 def _coarse_first(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -17,7 +17,7 @@ from orchestra.planning.axes import Axis
 from orchestra.planning.map import Map
 from orchestra.report.figures import frame
 from orchestra.report.figures.frame import Figure, Look, Values, figure, haloed, layer, tips
-from orchestra.report.numbers import significant
+from orchestra.report.numbers import or_dash
 from orchestra.report.study import COLOURS, DASHES, Style
 
 Floats = NDArray[np.float64]
@@ -37,11 +37,6 @@ PALE = {
     "#56B4E9": "#b9def6",
 }
 """The colours of reports, light enough for words on them."""
-
-
-def write_figure(drawn: Map) -> None:
-    """Write map.png and map.svg into the map's folder."""
-    frame.save(map_figure(drawn), drawn.folder)
 
 
 def map_figure(drawn: Map) -> Figure:
@@ -228,13 +223,10 @@ def _checks(drawn: Map, across: Any, up: Any) -> list[alt.Chart]:
     for check in drawn.checks:
         if check.agrees is not None:
             scale = [8 if axis.unit is BANDWIDTH else 1 for axis in (drawn.plane.x, drawn.plane.y)]
-            values[check.agrees].append({
-                "x": check.x * scale[0], "y": check.y * scale[1],
-                "measured": ", ".join(
-                    f"{name} {'-' if value is None else significant(value)} s"
-                    for name, value in check.measured.items()
-                ),
-            })  # fmt: skip
+            real = (f"{name} {or_dash(value)} s" for name, value in check.measured.items())
+            values[check.agrees].append(
+                {"x": check.x * scale[0], "y": check.y * scale[1], "measured": ", ".join(real)}
+            )
     hint = tips("measured:N")
     style: dict[str, Any] = {"size": 90, "opacity": 1, "strokeWidth": 2, "clip": False}
     return [

@@ -69,9 +69,8 @@ class Verified:
         if self.mean_measured is not None:
             text = f"measured {significant(self.mean_measured)} s"
             if self.computing is not None and abs(self.computing - 1) > TOLERATED:
-                text += (
-                    f" (computing took {significant(self.computing)} times as long as predicted)"
-                )
+                times = significant(self.computing)
+                text += f" (computing took {times} times as long as predicted)"
             return text
         missed = sum(seconds is None for seconds in self.measured.values())
         return f"target not reached with {missed} of {len(self.measured)} seeds"

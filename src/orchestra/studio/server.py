@@ -100,8 +100,7 @@ class Simulator:
         done: queue.SimpleQueue[tuple[Job, dict[str, Any] | BaseException]] = queue.SimpleQueue()
         waiting, under_way = iter(jobs), 0
         while wanted():
-            # No more than the pool works on: what waits in its queue could not be taken back when
-            # the page asks again.
+            # No more than the pool works on: its queue could not be taken back when asked again.
             while under_way < self._size and (job := next(waiting, None)) is not None:
                 self._begin(job, done)
                 under_way += 1
@@ -142,7 +141,7 @@ def make_app(simulator: Simulator) -> Flask:
 
     app.before_request(_refuse_strangers)
     app.after_request(_protect)
-    app.register_error_handler(InputError, _refuse)
+    app.register_error_handler(InputError, lambda error: _line(str(error), 400))
 
     @app.get("/")
     def page() -> Response:
@@ -202,10 +201,6 @@ def _protect(response: Response) -> Response:
     # The page of another version would ask for what this server does not have
     response.headers["Cache-Control"] = "no-store"
     return response
-
-
-def _refuse(error: InputError) -> Response:
-    return _line(str(error), 400)
 
 
 def _asked() -> tuple[Situation, list[Any], str]:

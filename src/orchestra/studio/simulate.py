@@ -212,11 +212,9 @@ def measured(simulated: Simulated, first: int) -> dict[str, float]:
 def _between(moments: Sequence[Moment], begin: float, end: float) -> Any:
     """Return the differences of all totals between two moments, interpolated between step ends."""
     columns = numpy.array(moments).T
-    return numpy.array(
-        # A window ends in the midst of steps of most workers
-        [numpy.interp(end, columns[0], column) - numpy.interp(begin, columns[0], column)
-         for column in columns]
-    )  # fmt: skip
+    # A window ends in the midst of steps of most workers
+    both = [numpy.interp((begin, end), columns[0], column) for column in columns]
+    return numpy.diff(both)[:, 0]
 
 
 # The course of one step
