@@ -160,7 +160,7 @@ LABEL_COLUMNS = 24
 
 
 def print_comparison(comparison: Comparison, baseline: str | None = None) -> None:
-    """Print the fairness rule, rows best first, the answer, what failed, and where all lies."""
+    """Print the fairness rule, rows best first, answer, failures, and where the rest lies."""
     console = Console(highlight=False, markup=False)
     folder = comparison.folder
     if comparison.records:

@@ -335,7 +335,7 @@ class OrchestraStrategy(ParallelStrategy):
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the first worker's optimizer, with the moments of other ranks; empty on others."""
+        """Return the optimizer's state on the first worker, with all moments; empty on others."""
         if self._batches is None or self._batches.ended:
             return super().optimizer_state(optimizer)
         # On all workers: moments are collected from those that have them

@@ -292,7 +292,7 @@ class _Distributed(Trainer):
         if resume_from_checkpoint is not None and not batches.ended:  # a server has served
             state = Path(resume_from_checkpoint) / STATE_NAME
             if state.exists():
-                # Without it this is a checkpoint of a plain Trainer, with parameters and moments
+                # Else it is a plain Trainer's checkpoint, whose parameters and moments are loaded
                 batches.load_state_dict(torch.load(state, weights_only=True))
         return model, loader
 

@@ -99,7 +99,7 @@ class WorkerGroup:
         if self._transport.rank != root:
             return receive_object(self._transport, root)
         try:
-            # Checked where the mistake is, not where it arrives: no unpickling (decision 53).
+            # Checked where the caller's mistake is; what arrives is never unpickled (decision 53).
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise InputError(

@@ -9,7 +9,7 @@ is the samples divided by the samples/s.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from math import dist
@@ -23,7 +23,7 @@ from orchestra.experiments.run import folder_for
 from orchestra.planning.api import calibrated, length_of
 from orchestra.planning.axes import NAMED, Plane, loaded
 from orchestra.planning.candidates import Candidate, Space
-from orchestra.planning.map_survey import Point, Survey, gap, learned_there
+from orchestra.planning.map_survey import Place, Point, Survey, gap, learned_there
 from orchestra.planning.search import Budget, Tell
 from orchestra.planning.standing import Length
 from orchestra.planning.verification import carried_out_for_real
@@ -38,6 +38,9 @@ LAST_PART = 0.03
 """The part of the budget kept for the figure."""
 ALIKE = 0.05
 """Measured times that differ by less are a tie, for which no prediction is wrong."""
+
+Mapped = Callable[[Place, Path], list[Candidate]]
+"""Returns the candidates on the cluster of a place, of which files go into a folder."""
 
 
 @dataclass(frozen=True)
@@ -117,13 +120,7 @@ def mapped(experiment: Experiment, cluster: Cluster, folder: Path) -> list[Candi
 
 
 def draw_map(
-    experiment: Experiment,
-    plane: Plane,
-    out: Path | None,
-    minutes: float,
-    tell: Tell,
-    *,
-    checks: int = 0,
+    experiment: Experiment, plane: Plane, out: Path | None, minutes: float, tell: Tell, checks: int
 ) -> Map:
     """Find the times of all strategies on `plane` within `minutes`, and write them and the figure.
 
@@ -143,9 +140,12 @@ def draw_map(
     budget = Budget(began, began + 60 * minutes * (1 - LAST_PART))
     experiment, costs, notes = calibrated(experiment, folder, budget, tell)
 
+    def there(place: Place, own: Path) -> list[Candidate]:
+        return mapped(experiment, clusters[place], own)
+
     def candidate(point: Point, name: str) -> Candidate:
         x, y = point.x, point.y
-        every = mapped(experiment, clusters[x, y], folder / f"clusters/{x:g}-{y:g}")
+        every = there((x, y), folder / f"clusters/{x:g}-{y:g}")
         found = next(each for each in every if name_of(each) == name)
         return replace(found, name=f"{found.name} at {x:g}, {y:g}")
 
@@ -156,7 +156,7 @@ def draw_map(
     )  # fmt: skip
     try:
         survey.learn(budget.part(LEARN_PART))
-        points = list(_points(survey, experiment, clusters, folder, budget.part(SPEEDS_PART)))
+        points = list(_points(survey, list(clusters), there, folder, budget.part(SPEEDS_PART)))
         points, learned = learned_there(
             survey, points, lambda point: plane.place(point.x, point.y), candidate, budget.until
         )
@@ -166,8 +166,7 @@ def draw_map(
     drawn = _map_of(survey, experiment, plane, points, folder)
     drawn = replace(drawn, costs=costs, left_out=[*notes, *learned, *drawn.left_out])
     if checks and not drawn.stopped:
-        own = _checked(drawn, experiment, clusters, length, checks, tell)
-        drawn = replace(drawn, checks=list(own))
+        drawn = replace(drawn, checks=list(_checked(drawn, there, length, checks, tell)))
     write_atomically(folder / RECORD, to_json(drawn))
     if drawn.points:
         from orchestra.planning.map_figure import map_figure
@@ -193,21 +192,17 @@ def _learners(experiment: Experiment, plane: Plane, folder: Path) -> list[Candid
 
 
 def _points(
-    survey: Survey,
-    experiment: Experiment,
-    clusters: Mapping[tuple[float, float], Cluster],
-    folder: Path,
-    until: float,
+    survey: Survey, places: Sequence[Place], there: Mapped, folder: Path, until: float
 ) -> Iterable[Point]:
     """Yield all points for which there is time, those first that are furthest from one another."""
     if survey.target is None:
         return
     # Wherever time ends, the points that are known cover the whole plane.
-    order = _coarse_first(list(clusters))
-    wanted: dict[str, tuple[tuple[float, float], str, float]] = {}
+    order = _coarse_first(places)
+    wanted: dict[str, tuple[Place, str, float]] = {}
     jobs = []
     for number, place in enumerate(order):
-        for each in mapped(experiment, clusters[place], folder / f"clusters/point-{number}"):
+        for each in there(place, folder / f"clusters/point-{number}"):
             known = survey.entries.get(each.name)
             # Without samples to the target a speed would tell nothing of the time.
             samples = None if known is None else survey.samples_of(known)
@@ -217,9 +212,9 @@ def _points(
                 jobs.append(job)
     survey._what = f"speeds at {count('point', len(order))}"
     speeds = survey.survey(jobs, until)
-    seconds: dict[tuple[float, float], dict[str, float]] = {place: {} for place in order}
-    taken: dict[tuple[float, float], dict[str, float]] = {place: {} for place in order}
-    unknown = {wanted[name][0] for name in wanted if name not in speeds}
+    seconds: dict[Place, dict[str, float]] = {place: {} for place in order}
+    taken: dict[Place, dict[str, float]] = {place: {} for place in order}
+    unknown = {place for name, (place, *_) in wanted.items() if name not in speeds}
     for name, speed in speeds.items():
         place, strategy, samples = wanted[name]
         if speed is not None:
@@ -231,7 +226,7 @@ def _points(
             yield Point(x, y, times, taken[x, y])
 
 
-def _coarse_first(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def _coarse_first(places: Sequence[Place]) -> list[Place]:
     """Return the corners of the plane first, then points between, ever closer to one another."""
     sides = [sorted({place[side] for place in places}) for side in (0, 1)]
 
@@ -273,14 +268,7 @@ def _map_of(
     )  # fmt: skip
 
 
-def _checked(
-    drawn: Map,
-    experiment: Experiment,
-    clusters: Mapping[tuple[float, float], Cluster],
-    length: Length,
-    number: int,
-    tell: Tell,
-) -> Iterable[Check]:
+def _checked(drawn: Map, there: Mapped, length: Length, number: int, tell: Tell) -> Iterable[Check]:
     """Emulate `number` points that are far from one another: train the first two strategies."""
     for place, point in enumerate(spread(drawn, number)):
         # The first two: whether their order is right is the question
@@ -288,10 +276,7 @@ def _checked(
         predicted = {name: point.seconds[name] for name in first}
         tell(f"emulating point {place + 1} of {number}", place / number)
         folder = drawn.folder / f"checks/{place + 1}"
-        own = {
-            name_of(each): each
-            for each in mapped(experiment, clusters[point.x, point.y], folder / "clusters")
-        }
+        own = {name_of(each): each for each in there((point.x, point.y), folder / "clusters")}
         measured: dict[str, float | None] = {}
         failure = None
         assert drawn.target is not None
@@ -311,7 +296,7 @@ def _checked(
 def spread(drawn: Map, number: int) -> list[Point]:
     """Return `number` points far from one another, each beside the others' regions as they are."""
 
-    def at(point: Point) -> tuple[float, float]:
+    def at(point: Point) -> Place:
         return drawn.plane.place(point.x, point.y)
 
     # The first is in the middle of the plane; each further one is as far as can be from all before.

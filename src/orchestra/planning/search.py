@@ -380,7 +380,7 @@ class Search(Standing):
                     try_all, work, ranks, patience=PATIENCE, on_event=lambda _: self._tell_part()
                 )
         except RunFailed as failure:
-            # One trial ended the process of all, as if out of memory: apart, only it fails.
+            # One trial, out of memory say, ended the process of all: apart, only that one fails.
             if len(trials) == 1:
                 return [(0, Tried(failure=str(failure).splitlines()[0]))]
             return [

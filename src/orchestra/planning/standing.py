@@ -272,7 +272,7 @@ class Standing:
         ]  # fmt: skip
 
     def uncertainty(self, entry: Entry) -> float | None:
-        """Return the larger of the spread over the seeds and half the spacing of the snapshots."""
+        """Return the time's uncertainty: the spread over seeds, or half the spacing if larger."""
         times = list(self.times(entry).values())
         if not times:
             return None
@@ -371,7 +371,7 @@ class Standing:
             entry.dropped = f"rung {number}: {entry.rungs[-1]}, in the worse half"
 
     def _score(self, entry: Entry, seconds: float) -> tuple[float, float]:
-        """Return, and note in words, a score to minimize: the time, else the metric then."""
+        """Return a score, the smaller the better, and note the time, else the metric, in words."""
         assert self.target is not None
         time = self.time(entry)
         samples, metric = seconds * (entry.speed or 0.0), self.target.metric

@@ -150,7 +150,7 @@ def host_name() -> str:
 Line = dict[str, Any]
 
 MOST_BYTES = 1 << 20
-"""The most bytes read at a time. Of more, lines at even distances stand for those before."""
+"""The most bytes read at a time. Where more were added, lines at even distances stand for them."""
 SAMPLES = 64
 
 

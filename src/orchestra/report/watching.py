@@ -229,7 +229,7 @@ class RunWatch:
         rows = []
         for rank in sorted({*self._tracks, *said}):
             track, own = tracks.get(rank), said.get(rank)
-            # A server that was a worker before a switch has no speed any more (decision 100)
+            # A server that was a worker must not count with its last speed (decision 100)
             serves = own is not None and own.phase == "serving"
             if track is None or serves:  # its steps, if any, were those of a phase before
                 step, phase = (own.step, own.phase) if own else (0, "")

@@ -201,7 +201,7 @@ def zoomable(chart: alt.Chart, channels: Sequence[Literal["x", "y"]] = ("x", "y"
 
     The wheel alone and the finger scroll the page that the figure is on. A double click resets.
     """
-    # Only a mouse drags, and the wheel zooms with a key: else both scroll the page (decision 15).
+    # Only a mouse drags, the wheel zooms with a key: finger, bare wheel scroll pages (decision 15).
     mouse = "[pointerdown[event.pointerType === 'mouse' && !event.button], window:pointerup]"
     drag = f"{mouse} > window:pointermove!"
     zoom = alt.selection_interval(
