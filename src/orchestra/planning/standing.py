@@ -107,7 +107,6 @@ def halved(scores: Mapping[str, tuple[float, float]], least: int) -> tuple[list[
     Args:
         scores: of each name, smaller is better; of equal ones the first stays.
     """
-    # sorted() is stable: of equal ones the first stays
     order = sorted(scores, key=lambda name: scores[name])
     # Successive halving (Jamieson and Talwalkar, AISTATS 2016).
     keep = max(least, (len(order) + 1) // 2)
@@ -235,12 +234,12 @@ class Standing:
             return {}
         found = {}
         for seed, points in self.source(entry).curves.items():
-            at = reached(points, self.target)
-            if at is not None and entry.candidate.exact:  # the samples of its source, at its speed
+            if (at := reached(points, self.target)) is None:
+                continue
+            if entry.candidate.exact:  # the samples of its source, at its speed
                 seconds = at.samples / entry.speed
                 at = Reached(at.samples, seconds, at.spacing * seconds / max(at.seconds, 1e-12))
-            if at is not None:
-                found[seed] = at
+            found[seed] = at
         return found
 
     def time(self, entry: Entry) -> float | None:

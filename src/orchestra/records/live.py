@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from socket import gethostname
 from typing import Any, BinaryIO
 
 from orchestra.records.record import partial_of
@@ -111,7 +111,7 @@ def under_way(folder: Path, live: Live | None, now: float) -> bool:
         return True
     if live is None or now - live.written >= FRESH_SECONDS:
         return False
-    return live.host != host_name() or Path(f"/proc/{live.process}").exists()
+    return live.host != gethostname() or Path(f"/proc/{live.process}").exists()
 
 
 def holder(folder: Path) -> str | None:
@@ -138,11 +138,6 @@ def mean_rates(before: Sequence[RankNow], after: Sequence[RankNow]) -> dict[tupl
             if seconds > 0 and size > had.get(source, 0.0):
                 rates[source, now.rank] = (size - had.get(source, 0.0)) / seconds
     return rates
-
-
-def host_name() -> str:
-    """Return the name of this machine, as in `Live.host`."""
-    return platform.node() or os.uname().nodename
 
 
 # Lines that are added to a file

@@ -193,8 +193,7 @@ def measured(simulated: Simulated, first: int) -> dict[str, float]:
         start=numpy.zeros(len(Moment._fields)),
     )
     samples, compute, communicate, wait, background, sent = done[1:].tolist()
-    # While the main flow waits for its background flow, that one's exchange is what it waits for;
-    # some of it may lie behind computing, so that the sum stays what it was (decision 101).
+    # Some of it may lie behind computing, so that the sum stays what it was (decision 101).
     behind = min(wait, background)
     # By samples, not steps: with batches for whoever is free, workers take unlike numbers of steps
     step = passed * len(workers) * BATCH / samples
