@@ -277,8 +277,7 @@ def _print_indented(text: str, indent: int, before: str = "", style: str | None 
     wrapper = textwrap.TextWrapper(width, before.ljust(indent), " " * indent)
     # Names such as DC-ASGD stay whole.
     wrapper.break_on_hyphens = False
-    lines = wrapper.wrap(text)
-    for line in lines or [before]:
+    for line in wrapper.wrap(text) or [before]:
         console.print(line.rstrip(), style=style, soft_wrap=True)
 
 

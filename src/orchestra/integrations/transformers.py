@@ -366,8 +366,7 @@ class _Distributed(Trainer):
         numbers = torch.zeros(len(names), dtype=torch.float64)
         if self.args.process_index == 0:
             numbers = torch.tensor([metrics[name] for name in names], dtype=torch.float64)
-        sums = self._batches.sum_over_workers(numbers).tolist()
-        metrics.update(zip(names, sums, strict=True))
+        metrics.update(zip(names, self._batches.sum_over_workers(numbers).tolist(), strict=True))
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         self._batches.agree()

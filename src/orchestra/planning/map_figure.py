@@ -49,8 +49,7 @@ def map_figure(drawn: Map) -> Figure:
     first = fine.argmin(axis=0)
     sides = [_values(axis, place) for axis, place in zip((x, y), edges, strict=True)]
     centres = [_values(axis, place) for axis, place in zip((x, y), middles, strict=True)]
-    shown = [name for name in drawn.winners if name in names]
-    look = Look(_fills(shown))
+    look = Look(_fills([name for name in drawn.winners if name in names]))
     across, up = _channel(alt.X, x, "x"), _channel(alt.Y, y, "y")
     regions = _regions(first, names, sides)
     best = fine.min(axis=0)

@@ -341,8 +341,7 @@ class Search(Standing):
                 # Rounding of steps may leave a completed run a little below all samples
                 whole = tried.record.status == "completed"
                 share = min(part, tried.record.samples / self.length.samples)
-                done = 1.0 if whole else max(entry.done.get(run.seed, 0.0), share)
-                entry.done[run.seed] = done
+                entry.done[run.seed] = 1.0 if whole else max(entry.done.get(run.seed, 0.0), share)
                 if tried.points:
                     entry.curves[run.seed] = tried.points
 
@@ -412,7 +411,6 @@ def short(run: Run, steps: int = 0) -> Run:
     # No target and no snapshots: only the time of its steps is of interest
     training = replace(training, epochs=None, steps=steps, target=None, snapshots=0)
     try:
-        without = replace(training, tensors="shapes", clip_norm=None)
-        return replace(run, training=without)
+        return replace(run, training=replace(training, tensors="shapes", clip_norm=None))
     except InputError:  # a pipeline, or a switch that goes by losses
         return replace(run, training=training)

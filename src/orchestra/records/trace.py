@@ -136,8 +136,7 @@ def _slice_events(rank: int, piece: Slice, numbers: Mapping[Message, int]) -> It
         yield {"ph": "s", "ts": start, **arrow}
     else:
         # An arrow binds to the slice around its moment, and a slice does not hold its own end.
-        inside = round(max(start, end - NANOSECOND), 3)
-        yield {"ph": "f", "bp": "e", "ts": inside, **arrow}
+        yield {"ph": "f", "bp": "e", "ts": round(max(start, end - NANOSECOND), 3), **arrow}
 
 
 def _micros(seconds: float) -> float:

@@ -79,10 +79,9 @@ def _nothing_completed(study: Study) -> str:
 
 def _first_to_target(study: Study, reached: Sequence[Row]) -> str:
     first = reached[0]
-    soonest = all(_time(first) <= _time(row) for row in reached)
     # Rows are ranked by how often they reached the target before how soon: a strategy that gets
     # there in one run of three is not first because that run was quick (decision 14).
-    how = "first" if soonest else "most often"
+    how = "first" if all(_time(first) <= _time(row) for row in reached) else "most often"
     assert study.target is not None
     target = target_text(study.target)
     opening = f"{_row_text(study, first)} reached {target} {how}, {_after(study, first)}"

@@ -252,9 +252,7 @@ def setting_text(value: object) -> str:
 
 def worker_batch(batches: Sequence[int]) -> str:
     """Return a worker's samples in a step: "32 a worker", "42 to 43 a worker"; empty for one."""
-    if len(batches) < 2:
-        return ""
-    return f"{_from_to(min(batches), max(batches))} a worker"
+    return f"{_from_to(min(batches), max(batches))} a worker" if len(batches) > 1 else ""
 
 
 def _from_to(least: int, most: int) -> str:

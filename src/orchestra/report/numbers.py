@@ -58,9 +58,7 @@ def or_dash(value: float | None, digits: int = 3) -> str:
 def decimals_for(values: Sequence[float], digits: int) -> int:
     """Return the decimals with which the largest of `values` has `digits` significant digits."""
     largest = max((abs(value) for value in values), default=0.0)
-    if not largest:
-        return 0
-    return min(6, max(0, digits - 1 - math.floor(math.log10(largest))))
+    return min(6, max(0, digits - 1 - math.floor(math.log10(largest)))) if largest else 0
 
 
 def places_of(uncertainty: float) -> int:

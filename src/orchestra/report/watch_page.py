@@ -157,8 +157,7 @@ def _columns(view: RunView) -> Iterator[Column]:
             yield Column(heading, lambda row, name=name: _part(row, name), order)  # type: ignore[misc]
     if any(row.staleness for row in rows):
         yield Column("staleness", _staleness, 3)
-    batches = {row.batch for row in rows if row.batch}
-    if view.balances or len(batches) > 1:
+    if view.balances or len({row.batch for row in rows if row.batch}) > 1:
         total = sum(row.batch or 0 for row in rows) or 1
         yield Column(
             "batch", lambda row: f"{row.batch} ({row.batch / total:.0%})" if row.batch else "-", 3

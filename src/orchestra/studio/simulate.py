@@ -248,8 +248,7 @@ def course(simulated: Simulated, first: int, count: int) -> dict[str, Any]:
                 ends = sent if piece.category == "send" else received
                 ends[piece.message] = piece
     messages = sorted(_messages(sent, received, begin, end))
-    larger = [message for message in messages if message[4] >= SMALL]
-    shown = larger or messages
+    shown = [message for message in messages if message[4] >= SMALL] or messages
     # Every so many-th, so that what is shown is spread over the whole window
     every = -(-len(shown) // MOST_MESSAGES)
     return {

@@ -240,8 +240,7 @@ def training_loss(study: Study) -> Iterator[Figure]:
         layer(values, "area", *place, *ends, opacity=0.16, line=False),
         layer(_signs(values, names), "point", *place, y, look.shape, **_POINT),
     ]
-    title = "Training loss against samples"
-    yield figure("training-loss", title, caption, _SECTION, layers)
+    yield figure("training-loss", "Training loss against samples", caption, _SECTION, layers)
 
 
 def _signs(values: Values, names: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -336,5 +335,4 @@ def trade(study: Study) -> Iterator[Figure]:
     small = layer(seeds, "point", *channels, filled=True, size=45, opacity=0.5)
     large = layer(means, "point", *channels, filled=True, size=170, opacity=1)
     title = f"Final {metric} against training seconds"
-    layers = [frame.zoomable(small), large]
-    yield figure("metric-against-time", title, caption, _SECTION, layers)
+    yield figure("metric-against-time", title, caption, _SECTION, [frame.zoomable(small), large])

@@ -155,9 +155,7 @@ _CONFIG = {
 
 def rounded(value: float | None) -> float | None:
     """Return `value` to five significant digits, more than an eye can tell; None if not finite."""
-    if value is None or not math.isfinite(value):
-        return None
-    return float(f"{value:.5g}")
+    return float(f"{value:.5g}") if value is not None and math.isfinite(value) else None
 
 
 def layer(values: Iterable[Mapping[str, Any]], mark: str, *channels: Any, **look: Any) -> alt.Chart:
@@ -376,5 +374,4 @@ def headed_lanes(
             labelExpr=f"split(datum.value, '{_SEPARATOR}')[1]", ticks=False, domain=False, **axis
         ),
     )
-    marks = [*_words(texts, y, 3), *(part.encode(y) for part in layers)]
-    return marks, _HEADED_LANE * len(domain)
+    return [*_words(texts, y, 3), *(part.encode(y) for part in layers)], _HEADED_LANE * len(domain)

@@ -62,8 +62,7 @@ def time_to_target(study: Study) -> Iterator[Figure]:
     for row in (row for row in rows if study.reached(row)):
         some = f" ({study.reached(row)} of {len(row.completed)} seeds)" * (missed[row.name] > 0)
         texts[row.name] = row.text(TIME_TO_TARGET) + some
-    lanes = frame.lanes(layers, texts)
-    yield figure("time-to-target", "Time to target", caption, "target", *lanes)
+    yield figure("time-to-target", "Time to target", caption, "target", *frame.lanes(layers, texts))
 
 
 def _target_marks(study: Study, rows: Sequence[Row], title: str) -> list[alt.Chart]:
@@ -203,8 +202,7 @@ def _speed(study: Study, values: Values) -> Figure:
         *_about(knees, max(value["ranks"] for value in values)),
     ]
     layers = _against_ranks(study, values, True, "samples a second", tooltip, knees)
-    title = "Speed against ranks"
-    return figure("speed-against-ranks", title, " ".join(texts), "scaling", layers)
+    return figure("speed-against-ranks", "Speed against ranks", " ".join(texts), "scaling", layers)
 
 
 def _values(study: Study, read: Read) -> Values:
