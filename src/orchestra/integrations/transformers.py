@@ -208,8 +208,7 @@ class _Loader:
         worker's model then holds the agreed parameters.
 
         The Trainer asks for as many batches as it counted, and never finds that there are no
-        more. After a `Switch` to fewer workers there may be more batches for each: those are
-        left out.
+        more. After a `Switch` to fewer workers each may have more batches, which are left out.
         """
         if self._groups is None:
             return
@@ -299,8 +298,7 @@ class _Distributed(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Return the batches of a step and the number of items in those of all workers, if
-        gradients are averaged.
+        """Return the batches of a step and the items of all workers', if gradients are averaged.
 
         A model divides its loss by this number. It is such that the average of the workers'
         gradients, which is weighted by samples, becomes the average over all items.

@@ -79,8 +79,7 @@ class Verified:
 def verify(
     plan: Plan, search: Search, cluster: Cluster, tell: Tell
 ) -> tuple[Sequence[Verified], bool]:
-    """Train the first candidates of `plan` for real, one after the other; return also whether
-    the user stopped.
+    """Train the first candidates of `plan` for real; return also whether the user stopped.
 
     Nodes of a `cluster` are emulated on this machine, which may refuse that; a cluster of one node
     is taken to be this machine.

@@ -215,8 +215,7 @@ def troubles(study: Study) -> Iterator[Event]:
     for name, record in records:
         for rank, reason in record.left_out.items():
             yield Event(name, record.seed, f"went on without rank {rank}", reason)
-        for notice in record.notices:
-            yield Event(name, record.seed, "notice", notice)
+        yield from (Event(name, record.seed, "notice", notice) for notice in record.notices)
 
 
 def endings(study: Study) -> dict[int, dict[str, str]]:

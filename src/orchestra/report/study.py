@@ -82,8 +82,7 @@ class Style:
 class Study:
     """The rows of a report, on which everything on its page depends.
 
-    `baseline` is what differences are taken from: a label or the name of a row; None for one
-    process with all cores.
+    `baseline`, from which differences are taken, is a label or a row's name; None: one process.
 
     Raises:
         InputError: there is no such baseline.

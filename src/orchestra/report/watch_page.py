@@ -125,13 +125,11 @@ def _below(view: RunView) -> Iterator[Text]:
         who = " or ".join(ranges(row.rank for row in silent))
         longest = max(row.silent_seconds for row in silent)
         yield Text(f"no step for up to {clock_text(longest)}: rank {who}", style="yellow")
-    for switch in view.switches:
-        yield Text(f"switched {switch}", style="magenta")
+    yield from (Text(f"switched {switch}", style="magenta") for switch in view.switches)
     if view.links:
         more = f", {len(view.links) - MAX_LINKS} more" if len(view.links) > MAX_LINKS else ""
         yield Text("busiest links: " + ", ".join(view.links[:MAX_LINKS]) + more)
-    for notice in view.notices:
-        yield Text(f"notice: {notice}", style="yellow")
+    yield from (Text(f"notice: {notice}", style="yellow") for notice in view.notices)
 
 
 class Column(NamedTuple):

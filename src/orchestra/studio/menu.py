@@ -43,12 +43,10 @@ class Situation(Settings):
 
     @staticmethod
     def read(values: Mapping[str, str]) -> Situation:
-        """Return the situation that the texts of a query describe. Settings that are left out
-        have their defaults.
+        """Return the situation that a query's texts describe; what is left out has its default.
 
         Raises:
-            InputError: a name that is not known, a text that is no number, or a number that is too
-                small or too large.
+            InputError: a name that is not known, or a text that is no number in its range.
         """
         # Setting by setting, so that each refusal names its control
         situation = Situation()

@@ -161,8 +161,7 @@ def rounded(value: float | None) -> float | None:
 def layer(values: Iterable[Mapping[str, Any]], mark: str, *channels: Any, **look: Any) -> alt.Chart:
     """Draw a mark for each of `values`, with its channels; a list of tooltips is one of these.
 
-    Those of the strategies that are hidden, by their "strategy", are not drawn. Floating-point
-    numbers are rounded.
+    Those of strategies that are hidden, by their "strategy", are not drawn. Floats are rounded.
     """
     # 15 digits a number would double a page; an eye tells five apart
     data = [

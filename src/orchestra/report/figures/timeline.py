@@ -36,8 +36,7 @@ class Window:
     """The activity of the ranks from `start` to `end`, in microseconds of the stopwatch.
 
     `pieces` are the trace's complete events, `ends` those among them that are ends of steps,
-    `messages` the two ends of each arrow. `first` and `last` are steps of the lowest rank that has
-    any.
+    `messages` both ends of each arrow. `first` and `last` are steps of the lowest rank with any.
     """
 
     start: float
@@ -224,9 +223,8 @@ _FULL = 0.9
 class Arrow:
     """All messages from rank `source` to rank `target`.
 
-    `bytes` are those of payload and headers. `first` is when the first one was sent, in seconds
-    after the first of all, and `place` that in the order in which arrows begin, from 1; arrows that
-    begin together share it.
+    `bytes` are those of payload and headers. `first` is when the first was sent, in seconds after
+    the first of all, and `place` that in the order of beginnings, from 1, shared by equal ones.
     """
 
     source: int
