@@ -131,7 +131,7 @@ def draw_map(
     """
     began = now()
     if not 0 < minutes <= 100_000:
-        raise InputError(f"minutes: {minutes:g} is not above 0; give 15, or 0.5")
+        raise InputError(f"minutes: {minutes:g} is not above 0, or above 100000; give 15, or 0.5")
     # All of them first: an impossible value is refused before minutes of simulation
     clusters = {(x, y): plane.cluster(x, y) for x, y in product(plane.x.values, plane.y.values)}
     tell("loading the task", 0.0)
