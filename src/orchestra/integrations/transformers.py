@@ -298,7 +298,7 @@ class _Distributed(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Return the batches of a step and the items of all workers', if gradients are averaged.
+        """Return a step's batches, and how many items all workers' have if gradients are averaged.
 
         A model divides its loss by this number. It is such that the average of the workers'
         gradients, which is weighted by samples, becomes the average over all items.

@@ -258,7 +258,6 @@ class Space:
         given = self.experiment.training
         whole = given.ranks * given.batch_size
         of_rank = max(1, round(whole * batch / ranks))
-        # As many samples in all, whatever the batch.
         steps = given.steps and max(1, round(given.steps * whole / (ranks * of_rank)))
         training = replace(
             given,

@@ -327,7 +327,6 @@ def _usual(rates: Mapping[_Pair, float]) -> dict[_Pair, float]:
         if len(members) > 1:
             medians = others(np.array([rates[pair] for pair in members])).tolist()
             for pair, median in zip(members, medians, strict=True):
-                # The faster side: all pairs of a server share its link, and would excuse others.
                 akin[pair] = min(akin.get(pair, math.inf), median)
     return found | akin
 
