@@ -16,7 +16,7 @@ from orchestra.cli.main import main
 from orchestra.engines.simulation.trials import Tried
 from orchestra.errors import InputError
 from orchestra.planning.axes import Axis, Plane, loaded, longest_link, read_axis, slowest_link
-from orchestra.planning.map import Check, Map, _coarse_first, mapped, name_of, spread
+from orchestra.planning.map import Check, Map, _coarse_first, draw_map, mapped, name_of, spread
 from orchestra.planning.map_figure import _contours, _grid, map_figure
 from orchestra.planning.map_survey import NEAR, Point, Survey, gap, learned_there
 from orchestra.planning.search import Budget
@@ -171,6 +171,13 @@ def test_a_tie_does_not_refute() -> None:
     assert Check(1, 1, predicted, {"ring": None, "server": 1.0}).agrees is False
     assert Check(1, 1, predicted, {"ring": None, "server": None}).agrees is None
     assert Check(1, 1, predicted, failure="no root").agrees is None
+
+
+@pytest.mark.parametrize("minutes", [0.0, 200_000.0])
+def test_minutes_beyond_use_are_refused(minutes: float, tmp_path: Path) -> None:
+    plane = Plane(LAN, axis("bandwidth"), axis("nodes"))
+    with pytest.raises(InputError, match="is not above 0, or above 100000"):
+        draw_map(experiment(), plane, tmp_path, minutes, lambda what, part: None, 0)
 
 
 def test_checked_points_are_far_from_one_another() -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from orchestra.bench.cases import CONTROLS
 from orchestra.bench.fidelity import EMULATED_QUIET, QUIET, FidelityRow
 from orchestra.cluster.calibration import Calibration
+from orchestra.report.rows import grouped
 
 RESAMPLES = 1000
 """The number of resamplings of the rounds for an interval."""
@@ -202,9 +202,7 @@ PREDICTORS = {
 def verdicts(rows: Sequence[FidelityRow]) -> dict[str, Verdict]:
     """Return a verdict on each predictor, by its title; controls are left out."""
     strategies = [row for row in rows if row.label not in CONTROLS]
-    groups: dict[tuple[str, int, str], list[FidelityRow]] = defaultdict(list)
-    for row in strategies:
-        groups[row.task, row.ranks, row.cluster].append(row)
+    groups = grouped(strategies, lambda row: (row.task, row.ranks, row.cluster))
     found = {}
     for name, title in PREDICTORS.items():
         # `replayed` is known of emulated clusters only

@@ -96,9 +96,7 @@ RUN_SETTINGS = ("engine", "cluster", "record_order")
 
 
 def entries(options: argparse.Namespace, *keys: str) -> dict[str, Entry]:
-    """Return the options that are `keys` of an experiment and were given, in place of the
-    file's.
-    """
+    """Return the options that are `keys` of an experiment and were given, in place of a file's."""
     return {
         key: Entry(value, f"--{key.replace('_', '-')}")
         for key in keys
@@ -130,8 +128,7 @@ MOST = 1000
 
 
 def numbers(text: str) -> list[int]:
-    """Return the numbers in `text`; before the last one `...` stands for those that continue the
-    others.
+    """Return the numbers in `text`; before the last one `...` stands for those in between.
 
     They go on by equal steps where all given ones do (1,2,...,8), else by equal factors
     (1,2,4,...,256).

@@ -132,8 +132,7 @@ def _fidelity(arguments: Sequence[str]) -> int:
 
 
 def listed(option: str, text: str | None, known: Mapping[str, T]) -> dict[str, T]:
-    """Return the entries of `known` that `text`, the value of `option`, names (ring,server); None:
-    all.
+    """Return those of `known` that `text`, the value of `option`, names (ring,server); None: all.
 
     Raises:
         InputError: an unknown name.

@@ -79,8 +79,7 @@ def main(arguments: Sequence[str]) -> int:
 
     limit = options.limit or LIMIT
     with progress_line() as tell:
-        # The limit counts from the beginning of the command, the import of torch included (decision
-        # 40)
+        # The limit counts from the command's beginning, the import of torch included (decision 40)
         measured = calibrate([subject], options.seconds, tell, limit - (now() - began))
     # Before it is refused: the user sees what was disturbed
     print_calibration(measured)
@@ -112,8 +111,7 @@ def _parser() -> Parser:
     parser.add_argument("experiment", nargs="?", type=Path, metavar="EXPERIMENT")
     parser.option("--task", "TASK", f"in place of the file's ({TASK})")
     parser.option("--optimizer", "CALL", f"in place of the file's ({OPTIMIZER})")
-    sizes = "of one worker; others around it are measured, too"
-    parser.option("--batch-size", "N[,N...]", sizes)
+    parser.option("--batch-size", "N[,N...]", "of one worker; others around it are measured, too")
     each = "for each figure, where there is time (default: 0.5)"
     parser.option("--seconds", "S", each, type=float, default=0.5)
     limit = "for everything; what it leaves no time for is left out, and said (default: 120)"

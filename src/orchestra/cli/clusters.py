@@ -226,8 +226,7 @@ def _read_command(
     parser = Parser(f"emulation {action}", description, epilog)
     _add_cluster(parser)
     parser.option("--ranks", "N", "default: one a node, or as many as the cluster names", type=int)
-    # A further "--", so that there is one in any case; argparse would take options of the command
-    # for ours.
+    # A further "--", so that one is there: argparse would take the command's options for ours.
     words = [*arguments, "--"]
     place = words.index("--")
     return parser.read(words[:place]), words[place + 1 : -1]

@@ -16,11 +16,18 @@ from orchestra.cli.train import check_task
 from orchestra.engines.processes.environment import detect
 from orchestra.errors import InputError
 from orchestra.experiments.comparison import SEARCH_SECONDS, Comparison, carry_out
-from orchestra.experiments.experiment import ranks_text
 from orchestra.experiments.file import load
 from orchestra.report.answer import answer
 from orchestra.report.fairness import conditions, doubts, fairness
-from orchestra.report.numbers import SENT, TIME_TO_TARGET, TRAIN, Measure, significant, uncertain
+from orchestra.report.numbers import (
+    SENT,
+    TIME_TO_TARGET,
+    TRAIN,
+    Measure,
+    count,
+    significant,
+    uncertain,
+)
 from orchestra.report.page import TABLES, write_report
 from orchestra.report.rows import Row, collect
 from orchestra.report.study import Study
@@ -153,9 +160,7 @@ LABEL_COLUMNS = 24
 
 
 def print_comparison(comparison: Comparison, baseline: str | None = None) -> None:
-    """Print the fairness rule, the rows best first, the answer, what failed, and where the rest
-    lies.
-    """
+    """Print the fairness rule, rows best first, answer, failures, and where the rest lies."""
     console = Console(highlight=False, markup=False)
     folder = comparison.folder
     if comparison.records:
@@ -175,10 +180,10 @@ def print_comparison(comparison: Comparison, baseline: str | None = None) -> Non
             console.print(doubt, style="yellow")
     for record in comparison.records:
         if record.failure is not None:
-            what = f"{record.name}, {ranks_text(record.ranks)}, seed {record.seed}"
+            what = f"{record.name}, {count('rank', record.ranks)}, seed {record.seed}"
             console.print(f"failed: {what}: {record.failure.splitlines()[0]}")
     for row in comparison.not_run:
-        console.print(f"not run: {row['name']}, {ranks_text(row['ranks'])}: {row['reason']}")
+        console.print(f"not run: {row['name']}, {count('rank', row['ranks'])}: {row['reason']}")
     if comparison.stopped:
         console.print(
             f"stopped after {len(comparison.records)} of {comparison.planned} runs; the same "

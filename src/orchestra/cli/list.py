@@ -131,8 +131,7 @@ def _names() -> dict[str, list[tuple[str, ...]]]:
     titles: dict[str, list[tuple[str, ...]]] = {title: [] for title in HEADINGS}
     for registry, plain in REGISTRIES.items():
         for name, target in _resolved(registry).items():
-            # Rules, compressors and topologies share the registry of strategies, under headings of
-            # their own.
+            # Rules, compressors and topologies share the strategies' registry, under own headings.
             own = (title for title, (_, base) in HEADINGS.items() if base and _is(target, base))
             uses = (target.use,) if _is(target, Strategy) else ()
             titles[next(own, plain)].append((name, _first_line(target), *uses))
@@ -145,9 +144,7 @@ def _names() -> dict[str, list[tuple[str, ...]]]:
 
 
 def _resolved(registry: Registry) -> dict[str, Any]:
-    """Return the object of each name, or the error that prevents it: one bad plug-in does not
-    spoil the list.
-    """
+    """Return the object of each name, or its error: one bad plug-in does not spoil the list."""
     found: dict[str, Any] = {}
     for name in registry.names():
         try:
@@ -280,8 +277,7 @@ def _print_indented(text: str, indent: int, before: str = "", style: str | None 
     wrapper = textwrap.TextWrapper(width, before.ljust(indent), " " * indent)
     # Names such as DC-ASGD stay whole.
     wrapper.break_on_hyphens = False
-    lines = wrapper.wrap(text)
-    for line in lines or [before]:
+    for line in wrapper.wrap(text) or [before]:
         console.print(line.rstrip(), style=style, soft_wrap=True)
 
 

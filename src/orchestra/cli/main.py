@@ -87,9 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def guarded(command: Callable[[list[str]], int], argv: Sequence[str] | None = None) -> int:
-    """Run `command` on `argv` (default: that of the process); turn errors into a line and a
-    status.
-    """
+    """Run `command` on `argv` (default: the process's); turn errors into a line and a status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     for name in ("stdout", "stderr"):
         # Python has none where it was closed when the process began (`orchestra ... >&-`).

@@ -1,6 +1,4 @@
-"""`orchestra map`: the strategy that is first at each point, as two quantities of a cluster
-vary.
-"""
+"""`orchestra map`: which strategy is first at each point, as two quantities of a cluster vary."""
 
 from __future__ import annotations
 
@@ -123,13 +121,9 @@ def _check_text(drawn: Map, check: Check) -> str:
     where = f"{drawn.plane.x.text(check.x)}, {drawn.plane.y.text(check.y)}"
     if check.failure is not None:
         return f"{where}: not emulated: {check.failure}"
+    real = {name: f"{significant(s)} s" for name, s in check.measured.items() if s is not None}
     times = (
-        f"{name} predicted {significant(seconds)} s, measured "
-        + (
-            "not reached"
-            if (value := check.measured.get(name)) is None
-            else f"{significant(value)} s"
-        )
+        f"{name} predicted {significant(seconds)} s, measured {real.get(name, 'not reached')}"
         for name, seconds in check.predicted.items()
     )
     verdict = {True: "right", False: "wrong", None: "undecided"}[check.agrees]

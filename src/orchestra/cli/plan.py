@@ -24,7 +24,7 @@ from orchestra.experiments.experiment import Experiment
 from orchestra.planning.answer import Plan, Row, target_text, time_text
 from orchestra.planning.api import MINUTES, carry_out, planned
 from orchestra.records.record import write_atomically
-from orchestra.report.numbers import significant
+from orchestra.report.numbers import or_dash, significant
 from orchestra.settings.reading import Entry
 
 DESCRIPTION = """\
@@ -140,9 +140,7 @@ def _measure(options: argparse.Namespace, launched: Launched | None) -> int:
 def planning_parser(
     command: str, description: str, epilog: str, cluster: str, minutes: float
 ) -> Parser:
-    """Return a parser with the options that plan and map have in common; `cluster` is the help
-    text of --cluster.
-    """
+    """Return a parser with the options of plan and map; `cluster` is the help text of --cluster."""
     parser = Parser(command, description, epilog)
     parser.add_argument(
         "experiment", nargs="?", type=Path, metavar="EXPERIMENT", help="a YAML file"
@@ -241,13 +239,9 @@ def _table(plan: Plan, rows: Sequence[Row]) -> Table:
             name, justify=justify, min_width=16 * wraps, no_wrap=not wraps, overflow="fold"
         )
     for row in rows:
-        cells = [row.name, str(len(row.nodes)), str(row.batch), _figure(row.speed), time_text(row)]
+        cells = [row.name, str(len(row.nodes)), str(row.batch), or_dash(row.speed), time_text(row)]
         cells.append("-" if row.best is None else f"{row.best:.4g}")
-        cells += [_figure(row.cost)] * (priced is not None)
+        cells += [or_dash(row.cost)] * (priced is not None)
         # Without its percentage, which would make the column as wide as the names
         table.add_row(*cells, row.bottleneck.rstrip("0123456789 %"))
     return table
-
-
-def _figure(value: float | None) -> str:
-    return "-" if value is None else significant(value)

@@ -169,8 +169,7 @@ def figures(record: RunRecord, run: Run) -> Iterator[tuple[str, str]]:
         yield "speed", f"{record.samples_per_second:.0f} samples/s"
     if record.final_loss is not None:
         yield "loss", f"{record.final_loss:.4g}"
-    for name, value in record.metrics.items():
-        yield name, f"{value:.4g}"
+    yield from ((name, f"{value:.4g}") for name, value in record.metrics.items())
     if record.nodes is not None:  # their mean and the worst, at the last snapshot
         worst = record.nodes["worst"]
         each = [
@@ -207,8 +206,7 @@ def _conditions(record: RunRecord, run: Run) -> Iterator[tuple[str, str]]:
     elif run.strategy.switches:
         step = record.switched_at_step
         yield "switched", "never: its rule did not fire" if step is None else f"at step {step}"
-    for rank, reason in record.left_out.items():
-        yield f"without rank {rank}", reason
+    yield from ((f"without rank {rank}", reason) for rank, reason in record.left_out.items())
 
 
 REPLAY = """\

@@ -13,13 +13,12 @@ from orchestra.engines.live import moments
 from orchestra.errors import InputError
 from orchestra.experiments.experiment import on_ranks, runs
 from orchestra.experiments.file import load
-from orchestra.experiments.run import PARENT
+from orchestra.experiments.run import PARENT, finished
 from orchestra.experiments.tuning import trials
 from orchestra.records.live import read_live, under_way
-from orchestra.records.record import SUMMARY, RunRecord, read_summary, run_folder
-from orchestra.report.numbers import significant
-from orchestra.report.watch_page import Made, comparison_page, run_page
-from orchestra.report.watching import EXPERIMENT, RunView, RunWatch, experiment_of
+from orchestra.records.record import run_folder
+from orchestra.report.watch_page import comparison_page, run_page
+from orchestra.report.watching import EXPERIMENT, RunWatch, experiment_of
 
 DESCRIPTION = """\
 Show a run, or a comparison, in the terminal while it goes on: progress and loss; for each rank its
@@ -81,20 +80,14 @@ def main(arguments: Sequence[str]) -> int:
 
 class RunPage:
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.over, self.well = False, True
         self._watch = RunWatch(folder)
-        self.view: RunView | None = None
-
-    @property
-    def over(self) -> bool:
-        return self.view is not None and self.view.over
-
-    @property
-    def well(self) -> bool:
-        return self.view is None or self.view.status not in ("failed", "cut off")
 
     def draw(self, now: float, console: Console, height: int | None) -> RenderableType:
-        self.view = self._watch.look(now)
-        return run_page(self.view, console, height)
+        view = self._watch.look(now)
+        self.over, self.well = view.over, view.status not in ("failed", "cut off")
+        return run_page(view, console, height)
 
 
 class ComparisonPage:
@@ -103,45 +96,32 @@ class ComparisonPage:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         experiment = load(folder / EXPERIMENT)
-        self._places = [
-            (trial.folder(folder), f"tuning: {trial}") for trial in trials(experiment)
-        ] + [
-            (
-                run_folder(folder, run.name, run.training.ranks, run.seed),
-                f"{on_ranks(run)}, seed {run.seed}",
-            )
-            for run in runs(experiment)
-        ]
-        self._made: dict[Path, Made] = {}
+        self._places = [(each.folder(folder), f"tuning: {each}") for each in trials(experiment)]
+        for run in runs(experiment):
+            place = run_folder(folder, run.name, run.training.ranks, run.seed)
+            self._places.append((place, f"{on_ranks(run)}, seed {run.seed}"))
         self._current: RunPage | None = None
-        self._current_folder: Path | None = None
-        self.over = False
-
-    @property
-    def well(self) -> bool:
-        return all(each.status == "completed" for each in self._made.values())
+        self.over, self.well = False, True
 
     def draw(self, now: float, console: Console, height: int | None) -> RenderableType:
         at_work = under_way(self._folder, None, now)
-        current = None
+        current, done = None, []
         for folder, what in self._places:
-            record = _record(folder)
-            if record is not None:
-                self._made[folder] = _made(folder, what, record)
-            else:
-                self._made.pop(folder, None)
-                # Of several that were begun only the one under way holds its folder's lock.
-                if folder.exists() and under_way(folder, read_live(folder), now):
-                    current = folder
+            if records := finished(folder, failed=True):  # a stopped run is not over
+                done.append((what, records[0]))
+            # Of several that were begun only the one under way holds its folder's lock.
+            elif folder.exists() and under_way(folder, read_live(folder), now):
+                current = folder
         self.over = not (at_work or current)
+        self.well = all(record.status == "completed" for _, record in done)
         page = None
         if current is not None:
-            if self._current is None or current != self._current_folder:
-                self._current, self._current_folder = RunPage(current), current
+            if self._current is None or current != self._current.folder:
+                self._current = RunPage(current)
             page = self._current.draw(now, console, None if height is None else height * 2 // 3)
         return comparison_page(
             self._folder,
-            [self._made[folder] for folder, _ in self._places if folder in self._made],
+            done,
             len(self._places),
             page,
             under_way=not self.over,
@@ -198,25 +178,3 @@ def follow(page: RunPage | ComparisonPage, console: Console, *, once: bool) -> i
     # The live display is transient: what is left is the whole page, in as many lines as it takes.
     console.print(page.draw(now, console, None))
     return 0 if page.well else 1
-
-
-def _record(folder: Path) -> RunRecord | None:
-    """Return the record of a run that is over; a stopped one is not."""
-    try:
-        records = read_summary(folder / SUMMARY)
-    except FileNotFoundError:
-        return None
-    return next((record for record in records if record.status != "stopped"), None)
-
-
-def _made(folder: Path, what: str, record: RunRecord) -> Made:
-    figures = {"loss": record.final_loss, **record.metrics}
-    return Made(
-        folder,
-        what,
-        record.status,
-        record.train_seconds,
-        record.samples_per_second,
-        ", ".join(f"{name} {significant(v, 4)}" for name, v in figures.items() if v is not None),
-        (record.failure or "").partition("\n")[0],
-    )

@@ -10,9 +10,10 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from socket import gethostname
 
 from orchestra.engines.events import Heartbeat
-from orchestra.records.live import Live, RankNow, Waiting, host_name, remove_live, write_live
+from orchestra.records.live import Live, RankNow, Waiting, remove_live, write_live
 from orchestra.records.report import CounterSeries, Straggler
 from orchestra.records.stragglers import find
 from orchestra.strategies.base import Roles
@@ -145,7 +146,7 @@ class LiveFile:
             self._folder,
             Live(
                 now,
-                host_name(),
+                gethostname(),
                 os.getpid(),
                 ranks,
                 self._since,

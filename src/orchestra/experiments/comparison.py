@@ -24,7 +24,6 @@ from orchestra.experiments.experiment import (
     alone,
     not_run,
     on_ranks,
-    ranks_text,
     runs,
     with_one_process,
 )
@@ -48,6 +47,7 @@ from orchestra.experiments.techniques import (
 )
 from orchestra.experiments.tuning import Choice, choose, trials, write_tuning
 from orchestra.records.record import RunRecord, run_folder, write_summary
+from orchestra.report.numbers import count
 from orchestra.trainer.settings import Run
 
 SEARCH_SECONDS = 30.0
@@ -163,7 +163,7 @@ class _Execution:
         """Make all runs that are missing; return whether Ctrl-C ended it early."""
         with self._progress:
             for row in self.not_run:
-                what = f"{row['name']}, {ranks_text(row['ranks'])}"
+                what = f"{row['name']}, {count('rank', row['ranks'])}"
                 self._progress.tell(f"{what}: left out: {row['reason']}")
             for line in idle_nodes(self.runs):
                 self._progress.tell(line)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from orchestra.errors import InputError, nearest
 from orchestra.optimizers.settings import SCHEDULES
+from orchestra.report.numbers import count
 from orchestra.settings import (
     MAX_RANKS,
     MAX_SEED,
@@ -199,12 +200,7 @@ def runs(experiment: Experiment) -> list[Run]:
 
 def on_ranks(run: Run) -> str:
     """Return the row of a run, in words."""
-    return f"{run.name}, {ranks_text(run.training.ranks)}"
-
-
-def ranks_text(ranks: int) -> str:
-    """Return a number of ranks, in words."""
-    return "1 rank" if ranks == 1 else f"{ranks} ranks"
+    return f"{run.name}, {count('rank', run.training.ranks)}"
 
 
 def not_run(experiment: Experiment) -> list[dict[str, Any]]:

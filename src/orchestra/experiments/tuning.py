@@ -11,6 +11,7 @@ from typing import Any
 
 from orchestra.experiments.experiment import Experiment, Tune, grid, on_ranks, runs, tuned
 from orchestra.records.record import RunRecord, trial_folder, write_atomically
+from orchestra.report.rows import grouped
 from orchestra.settings.base import to_plain
 from orchestra.trainer.settings import Run, Target, Training
 
@@ -58,7 +59,7 @@ class Criterion:
         # Without a target no metric has a direction that the user has asked for
         if target is None or tune.by == "loss":
             return cls("loss", "loss", higher=False)
-        return cls("target", target.metric, higher=target.at_least is not None)
+        return cls("target", target.metric, higher=target.rising)
 
     def score(self, record: RunRecord) -> float | None:
         """Return the figure of a trial; None where it failed or diverged."""
@@ -151,9 +152,7 @@ def choose(
 ) -> dict[tuple[str, int], Choice]:
     """Return the choice of each strategy and number of ranks, by its trials."""
     criterion = Criterion.of(tune, training.target)
-    by_row: dict[tuple[str, int], list[tuple[Trial, RunRecord]]] = {}
-    for trial, record in outcomes:
-        by_row.setdefault(trial.row, []).append((trial, record))
+    by_row = grouped(outcomes, lambda outcome: outcome[0].row)
     return {row: Choice(criterion, of_row) for row, of_row in by_row.items()}
 
 

@@ -17,12 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from orchestra.engines.processes.distribute import (
-    distribute,
-    end_loops,
-    runtime_beside_loops,
-)
-from orchestra.engines.processes.environment import detect, rank
+from orchestra.engines.processes.distribute import distribute, end_loops, runtime_beside_loops
+from orchestra.engines.processes.environment import detect, rank, world_size
 from orchestra.errors import InputError
 from orchestra.integrations.worker_group import WorkerGroup
 from orchestra.strategies.base import Strategy, roles_of
@@ -83,8 +79,7 @@ class OrchestraStrategy(ParallelStrategy):
         self._place: dict[str, Any] = {"patience": patience, "host": host}
         self._launched = detect(os.environ)
         # Lightning asks for the number of workers before anything is distributed
-        ranks = 1 if self._launched is None else self._launched.ranks
-        self._first_workers = roles_of(self._orchestra, ranks).workers
+        self._first_workers = roles_of(self._orchestra, world_size()).workers
         self._group: WorkerGroup | None = None
         self._batches: Batches | None = None  # once the model is distributed
         self._epoch: Generator[Any, None, None] | None = None  # training batches of the one begun
@@ -166,8 +161,7 @@ class OrchestraStrategy(ParallelStrategy):
                 f"{devices} devices, but OrchestraStrategy starts no processes: run the script "
                 f"by torchrun --nproc-per-node {devices}, or set Trainer(devices=1)"
             )
-        # Connections of its own, beside those of the loop: metrics and decisions must not be
-        # mistaken for gradients.
+        # Connections of its own: metrics and decisions must not be mistaken for gradients.
         runtime = runtime_beside_loops(**self._place)
         self._reporter = runtime.reporter
         self._group = WorkerGroup(runtime.transport, lambda: self._workers)
@@ -178,9 +172,7 @@ class OrchestraStrategy(ParallelStrategy):
         self._reporter.phase("paused")
 
     def setup(self, trainer: lightning.Trainer) -> None:
-        """Connect the model's metrics across the workers, and refuse what would be trained
-        wrongly.
-        """
+        """Connect the metrics across the workers, and refuse what would be trained wrongly."""
         super().setup(trainer)
         for metric in self._metrics():
             assert self._group is not None
@@ -241,7 +233,6 @@ class OrchestraStrategy(ParallelStrategy):
         _, _, self._batches = distribute(
             self.model, self.optimizers[0], loader, self._orchestra,
             # Equal numbers of batches: Lightning counts them in advance, and ends its epoch by that
-            # number
             seed=seed, work="equal", **self._options, **self._place,
         )  # fmt: skip
         if self._batches.ended:  # a server, whose workers have come to another fit
@@ -274,9 +265,7 @@ class OrchestraStrategy(ParallelStrategy):
             self._batches.report(closure_loss.item() * self._trainer.accumulate_grad_batches)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Take a step. After the last one of an epoch every worker's model holds the agreed
-        parameters.
-        """
+        """Take a step. After an epoch's last one every worker has the agreed parameters."""
         output = super().optimizer_step(*args, **kwargs)
         # Before Lightning evaluates or saves at the end of the epoch
         if self._trainer.is_last_batch:
@@ -286,9 +275,7 @@ class OrchestraStrategy(ParallelStrategy):
         return output
 
     def _follow_switch(self) -> None:
-        """Follow a switch of roles: workers that have become servers serve to the end, the
-        others evaluate.
-        """
+        """Follow a switch of roles: new servers serve to the end, the other workers evaluate."""
         self._evaluating = self._workers
         # Made anew at the next evaluation, by the samplers of the workers of now
         self._trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
@@ -348,9 +335,7 @@ class OrchestraStrategy(ParallelStrategy):
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state on the first worker, with the moments that are spread
-        over other ranks; an empty one on others.
-        """
+        """Return the optimizer's state on the first worker, with all moments; empty on others."""
         if self._batches is None or self._batches.ended:
             return super().optimizer_state(optimizer)
         # On all workers: moments are collected from those that have them
@@ -384,9 +369,7 @@ class OrchestraStrategy(ParallelStrategy):
     def reduce(
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any | None = "mean"
     ) -> Tensor | Any:
-        """Return the reduced tensor, the same on all workers. Other values are returned as they
-        are.
-        """
+        """Return the reduced tensor, the same on all workers; other values as they are."""
         _check_group(group)
         if not isinstance(tensor, Tensor) or self._group is None:
             return tensor
@@ -401,9 +384,7 @@ class OrchestraStrategy(ParallelStrategy):
             self._group.barrier()
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Return the value of rank `src`. It has to be JSON data, because nothing that arrives
-        is unpickled.
-        """
+        """Return the value of rank `src`: JSON data, because nothing that arrives is unpickled."""
         result: T = obj if self._group is None else self._group.broadcast(obj, src)
         return result
 

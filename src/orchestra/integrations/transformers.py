@@ -109,8 +109,7 @@ def _refuse_collisions(trainer: Trainer, strategy: Strategy[Any]) -> None:
         raise InputError(
             f"this process would use {args.n_gpu} GPUs: start one process for each, with torchrun"
         )
-    # The scale is chosen from the gradients that a worker sees; under all-reduce all see the
-    # average
+    # The scale follows the gradients that a worker sees; under all-reduce all see the average
     if trainer.accelerator.scaler is not None and not strategy.synchronous:
         raise InputError(
             f"TrainingArguments: with fp16 every worker would scale its loss, and skip steps, by "
@@ -130,9 +129,7 @@ class _Distribution:
 
 @dataclass
 class _WorkerState:
-    """The place of this process among the workers, for the Trainer's arguments. Accelerate sees
-    one process.
-    """
+    """This process's place among the workers, for the Trainer; Accelerate sees one process."""
 
     num_processes: int
     process_index: int = field(default_factory=rank)
@@ -148,15 +145,12 @@ class _WorkerState:
         return self.local_process_index == 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as Accelerate's own state, so that a file of the arguments can be read without
-        Orchestra.
-        """
+        """Pickle as Accelerate's own state, so that reading the arguments needs no Orchestra."""
         return PartialState, ()
 
 
 class _Loader:
-    """The loader that Accelerate prepared for one process. It is distributed once there are
-    `batches`.
+    """The loader that Accelerate prepared for one process; distributed once it has `batches`.
 
     Attributes:
         whole: the loader of all samples, which is distributed.
@@ -164,8 +158,7 @@ class _Loader:
     """
 
     def __init__(self, prepared: Any, workers: int, group: int) -> None:
-        # Below Accelerate's wrapper, which moves batches to the device and seeds its sampler by
-        # epoch
+        # Below Accelerate's wrapper, which moves batches and seeds its sampler by epoch
         self.whole: DataLoader[Any] = prepared.base_dataloader
         self._prepared = prepared
         self._workers = workers
@@ -215,8 +208,7 @@ class _Loader:
         worker's model then holds the agreed parameters.
 
         The Trainer asks for as many batches as it counted, and never finds that there are no
-        more. After a `Switch` to fewer workers there may be more batches for each: those are
-        left out.
+        more. After a `Switch` to fewer workers each may have more batches, which are left out.
         """
         if self._groups is None:
             return
@@ -238,8 +230,7 @@ def _skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     return skip_first_batches(loader, num_batches)
 
 
-# The Trainer takes this name from its own module, and the loader that Accelerate makes there knows
-# nothing of ours (decision 56).
+# The Trainer takes the name from its module, whose loader knows nothing of ours (decision 56).
 trainer_module.skip_first_batches = _skip_first_batches
 
 
@@ -257,8 +248,7 @@ class _Distributed(Trainer):
     def take_place(self) -> None:
         """Make Accelerate see a single process, and the arguments the place among the workers."""
         # Else Accelerate would wrap the model, shard every loader and gather at every log; with
-        # dedicated servers, which are none of its processes, such collectives never end (decision
-        # 56).
+        # servers, which are none of its processes, such collectives never end (decision 56).
         for state in (PartialState(), self.accelerator.state):
             state.distributed_type = DistributedType.NO
             state.num_processes = 1
@@ -301,16 +291,14 @@ class _Distributed(Trainer):
         if resume_from_checkpoint is not None and not batches.ended:  # a server has served
             state = Path(resume_from_checkpoint) / STATE_NAME
             if state.exists():
-                # Without the file it is a checkpoint of a plain Trainer, whose parameters and
-                # moments are loaded
+                # Else it is a plain Trainer's checkpoint, whose parameters and moments are loaded
                 batches.load_state_dict(torch.load(state, weights_only=True))
         return model, loader
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Return the batches of a step and the number of items in those of all workers, if
-        gradients are averaged.
+        """Return a step's batches, and how many items all workers' have if gradients are averaged.
 
         A model divides its loss by this number. It is such that the average of the workers'
         gradients, which is weighted by samples, becomes the average over all items.
@@ -354,24 +342,19 @@ class _Distributed(Trainer):
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate the agreed parameters. While training goes on, the first worker's metrics are
-        those of all.
-        """
+        """Evaluate the agreed parameters; in training with the first worker's metrics for all."""
         if self.distribution.loader is None:
             return super().evaluation_loop(*args, **kwargs)
         self._batches.agree()
         with self._batches.pause():
             output = super().evaluation_loop(*args, **kwargs)
-            # After training, workers may evaluate alone, and a collective would wait for ever
-            # (decision 56)
+            # After training workers may evaluate alone; a collective would not end (decision 56)
             if self.is_in_train:
                 self._share(output.metrics)
         return output
 
     def _share(self, metrics: dict[str, Any]) -> None:
-        """Replace the metrics by the first worker's, so that all stop and choose the best model
-        by the same numbers.
-        """
+        """Replace the metrics by the first worker's: all stop and choose by the same numbers."""
         names = [
             name
             for name, value in metrics.items()
@@ -381,8 +364,7 @@ class _Distributed(Trainer):
         numbers = torch.zeros(len(names), dtype=torch.float64)
         if self.args.process_index == 0:
             numbers = torch.tensor([metrics[name] for name in names], dtype=torch.float64)
-        sums = self._batches.sum_over_workers(numbers).tolist()
-        metrics.update(zip(names, sums, strict=True))
+        metrics.update(zip(names, self._batches.sum_over_workers(numbers).tolist(), strict=True))
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         self._batches.agree()

@@ -56,9 +56,7 @@ class WorkerGroup:
         return len(self.ranks) > 1
 
     def gather(self, tensor: Tensor, group: None = None) -> list[Tensor]:
-        """Return the tensor of each member, in order, on the device of `tensor`; shapes may
-        differ.
-        """
+        """Return each member's tensor, in order, on the device of `tensor`; shapes may differ."""
         transport, others = self._transport, [r for r in self.ranks if r != self._transport.rank]
         # Transports send the memory as it lies
         own = tensor.detach().cpu().contiguous()
@@ -94,17 +92,14 @@ class WorkerGroup:
         self.gather(torch.zeros(1))
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """Return the value with which member `source` calls this: JSON data, such as a path or a
-        decision.
-        """
+        """Return the value that member `source` calls this with: JSON data, such as a path."""
         if not self.is_several():
             return value
         root = self.ranks[source]
         if self._transport.rank != root:
             return receive_object(self._transport, root)
         try:
-            # Checked where the caller's mistake is, not where it arrives; what arrives is never
-            # unpickled (decision 53).
+            # Checked where the caller's mistake is; what arrives is never unpickled (decision 53).
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise InputError(

@@ -35,8 +35,7 @@ SCHEMA = 1
 RECORD, RECOMMENDED = "plan.json", "recommended.yaml"
 PORT = 29400
 TOO_WELL = 2.0
-"""How many times as long as predicted steps of strategies with `answers_beside` take on emulated
-nodes."""
+"""How many times as long as predicted steps with `answers_beside` take on emulated nodes."""
 
 
 @dataclass(frozen=True)
@@ -279,9 +278,7 @@ def time_text(row: Row) -> str:
 
 def target_text(target: Target) -> str:
     """Return the target as part of a sentence: "accuracy >= 0.85"."""
-    if target.at_least is not None:
-        return f"{target.metric} >= {target.at_least:g}"
-    return f"{target.metric} <= {target.at_most:g}"
+    return f"{target.metric} {'>=' if target.rising else '<='} {target.bound:g}"
 
 
 # What is left behind
@@ -350,9 +347,7 @@ def to_scale(rows: Sequence[Row]) -> Row | None:
 
 
 def scaling_of(search: Standing, entry: Entry) -> dict[int, float]:
-    """Return samples/s of the strategy of `entry` by number of nodes, or of ranks on a single one;
-    one process for 1.
-    """
+    """Return the strategy's samples/s by number of nodes, or of ranks on one; one process for 1."""
     chosen = entry.candidate
     found: dict[int, float] = {}
     for other in search.entries.values():
@@ -391,8 +386,7 @@ def curves_of(search: Standing, rows: Sequence[Row]) -> dict[str, list[tuple[flo
         seen.add(learns_as)
         exact = entry.candidate.exact
         found[row.name] = [
-            # The curve of an exact candidate was made by one process, whose seconds are not its
-            # own.
+            # An exact candidate's curve was made by one process, whose seconds are not its own.
             (point.samples / entry.speed if exact else point.seconds, point.metrics[metric])
             for point in points
             if metric in point.metrics

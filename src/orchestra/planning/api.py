@@ -17,7 +17,7 @@ from orchestra.experiments.file import load
 from orchestra.experiments.run import folder_for
 from orchestra.planning.answer import Plan, answered, rows_of, to_scale, write_plan
 from orchestra.planning.candidates import BATCHES, Space
-from orchestra.planning.search import Budget, Search
+from orchestra.planning.search import Budget, Search, Tell
 from orchestra.planning.standing import Length
 from orchestra.planning.verification import verify
 from orchestra.records.record import write_atomically
@@ -31,13 +31,11 @@ if TYPE_CHECKING:
 
 MINUTES = 10.0
 CALIBRATION_PART, LEAST_CALIBRATION = 0.2, 30.0
-"""The part of the budget for a calibration if there is none, and the seconds below which none is
-tried."""
+"""The part of the budget for a calibration, if there is none, and the least seconds for one."""
 LAST_PART, LAST_SECONDS = 0.15, 40.0
 """The part of the budget kept for what follows the search (judging runs that were cut off, the
 scaling curve, the page), and the most seconds that this needs."""
 FEWEST_SNAPSHOTS, MOST_SNAPSHOTS = 10, 40
-Tell = Callable[[str, float], None]
 
 
 def plan(
@@ -92,17 +90,16 @@ def plan(
 def planned(path: Path | None, overrides: Sequence[str], given: Mapping[str, Entry]) -> Experiment:
     """Return the experiment to plan for, in which strategies may be left out."""
     document: Mapping[str, Entry] = {}
+    defaults: dict[str, object] = {"strategies": {ONE_PROCESS: "Single()"}, "seeds": [0, 1, 2]}
     if path is not None:
         document = read_document(path, needs="task", example="task: digits")
-    if path is None and "task" not in given:
-        raise InputError("give an experiment file or --task; see orchestra plan --help")
-    defaults: dict[str, object] = {"strategies": {ONE_PROCESS: "Single()"}, "seeds": [0, 1, 2]}
-    if path is None:
+    elif "task" in given:
         defaults["ranks"] = 1  # batch_size then is that of a step of all workers
-    defaults = {key: value for key, value in defaults.items() if key not in document}
-    own = {key: Entry(value, "plan") for key, value in defaults.items()}
-    without_tuning = {"tune": Entry(None, "plan")}  # a plan chooses settings itself
-    return load(path, overrides, {**own, **given, **without_tuning})
+    else:
+        raise InputError("give an experiment file or --task; see orchestra plan --help")
+    own = {key: Entry(value, "plan") for key, value in defaults.items() if key not in document}
+    # No tuning: a plan chooses settings itself
+    return load(path, overrides, {**own, **given, "tune": Entry(None, "plan")})
 
 
 def carry_out(
@@ -129,8 +126,7 @@ def carry_out(
     tell("loading the task", 0.0)
     length = length_of(experiment)
     folder = folder_for(out, f"plan-{experiment.name}", empty=True)
-    # The page and the judging of runs that were cut off need a time that does not grow with the
-    # budget.
+    # The page, and judging runs that were cut off, take a time that does not grow with the budget.
     kept = min(60 * minutes * LAST_PART, LAST_SECONDS)
     budget = Budget(began, began + 60 * minutes - kept)
     experiment, costs, notes = calibrated(experiment, folder, budget, tell)
@@ -179,8 +175,7 @@ def length_of(experiment: Experiment) -> Length:
     assert not isinstance(judged, IterableDataset)
     if (target := experiment.training.target) is not None:
         require_metric(target.metric, task, task.model(), judged)
-    # An evaluation is a forward pass, a third of a gradient: so judging takes no longer than
-    # learning.
+    # An evaluation is a third of a gradient: so judging takes no longer than learning.
     wanted = 3 * samples // max(1, len(judged))  # type: ignore[arg-type]
     return Length(samples, min(MOST_SNAPSHOTS, max(FEWEST_SNAPSHOTS, wanted)))
 

@@ -21,8 +21,7 @@ from orchestra.errors import InputError, nearest
 from orchestra.settings.reading import yaml_text
 
 UNITS = {"bandwidth": BANDWIDTH, "latency": SECONDS, "memory": BYTES, "flops": FLOPS}
-"""The units of a setting's values, by the last word of its key; other settings are plain
-numbers."""
+"""The units of settings' values, by the key's last word; other settings are plain numbers."""
 SPAN = 30.0
 """Without a given range, bandwidth and latency range from 1/30 of the cluster's to 30 times it."""
 SLOWEST = (0.05, 1.0)
@@ -127,9 +126,7 @@ class Plane:
     y: Axis
 
     def place(self, x: float, y: float) -> tuple[float, float]:
-        """Return the place of a point on a plane whose sides are 1 long, with equal steps of
-        values.
-        """
+        """Return a point's place on a plane with sides of 1 and equal steps between values."""
         xs, ys = self.x.values, self.y.values
         return xs.index(x) / (len(xs) - 1), ys.index(y) / (len(ys) - 1)
 
@@ -166,8 +163,7 @@ def loaded(text: str) -> Cluster:
 def _with_keys(text: str, values: Mapping[str, str]) -> Cluster:
     """Change `values` of the cluster's file, by their place ("nodes.old.speed")."""
     source = Path(text).read_text() if is_file(text) else cluster_text(loaded(text))
-    # Plain values, without the lines that messages name: these would be those of no file of the
-    # user's
+    # Plain values, without lines for messages: these would be of no file of the user's
     document = yaml.safe_load(source)
     for key, value in values.items():
         *above, last = key.split(".")

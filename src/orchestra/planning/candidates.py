@@ -22,8 +22,7 @@ from orchestra.strategies.single import Single
 from orchestra.trainer.settings import MEASURED, Run, Training
 
 ADAPTIVE = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad")
-"""Optimizers whose learning rate is scaled by the square root of the batch; that of others is
-scaled in proportion."""
+"""Optimizers whose learning rate is scaled by the batch's square root; others' in proportion."""
 
 BATCHES = (0.5, 1.0, 2.0, 4.0)
 """The global batches to try, relative to the experiment's."""
@@ -140,10 +139,7 @@ class Space:
     @property
     def fastest(self) -> list[Node]:
         """The nodes, the fastest first; of equal ones the first in the file."""
-        return sorted(
-            self.cluster.nodes,
-            key=lambda node: -node.speed_beside(FLOPS) * node.slots,
-        )
+        return sorted(self.cluster.nodes, key=lambda node: -node.speed_beside(FLOPS) * node.slots)
 
     @property
     def mixed(self) -> bool:
@@ -206,9 +202,7 @@ class Space:
         ]
 
     def _alone(self, batch: float, *, kept: bool = False) -> Candidate:
-        """Return one process on the fastest node; `kept`: with the experiment's own learning
-        rate.
-        """
+        """Return one process on the fastest node; `kept`: with the experiment's own rate."""
         node, optimizer = self.fastest[0].name, self.experiment.training.optimizer
         # One process on the whole cluster takes its fastest node
         cluster = self._written("all", "spread") if self.several else self._only((node,))
@@ -224,9 +218,7 @@ class Space:
     def _together(
         self, label: str, each: Strategy[Any], count: int, batch: float, shares: Any = None
     ) -> list[Candidate]:
-        """Return the strategy on the `count` fastest nodes, or ranks of one; none where it
-        refuses.
-        """
+        """Return the strategy on the `count` fastest nodes, or ranks of one; none if it refuses."""
         nodes = self.fastest[:count] if self.several else self.fastest * count
         # A rank on each device; a node without devices is one rank with all its cores
         devices = [max(node.devices, 1) if self.several else 1 for node in nodes]
@@ -238,8 +230,7 @@ class Space:
                 return []
             training = self._training(len(names), batch, self._only(tuple(names)), shares)
             run = self._run(name, each, training)
-        # A setting that this number of ranks cannot have: no candidate, and no reason to end the
-        # plan
+        # A setting that so many ranks cannot have: no candidate, and no end of the plan
         except InputError:
             return []
         return [Candidate(name, run, tuple(dict.fromkeys(names)), label, batch)]
@@ -252,9 +243,7 @@ class Space:
         return self._written(str(len(dict.fromkeys(names)) if self.several else len(names)), names)
 
     def _written(self, name: str, placement: Literal["spread"] | tuple[str, ...]) -> str:
-        """Return the path of a file of the cluster with this placement, which is written if it is
-        new.
-        """
+        """Return the path of the cluster's file with this placement, written if it is new."""
         path = self.folder / f"{name}.yaml"
         # Candidates with the same nodes share a file
         if not path.exists():
@@ -264,13 +253,11 @@ class Space:
 
     def _training(self, ranks: int, batch: float, cluster: str, shares: Any = None) -> Training:
         """Return the experiment's training in virtual time: `batch` times its samples in a step,
-        divided among `ranks`, as many samples in all, and the learning rate that goes with the
-        batch.
+        divided among `ranks`, as many in all, and the learning rate that goes with the batch.
         """
         given = self.experiment.training
         whole = given.ranks * given.batch_size
         of_rank = max(1, round(whole * batch / ranks))
-        # As many samples in all, whatever the batch.
         steps = given.steps and max(1, round(given.steps * whole / (ranks * of_rank)))
         training = replace(
             given,
@@ -299,8 +286,7 @@ def by_interest(found: Sequence[Candidate]) -> list[Candidate]:
     """
     seen: dict[str, int] = {}
     places = {}
-    # Time may end before all speeds are known; in the order of the list only rings had one
-    # (decision 98).
+    # Time may end before all speeds are known, and in list order only rings had one (decision 98).
     for candidate in sorted(found, key=lambda each: (each.batch != 1, -each.run.training.ranks)):
         seen[candidate.label] = seen.get(candidate.label, 0) + 1
         places[candidate.name] = (candidate.label != ONE_PROCESS, seen[candidate.label])

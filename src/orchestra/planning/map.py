@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from itertools import product
+from math import dist
 from pathlib import Path
 
 from orchestra.cluster import Cluster
@@ -23,8 +23,8 @@ from orchestra.experiments.run import folder_for
 from orchestra.planning.api import calibrated, length_of
 from orchestra.planning.axes import NAMED, Plane, loaded
 from orchestra.planning.candidates import Candidate, Space
-from orchestra.planning.map_survey import Point, Survey, learned_there
-from orchestra.planning.search import Budget
+from orchestra.planning.map_survey import Place, Point, Survey, gap, learned_there
+from orchestra.planning.search import Budget, Tell
 from orchestra.planning.standing import Length
 from orchestra.planning.verification import carried_out_for_real
 from orchestra.records.record import write_atomically
@@ -33,14 +33,14 @@ from orchestra.trainer.settings import MEASURED, Target
 
 RECORD = "map.json"
 LEARN_PART, SPEEDS_PART = 0.5, 0.8
-"""The parts of the budget by which the samples to the target, and the samples per second, have to
-be known."""
+"""The parts of the budget by which samples to the target, and samples/s, have to be known."""
 LAST_PART = 0.03
 """The part of the budget kept for the figure."""
 ALIKE = 0.05
 """Measured times that differ by less are a tie, for which no prediction is wrong."""
 
-Tell = Callable[[str, float], None]
+Mapped = Callable[[Place, Path], list[Candidate]]
+"""Returns the candidates on the cluster of a place, of which files go into a folder."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,7 @@ def name_of(candidate: Candidate) -> str:
 
 
 def mapped(experiment: Experiment, cluster: Cluster, folder: Path) -> list[Candidate]:
-    """Return one process, and each strategy on all nodes of `cluster`, with the experiment's
-    batch.
-    """
+    """Return one process, and each strategy on all of `cluster`, with the experiment's batch."""
     ranks = sum(max(node.devices, 1) for node in cluster.nodes)
     return [
         each
@@ -122,13 +120,7 @@ def mapped(experiment: Experiment, cluster: Cluster, folder: Path) -> list[Candi
 
 
 def draw_map(
-    experiment: Experiment,
-    plane: Plane,
-    out: Path | None,
-    minutes: float,
-    tell: Tell,
-    *,
-    checks: int = 0,
+    experiment: Experiment, plane: Plane, out: Path | None, minutes: float, tell: Tell, checks: int
 ) -> Map:
     """Find the times of all strategies on `plane` within `minutes`, and write them and the figure.
 
@@ -139,16 +131,24 @@ def draw_map(
     """
     began = now()
     if not 0 < minutes <= 100_000:
-        raise InputError(f"minutes: {minutes:g} is not above 0; give 15, or 0.5")
-    # An impossible value is refused before minutes of simulation
-    clusters = {
-        (x, y): plane.cluster(x, y) for x, y in product(plane.x.values, plane.y.values)
-    }  # all of them are looked at first
+        raise InputError(f"minutes: {minutes:g} is not above 0, or above 100000; give 15, or 0.5")
+    # All of them first: an impossible value is refused before minutes of simulation
+    clusters = {(x, y): plane.cluster(x, y) for x, y in product(plane.x.values, plane.y.values)}
     tell("loading the task", 0.0)
     length = length_of(experiment)
     folder = folder_for(out, f"map-{experiment.name}", empty=True)
     budget = Budget(began, began + 60 * minutes * (1 - LAST_PART))
     experiment, costs, notes = calibrated(experiment, folder, budget, tell)
+
+    def there(place: Place, own: Path) -> list[Candidate]:
+        return mapped(experiment, clusters[place], own)
+
+    def candidate(point: Point, name: str) -> Candidate:
+        x, y = point.x, point.y
+        every = there((x, y), folder / f"clusters/{x:g}-{y:g}")
+        found = next(each for each in every if name_of(each) == name)
+        return replace(found, name=f"{found.name} at {x:g}, {y:g}")
+
     learners = _learners(experiment, plane, folder)
     survey = Survey(
         learners, experiment.training.target, length, folder / "runs", budget, tell,
@@ -156,24 +156,23 @@ def draw_map(
     )  # fmt: skip
     try:
         survey.learn(budget.part(LEARN_PART))
-        points = list(_points(survey, experiment, clusters, folder, budget.part(SPEEDS_PART)))
+        points = list(_points(survey, list(clusters), there, folder, budget.part(SPEEDS_PART)))
         points, learned = learned_there(
-            survey, points, lambda point: plane.place(point.x, point.y),
-            partial(_candidate, experiment, clusters, folder), budget.until,
-        )  # fmt: skip
+            survey, points, lambda point: plane.place(point.x, point.y), candidate, budget.until
+        )
     except KeyboardInterrupt:
         # Points that were not yet compared could name the wrong strategy
         survey.stopped, points, learned = True, [], []
     drawn = _map_of(survey, experiment, plane, points, folder)
     drawn = replace(drawn, costs=costs, left_out=[*notes, *learned, *drawn.left_out])
     if checks and not drawn.stopped:
-        own = _checked(drawn, experiment, clusters, length, checks, tell)
-        drawn = replace(drawn, checks=list(own))
+        drawn = replace(drawn, checks=list(_checked(drawn, there, length, checks, tell)))
     write_atomically(folder / RECORD, to_json(drawn))
     if drawn.points:
-        from orchestra.planning.map_figure import write_figure
+        from orchestra.planning.map_figure import map_figure
+        from orchestra.report.figures.frame import save
 
-        write_figure(drawn)
+        save(map_figure(drawn), folder)
     return drawn
 
 
@@ -187,28 +186,23 @@ def _learners(experiment: Experiment, plane: Plane, folder: Path) -> list[Candid
     found: dict[str, Candidate] = {}
     for cluster in reversed(clusters):  # the largest first: its strategies have to be known
         for each in mapped(experiment, cluster, folder / f"clusters/{len(cluster.nodes)}"):
-            # Of strategies on several numbers of nodes the names differ; one process is the same on
-            # all
+            # On several numbers of nodes names of strategies differ; one process is the same on all
             found.setdefault(each.name, each)
     return list(found.values())
 
 
 def _points(
-    survey: Survey,
-    experiment: Experiment,
-    clusters: Mapping[tuple[float, float], Cluster],
-    folder: Path,
-    until: float,
+    survey: Survey, places: Sequence[Place], there: Mapped, folder: Path, until: float
 ) -> Iterable[Point]:
     """Yield all points for which there is time, those first that are furthest from one another."""
     if survey.target is None:
         return
     # Wherever time ends, the points that are known cover the whole plane.
-    order = _coarse_first(list(clusters))
-    wanted: dict[str, tuple[tuple[float, float], str, float]] = {}
+    order = _coarse_first(places)
+    wanted: dict[str, tuple[Place, str, float]] = {}
     jobs = []
     for number, place in enumerate(order):
-        for each in mapped(experiment, clusters[place], folder / f"clusters/point-{number}"):
+        for each in there(place, folder / f"clusters/point-{number}"):
             known = survey.entries.get(each.name)
             # Without samples to the target a speed would tell nothing of the time.
             samples = None if known is None else survey.samples_of(known)
@@ -218,9 +212,9 @@ def _points(
                 jobs.append(job)
     survey._what = f"speeds at {count('point', len(order))}"
     speeds = survey.survey(jobs, until)
-    seconds: dict[tuple[float, float], dict[str, float]] = {place: {} for place in order}
-    taken: dict[tuple[float, float], dict[str, float]] = {place: {} for place in order}
-    unknown = {wanted[name][0] for name in wanted if name not in speeds}
+    seconds: dict[Place, dict[str, float]] = {place: {} for place in order}
+    taken: dict[Place, dict[str, float]] = {place: {} for place in order}
+    unknown = {place for name, (place, *_) in wanted.items() if name not in speeds}
     for name, speed in speeds.items():
         place, strategy, samples = wanted[name]
         if speed is not None:
@@ -232,25 +226,8 @@ def _points(
             yield Point(x, y, times, taken[x, y])
 
 
-def _candidate(
-    experiment: Experiment,
-    clusters: Mapping[tuple[float, float], Cluster],
-    folder: Path,
-    point: Point,
-    name: str,
-) -> Candidate:
-    """Return the strategy `name` on the cluster of `point`."""
-    x, y = point.x, point.y
-    own = folder / f"clusters/{x:g}-{y:g}"
-    every = mapped(experiment, clusters[x, y], own)
-    found = next(each for each in every if name_of(each) == name)
-    return replace(found, name=f"{found.name} at {x:g}, {y:g}")
-
-
-def _coarse_first(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the corners of the plane first, then the points between, ever closer to one
-    another.
-    """
+def _coarse_first(places: Sequence[Place]) -> list[Place]:
+    """Return the corners of the plane first, then points between, ever closer to one another."""
     sides = [sorted({place[side] for place in places}) for side in (0, 1)]
 
     def level(position: int, size: int) -> int:
@@ -291,14 +268,7 @@ def _map_of(
     )  # fmt: skip
 
 
-def _checked(
-    drawn: Map,
-    experiment: Experiment,
-    clusters: Mapping[tuple[float, float], Cluster],
-    length: Length,
-    number: int,
-    tell: Tell,
-) -> Iterable[Check]:
+def _checked(drawn: Map, there: Mapped, length: Length, number: int, tell: Tell) -> Iterable[Check]:
     """Emulate `number` points that are far from one another: train the first two strategies."""
     for place, point in enumerate(spread(drawn, number)):
         # The first two: whether their order is right is the question
@@ -306,10 +276,7 @@ def _checked(
         predicted = {name: point.seconds[name] for name in first}
         tell(f"emulating point {place + 1} of {number}", place / number)
         folder = drawn.folder / f"checks/{place + 1}"
-        own = {
-            name_of(each): each
-            for each in mapped(experiment, clusters[point.x, point.y], folder / "clusters")
-        }
+        own = {name_of(each): each for each in there((point.x, point.y), folder / "clusters")}
         measured: dict[str, float | None] = {}
         failure = None
         assert drawn.target is not None
@@ -329,20 +296,15 @@ def _checked(
 def spread(drawn: Map, number: int) -> list[Point]:
     """Return `number` points far from one another, each beside the others' regions as they are."""
 
-    def at(point: Point) -> tuple[float, float]:
+    def at(point: Point) -> Place:
         return drawn.plane.place(point.x, point.y)
 
-    # The first one is in the middle of the plane; each further one is as far as can be from all
-    # before.
-    left = sorted(drawn.points, key=lambda p: sum((c - 0.5) ** 2 for c in at(p)))
+    # The first is in the middle of the plane; each further one is as far as can be from all before.
+    left = sorted(drawn.points, key=lambda point: dist(at(point), (0.5, 0.5)))
     found = left[:1]
     while len(found) < min(number, len(left)):
-
-        def gap(point: Point) -> float:
-            (x, y) = at(point)
-            return min((x - u) ** 2 + (y - v) ** 2 for u, v in map(at, found))
-
-        found.append(max((p for p in left if p not in found), key=gap))
+        gaps = [gap(at(point), [*map(at, found)]) for point in left]  # 0 of those in `found`
+        found.append(left[gaps.index(max(gaps))])
     return found
 
 

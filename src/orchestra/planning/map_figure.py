@@ -17,14 +17,13 @@ from orchestra.planning.axes import Axis
 from orchestra.planning.map import Map
 from orchestra.report.figures import frame
 from orchestra.report.figures.frame import Figure, Look, Values, figure, haloed, layer, tips
-from orchestra.report.numbers import significant
+from orchestra.report.numbers import or_dash
 from orchestra.report.study import COLOURS, DASHES, Style
 
 Floats = NDArray[np.float64]
 
 FINE = 96
-"""The cells along each side. Times between the points are interpolated, so that borders are
-smooth."""
+"""The cells along each side. Times between points are interpolated, so borders are smooth."""
 NAMED_FROM = 0.04
 """The smallest part of the plane for which a region has its name drawn."""
 ROUND: dict[str, Any] = {"strokeJoin": "round"}
@@ -40,11 +39,6 @@ PALE = {
 """The colours of reports, light enough for words on them."""
 
 
-def write_figure(drawn: Map) -> None:
-    """Write map.png and map.svg into the map's folder."""
-    frame.save(map_figure(drawn), drawn.folder)
-
-
 def map_figure(drawn: Map) -> Figure:
     """Return regions coloured by the first strategy; one process is grey."""
     x, y = drawn.plane.x, drawn.plane.y
@@ -55,8 +49,7 @@ def map_figure(drawn: Map) -> Figure:
     first = fine.argmin(axis=0)
     sides = [_values(axis, place) for axis, place in zip((x, y), edges, strict=True)]
     centres = [_values(axis, place) for axis, place in zip((x, y), middles, strict=True)]
-    shown = [name for name in drawn.winners if name in names]
-    look = Look(_fills(shown))
+    look = Look(_fills([name for name in drawn.winners if name in names]))
     across, up = _channel(alt.X, x, "x"), _channel(alt.Y, y, "y")
     regions = _regions(first, names, sides)
     best = fine.min(axis=0)
@@ -165,8 +158,7 @@ def _nice(best: Floats) -> list[float]:
 
 
 def _contours(best: Floats, centres: Sequence[Floats]) -> Iterator[dict[str, float]]:
-    """Yield segments of the lines on which the logarithm `best` is that of a round number of
-    seconds.
+    """Yield segments of the lines on which the logarithm `best` is that of a round time.
 
     Each triangle of three neighbours is cut by the plane of the level.
     """
@@ -175,8 +167,7 @@ def _contours(best: Floats, centres: Sequence[Floats]) -> Iterator[dict[str, flo
         above = best - math.log(level)
         for row, column in zip(*np.nonzero(_crossed(above)), strict=True):
             corners = [(row, column), (row, column + 1), (row + 1, column + 1), (row + 1, column)]
-            # A plane through three corners is cut in one segment; four corners may be cut in two
-            # ways.
+            # A plane through three corners is cut in one segment; four may be cut in two ways.
             for triangle in (corners[:3], [corners[0], *corners[2:]]):
                 cuts = []
                 for (a, b), (c, d) in zip(triangle, [*triangle[1:], triangle[0]], strict=True):
@@ -202,8 +193,7 @@ def _levels(best: Floats, centres: Sequence[Floats]) -> Values:
     rows, columns = np.indices(best.shape)
     inside = (np.minimum(rows, columns) > 4) & (np.maximum(rows, columns) < FINE - 5)
     for level in _nice(best):
-        # The small term prefers the diagonal, where labels of several lines do not lie on one
-        # another.
+        # The small term prefers the diagonal, where labels of several lines lie apart.
         distance = np.abs(best - math.log(level)) + 0.002 * np.abs(rows - columns)
         row, column = np.unravel_index(np.where(inside, distance, np.inf).argmin(), best.shape)
         if abs(best[row, column] - math.log(level)) < 0.1:
@@ -213,9 +203,7 @@ def _levels(best: Floats, centres: Sequence[Floats]) -> Values:
 
 
 def _names(first: NDArray[np.int64], names: Sequence[str], centres: Sequence[Floats]) -> Values:
-    """Return the name of each large region, at its cell that is nearest to the mean of its
-    cells.
-    """
+    """Return the name of each large region, at the cell nearest to the mean of its cells."""
     found: Values = []
     for number, name in enumerate(names):
         cells = np.argwhere(first == number)
@@ -234,13 +222,10 @@ def _checks(drawn: Map, across: Any, up: Any) -> list[alt.Chart]:
     for check in drawn.checks:
         if check.agrees is not None:
             scale = [8 if axis.unit is BANDWIDTH else 1 for axis in (drawn.plane.x, drawn.plane.y)]
-            values[check.agrees].append({
-                "x": check.x * scale[0], "y": check.y * scale[1],
-                "measured": ", ".join(
-                    f"{name} {'-' if value is None else significant(value)} s"
-                    for name, value in check.measured.items()
-                ),
-            })  # fmt: skip
+            real = (f"{name} {or_dash(value)} s" for name, value in check.measured.items())
+            values[check.agrees].append(
+                {"x": check.x * scale[0], "y": check.y * scale[1], "measured": ", ".join(real)}
+            )
     hint = tips("measured:N")
     style: dict[str, Any] = {"size": 90, "opacity": 1, "strokeWidth": 2, "clip": False}
     return [

@@ -25,13 +25,11 @@ WHOLE = 0.95
 CHUNK = 96
 """The simulations between two looks at the clock."""
 NEAR = 0.25
-"""The distance, in parts of a side of the plane, within which what was learned at a point is taken
-to hold."""
+"""The distance, in parts of a side, within which what was learned at a point is taken to hold."""
 
 Place = tuple[float, float]
 Samples = dict[str, dict[Place, float | None]]
-"""The samples to the target, by strategy and place; None if some seed missed it or the run
-failed."""
+"""Samples to the target, by strategy and place; None if a seed missed it or the run failed."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +61,8 @@ class Survey(Search):
     """Finds the samples to the target, and the samples/s, of all candidates of a map."""
 
     def learn(self, until: float, entries: Sequence[Entry] | None = None) -> None:
-        """Train each of `entries` (all candidates by default), or the entry that learns the
-        same, until it reaches the target: with the first seed, and where it did, with the
-        others.
+        """Train each of `entries` (all candidates by default), or the entry that learns the same,
+        until it reaches the target: with the first seed, and where it did, with the others.
         """
         if entries is None:
             self._reference()
@@ -76,9 +73,7 @@ class Survey(Search):
                 self._learn([(source, seed, part) for source in wanted.values()], until)
 
     def _unlearned(self, seed: int, entries: Sequence[Entry]) -> dict[str, Entry]:
-        """Return the entries by name that may still reach the target with `seed`, and have not
-        yet.
-        """
+        """Return the entries by name that may still reach the target with `seed`, but have not."""
         first = self.seeds[:1]
         return {
             source.name: source
@@ -118,9 +113,7 @@ class Survey(Search):
         )
 
     def survey(self, wanted: Sequence[Candidate], until: float) -> dict[str, float | None]:
-        """Return the samples/s of `wanted` by name, None for one that fails, as far as there is
-        time.
-        """
+        """Return the samples/s of `wanted` by name, as far as time goes; None if one fails."""
         entries = [Entry(each) for each in wanted]
         for first in range(0, len(entries), CHUNK):
             if self.stopped or now() > until:
@@ -137,8 +130,7 @@ def learned_there(
     candidate: Callable[[Point, str], Candidate],
     until: float,
 ) -> tuple[list[Point], list[str]]:
-    """Return `points` with the samples that the first strategy of each takes there or nearby,
-    and notes.
+    """Return `points` with the samples that the first strategy takes there or nearby, and notes.
 
     Where a strategy is first that depends on speeds, it is trained at that point, unless it was at
     one within `NEAR`. Then another one may be first, and so on until nothing changes or `until`.
@@ -170,8 +162,7 @@ def learned_there(
                 trained.setdefault(name, {})[place_of(point)] = samples
         if not trained.keys() >= {name for _, name in chosen_now}:
             break  # there was no time for them
-        # From `points`, not from the last round: a strategy that was left out may come back
-        # elsewhere.
+        # From `points`, not the last round: a strategy that was left out may come back elsewhere.
         found = [with_nearest(point, trained, place_of) for point in points]
     lacking = [name for _, name in left]
     notes = [
@@ -197,17 +188,14 @@ def spread_out(
     place_of: Callable[[Point], Place],
     most: int,
 ) -> list[tuple[Point, str]]:
-    """Return up to `most` of those `left`, each as far as possible from where its strategy was
-    trained.
-    """
+    """Return up to `most` of `left`, each as far as can be from where its strategy was trained."""
     known = {name: list(places) for name, places in trained.items()}
     found: list[tuple[Point, str]] = []
     while len(found) < most:
         gaps = [gap(place_of(point), known.get(name, ())) for point, name in left]
         if not gaps or max(gaps) <= NEAR:
             break
-        # As far as possible from what is known, so that an early end still covers the plane
-        # (decision 106)
+        # As far as can be from what is known: an early end still covers the plane (decision 106)
         point, name = left[gaps.index(max(gaps))]
         found.append((point, name))
         known.setdefault(name, []).append(place_of(point))

@@ -9,7 +9,6 @@ import altair as alt
 
 from orchestra.errors import InputError
 from orchestra.planning.answer import Plan, Row, target_text, time_text
-from orchestra.planning.standing import bound
 from orchestra.records.record import write_atomically
 from orchestra.report.figures import frame
 from orchestra.report.figures.frame import BAR, Figure, Look, figure, layer, tips
@@ -91,7 +90,8 @@ def _times(plan: Plan, rows: Sequence[Row]) -> Figure:
     ]
     caption = "Predicted seconds to the target, soonest first; lines are their uncertainty."
     texts = {row.name: f"{time_text(row)} s" for row in rows}
-    return frame.lanes("time-to-target", "Time to target", caption, "target", layers, texts)
+    lanes = frame.lanes(layers, texts)
+    return figure("time-to-target", "Time to target", caption, "target", *lanes)
 
 
 def _scaling(plan: Plan) -> Figure:
@@ -128,7 +128,7 @@ def _curves(plan: Plan) -> Figure:
     ]
     look = Look(_styles(list(plan.curves)))
     x, y = frame.along("seconds"), frame.value_axis(metric)
-    aim = [{"target": bound(plan.target)}]
+    aim = [{"target": plan.target.bound}]
     tooltip = tips("strategy:N", ("seconds:Q", "seconds", ".4~g"), ("value:Q", metric, ".4~g"))
     layers = [
         frame.zoomable(layer(values, "line", x, y, look.colour, look.dash, strokeWidth=2)),

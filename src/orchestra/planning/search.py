@@ -37,18 +37,15 @@ from orchestra.trainer.settings import Run, Target
 from orchestra.worker.threads import usable_cores
 
 PARTS = (0.25, 0.5, 1.0)
-"""The parts of all samples after which it is checked whether the reference has reached the
-target."""
+"""The parts of all samples after which it is checked whether the reference reached the target."""
 NEARLY = 0.9
-"""The part of a rung that counts as reaching it: a run whose steps do not divide it evenly may end
-a little before."""
+"""The part of a rung that counts as reaching it, since steps may not divide it evenly."""
 FINALISTS = 3
 """The number of candidates that are trained with further seeds."""
 MOST_SEEDS = 8
 """The most seeds for these, if the experiment has fewer and the first candidates are close."""
 SPEED_PART, REFERENCE_PART, LATE_PART = 0.3, 0.6, 0.8
-"""The parts of the budget by which the speeds are known, the reference is over, and late speeds are
-known."""
+"""The parts of the budget by which speeds are known, the reference ends, late speeds are known."""
 SPEED_STEPS, RANK_STEPS, FEWEST_STEPS, CONFIRMED_STEPS = 20, 4000, 8, 100
 """The steps of a simulation that measures a speed; those of all ranks together; the fewest; and
 those of the first candidates."""
@@ -61,6 +58,8 @@ Job = tuple[Entry, Run, Path, float]
 """A run of a candidate, its folder, and the part of its samples after which it is stopped."""
 Learning = tuple[Entry, int, float]
 """An entry to simulate with a seed, up to a part of its samples."""
+Tell = Callable[[str, float], None]
+"""Tells what is under way, and the part of the budget that is used up."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class Search(Standing):
         length: Length,
         folder: Path,
         budget: Budget,
-        tell: Callable[[str, float], None],
+        tell: Tell,
         *,
         seeds: Sequence[int] = (0, 1, 2),
     ) -> None:
@@ -129,9 +128,7 @@ class Search(Standing):
         self._add_rates()
 
     def _late_ones(self) -> None:
-        """Find the speeds for which there was no time before, if the race of the others was over
-        early.
-        """
+        """Find speeds for which there was no time before, if the others' race was over early."""
         late = [entry for entry in self.entries.values() if entry.dropped == NO_TIME]
         if late and now() < self._budget.part(LATE_PART):
             for entry in late:
@@ -177,9 +174,7 @@ class Search(Standing):
                 entry.dropped = NO_TIME
 
     def _add_rates(self) -> None:
-        """Give the fastest exact candidate with the experiment's batch other learning rates,
-        too.
-        """
+        """Give the fastest exact candidate with the experiment's batch other learning rates."""
         exact = (each for each in self.alive if each.candidate.exact and each.candidate.batch == 1)
         if (entry := next(exact, None)) is None:
             return
@@ -259,9 +254,7 @@ class Search(Standing):
             horizon = min(horizon, self.horizon())
 
     def _missing(self, shares: Mapping[str, float], seeds: Sequence[int]) -> list[Learning]:
-        """Return the runs that are still needed up to the shares of a rung, by the entries that
-        learn.
-        """
+        """Return the runs still needed up to the shares of a rung, by the entries that learn."""
         return [
             (source, seed, share)
             for name, share in shares.items()
@@ -282,17 +275,13 @@ class Search(Standing):
         return [entry for entry in self.ranking() if entry.dropped is None][:FINALISTS]
 
     def _confirm(self) -> None:
-        """Find the speeds of the first ones again, over more steps: those of a few depend on
-        chance.
-        """
+        """Find the first ones' speeds again, over more steps: those of a few depend on chance."""
         exact = [entry for entry in self._finalists() if entry.candidate.exact]
         if exact and now() < self._budget.part(0.9):
             self._find_speeds(exact, self._budget.part(0.95), CONFIRMED_STEPS)
 
     def _more_seeds(self) -> None:
-        """Train the first ones with all seeds, and with more while they are close, as far as
-        time allows.
-        """
+        """Train the first ones with all seeds, and more while they are close, as time allows."""
         asked = len(self.seeds)
         while not self.stopped:
             if not (unfinished := self._unfinished()):
@@ -329,7 +318,7 @@ class Search(Standing):
 
     def _learn(self, wanted: Sequence[Learning], deadline: float) -> None:
         """Simulate with values: each entry with a seed, up to a part of its samples."""
-        jobs: dict[tuple[str, int], tuple[Entry, Run, Path, float]] = {}
+        jobs: dict[tuple[str, int], Job] = {}
         for entry, seed, part in wanted:
             before = jobs.get((entry.name, seed))
             # Several candidates may ask for the run of one that learns for all
@@ -339,8 +328,8 @@ class Search(Standing):
             if entry.candidate.exact:
                 training = replace(training, cluster=ANYWHERE)
             run = replace(entry.candidate.run, training=training, seed=seed)
-            folder = self._folder / _folder_name(entry.name) / f"seed-{seed}"
-            jobs[entry.name, seed] = (entry, run, folder, part)
+            name = entry.name.replace(os.sep, "-").replace("%", "percent")
+            jobs[entry.name, seed] = (entry, run, self._folder / name / f"seed-{seed}", part)
         found = self._try(list(jobs.values()), deadline)
         for (entry, run, _, part), (_, tried) in zip(jobs.values(), found, strict=True):
             entry.wall += tried.seconds
@@ -352,8 +341,7 @@ class Search(Standing):
                 # Rounding of steps may leave a completed run a little below all samples
                 whole = tried.record.status == "completed"
                 share = min(part, tried.record.samples / self.length.samples)
-                done = 1.0 if whole else max(entry.done.get(run.seed, 0.0), share)
-                entry.done[run.seed] = done
+                entry.done[run.seed] = 1.0 if whole else max(entry.done.get(run.seed, 0.0), share)
                 if tried.points:
                     entry.curves[run.seed] = tried.points
 
@@ -364,8 +352,7 @@ class Search(Standing):
         """
         found: dict[int, Tried] = {}
         trials: dict[int, Trial] = {}
-        # Cheap ones first: else one process with a quarter of the batch waits behind 16 ranks
-        # (decision 117)
+        # Cheap ones first: else one process with a small batch waits behind 16 ranks (decision 117)
         order = sorted(range(len(jobs)), key=lambda place: jobs[place][1].training.ranks)
         for place in order:
             _, run, folder, part = jobs[place]
@@ -392,8 +379,7 @@ class Search(Standing):
                     try_all, work, ranks, patience=PATIENCE, on_event=lambda _: self._tell_part()
                 )
         except RunFailed as failure:
-            # One trial ended the process of all, out of memory for instance: apart, only that one
-            # fails.
+            # One trial, out of memory say, ended the process of all: apart, only that one fails.
             if len(trials) == 1:
                 return [(0, Tried(failure=str(failure).splitlines()[0]))]
             return [
@@ -410,19 +396,13 @@ class Search(Standing):
         self._tell(self._what, min(used, 1.0))
 
 
-def _folder_name(name: str) -> str:
-    return name.replace(os.sep, "-").replace("%", "percent")
-
-
 def processes() -> int:
     """Return how many simulations may go on at the same time."""
     return max(1, min(len(usable_cores()), MOST_PROCESSES))
 
 
 def short(run: Run, steps: int = 0) -> Run:
-    """Return a run of the same kind with few steps, or `steps`, without values where the
-    strategy allows.
-    """
+    """Return a run of the same kind with few steps, or `steps`; without values where possible."""
     training = run.training
     steps = steps or max(FEWEST_STEPS, min(SPEED_STEPS, RANK_STEPS // training.ranks))
     if isinstance(run.strategy, LocalSGD) and run.strategy.every is not None:
@@ -431,7 +411,6 @@ def short(run: Run, steps: int = 0) -> Run:
     # No target and no snapshots: only the time of its steps is of interest
     training = replace(training, epochs=None, steps=steps, target=None, snapshots=0)
     try:
-        without = replace(training, tensors="shapes", clip_norm=None)
-        return replace(run, training=without)
+        return replace(run, training=replace(training, tensors="shapes", clip_norm=None))
     except InputError:  # a pipeline, or a switch that goes by losses
         return replace(run, training=training)

@@ -1,6 +1,4 @@
-"""The standing of a plan's candidates: their speeds and curves, the times that follow, and who
-is out.
-"""
+"""The standing of a plan's candidates: speeds and curves, times that follow, and who is out."""
 
 from __future__ import annotations
 
@@ -21,8 +19,7 @@ from orchestra.trainer.settings import Target
 MISSED = 1.5
 """A seed has missed the target after this many times the samples that other seeds needed."""
 SPARED = 0.02
-"""Candidates whose times differ by less are taken to be equally fast; the one with fewer nodes
-comes first."""
+"""Candidates whose times differ by less count as equal; the one with fewer nodes comes first."""
 RUNGS = (0.35, 0.65, 1.0)
 """Parts of the best known time to target after which the race is halved."""
 FEWEST_RACING = 4
@@ -55,7 +52,7 @@ def reached(points: Sequence[Point], target: Target) -> Reached | None:
                 return Reached(point.samples, point.seconds, point.seconds)
             first = before.metrics[target.metric]
             # Snapshots are far apart, and their spacing would decide between candidates.
-            part = (bound(target) - first) / (value - first)
+            part = (target.bound - first) / (value - first)
             return Reached(
                 before.samples + part * (point.samples - before.samples),
                 before.seconds + part * (point.seconds - before.seconds),
@@ -67,16 +64,9 @@ def reached(points: Sequence[Point], target: Target) -> Reached | None:
     return None
 
 
-def bound(target: Target) -> float:
-    """Return the value of the metric that has to be reached, from below or from above."""
-    value = target.at_least if target.at_least is not None else target.at_most
-    assert value is not None
-    return value
-
-
 def penalty(target: Target, value: float) -> float:
     """Return a value of the target's metric as a penalty: smaller is better."""
-    return -value if target.at_least is not None else value
+    return -value if target.rising else value
 
 
 def value_at(points: Sequence[Point], metric: str, samples: float) -> float | None:
@@ -100,8 +90,7 @@ def best_value(points: Sequence[Point], target: Target) -> float | None:
 def cannot_win(
     samples: float, batch: float, update: float, speed: float, best: float
 ) -> float | None:
-    """Return the least seconds that a candidate needs, if they are 99.9 % of the `best` or more, or
-    None.
+    """Return the least seconds that a candidate needs, if 99.9 % of the `best` or more, or None.
 
     At best one of its updates, of `update` samples, is worth as much as one of a step of `batch`
     samples, of which one process needs `samples` in all. At `speed` samples/s that takes
@@ -111,14 +100,6 @@ def cannot_win(
     return least if least >= 0.999 * best else None
 
 
-def most_worth(rate: float) -> float:
-    """Return how many updates one with so many times the learning rate may be worth.
-
-    A larger rate goes further with each; a smaller one may spare the steps that overshoot.
-    """
-    return max(rate, 1 / rate)
-
-
 def halved(scores: Mapping[str, tuple[float, float]], least: int) -> tuple[list[str], list[str]]:
     """Return the names that go on to the next rung, and the others: the better half goes on, and
     at least `least`.
@@ -126,7 +107,6 @@ def halved(scores: Mapping[str, tuple[float, float]], least: int) -> tuple[list[
     Args:
         scores: of each name, smaller is better; of equal ones the first stays.
     """
-    # sorted() is stable: of equal ones the first stays
     order = sorted(scores, key=lambda name: scores[name])
     # Successive halving (Jamieson and Talwalkar, AISTATS 2016).
     keep = max(least, (len(order) + 1) // 2)
@@ -134,9 +114,7 @@ def halved(scores: Mapping[str, tuple[float, float]], least: int) -> tuple[list[
 
 
 def chosen(times: Mapping[str, float], nodes: Mapping[str, int]) -> str:
-    """Return the name with the shortest time; of those within `SPARED` of it one with the fewest
-    nodes.
-    """
+    """Return the name with the shortest time; within `SPARED` of it, one with the fewest nodes."""
     limit = min(times.values()) * (1 + SPARED)
     # More nodes for the same time would be a waste
     near = [name for name in times if times[name] <= limit]
@@ -144,8 +122,7 @@ def chosen(times: Mapping[str, float], nodes: Mapping[str, int]) -> str:
 
 
 def bottleneck(seconds: Mapping[str, float]) -> str:
-    """Return the largest part of a worker's time, "computing", "messages" or "waiting", and its
-    share.
+    """Return what most of a worker's time is, "computing", "messages" or "waiting", and its share.
 
     `seconds` are those of a record: compute, communicate and wait, of a worker in the mean.
     """
@@ -201,9 +178,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Length:
-    """The length of a whole run: samples, and so many snapshots that judging takes no longer
-    than learning.
-    """
+    """A whole run's samples, and so many snapshots that judging takes no longer than learning."""
 
     samples: int
     snapshots: int
@@ -213,7 +188,6 @@ class Length:
 
         A target that is reached between two snapshots is only seen at the second.
         """
-        # Rounded up to the next snapshot, at which it can be seen
         return min(1.0, math.ceil(self.snapshots * samples / self.samples) / self.snapshots)
 
 
@@ -260,12 +234,12 @@ class Standing:
             return {}
         found = {}
         for seed, points in self.source(entry).curves.items():
-            at = reached(points, self.target)
-            if at is not None and entry.candidate.exact:  # the samples of its source, at its speed
+            if (at := reached(points, self.target)) is None:
+                continue
+            if entry.candidate.exact:  # the samples of its source, at its speed
                 seconds = at.samples / entry.speed
                 at = Reached(at.samples, seconds, at.spacing * seconds / max(at.seconds, 1e-12))
-            if at is not None:
-                found[seed] = at
+            found[seed] = at
         return found
 
     def time(self, entry: Entry) -> float | None:
@@ -285,9 +259,7 @@ class Standing:
         return fmean([*times.values(), *late])
 
     def missed(self, entry: Entry) -> list[int]:
-        """Return the seeds that went further than those that reached the target, and did not
-        reach it.
-        """
+        """Return the seeds that went further than those that reached the target, and missed it."""
         times = self.times(entry)
         # A seed that was stopped earlier than the others has not missed the target (decision 98)
         far = MISSED * max((each.samples for each in times.values()), default=math.inf)
@@ -299,9 +271,7 @@ class Standing:
         ]  # fmt: skip
 
     def uncertainty(self, entry: Entry) -> float | None:
-        """Return the uncertainty of the time: the spread over the seeds, or half the spacing of
-        the snapshots if that is larger.
-        """
+        """Return the time's uncertainty: the spread over seeds, or half the spacing if larger."""
         times = list(self.times(entry).values())
         if not times:
             return None
@@ -332,9 +302,7 @@ class Standing:
         return self.source(entry).curves.get(self.seeds[0] if seed is None else seed, ())
 
     def elapsed(self, entry: Entry, seed: int | None = None) -> float:
-        """Return the virtual seconds of `entry` up to where its run with a seed went; None: the
-        first one.
-        """
+        """Return the virtual seconds of `entry`'s run with a seed so far; None: the first one."""
         points = self.curve(entry, seed)
         if not points or entry.speed is None:
             return 0.0
@@ -374,8 +342,10 @@ class Standing:
             # Whoever has reached the target has a time, which says more than a bound
             if entry is best or not entry.speed or self.times(entry):
                 continue
-            # Generous, so that nobody is left out by a guess: see `cannot_win` (decision 98).
-            update = entry.candidate.update_samples / most_worth(entry.candidate.rate)
+            # Generous, so that nobody is left out by a guess: see `cannot_win` (decision 98). With
+            # a larger rate an update goes further; a smaller one may spare steps that overshoot.
+            worth = max(entry.candidate.rate, 1 / entry.candidate.rate)
+            update = entry.candidate.update_samples / worth
             least = cannot_win(needed, batch, update, entry.speed, time)
             if least is not None:
                 entry.dropped = (
@@ -384,9 +354,7 @@ class Standing:
                 )
 
     def judge(self, racing: Sequence[Entry], number: int, seconds: float) -> None:
-        """Drop candidates that cannot win any more after rung `number`, of `seconds`, then the
-        worse half.
-        """
+        """Drop those that cannot win after rung `number`, of `seconds`, then the worse half."""
         best = self.best()
         limit = None if best is None else best[1]
         scores = {}
@@ -402,9 +370,7 @@ class Standing:
             entry.dropped = f"rung {number}: {entry.rungs[-1]}, in the worse half"
 
     def _score(self, entry: Entry, seconds: float) -> tuple[float, float]:
-        """Return a score, smaller is better, and note it in words: the time to the target, else
-        the metric after `seconds`.
-        """
+        """Return a score, the smaller the better, and note the time, else the metric, in words."""
         assert self.target is not None
         time = self.time(entry)
         samples, metric = seconds * (entry.speed or 0.0), self.target.metric
@@ -419,9 +385,7 @@ class Standing:
         return math.inf, math.inf if value is None else penalty(self.target, value)
 
     def _reason(self, entry: Entry, number: int, limit: float | None) -> str | None:
-        """Return why `entry` is out after a rung; None if it may still win within `limit`
-        seconds.
-        """
+        """Return why `entry` is out after a rung; None if it may win within `limit` seconds."""
         assert self.target is not None
         if self.time(entry) is not None:
             return None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from orchestra.cluster import Cluster
 from orchestra.engines.run import train_run
 from orchestra.errors import InputError, RunFailed
-from orchestra.planning.search import Search
+from orchestra.planning.search import Search, Tell
 from orchestra.planning.standing import reached
 from orchestra.records.record import RunRecord
 from orchestra.report.numbers import significant
@@ -19,8 +19,6 @@ from orchestra.report.rows import RunData
 from orchestra.trainer.settings import Engine, Run, Target
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from orchestra.planning.answer import Plan
 
 VERIFIED = 3
@@ -59,9 +57,7 @@ class Verified:
 
     @property
     def mean_measured(self) -> float | None:
-        """The mean over the seeds, in seconds; None where one did not reach the target, or was
-        not trained.
-        """
+        """The mean over the seeds, in seconds; None if one missed the target or was not trained."""
         reached = [seconds for seconds in self.measured.values() if seconds is not None]
         return fmean(reached) if len(reached) == len(self.predicted) else None
 
@@ -73,19 +69,17 @@ class Verified:
         if self.mean_measured is not None:
             text = f"measured {significant(self.mean_measured)} s"
             if self.computing is not None and abs(self.computing - 1) > TOLERATED:
-                text += (
-                    f" (computing took {significant(self.computing)} times as long as predicted)"
-                )
+                times = significant(self.computing)
+                text += f" (computing took {times} times as long as predicted)"
             return text
         missed = sum(seconds is None for seconds in self.measured.values())
         return f"target not reached with {missed} of {len(self.measured)} seeds"
 
 
 def verify(
-    plan: Plan, search: Search, cluster: Cluster, tell: Callable[[str, float], None]
+    plan: Plan, search: Search, cluster: Cluster, tell: Tell
 ) -> tuple[Sequence[Verified], bool]:
-    """Train the first candidates of `plan` for real, one after the other; return also whether
-    the user stopped.
+    """Train the first candidates of `plan` for real; return also whether the user stopped.
 
     Nodes of a `cluster` are emulated on this machine, which may refuse that; a cluster of one node
     is taken to be this machine.
@@ -105,14 +99,11 @@ def verify(
 
 
 def _verified(name: str, search: Search, engine: Engine, folder: Path) -> Verified:
-    """Return the candidate `name`, trained with the first seeds that are known to reach the
-    target.
-    """
+    """Return the candidate `name`, trained with the first seeds known to reach the target."""
     entry, target = search.entries[name], search.target
     assert entry.record is not None
     assert target is not None
-    # The same seeds as simulated: a mean over three seeds says nothing of a run with one (decision
-    # 117).
+    # The same seeds: a mean over three simulated ones says nothing of one real run (decision 117).
     known = sorted(search.times(entry).items())[:SEEDS]
     predicted = {seed: each.seconds for seed, each in known}
     measured: dict[int, Measured] = {}

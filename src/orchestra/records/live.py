@@ -1,16 +1,14 @@
-"""A run under way: the content of `live.json`, whether the run goes on, and lines added to
-files.
-"""
+"""A run under way: what `live.json` has, whether the run goes on, and lines added to files."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from socket import gethostname
 from typing import Any, BinaryIO
 
 from orchestra.records.record import partial_of
@@ -18,8 +16,7 @@ from orchestra.records.report import Straggler
 from orchestra.settings.base import from_plain, to_plain
 
 LIVE = "live.json"
-"""A file in the folder of a run, written about once a second and removed when the run ends
-normally."""
+"""A file in the folder of a run, written about once a second and removed at a normal end."""
 
 FRESH_SECONDS = 10.0
 """An older file belongs to a run that has ended, unless a lock says otherwise."""
@@ -90,9 +87,7 @@ def write_live(folder: Path, live: Live) -> None:
 
 
 def read_live(folder: Path) -> Live | None:
-    """Return the last `live.json` of a run; None where there is none, or it is of another
-    version.
-    """
+    """Return the last `live.json` of a run; None if there is none, or one of another version."""
     try:
         live: Live = from_plain(Live, json.loads((folder / LIVE).read_text(encoding="utf-8")))
     except (OSError, ValueError):
@@ -116,7 +111,7 @@ def under_way(folder: Path, live: Live | None, now: float) -> bool:
         return True
     if live is None or now - live.written >= FRESH_SECONDS:
         return False
-    return live.host != host_name() or Path(f"/proc/{live.process}").exists()
+    return live.host != gethostname() or Path(f"/proc/{live.process}").exists()
 
 
 def holder(folder: Path) -> str | None:
@@ -125,17 +120,14 @@ def holder(folder: Path) -> str | None:
         inode = folder.stat().st_ino
         for line in Path("/proc/locks").read_text().splitlines():
             words = line.split()
-            # A process id of 0 belongs to another namespace, such as a container's; "->" marks one
-            # that waits.
+            # A process id of 0 is of another namespace, as a container's; "->" is one that waits.
             if words[1] == "FLOCK" and words[5].endswith(f":{inode}") and int(words[4]) > 0:
                 return f"process {words[4]}"
     return None
 
 
 def mean_rates(before: Sequence[RankNow], after: Sequence[RankNow]) -> dict[tuple[int, int], float]:
-    """Return the bytes per second of each pair (source, target) between two moments of the
-    stopwatch.
-    """
+    """Return the bytes/s of each pair (source, target) between two moments of the stopwatch."""
     earlier = {each.rank: each for each in before}
     rates = {}
     for now in after:
@@ -148,18 +140,12 @@ def mean_rates(before: Sequence[RankNow], after: Sequence[RankNow]) -> dict[tupl
     return rates
 
 
-def host_name() -> str:
-    """Return the name of this machine, as in `Live.host`."""
-    return platform.node() or os.uname().nodename
-
-
 # Lines that are added to a file
 
 Line = dict[str, Any]
 
 MOST_BYTES = 1 << 20
-"""The most bytes read at a time. If a file has grown by more, lines at even distances stand for the
-rest."""
+"""The most bytes read at a time. Where more were added, lines at even distances stand for them."""
 SAMPLES = 64
 
 
@@ -200,8 +186,7 @@ class Tail:
                 self._position, self._rest = 0, b""
             self._file = same
             lines = []
-            # To parse 100 MB of steps takes 9 s; its end and lines in between take 0.03 s (decision
-            # 100).
+            # 100 MB of steps take 9 s to parse, its end and lines in between 0.03 s (decision 100).
             if size - self._position > self._most_bytes:
                 start = size - self._most_bytes // 2
                 lines = self._sampled(file, self._position, start)

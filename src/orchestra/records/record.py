@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Self
 
 from orchestra.errors import InputError
@@ -31,8 +32,7 @@ CLUSTER = "cluster.yaml"
 EMULATION = "emulation.json"
 """A file in the folder of an emulated run: the counts of the transports and of the cables."""
 TECHNIQUES = "techniques.json"
-"""A file in the folder of a comparison: the rows that differ in one setting, and where each
-pays."""
+"""A file in a comparison's folder: the rows that differ in one setting, and where each pays."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,7 @@ class RunRecord:
     defines; None where a figure cannot be, or was not known to the version that wrote it.
 
     Beside these, `judged_on` is the split of the data that `metrics` are of, `tuned` the settings
-    that trials chose for it, `by_rank` what each rank reported, and `folder` where everything else
-    lies.
+    that trials chose for it, `by_rank` what each rank reported, and `folder` where all else lies.
     """
 
     name: str
@@ -119,15 +118,19 @@ class RunRecord:
         return [known.get(rank, self.threads) for rank in range(ranks)]
 
     @property
+    def figures(self) -> dict[str, float]:
+        """The final loss and the metrics, as far as they are known."""
+        figures = {"loss": self.final_loss, **self.metrics}
+        return {name: value for name, value in figures.items() if value is not None}
+
+    @property
     def mixed(self) -> bool:
         """True if its nodes are known to be unlike in what they do alone."""
         # To three digits: measured speeds of equal nodes differ in the further ones
         return len({float(f"{speed:.3g}") for speed in self.alone.values()}) > 1
 
     def summary(self) -> dict[str, Any]:
-        """Return this run's entry in `summary.json`: everything but the folder; figures are
-        finite or null.
-        """
+        """Return this run's entry of `summary.json`: all but the folder, figures finite or null."""
         entry: dict[str, Any] = to_plain(self, finite=True)
         del entry["folder"]
         return entry
@@ -139,9 +142,7 @@ class RunRecord:
 
 
 def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
-    """Return the record of a run from what its ranks report; `about` gives the fields they do not
-    know.
-    """
+    """Return the record of a run from its ranks' reports; `about` has what they do not know."""
     # A rank that a switch made a server has computed samples, too.
     workers = [report for report in reports if report.role == "worker" or report.samples]
     # One rank alone evaluates
@@ -174,7 +175,7 @@ def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
             part: sum(report.seconds[part] for report in workers) / len(workers)
             for part in ("compute", "communicate", "wait")
         },
-        staleness={"mean": _mean(stale), "max": max(stale)} if stale else None,
+        staleness={"mean": fmean(stale, stale.values()), "max": max(stale)} if stale else None,
         staleness_histogram={str(value): stale[value] for value in sorted(stale)},
         dropped=sum(report.dropped for report in reports),
         switched_at_step=switches[0].switched_at_step if switches else None,
@@ -187,10 +188,6 @@ def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
         busy_with_others=None if busy is None else round(busy, 3),
         **about,
     )
-
-
-def _mean(counts: Counter[int]) -> float:
-    return sum(value * count for value, count in counts.items()) / counts.total()
 
 
 def _nodes(last: Point) -> dict[str, Any] | None:
@@ -215,7 +212,7 @@ def write_summary(
 
     `not_run` has the name, ranks and reason of each row that could not be there.
     """
-    path = folder / "summary.json"
+    path = folder / SUMMARY
     summary = {
         "schema": SCHEMA,
         "experiment": experiment,
@@ -336,8 +333,7 @@ def cache_folder() -> Path:
     Raises:
         RuntimeError: none of these is set, and the user has no home.
     """
-    own = os.environ.get("ORCHESTRA_CACHE")
-    if own:
+    if own := os.environ.get("ORCHESTRA_CACHE"):
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "orchestra"
@@ -359,9 +355,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def partial_of(path: Path) -> Path:
-    """Return the file that `write_atomically` writes first, and that a process killed meanwhile
-    leaves.
-    """
+    """Return the file that `write_atomically` writes first, and leaves if killed meanwhile."""
     return path.with_name(f".{path.name}.partial")
 
 

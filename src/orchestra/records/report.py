@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 NOTABLE = 0.1
-"""The part of a machine's processor time, taken by other programs, from which on there is a
-warning."""
+"""The part of a machine's processor time that, taken by other programs, causes a warning."""
 LEAST_SECONDS = 0.25
 """Shorter times say nothing: the system counts processor time in hundredths of a second."""
 
@@ -41,8 +40,7 @@ class Usage:
 
 
 def taken_by_others(usages: Sequence[Usage]) -> float | None:
-    """Return the mean number of cores that other programs kept busy, beside the processes of
-    `usages`.
+    """Return the mean number of cores that other programs kept busy beside those of `usages`.
 
     These ran on one machine at the same time. None where the number is not known.
     """

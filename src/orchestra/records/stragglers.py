@@ -1,5 +1,4 @@
-"""Stragglers: the ranks that held up the others, by each rank's report of its time; without
-torch.
+"""Stragglers: the ranks that held up others, by each rank's report of its time; without torch.
 
 A rank reads its counters at some sixty moments (`CounterSeries`). `find` cuts the run into windows,
 and compares ranks and links with their peers in each of them. docs/stragglers.md explains it.
@@ -28,8 +27,7 @@ else:
 
 MAX_WINDOWS = 30
 STEPS_A_WINDOW = 3
-"""The steps of a window, of the worker with the fewest steps; a run of less than three windows says
-nothing."""
+"""The steps of a window, of the worker with the fewest; less than three windows say nothing."""
 LITTLE = 0.25
 """The part of a straggler's excess per step: whoever lost less has not waited for it."""
 LEAST_SECONDS = 2.0
@@ -110,9 +108,7 @@ class Windows:
 
     @classmethod
     def of(cls, by_rank: Mapping[int, Sequence[Counters]], edges: Sequence[float]) -> Windows:
-        """Return the windows between the rising `edges`; sums are linear between the points of a
-        rank.
-        """
+        """Return the windows between rising `edges`; sums are linear between a rank's points."""
         sums, arrived = [], {}
         for target, series in by_rank.items():
             times = [point.seconds for point in series]
@@ -196,7 +192,8 @@ def stretches(logs: Array, least: float, noise: float, begin: int = 0) -> Iterat
 def slow_ranks(ranks: Sequence[int], windows: Windows, width: float) -> Iterator[Found]:
     """Yield the `ranks` that took longer than their peers for a sample, and for a step as well.
 
-    A slow rank with a share so small that it is ready with the others holds up nobody.
+    A slow rank with a share so small that it is ready with the others holds up nobody, and one with
+    a large share is not slow.
     """
     if len(ranks) < 2:
         return
@@ -205,8 +202,6 @@ def slow_ranks(ranks: Sequence[int], windows: Windows, width: float) -> Iterator
     compute, read = windows.compute[rows], windows.input[rows]
     work = compute + read
     by_sample = _ratios(work, samples)
-    # A slow rank with a small share is ready with the others, and one with a large share is not
-    # slow.
     logs = np.minimum(by_sample, _ratios(work, steps))
     noise = noise_of(logs)
     for row, own in enumerate(logs):
@@ -225,8 +220,7 @@ def slow_ranks(ranks: Sequence[int], windows: Windows, width: float) -> Iterator
 
 
 def _ratios(work: Array, amount: Array) -> Array:
-    """Return the logarithm of each rank's work for an amount over the median of the others, by
-    window.
+    """Return the logarithms of each rank's work for an amount over the others' median, by window.
 
     Servers have neither samples nor steps: their amounts are those of equal times.
     """
@@ -307,9 +301,7 @@ def _byte_ratios(arrived: _Arrived) -> tuple[dict[_Pair, Array], dict[_Pair, Arr
 
 
 def _rates(arrived: _Arrived, first: int, last: int) -> dict[_Pair, float]:
-    """Return the seconds a byte of each pair that was used in these windows, in the mean over
-    them.
-    """
+    """Return the mean seconds a byte of each pair that was used in these windows."""
     return {
         pair: max(float(seconds[first:last].sum()) / total, FASTEST)
         for pair, (size, seconds) in arrived.items()
@@ -335,8 +327,6 @@ def _usual(rates: Mapping[_Pair, float]) -> dict[_Pair, float]:
         if len(members) > 1:
             medians = others(np.array([rates[pair] for pair in members])).tolist()
             for pair, median in zip(members, medians, strict=True):
-                # The faster side: all pairs of a server share its link, and would excuse each
-                # other.
                 akin[pair] = min(akin.get(pair, math.inf), median)
     return found | akin
 
@@ -344,9 +334,7 @@ def _usual(rates: Mapping[_Pair, float]) -> dict[_Pair, float]:
 def _blamed(
     worst: _Pair, slow: Mapping[_Pair, bool], ends: Mapping[int, int | str]
 ) -> set[int | str]:
-    """Return the end of the `worst` pair at which the larger part of the pairs is `slow`; both
-    if equal.
-    """
+    """Return the end of the `worst` pair with the larger part of `slow` pairs; both if equal."""
 
     def part(end: int | str) -> float:
         own = [slow[pair] for pair in slow if end in (ends[pair[0]], ends[pair[1]])]

@@ -25,8 +25,7 @@ THREADS = 1000  # more than a rank has flows
 MAIN = "main"
 """The flow of a rank that computes; the others are background flows."""
 MAX_BYTES = 1 << 23
-"""The most bytes of the packed file: waits in a larger one, of hundreds of ranks, take too long to
-read."""
+"""The most bytes of the packed file: waits in a larger one take too long to read."""
 
 Event = dict[str, Any]
 Arrows = Sequence[tuple[Event, Event]]
@@ -42,17 +41,14 @@ def write_trace(folder: Path, reports: Sequence[RankReport]) -> None:
 
 
 def trace_events(reports: Sequence[RankReport]) -> list[Event]:
-    """Return all events of the trace; of each flow in the order of their beginnings, outer ones
-    first.
-    """
+    """Return all events of the trace; each flow's in the order of beginnings, outer ones first."""
     traced = _on_one_clock([(r.rank, r.timeline) for r in reports if r.timeline is not None])
     sent = _sent(traced.values())
     numbers = {message: number for number, message in enumerate(sorted(sent), start=1)}
     events: list[Event] = []
     for report in reports:
-        if report.rank not in traced:
+        if (timeline := traced.get(report.rank)) is None:
             continue
-        timeline = traced[report.rank]
         events += _names(report, timeline)
         slices = [part for piece in timeline.slices for part in _without_others(piece, sent)]
         for piece in sorted(slices, key=lambda piece: (piece.start, -piece.end)):
@@ -122,9 +118,7 @@ def _names(report: RankReport, timeline: Timeline) -> Iterator[Event]:
 
 
 def _where(rank: int, flow: int) -> Event:
-    """Return the numbers of process and thread; those of threads have to be unique (decision
-    16).
-    """
+    """Return the numbers of process and thread; threads have unique ones (decision 16)."""
     return {"pid": rank, "tid": THREADS * (rank + 1) + flow}
 
 
@@ -142,8 +136,7 @@ def _slice_events(rank: int, piece: Slice, numbers: Mapping[Message, int]) -> It
         yield {"ph": "s", "ts": start, **arrow}
     else:
         # An arrow binds to the slice around its moment, and a slice does not hold its own end.
-        inside = round(max(start, end - NANOSECOND), 3)
-        yield {"ph": "f", "bp": "e", "ts": inside, **arrow}
+        yield {"ph": "f", "bp": "e", "ts": round(max(start, end - NANOSECOND), 3), **arrow}
 
 
 def _micros(seconds: float) -> float:
@@ -211,8 +204,7 @@ def _parts(slices: Sequence[Event]) -> list[list[Event]]:
 
 
 def longest_waits(folder: Path) -> dict[int, str]:
-    """Return whom each rank's main flow waited for longest, with the part of the time that it
-    did so.
+    """Return whom each rank's main flow waited for longest, with the part of the time it did so.
 
     The time is that of the steps that the timeline in `folder` shows. A rank that came to serve
     has whom it waited for meanwhile, without a part. Empty where there is no timeline.

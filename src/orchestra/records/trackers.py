@@ -46,7 +46,6 @@ class Scalars:
         require_tracker("tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
-        # TensorBoard hides what an earlier part of the run wrote from `purge_step` on.
         self._make = functools.partial(SummaryWriter, str(folder / FOLDER / name), purge_step=first)
         self._writer: SummaryWriter | None = None
 

@@ -1,3 +1,1 @@
-"""Report on runs: one page, made from their records, that says which strategy won, why, and
-whether distributing paid.
-"""
+"""One page from the records of runs: which strategy won, why, and whether distributing paid."""

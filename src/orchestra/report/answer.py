@@ -1,6 +1,4 @@
-"""The first sentences of a report: which strategy was best, by how much, whether distributing
-paid, and why.
-"""
+"""A report's first sentences: the best strategy, by how much and why, and did distributing pay."""
 
 from __future__ import annotations
 
@@ -24,6 +22,7 @@ from orchestra.report.numbers import (
     percent,
     significant,
     some,
+    target_text,
     times,
     with_unit,
 )
@@ -80,11 +79,12 @@ def _nothing_completed(study: Study) -> str:
 
 def _first_to_target(study: Study, reached: Sequence[Row]) -> str:
     first = reached[0]
-    soonest = all(_time(first) <= _time(row) for row in reached)
     # Rows are ranked by how often they reached the target before how soon: a strategy that gets
     # there in one run of three is not first because that run was quick (decision 14).
-    how = "first" if soonest else "most often"
-    opening = f"{_row_text(study, first)} reached {study.target} {how}, {_after(study, first)}"
+    how = "first" if all(_time(first) <= _time(row) for row in reached) else "most often"
+    assert study.target is not None
+    target = target_text(study.target)
+    opening = f"{_row_text(study, first)} reached {target} {how}, {_after(study, first)}"
     others = [row for row in reached if row.single is not first.single]
     if others:
         return f"{opening}; {_compared(study, first, others[0])}"
@@ -165,9 +165,7 @@ def _time(row: Row) -> float:
 
 
 def _best_in_the_end(study: Study, rows: Sequence[Row]) -> str:
-    """Return which row ended with the best figure, or was the fastest if only time was
-    simulated.
-    """
+    """Return the row with the best final figure, or the fastest if only time was simulated."""
     measure, best = study.primary, rows[0]
     noun = measure.title.removeprefix("final ")
     how = "was the fastest with" if study.only_time else f"ended with the best {noun},"
@@ -176,7 +174,8 @@ def _best_in_the_end(study: Study, rows: Sequence[Row]) -> str:
         text = f"these runs tell of time alone, and of no result; {text}"
     elif study.target:
         samples = max(run.record.samples for run in study.runs)
-        text = f"no strategy reached {study.target} within {count('sample', samples)}; {text}"
+        target = target_text(study.target)
+        text = f"no strategy reached {target} within {count('sample', samples)}; {text}"
     others = [row for row in rows[1:] if row.values(measure.read)]
     if not others:
         return text

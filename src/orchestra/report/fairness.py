@@ -28,8 +28,7 @@ Names = Callable[[Sequence[Row]], str]
 _NEARLY = 0.01
 """Numbers of samples that differ by a smaller part differ only because of the last steps."""
 _WORTH = 1.1
-"""Shares are proposed if the slowest gradient takes at least this many times the best possible
-time."""
+"""Shares are proposed if the slowest gradient takes at least this many times the best time."""
 
 
 # Where it was
@@ -37,9 +36,7 @@ time."""
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition `name` with its `text`; `doubtful` if it makes the seconds of the runs
-    doubtful.
-    """
+    """A condition `name` with its `text`; `doubtful` if it makes seconds of the runs doubtful."""
 
     name: str
     text: str
@@ -48,7 +45,7 @@ class Condition:
 
 def conditions(study: Study) -> list[Condition]:
     """Return the machine of real processes; of simulated runs the cluster and the cost model."""
-    records = _records(study)
+    records = study.records
     kinds = {"simulation": "simulated cluster", "emulation": "emulated cluster"}
     clusters = [Condition(kinds[r.engine], r.cluster) for r in records if r.cluster]
     costs = [
@@ -81,7 +78,7 @@ def machine_text(source: Source) -> str:
 
 def doubts(study: Study) -> Iterator[str]:
     """Yield the reasons not to trust seconds; none if there is no reason."""
-    records = _records(study)
+    records = study.records
     for reasons in dict.fromkeys(tuple(record.costs_doubts) for record in records):
         if reasons:
             yield (
@@ -98,10 +95,6 @@ def doubts(study: Study) -> Iterator[str]:
             f"{percent(most)}. Seconds of these runs are too long, and differences between rows "
             "may be due to that. Compare again on a quiet machine."
         )
-
-
-def _records(study: Study) -> list[RunRecord]:
-    return [run.record for row in study.rows for run in row.completed]
 
 
 # What was equal
@@ -165,9 +158,7 @@ def _work(rows: Sequence[Row], names: Names) -> Iterator[str]:
 
 
 def _batches(rows: Sequence[Row], names: Names) -> Iterator[str]:
-    """Yield what was equal in the batches; `_unlike_batches` says more where the global batch
-    differs.
-    """
+    """Yield what was equal in the batches; see `_unlike_batches` where the global batch differs."""
     groups = _grouped(rows, lambda row: row.global_batch)
     if len(groups) == 1:
         yield f"The same global batch: {groups[0][0]} samples in every row."
@@ -260,12 +251,8 @@ def setting_text(value: object) -> str:
 
 
 def worker_batch(batches: Sequence[int]) -> str:
-    """Return a worker's samples in a step: "32 a worker", "42 to 43 a worker"; empty for a
-    single worker.
-    """
-    if len(batches) < 2:
-        return ""
-    return f"{_from_to(min(batches), max(batches))} a worker"
+    """Return a worker's samples in a step: "32 a worker", "42 to 43 a worker"; empty for one."""
+    return f"{_from_to(min(batches), max(batches))} a worker" if len(batches) > 1 else ""
 
 
 def _from_to(least: int, most: int) -> str:
@@ -332,9 +319,7 @@ def unequal_shares(study: Study) -> Iterator[str]:
 
 
 def _gain(row: Row) -> tuple[float, float] | None:
-    """Return the seconds of a step's gradients as they are and at best; None if the gain is too
-    small.
-    """
+    """Return the seconds of a step's gradients, now and at best; None if the gain is too small."""
     batches = row.record.worker_batches
     # Nobody waits for the slowest, or the parts follow the speeds already
     if not row.record.steps_together or row.record.shares or row.record.batches:

@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestra.cluster.units import BYTES
+from orchestra.errors import InputError
 from orchestra.records.record import RunRecord
 from orchestra.records.report import is_rising
+from orchestra.trainer.settings import Target
 
 CONFIDENCE = 0.95
 
@@ -39,9 +41,7 @@ def fixed(value: float, decimals: int, *, sign: bool = False) -> str:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """Return `value` with `digits` significant digits; digits before the point are never rounded
-    away.
-    """
+    """Return `value` with `digits` significant digits; those before the point all stay."""
     if not math.isfinite(value):
         return str(value)
     # In fixed notation it would be mostly zeros
@@ -50,12 +50,15 @@ def significant(value: float, digits: int = 3) -> str:
     return fixed(value, decimals_for([value], digits))
 
 
+def or_dash(value: float | None, digits: int = 3) -> str:
+    """Return `value` with `digits` significant digits; "-" if it is not known."""
+    return "-" if value is None else significant(value, digits)
+
+
 def decimals_for(values: Sequence[float], digits: int) -> int:
     """Return the decimals with which the largest of `values` has `digits` significant digits."""
     largest = max((abs(value) for value in values), default=0.0)
-    if not largest:
-        return 0
-    return min(6, max(0, digits - 1 - math.floor(math.log10(largest))))
+    return min(6, max(0, digits - 1 - math.floor(math.log10(largest)))) if largest else 0
 
 
 def places_of(uncertainty: float) -> int:
@@ -161,9 +164,8 @@ class Difference:
         return self.low is not None and self.high is not None and self.low * self.high > 0
 
     def texts(self, places: int | None = None) -> list[str]:
-        """Return the mean and the ends of the interval, if there is one, with `places` decimals.
-        By default the largest has three significant digits, or fewer if the snapshots do not
-        allow that.
+        """Return the mean and the ends of the interval, if there is one, with `places` decimals:
+        by default three significant digits of the largest, or as many as the snapshots allow.
         """
         values = [value for value in (self.mean, self.low, self.high) if value is not None]
         if places is None:
@@ -208,11 +210,9 @@ Read = Callable[[RunRecord], float | None]
 
 @dataclass(frozen=True)
 class Measure:
-    """A figure of a run. `rising` is True if more is better, False if less is, and None if
-    neither.
+    """A figure of a run. `rising`: more is better; False: less is; None: neither.
 
-    `resolution` is, for a figure that is read at snapshots, how far before it the true one may
-    lie.
+    `resolution` is, for a figure that is read at snapshots, how much earlier the true one may be.
     """
 
     key: str
@@ -243,9 +243,7 @@ def _field(key: str, unit: float = 1.0) -> Read:
 
 
 def _to_target(key: str, title: str, name: str, unit: float = 1.0) -> Measure:
-    """Return the measure of what was spent until the target; its resolution is that of the time
-    to target, in proportion.
-    """
+    """Return the measure of what was spent until the target, with its resolution in proportion."""
     read = _field(key, unit)
 
     def resolution(record: RunRecord) -> float | None:
@@ -304,30 +302,21 @@ METRIC = "metrics."
 """The prefix of the keys of measures that are metrics of the final parameters."""
 
 
-@dataclass(frozen=True)
-class ReportTarget:
-    """The bound that the runs were to reach."""
-
-    metric: str
-    bound: float
-    rising: bool
-
-    def __str__(self) -> str:
-        return f"{self.metric} {'' if self.rising else '≤ '}{self.bound:g}"
-
-
-def target_of(experiment: Mapping[str, Any]) -> ReportTarget | None:
+def target_of(experiment: Mapping[str, Any]) -> Target | None:
     """Return the target of an experiment; None where it has none."""
     target = experiment.get("target")
-    if not isinstance(target, Mapping) or "metric" not in target:
+    try:
+        return Target(**target) if isinstance(target, Mapping) else None
+    except (InputError, TypeError):
         return None
-    # A target has one of at_least and at_most
-    rising = target.get("at_least") is not None
-    bound = target.get("at_least") if rising else target.get("at_most")
-    return ReportTarget(str(target["metric"]), float(bound), rising) if bound is not None else None
 
 
-def final_metric(name: str, target: ReportTarget | None) -> Measure:
+def target_text(target: Target) -> str:
+    """Return a target as part of a sentence: "accuracy 0.9", "loss ≤ 0.3"."""
+    return f"{target.metric} {'' if target.rising else '≤ '}{target.bound:g}"
+
+
+def final_metric(name: str, target: Target | None) -> Measure:
     """Return the metric `name` of the final parameters."""
     rising = target.rising if target is not None and target.metric == name else is_rising(name)
     return Measure(f"{METRIC}{name}", f"final {name}", "", lambda r: r.metrics.get(name), rising, 4)

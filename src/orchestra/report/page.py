@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -24,14 +23,7 @@ from orchestra.report.figures import figures
 from orchestra.report.figures.frame import Figure, for_page, save
 from orchestra.report.numbers import count, listed, significant
 from orchestra.report.rows import Source, collect, grouped
-from orchestra.report.sections import (
-    agreement,
-    endings,
-    stragglers,
-    switched,
-    troubles,
-    verdicts,
-)
+from orchestra.report.sections import agreement, endings, stragglers, switched, troubles, verdicts
 from orchestra.report.study import Study
 from orchestra.report.table import csv_text, latex_text, plain_figures, table
 from orchestra.settings.reading import yaml_text
@@ -57,10 +49,7 @@ TABLES = {"csv": ("table.csv", csv_text), "latex": ("table.tex", latex_text)}
 
 
 def write_report(
-    folders: Sequence[Path],
-    out: Path,
-    baseline: str | None = None,
-    tables: Collection[str] = (),
+    folders: Sequence[Path], out: Path, baseline: str | None = None, tables: Collection[str] = ()
 ) -> Path:
     """Report on the runs in `folders`, those of trainings or of comparisons, into the folder `out`.
 
@@ -93,10 +82,10 @@ def write_report(
 
 
 def page(study: Study, figures: Sequence[Figure], out: Path) -> str:
-    """Return the text of the page that is to lie in the folder `out`, beside the images of
-    `figures`.
-    """
-    sections = _sections(figures)
+    """Return the text of the page that is to lie in `out`, beside the images of `figures`."""
+    others = (figure for figure in figures if figure.section != HEAD)
+    below = grouped(others, lambda figure: SECTIONS[figure.section])
+    sections = {title: below[title] for title in dict.fromkeys(SECTIONS.values()) if title in below}
     found = endings(study)
     return (
         templates()
@@ -155,18 +144,9 @@ def library() -> Markup:
     return Markup(text.replace("</script", "<\\/script"))
 
 
-def _sections(figures: Sequence[Figure]) -> dict[str, list[Figure]]:
-    below = [figure for figure in figures if figure.section != HEAD]
-    found = grouped(below, lambda figure: SECTIONS[figure.section])
-    return {title: found[title] for title in dict.fromkeys(SECTIONS.values()) if title in found}
-
-
 def _captions(sections: Mapping[str, Sequence[Figure]]) -> dict[str, str]:
-    """Return the caption of each figure, without the sentences that an earlier one in its
-    section has.
-    """
-    # Figures of a section explain the same marks; their images stand alone and have the whole
-    # caption
+    """Return each figure's caption, without sentences that an earlier one in its section has."""
+    # Figures of a section explain the same marks; images stand alone, with the whole caption
     captions = {}
     for members in sections.values():
         said: set[str] = set()
@@ -189,7 +169,8 @@ def _data(study: Study) -> Mapping[str, Any]:
         }
         for row in study.ranked
     ]
-    target = None if study.target is None else asdict(study.target)
+    aim = study.target
+    target = aim and {"metric": aim.metric, "bound": aim.bound, "rising": aim.rising}
     return {"schema": SCHEMA, "target": target, "baseline": study.baseline, "rows": rows}
 
 

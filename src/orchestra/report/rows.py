@@ -1,5 +1,4 @@
-"""The rows of a report, read from the files of runs: each is a strategy on a number of ranks,
-over seeds.
+"""The rows of a report, from the files of runs: a strategy on a number of ranks, over seeds.
 
 Everything that a report shows comes from the files that are read here.
 """
@@ -213,9 +212,7 @@ class Row:
 
     @cached_property
     def record(self) -> RunRecord:
-        """The record of a completed run, if there is one. For what is the same in all runs of
-        the row.
-        """
+        """The record of a completed run, if there is one: for what all runs of the row share."""
         return (self.completed or self.runs)[0].record
 
     @property
@@ -254,9 +251,8 @@ class Row:
         return statistics.stdev(values) if len(values) > 1 else None
 
     def known_to(self, measure: Measure) -> float | None:
-        """Return the uncertainty of the mean of a figure that is read at snapshots: the mean
-        spacing of the snapshots, or the spread over the seeds if that is larger. None for other
-        figures.
+        """Return the uncertainty of the mean of a figure that is read at snapshots: their mean
+        spacing, or the spread over the seeds if that is larger. None for other figures.
         """
         spacing = None if measure.resolution is None else self.mean(measure.resolution)
         return None if spacing is None else max(spacing, self.spread(measure.read) or 0.0)
@@ -267,8 +263,7 @@ class Row:
         assert mean is not None
         if (known := self.known_to(measure)) is not None:
             return uncertain(mean, known, measure.unit)
-        # A figure read at snapshots has no spread worth showing without their spacing, which old
-        # records do not have.
+        # A figure read at snapshots has no spread worth showing without a spacing (old records)
         if spread is None or measure.resolution is not None:
             return figure_text(mean, measure.unit, measure.digits)
         places = decimals_for([mean], measure.digits)

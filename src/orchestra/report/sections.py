@@ -1,6 +1,5 @@
-"""The sections of a page around its figures: which techniques paid, which ranks held up the
-others, which strategies switched, what went wrong, and which rows ended with the same
-parameters.
+"""The sections of a page around its figures: which techniques paid, which ranks held up others,
+which strategies switched, what went wrong, and which rows ended with the same parameters.
 """
 
 from __future__ import annotations
@@ -58,9 +57,7 @@ class Verdict:
 
 
 def verdicts(study: Study) -> Iterator[Verdict]:
-    """Yield a verdict for each technique of the comparisons in `study`, on the most ranks that
-    it ran on.
-    """
+    """Yield a verdict for each technique of the comparisons, on the most ranks that it ran on."""
     for source in study.sources:
         rows = {(r.label, r.ranks): r for r in study.completed if r.source is source}
         for judged in source.techniques:
@@ -95,8 +92,7 @@ def _by_time(study: Study, row: Row, plain: Row, measure: Measure) -> tuple[str,
     if difference is None or not ours or not theirs:
         return "open", "they share no seed"
     ratio = f"it took {times(ours / theirs)} as long"
-    # One pair of runs gives no interval; then its two times are compared as they are, and the
-    # reason says so.
+    # One pair of runs gives no interval; then its two times are compared, and the reason says so.
     known = difference.low is not None or difference.too_coarse
     if known and not difference.certain:
         return "open", f"{ratio}, but the two cannot be told apart"
@@ -219,8 +215,7 @@ def troubles(study: Study) -> Iterator[Event]:
     for name, record in records:
         for rank, reason in record.left_out.items():
             yield Event(name, record.seed, f"went on without rank {rank}", reason)
-        for notice in record.notices:
-            yield Event(name, record.seed, "notice", notice)
+        yield from (Event(name, record.seed, "notice", notice) for notice in record.notices)
 
 
 def endings(study: Study) -> dict[int, dict[str, str]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from orchestra.errors import InputError, nearest
+from orchestra.records.record import RunRecord
 from orchestra.report.numbers import (
     CONVERGENCE,
     ENERGY,
@@ -23,13 +24,13 @@ from orchestra.report.numbers import (
     TRAIN,
     Difference,
     Measure,
-    ReportTarget,
     costs_in,
     final_metric,
     paired_difference,
     target_of,
 )
 from orchestra.report.rows import Row, RunData, Source, common_settings, grouped, numbered, rows_of
+from orchestra.trainer.settings import Target
 
 # Okabe and Ito, "Color Universal Design" (2008), without yellow, which is too pale for a line on
 # white, and without black, which is for one process.
@@ -81,8 +82,7 @@ class Style:
 class Study:
     """The rows of a report, on which everything on its page depends.
 
-    `baseline` is what differences are taken from: a label or the name of a row; None for one
-    process with all cores.
+    `baseline`, from which differences are taken, is a label or a row's name; None: one process.
 
     Raises:
         InputError: there is no such baseline.
@@ -120,7 +120,12 @@ class Study:
         return [run for row in self.completed for run in row.completed]
 
     @cached_property
-    def target(self) -> ReportTarget | None:
+    def records(self) -> list[RunRecord]:
+        """The records of all completed runs, row by row in the order of `rows`."""
+        return [run.record for row in self.rows for run in row.completed]
+
+    @cached_property
+    def target(self) -> Target | None:
         """The target of all runs; None if they had none or different ones."""
         targets = {target_of(source.experiment) for source in self.sources}
         # A time to target beside that to another one would be compared all the same
@@ -128,8 +133,7 @@ class Study:
 
     @cached_property
     def differing(self) -> dict[str, list[tuple[Source, object]]]:
-        """The settings in which the sources differ, each with the value of each source. Empty in
-        a fair study.
+        """The settings in which the sources differ, each with their values; empty if it is fair.
 
         A record from before there was a setting says nothing about it. Of no concern are settings
         that make no run better or worse.
@@ -137,8 +141,7 @@ class Study:
         known: dict[str, list[tuple[Source, object]]] = {}
         for source in self.sources:
             for key, value in common_settings(source.experiment).items():
-                # How often a run is saved, and how long it waits for a silent rank, changes no
-                # figure
+                # How often a run is saved, or waits for a silent rank, changes no figure
                 if key not in ("checkpoint_every", "patience"):
                     known.setdefault(key, []).append((source, value))
         unlike = [key for key, values in known.items() if len({repr(v) for _, v in values}) > 1]
@@ -147,11 +150,10 @@ class Study:
     @cached_property
     def only_time(self) -> bool:
         """True if nothing was computed: runs of shapes, which have no final figures."""
-        records = [run.record for row in self.rows for run in row.completed]
         # Shapes compute nothing, so their runs have no hash of parameters either
-        return bool(records) and not any(
+        return bool(self.records) and not any(
             record.metrics or record.final_loss is not None or record.parameters_sha256
-            for record in records
+            for record in self.records
         )
 
     @cached_property
@@ -160,8 +162,7 @@ class Study:
         the loss; none where only time passed."""
         if self.only_time:
             return []
-        runs = [run for row in self.rows for run in row.completed]
-        names = list(dict.fromkeys(name for run in runs for name in run.record.metrics))
+        names = list(dict.fromkeys(name for record in self.records for name in record.metrics))
         wanted = self.target.metric if self.target else None
         names.sort(key=lambda name: name != wanted)
         # The loss is a field of the record, and stands at the end
@@ -201,9 +202,7 @@ class Study:
         return len(row.values(TIME_TO_TARGET.read))
 
     def rival(self, row: Row) -> Row | None:
-        """Return the row that `row` is compared with; None for the baseline itself, and if there
-        is none.
-        """
+        """Return the row to compare `row` with; None for the baseline itself, or without any."""
         if self.baseline is None:
             # Same budget and settings; another learning rate, say, would be part of the difference
             own = row.ranks, common_settings(row.source.experiment)
@@ -252,9 +251,7 @@ class Study:
 
     @cached_property
     def lines(self) -> dict[str, str]:
-        """By the name of a completed row, the name of its line over numbers of ranks: its label
-        if that is enough.
-        """
+        """The name of each completed row's line over numbers of ranks: its label if enough."""
         lines: dict[str, str] = {}
         for ranks in {row.ranks for row in self.completed}:
             rows = sorted((r for r in self.completed if r.ranks == ranks), key=lambda r: r.name)

@@ -50,8 +50,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of the table: `text`, in smaller type below it `details`; `value` is the key to
-    sort by.
+    """A cell of the table: `text`, in smaller type below it `details`; `value` is to sort by.
 
     `verdict` is "better" or "worse" than the rival where the spread over seeds cannot explain it.
     """
@@ -107,9 +106,7 @@ def table(study: Study) -> Table:
 
 
 def plain_figures(study: Study, row: Row) -> dict[str, Any]:
-    """Return the figures of `row` as plain data: mean, spread, number of seeds, and difference
-    of each.
-    """
+    """Return the figures of `row` as plain data: mean, spread, seeds and difference of each."""
     figures = {}
     for measure in study.measures:
         difference = study.difference(row, measure)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestra.cluster.units import BYTES, clock_text
-from orchestra.report.numbers import ranges, significant
+from orchestra.records.record import RunRecord
+from orchestra.report.numbers import count, or_dash, ranges, significant
 from orchestra.report.watching import Row, RunView
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -71,8 +72,8 @@ def run_page(view: RunView, console: Console, height: int | None = None) -> Rend
 def _above(view: RunView, width: int) -> Iterator[RenderableType]:
     """Yield the run's name, progress, speed and quality."""
     yield Text(str(view.folder), style="bold")
-    ranks = "1 rank" if view.ranks == 1 else f"{view.ranks} ranks"
     own = f"{view.name}: " if not view.strategy.startswith(view.name) else ""
+    ranks = count("rank", view.ranks)
     yield Text(f"{own}{view.strategy}, {ranks}, engine {view.engine}, seed {view.seed}")
     phase = f", {view.phase}" if view.phase and view.phase != "training" else ""
     line = Text.assemble((f"{view.status}{phase}", STYLES[view.status]))
@@ -105,8 +106,7 @@ def _above(view: RunView, width: int) -> Iterator[RenderableType]:
         mean, most = view.staleness["mean"], view.staleness["max"]
         yield Text(f"staleness {significant(mean, 3)} updates in the mean, at most {most:.0f}")
     if view.metrics:
-        figures = (f"{name} {significant(value, 4)}" for name, value in view.metrics.items())
-        yield Text("final parameters: " + ", ".join(figures))
+        yield Text(f"final parameters: {_figures(view.metrics)}")
 
 
 def _below(view: RunView) -> Iterator[Text]:
@@ -125,13 +125,11 @@ def _below(view: RunView) -> Iterator[Text]:
         who = " or ".join(ranges(row.rank for row in silent))
         longest = max(row.silent_seconds for row in silent)
         yield Text(f"no step for up to {clock_text(longest)}: rank {who}", style="yellow")
-    for switch in view.switches:
-        yield Text(f"switched {switch}", style="magenta")
+    yield from (Text(f"switched {switch}", style="magenta") for switch in view.switches)
     if view.links:
         more = f", {len(view.links) - MAX_LINKS} more" if len(view.links) > MAX_LINKS else ""
         yield Text("busiest links: " + ", ".join(view.links[:MAX_LINKS]) + more)
-    for notice in view.notices:
-        yield Text(f"notice: {notice}", style="yellow")
+    yield from (Text(f"notice: {notice}", style="yellow") for notice in view.notices)
 
 
 class Column(NamedTuple):
@@ -149,26 +147,25 @@ def _columns(view: RunView) -> Iterator[Column]:
     if any(row.role == "server" for row in rows):
         yield Column("role", lambda row: row.role, 2, left=True)
     yield Column("step", lambda row: str(row.step) if row.step else "-")
-    yield Column("samples/s", lambda row: _number(row.samples_per_second, 3))
-    yield Column("loss", lambda row: _number(row.loss, 4))
+    yield Column("samples/s", lambda row: or_dash(row.samples_per_second))
+    yield Column("loss", lambda row: or_dash(row.loss, 4))
     for name, order in (("compute", 0), ("communicate", 0), ("wait", 0), ("input", 4)):
         if any(name in row.parts for row in rows):
             heading = "comm." if name == "communicate" else name
             yield Column(heading, lambda row, name=name: _part(row, name), order)  # type: ignore[misc]
     if any(row.staleness for row in rows):
         yield Column("staleness", _staleness, 3)
-    batches = {row.batch for row in rows if row.batch}
-    if view.balances or len(batches) > 1:
+    if view.balances or len({row.batch for row in rows if row.batch}) > 1:
         total = sum(row.batch or 0 for row in rows) or 1
         yield Column(
             "batch", lambda row: f"{row.batch} ({row.batch / total:.0%})" if row.batch else "-", 3
         )
-    yield Column("sent", lambda row: _sent(row), 5)
+    yield Column("sent", _sent, 5)
     yield Column("waits for", lambda row: row.waits_for or "-", 1, left=True)
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else significant(value, digits)
+def _figures(figures: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {significant(value, 4)}" for name, value in figures.items())
 
 
 def _part(row: Row, name: str) -> str:
@@ -233,37 +230,24 @@ def _fitting(columns: list[Column], rows: Sequence[Row], width: int, gap: int) -
 # A comparison ----------------------------------------------------------------------------------
 
 
-class Made(NamedTuple):
-    """A run of a comparison and its outcome."""
-
-    folder: Path
-    what: str
-    status: str
-    seconds: float | None = None
-    samples_per_second: float | None = None
-    figures: str = ""
-    failure: str = ""
-
-
 def comparison_page(
     folder: Path,
-    made: Sequence[Made],
+    done: Sequence[tuple[str, RunRecord]],
     planned: int,
     current: RenderableType | None,
     *,
     under_way: bool,
     room: int | None = None,
 ) -> RenderableType:
-    """Return the completed runs, the last `room` of them if given, and the page of the current
-    one.
+    """Return the runs that are `done`, in words and with their records, the last `room` of them if
+    given, and the page of the current one.
     """
-    done = [each for each in made if each.status in ("completed", "failed")]
-    failed = sum(each.status == "failed" for each in done)
+    failed = sum(record.status == "failed" for _, record in done)
     state = "running" if under_way else "completed" if len(done) >= planned else "stopped"
     title = Text(f"{folder}", style="bold")
-    count = Text.assemble((state, STYLES[state]), f"  {len(done)} of {planned} runs are done")
+    numbers = Text.assemble((state, STYLES[state]), f"  {len(done)} of {planned} runs are done")
     if failed:
-        count.append(f", {failed} failed", style="bold red")
+        numbers.append(f", {failed} failed", style="bold red")
     # The last ones: a comparison appends, and the first are known by now
     shown = done if room is None else done[-max(room, 3) :]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
@@ -274,15 +258,15 @@ def comparison_page(
             overflow="fold" if heading == "run" else "ellipsis",
             no_wrap=heading != "run",
         )
-    for each in shown:
+    for what, record in shown:
         table.add_row(
-            Text(each.what),
-            Text(each.status, style=STYLES[each.status]),
-            _number(each.seconds, 3),
-            _number(each.samples_per_second, 3),
-            Text(each.failure or each.figures),
+            Text(what),
+            Text(record.status, style=STYLES[record.status]),
+            or_dash(record.train_seconds),
+            or_dash(record.samples_per_second),
+            Text((record.failure or _figures(record.figures)).partition("\n")[0]),
         )
-    parts: list[RenderableType] = [title, count, Text()]
+    parts: list[RenderableType] = [title, numbers, Text()]
     if len(shown) < len(done):
         parts.append(Text(f"{len(done) - len(shown)} earlier runs, and:", style="dim"))
     parts.append(table if shown else Text("no run is done yet", style="dim"))

@@ -29,8 +29,7 @@ WINDOW_STEPS = 10
 MAX_WINDOW = 5000
 HISTORY = 512
 SILENT_SECONDS = 5.0
-"""How much older than another worker's last step a worker's last step has to be for it to count as
-silent."""
+"""How much older than another worker's a worker's last step is for it to count as silent."""
 
 Status = Literal["running", "completed", "stopped", "failed", "cut off"]
 
@@ -109,10 +108,8 @@ class RankTrack:
         lines = [line for line in self._tail.read() if line.keys() >= NEEDED]
         # A resumed run rewrites its file: steps after the checkpoint are dropped and done again
         if self._tail.began_anew:
-            self.window.clear()
-            self.history.clear()
-            self.switched.clear()
-            self.decisions.clear()
+            for kept in (self.window, self.history, self.switched, self.decisions):
+                kept.clear()
         for line in lines:
             self.window.append(line)
             switched = line.get("switched_at_step")
@@ -122,12 +119,10 @@ class RankTrack:
                 self.decisions.append(line["decision"])
             self._remember(line)
         # One line more than the window: a rate needs the moment at which the first step began
-        while len(self.window) > WINDOW_STEPS + 1 and self._old(self.window[1]):
+        since = self.window[-1]["seconds"] - WINDOW_SECONDS if self.window else 0.0
+        while len(self.window) > WINDOW_STEPS + 1 and self.window[1]["seconds"] < since:
             self.window.popleft()
         return lines
-
-    def _old(self, line: Line) -> bool:
-        return bool(line["seconds"] < self.window[-1]["seconds"] - WINDOW_SECONDS)
 
     def _remember(self, line: Line) -> None:
         """Keep at most `HISTORY` losses, evenly spaced over the steps."""
@@ -137,15 +132,12 @@ class RankTrack:
             return
         self.history.append((float(line["consumed"]), float(loss)))
         if len(self.history) > HISTORY:
-            # Every second one, and only every second from now on: evenly spaced, however long the
-            # run
+            # Every second one from now on, too: evenly spaced, however long the run
             del self.history[::2]
             self._every *= 2
 
     def row(self, rank: int, now: RankNow | None, newest: float) -> Row:
-        """Return the last steps of rank `rank`; `newest` is the latest moment that any rank
-        reported.
-        """
+        """Return rank `rank`'s last steps; `newest` is the latest moment that any rank reported."""
         first, *lines = self.window
         # The first line only tells when the next step began
         began = first["seconds"] if lines else 0.0
@@ -237,11 +229,12 @@ class RunWatch:
         rows = []
         for rank in sorted({*self._tracks, *said}):
             track, own = tracks.get(rank), said.get(rank)
-            # A server that was a worker before a switch must not count with its last speed
-            # (decision 100)
+            # A server that was a worker must not count with its last speed (decision 100)
             serves = own is not None and own.phase == "serving"
             if track is None or serves:  # its steps, if any, were those of a phase before
-                rows.append(_without_steps(own, rank, "server" if serves else ""))
+                step, phase = (own.step, own.phase) if own else (0, "")
+                role, waits_for = "server" if serves else "", _waits_text(own)
+                rows.append(Row(rank, role, step, waits_for=waits_for, phase=phase))
             else:
                 rows.append(track.row(rank, own, newest))
         running = status == "running"
@@ -268,14 +261,13 @@ class RunWatch:
             self._waits = longest_waits(self.folder)
         rows = [self._whole_run(each, record) for each in record.by_rank]
         status: Status = "completed" if record.status == "completed" else "stopped"
-        metrics = {"loss": record.final_loss, **record.metrics}
         return self._view(
             status,
             rows,
             seconds=record.train_seconds,
             samples_per_second=record.samples_per_second,
             loss=_mean(row.loss for row in rows),
-            metrics={name: value for name, value in metrics.items() if value is not None},
+            metrics=record.figures,
             staleness=record.staleness,
             stragglers=[from_plain(Straggler, dict(each)) for each in record.stragglers],
             switched_at_step=record.switched_at_step,
@@ -354,9 +346,7 @@ def experiment_of(folder: Path) -> Mapping[str, Any]:
 
 
 def switch_text(strategy: str, step: int, known: int = 1) -> str:
-    """Return a switch of `strategy` in words; only its step if there are further switches
-    inside.
-    """
+    """Return a switch of `strategy` in words; only its step if further switches are inside."""
     # A strategy in another notation than today's still switched after a step
     text = f"after step {step}"
     try:
@@ -386,11 +376,6 @@ def _first(value: object) -> int:
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
-
-
-def _without_steps(said: RankNow | None, rank: int, role: str) -> Row:
-    step, phase = (said.step, said.phase) if said else (0, "")
-    return Row(rank, role, step, waits_for=_waits_text(said), phase=phase)
 
 
 def _phase(ranks: Sequence[RankNow]) -> str:

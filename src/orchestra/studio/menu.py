@@ -1,6 +1,4 @@
-"""The contents of the page: the controls of a situation, and the strategies. This module does
-not import torch.
-"""
+"""The contents of the page: a situation's controls, and the strategies. It imports no torch."""
 
 from __future__ import annotations
 
@@ -45,12 +43,10 @@ class Situation(Settings):
 
     @staticmethod
     def read(values: Mapping[str, str]) -> Situation:
-        """Return the situation that the texts of a query describe. Settings that are left out
-        have their defaults.
+        """Return the situation that a query's texts describe; what is left out has its default.
 
         Raises:
-            InputError: a name that is not known, a text that is no number, or a number that is too
-                small or too large.
+            InputError: a name that is not known, or a text that is no number in its range.
         """
         # Setting by setting, so that each refusal names its control
         situation = Situation()

@@ -1,6 +1,4 @@
-"""The HTTP server of the page, for this machine only; simulations are carried out in other
-processes.
-"""
+"""The HTTP server of the page, for this machine only; simulations run in other processes."""
 
 from __future__ import annotations
 
@@ -83,11 +81,9 @@ class Simulator:
         """Yield the jobs with their answers: the cached ones first, the others as they are done.
         Jobs are started in order.
 
-        If the same `page` asks again, no further job is started for this call, and the iteration
-        ends.
+        If the same `page` asks again, no further job is started for this call, which then ends.
         """
-        # A new object is equal to no earlier one: an older call sees that it is no longer the
-        # newest
+        # A new object equals no earlier one: an older call sees that it is no longer the newest
         token = object()
         with self._lock:
             _keep(self._newest, page, token, MOST_PAGES)
@@ -104,8 +100,7 @@ class Simulator:
         done: queue.SimpleQueue[tuple[Job, dict[str, Any] | BaseException]] = queue.SimpleQueue()
         waiting, under_way = iter(jobs), 0
         while wanted():
-            # No more than the pool works on: what waits in its queue could not be taken back when
-            # the page asks again.
+            # No more than the pool works on: its queue could not be taken back when asked again.
             while under_way < self._size and (job := next(waiting, None)) is not None:
                 self._begin(job, done)
                 under_way += 1
@@ -146,7 +141,7 @@ def make_app(simulator: Simulator) -> Flask:
 
     app.before_request(_refuse_strangers)
     app.after_request(_protect)
-    app.register_error_handler(InputError, _refuse)
+    app.register_error_handler(InputError, lambda error: _line(str(error), 400))
 
     @app.get("/")
     def page() -> Response:
@@ -206,10 +201,6 @@ def _protect(response: Response) -> Response:
     # The page of another version would ask for what this server does not have
     response.headers["Cache-Control"] = "no-store"
     return response
-
-
-def _refuse(error: InputError) -> Response:
-    return _line(str(error), 400)
 
 
 def _asked() -> tuple[Situation, list[Any], str]:

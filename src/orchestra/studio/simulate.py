@@ -27,8 +27,7 @@ from orchestra.worker.runtime import PassingReporter, Runtime, SilentReporter
 MOST_MESSAGES = 3000
 """The most messages of one step that a page is given."""
 TENSORS = 4
-"""The tensors of the model, of equal sizes. Each is a bucket, which can overlap with the backward
-pass."""
+"""The tensors of the model, of equal sizes. Each is a bucket, and can overlap with backward."""
 SMALL = 1000
 """Messages with fewer bytes, which only coordinate, are left out if there are larger ones."""
 
@@ -89,9 +88,7 @@ class Simulated:
 
 
 def answer(kind: str, situation: Situation, entry: Entry) -> dict[str, Any]:
-    """Return the times of a "step" or the events of its "course"; or a dict with one line,
-    `error`.
-    """
+    """Return the times of a "step" or the events of its "course"; or only a line, `error`."""
     # For a picture one round is enough, and one step more, into which messages may reach
     steps = entry.steps if kind == "step" else entry.skip + entry.round + 1
     try:
@@ -196,8 +193,7 @@ def measured(simulated: Simulated, first: int) -> dict[str, float]:
         start=numpy.zeros(len(Moment._fields)),
     )
     samples, compute, communicate, wait, background, sent = done[1:].tolist()
-    # While the main flow waits for its background flow, that one's exchange is what it waits for;
-    # some of it may lie behind computing, so that the sum stays what it was (decision 101).
+    # Some of it may lie behind computing, so that the sum stays what it was (decision 101).
     behind = min(wait, background)
     # By samples, not steps: with batches for whoever is free, workers take unlike numbers of steps
     step = passed * len(workers) * BATCH / samples
@@ -213,23 +209,18 @@ def measured(simulated: Simulated, first: int) -> dict[str, float]:
 
 
 def _between(moments: Sequence[Moment], begin: float, end: float) -> Any:
-    """Return the differences of all totals between two moments, interpolated between the ends of
-    steps.
-    """
+    """Return the differences of all totals between two moments, interpolated between step ends."""
     columns = numpy.array(moments).T
-    return numpy.array(
-        # A window ends in the midst of steps of most workers
-        [numpy.interp(end, columns[0], column) - numpy.interp(begin, columns[0], column)
-         for column in columns]
-    )  # fmt: skip
+    # A window ends in the midst of steps of most workers
+    both = [numpy.interp((begin, end), columns[0], column) for column in columns]
+    return numpy.diff(both)[:, 0]
 
 
 # The course of one step
 
 
 def course(simulated: Simulated, first: int, count: int) -> dict[str, Any]:
-    """Return the activity of every rank for `count` steps of rank 0, after its first `first`
-    ones.
+    """Return the activity of every rank for `count` steps of rank 0, after its `first` ones.
 
     Spans are [begin, end, category, name], in seconds from the beginning of the window. There is
     one list for each rank's main flow and all its computing, and one for the exchanges of its
@@ -257,8 +248,7 @@ def course(simulated: Simulated, first: int, count: int) -> dict[str, Any]:
                 ends = sent if piece.category == "send" else received
                 ends[piece.message] = piece
     messages = sorted(_messages(sent, received, begin, end))
-    larger = [message for message in messages if message[4] >= SMALL]
-    shown = larger or messages
+    shown = [message for message in messages if message[4] >= SMALL] or messages
     # Every so many-th, so that what is shown is spread over the whole window
     every = -(-len(shown) // MOST_MESSAGES)
     return {

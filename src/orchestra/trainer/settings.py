@@ -44,12 +44,21 @@ class Target(Settings):
         if (self.at_least is None) == (self.at_most is None):
             raise InputError("Target: give one of at_least and at_most")
 
+    @property
+    def rising(self) -> bool:
+        """True if more is better."""
+        return self.at_least is not None
+
+    @property
+    def bound(self) -> float:
+        """The value that has to be reached, from below or from above."""
+        value = self.at_most if self.at_least is None else self.at_least
+        assert value is not None
+        return value
+
     def reached(self, value: float) -> bool:
         """Return whether `value` of the metric is good enough."""
-        if self.at_least is not None:
-            return value >= self.at_least
-        assert self.at_most is not None
-        return value <= self.at_most
+        return value >= self.bound if self.rising else value <= self.bound
 
 
 @dataclass(frozen=True, repr=False)

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestra.report.figures import (
-    bars,
-    cluster,
-    curves,
-    messages,
-    results,
-    timeline,
-)
+from orchestra.report.figures import bars, cluster, curves, messages, results, timeline
 from orchestra.report.figures.frame import Figure
 from orchestra.report.rows import numbered
 from orchestra.report.study import Study

@@ -34,9 +34,7 @@ SETUP = {
 
 
 def seconds(study: Study) -> Iterator[Figure]:
-    """Yield training seconds by what they were spent on, the same by rank, and set-up seconds by
-    part.
-    """
+    """Yield training seconds by what they went to, the same by rank, and set-up seconds by part."""
     training = {}
     for row in study.completed:
         parts = _mean_parts([run.record.seconds for run in row.completed])
@@ -79,7 +77,7 @@ def _stacked(
         }
         tooltip = tips("strategy:N", "part:N", ("seconds:Q", "", ".4~g"))
         bars = [layer(values, "bar", *_bar(colours, values), tooltip, **BAR)]
-        yield frame.lanes(name, title, caption, "time", bars, totals)
+        yield figure(name, title, caption, "time", *frame.lanes(bars, totals))
 
 
 def _pieces(parts: Parts, colours: Mapping[str, str]) -> Values:
@@ -126,8 +124,11 @@ def _by_rank(study: Study) -> Iterator[Figure]:
         tooltip = tips("strategy:N", "rank:O", "role:N", "part:N", ("seconds:Q", "", ".4~g"))
         bars = [layer(values, "bar", *_bar(TRAINING, values), tooltip)]
         texts = {value["strategy"]: "" for value in values}
-        name, title = "seconds-by-rank", "Where each rank's training time went"
-        yield frame.headed_lanes(name, title, caption, "time", bars, texts, "rank")
+        lanes, title = (
+            frame.headed_lanes(bars, texts, "rank"),
+            "Where each rank's training time went",
+        )
+        yield figure("seconds-by-rank", title, caption, "time", *lanes)
 
 
 # Batches that a rule balanced
@@ -139,9 +140,7 @@ APART = 0.03
 
 
 def batches(study: Study) -> Iterator[Figure]:
-    """Yield the samples of each worker in a step, over the steps of the best row with such a
-    rule.
-    """
+    """Yield each worker's samples in a step, over the steps of the best row with such a rule."""
     row = next((row for row in study.widest if row.record.batches), None)
     if row is None:
         return
@@ -209,12 +208,8 @@ def traffic(study: Study) -> Iterator[Figure]:
         estimated = any(run.record.bytes_estimated for run in row.completed)
         each = total / samples if samples else None
         known = "by a formula" if estimated else "counted"
-        value = {
-            "strategy": row.name,
-            "sent": total / size,
-            "per_sample": each,
-        }
-        values.append({**value, "known": known})
+        value = {"strategy": row.name, "sent": total / size, "per_sample": each, "known": known}
+        values.append(value)
         text = f"{'≈ ' * estimated}{bytes_text(total)}"
         text += "" if each is None else f" · {bytes_text(each)} a sample"
         texts[row.name] = text if total else "none"
@@ -232,7 +227,7 @@ def traffic(study: Study) -> Iterator[Figure]:
     # The name stands above the bar; a legend of names beside it would say it twice
     colour = Look(study.styles, texts, legend=False).colour
     bars = layer(values, "bar", x, colour, tooltip, **BAR, opacity=0.8, cornerRadiusEnd=2)
-    yield frame.lanes("bytes-sent", "Bytes sent", caption, "traffic", [bars], texts)
+    yield figure("bytes-sent", "Bytes sent", caption, "traffic", *frame.lanes([bars], texts))
 
 
 MAX_LINKS = 6
@@ -242,9 +237,7 @@ _LINK_ROOM = "width - 92"
 
 
 def links(study: Study) -> Iterator[Figure]:
-    """Yield the busiest links of each strategy, on a described cluster whose links carried
-    anything.
-    """
+    """Yield the busiest links of each strategy, on a described cluster whose links had traffic."""
     carried = {row.name: found for row in study.widest
                if (found := row.completed[0].links) is not None and found.busiest}  # fmt: skip
     values: Values = [
@@ -289,8 +282,8 @@ def links(study: Study) -> Iterator[Figure]:
         layer(values, "text", x, alt.Text("text:N"), color=frame.INK_NOW, **style),
     ]
     texts = {name: _other_links(of_row) for name, of_row in carried.items()}
-    name, title = "link-utilisation", "Busiest links"
-    yield frame.headed_lanes(name, title, caption, "traffic", layers, texts, labelLimit=110)
+    lanes = frame.headed_lanes(layers, texts, labelLimit=110)
+    yield figure("link-utilisation", "Busiest links", caption, "traffic", *lanes)
 
 
 def _other_links(carried: Links) -> str:
@@ -319,8 +312,7 @@ def staleness(study: Study) -> Iterator[Figure]:
     if not stale:
         return
     end, largest = max(map(_nearly_all, stale.values())), max(map(max, stale.values()))
-    # One bar more, for the tail: a rank paused for a second would stretch the axis to hundreds
-    # (decision 15).
+    # One bar more, for the tail: a paused rank would stretch the axis to hundreds (decision 15).
     last = min(end + 1, largest)
     caption = (
         "How many updates of others came between reading the parameters and writing to them, as "
@@ -359,9 +351,7 @@ def staleness(study: Study) -> Iterator[Figure]:
 
 
 def _nearly_all(counts: Counter[int]) -> int:
-    """Return the smallest staleness that nearly all updates are within. A paused rank leaves a
-    long tail.
-    """
+    """Return the smallest staleness that nearly all updates are within; pauses make long tails."""
     left = _FEW * counts.total()
     for value in sorted(counts, reverse=True):
         left -= counts[value]

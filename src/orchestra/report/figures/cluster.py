@@ -1,5 +1,4 @@
-"""Figures of the clusters that runs were simulated on: nodes and switches as a tree, with links
-and faults.
+"""Figures of the clusters that runs were simulated on: trees of nodes, switches, links, faults.
 
 The tree is one of switches from left to right, with a row for each node. This figure and that of
 messages (messages.py) place the parts of a cluster by a `Tree`, and draw on a `Canvas`, in pixels.
@@ -125,9 +124,7 @@ class _Sketch:
         return [text for text in texts if text]
 
     def _faults_by_owner(self) -> dict[str, list[str]]:
-        """Return the faults of each node and switch in words. A rank whose node is unknown has
-        its own entry.
-        """
+        """Return the faults of each node and switch in words, and of ranks of unknown nodes."""
         found: dict[str, list[str]] = {}
         for fault in self._cluster.faults:
             for name in fault.names:
@@ -279,10 +276,7 @@ class Tree:
     """
 
     def __init__(
-        self,
-        cluster: Cluster,
-        alone: Collection[str] = (),
-        sizes: Mapping[str, int] | None = None,
+        self, cluster: Cluster, alone: Collection[str] = (), sizes: Mapping[str, int] | None = None
     ) -> None:
         self.rows = 0.0
         self._nodes: list[_Branch] = []
@@ -332,8 +326,7 @@ class Tree:
         beside: float,
         height_of: Callable[[float], float],
     ) -> tuple[list[Place], list[Place]]:
-        """Return the places of the nodes and of the switches, as far right as the words before
-        them require.
+        """Return the places of nodes and switches, as far right as words before them require.
 
         Args:
             words: what is written before a switch.

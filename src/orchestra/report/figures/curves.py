@@ -1,6 +1,4 @@
-"""Figures of loss and metric over a run: at its snapshots and their nodes, in its steps, and at
-its end.
-"""
+"""Figures of loss and metric: at the snapshots and their nodes, in the steps, and at the end."""
 
 from __future__ import annotations
 
@@ -242,8 +240,7 @@ def training_loss(study: Study) -> Iterator[Figure]:
         layer(values, "area", *place, *ends, opacity=0.16, line=False),
         layer(_signs(values, names), "point", *place, y, look.shape, **_POINT),
     ]
-    title = "Training loss against samples"
-    yield figure("training-loss", title, caption, _SECTION, layers)
+    yield figure("training-loss", "Training loss against samples", caption, _SECTION, layers)
 
 
 def _signs(values: Values, names: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -306,8 +303,7 @@ def trade(study: Study) -> Iterator[Figure]:
         for row in study.widest
         for run in row.completed
         if (seconds := run.record.train_seconds) is not None
-        and (value := rounded({"loss": run.record.final_loss, **run.record.metrics}.get(metric)))
-        is not None
+        and (value := rounded(run.record.figures.get(metric))) is not None
     ]
     if not seeds:
         return
@@ -339,5 +335,4 @@ def trade(study: Study) -> Iterator[Figure]:
     small = layer(seeds, "point", *channels, filled=True, size=45, opacity=0.5)
     large = layer(means, "point", *channels, filled=True, size=170, opacity=1)
     title = f"Final {metric} against training seconds"
-    layers = [frame.zoomable(small), large]
-    yield figure("metric-against-time", title, caption, _SECTION, layers)
+    yield figure("metric-against-time", title, caption, _SECTION, [frame.zoomable(small), large])

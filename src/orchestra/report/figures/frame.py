@@ -80,9 +80,7 @@ def for_image(figure: Figure, width: int = WIDTH, dark: bool = False) -> dict[st
 
 
 def for_page(part: Any) -> Any:
-    """Return a part of a specification without a legend of the strategies: a page has one for all
-    its figures.
-    """
+    """Return a part of a specification without a legend of strategies: a page has one for all."""
     if isinstance(part, list):
         return [for_page(item) for item in part]
     if not isinstance(part, Mapping):
@@ -97,8 +95,7 @@ Values = list[dict[str, Any]]
 C = TypeVar("C")
 
 SI = "format(datum.value, '~s')"
-"""The label of a tick with a prefix of its own (0, 500, 1.5k); a format would give all ticks the
-same prefix."""
+"""The label of a tick with a prefix of its own (0, 500, 1.5k); a format has one for all ticks."""
 
 SHOWN = "indexof(hidden, datum.strategy) < 0"
 """The filter of every mark of data, by which a page can hide a strategy everywhere."""
@@ -158,16 +155,13 @@ _CONFIG = {
 
 def rounded(value: float | None) -> float | None:
     """Return `value` to five significant digits, more than an eye can tell; None if not finite."""
-    if value is None or not math.isfinite(value):
-        return None
-    return float(f"{value:.5g}")
+    return float(f"{value:.5g}") if value is not None and math.isfinite(value) else None
 
 
 def layer(values: Iterable[Mapping[str, Any]], mark: str, *channels: Any, **look: Any) -> alt.Chart:
     """Draw a mark for each of `values`, with its channels; a list of tooltips is one of these.
 
-    Those of the strategies that are hidden, by their "strategy", are not drawn. Floating-point
-    numbers are rounded.
+    Those of strategies that are hidden, by their "strategy", are not drawn. Floats are rounded.
     """
     # 15 digits a number would double a page; an eye tells five apart
     data = [
@@ -188,9 +182,7 @@ def spans_much(values: Sequence[float]) -> bool:
 
 
 def along(axis: str, keys: Sequence[str] = ()) -> alt.X:
-    """Return the horizontal axis of a run's course: "seconds" or "samples"; `keys` are lines
-    below.
-    """
+    """Return the horizontal axis of a run, "seconds" or "samples"; `keys` are lines below it."""
     titles = {"seconds": "seconds of training", "samples": "samples seen by all workers"}
     return alt.X(
         f"{axis}:Q",
@@ -206,8 +198,7 @@ def zoomable(chart: alt.Chart, channels: Sequence[Literal["x", "y"]] = ("x", "y"
 
     The wheel alone and the finger scroll the page that the figure is on. A double click resets.
     """
-    # Only a mouse drags, and the wheel zooms with a key only: finger and bare wheel scroll the page
-    # (decision 15).
+    # Only a mouse drags, the wheel zooms with a key: finger, bare wheel scroll pages (decision 15).
     mouse = "[pointerdown[event.pointerType === 'mouse' && !event.button], window:pointerup]"
     drag = f"{mouse} > window:pointermove!"
     zoom = alt.selection_interval(
@@ -346,46 +337,28 @@ def _words(texts: Mapping[str, str], y: alt.Y, dy: float) -> list[alt.Chart]:
     ]
 
 
-def lanes(
-    name: str,
-    title: str,
-    caption: str,
-    section: str,
-    layers: Sequence[alt.Chart],
-    texts: Mapping[str, str],
-) -> Figure:
-    """Return the figure of `layers` in a lane for each strategy, above them on the left its name,
-    on the right its text; `texts` are in the order of the lanes.
+def lanes(layers: Sequence[alt.Chart], texts: Mapping[str, str]) -> tuple[list[alt.Chart], int]:
+    """Return `layers` in a lane for each strategy, above them on the left its name, on the right
+    its text, and the height of all; `texts` are in the order of the lanes.
 
     In the lane there is room for a long name, which beside it would take a phone's whole width.
     A hidden strategy leaves its lane empty: the others stay where the reader saw them.
     """
     scale = alt.Scale(domain=list(texts), paddingInner=0, paddingOuter=0)
     y = alt.Y("strategy:N", axis=None, scale=scale)
-    marks = [*(part.encode(y) for part in layers), *_words(texts, y, -9)]
-    return figure(name, title, caption, section, marks, LANE * len(texts))
+    return [*(part.encode(y) for part in layers), *_words(texts, y, -9)], LANE * len(texts)
 
 
 def lane_key(strategy: str, name: str = "") -> str:
-    """Return the "lane" of a value in the lane `name` of its strategy; without one, of its
-    heading.
-    """
+    """Return the "lane" of a value in its strategy's lane `name`; without one, of its heading."""
     return f"{strategy}{_SEPARATOR}{name}"
 
 
 def headed_lanes(
-    name: str,
-    title: str,
-    caption: str,
-    section: str,
-    layers: Sequence[alt.Chart],
-    texts: Mapping[str, str],
-    axis_title: str | None = None,
-    **axis: Any,
-) -> Figure:
-    """Return the figure of `layers` in several lanes for each strategy, below its name and its
-    text. The lanes are those of the first layer's values, each of which has the key of its
-    "lane".
+    layers: Sequence[alt.Chart], texts: Mapping[str, str], title: str | None = None, **axis: Any
+) -> tuple[list[alt.Chart], int]:
+    """Return `layers` in several lanes for each strategy, below its name and its text, and the
+    height of all. Lanes are those of the first layer's values, each with the key of its "lane".
     """
     domain: dict[str, None] = {}
     for strategy in texts:
@@ -394,11 +367,10 @@ def headed_lanes(
         domain |= dict.fromkeys([lane_key(strategy), *own])
     y = alt.Y(
         "lane:N",
-        title=axis_title,
+        title=title,
         scale=alt.Scale(domain=list(domain), paddingInner=0.15, paddingOuter=0),
         axis=alt.Axis(
             labelExpr=f"split(datum.value, '{_SEPARATOR}')[1]", ticks=False, domain=False, **axis
         ),
     )
-    marks = [*_words(texts, y, 3), *(part.encode(y) for part in layers)]
-    return figure(name, title, caption, section, marks, _HEADED_LANE * len(domain))
+    return [*_words(texts, y, 3), *(part.encode(y) for part in layers)], _HEADED_LANE * len(domain)

@@ -24,8 +24,7 @@ from orchestra.report.rows import Row, grouped
 from orchestra.report.study import Study
 
 MOST = 32
-"""The most ranks in a figure. Of each strategy, the row with the most ranks up to this number is
-drawn."""
+"""The most ranks in a figure; each strategy's row with the most ranks up to that is drawn."""
 WIDTH = 680.0
 _LETTER = 5.3
 _TOP = 16.0
@@ -43,9 +42,7 @@ _WORDS: dict[str, Any] = {"baseline": "middle", "fontSize": 10.5}
 
 
 def messages(study: Study) -> Iterator[Figure]:
-    """Yield one step of the first seed of each simulated strategy; a strategy that switched has
-    two.
-    """
+    """Yield one step of each simulated strategy's first seed; two if the strategy switched."""
     for rows in study.by_line.values():
         # The most ranks that still have room
         for row in sorted(rows, key=lambda row: -row.ranks):
@@ -161,8 +158,7 @@ class MessageLayout:
             # from the top: what comes from above, the nearest first; what goes below, the farthest
             members.sort(key=lambda member, row=row: (member[0] > row, -member[0]))  # type: ignore[misc]
             for place, (_, leaving, arrow) in enumerate(members):
-                # Over a bit more than half of the circle's height: farther out an arc
-                # would begin beside it
+                # Over a bit more than half of the circle: farther out an arc would begin beside it
                 part = (place + 0.5) / len(members) - 0.5
                 heights[arrow, leaving] = self.y[rank] + part * 1.2 * _RADIUS
         return heights

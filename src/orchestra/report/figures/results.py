@@ -27,7 +27,7 @@ from orchestra.report.numbers import (
     count,
     listed,
 )
-from orchestra.report.rows import Row
+from orchestra.report.rows import Row, grouped
 from orchestra.report.study import Study
 
 Known = Sequence[tuple[Row, Difference]]
@@ -50,9 +50,7 @@ def time_to_target(study: Study) -> Iterator[Figure]:
     missed = {row.name: len(row.completed) - study.reached(row) for row in study.completed}
 
     def rank(row: Row) -> tuple[int, float]:
-        """Return a key to sort by: rows whose every seed reached it come first, those of which
-        none did come last.
-        """
+        """Return a key to sort by: rows whose every seed reached it first, those of none last."""
         mean = row.mean(TIME_TO_TARGET.read)
         # Unlike the ranking of rows, which goes by shares: a bar is as long as the mean of those
         # that reached it, so rows with all seeds stand first, in order of length.
@@ -64,7 +62,7 @@ def time_to_target(study: Study) -> Iterator[Figure]:
     for row in (row for row in rows if study.reached(row)):
         some = f" ({study.reached(row)} of {len(row.completed)} seeds)" * (missed[row.name] > 0)
         texts[row.name] = row.text(TIME_TO_TARGET) + some
-    yield frame.lanes("time-to-target", "Time to target", caption, "target", layers, texts)
+    yield figure("time-to-target", "Time to target", caption, "target", *frame.lanes(layers, texts))
 
 
 def _target_marks(study: Study, rows: Sequence[Row], title: str) -> list[alt.Chart]:
@@ -99,9 +97,7 @@ def _target_marks(study: Study, rows: Sequence[Row], title: str) -> list[alt.Cha
 
 
 def differences(study: Study) -> Iterator[Figure]:
-    """Yield a forest plot for each figure that decides; only where several seeds give an
-    interval.
-    """
+    """Yield a forest plot for each figure that decides, if several seeds give an interval."""
     for measure in (TIME_TO_TARGET if study.target else TRAIN, study.primary):
         pairs = [(row, study.difference(row, measure)) for row in study.completed]
         known = [(row, each) for row, each in pairs if each and each.low is not None]
@@ -131,7 +127,7 @@ def _forest(study: Study, measure: Measure, known: Known) -> Figure:
         # A deterministic simulation may give exactly equal figures
         texts[row.name] = "none" if difference.low == difference.high == 0 else text
     title = f"Difference in {measure.title} to {baseline}"
-    return frame.lanes(name, title, caption, "differences", layers, texts)
+    return figure(name, title, caption, "differences", *frame.lanes(layers, texts))
 
 
 def _difference_marks(study: Study, known: Known, title: str) -> list[alt.Chart]:
@@ -190,9 +186,8 @@ def scaling(study: Study) -> Iterator[Figure]:
 
 
 def _speed(study: Study, values: Values) -> Figure:
-    lines: dict[str, dict[int, float]] = {}
-    for value in values:
-        lines.setdefault(value["line"], {})[value["ranks"]] = value["value"]
+    of_each = grouped(values, lambda value: value["line"])
+    lines = {line: {v["ranks"]: v["value"] for v in own} for line, own in of_each.items()}
     for value in values:
         value["percent"] = 100 * efficiency(lines[value["line"]])[value["ranks"]]
     distributed = [value for value in values if not value["single"]]
@@ -207,8 +202,7 @@ def _speed(study: Study, values: Values) -> Figure:
         *_about(knees, max(value["ranks"] for value in values)),
     ]
     layers = _against_ranks(study, values, True, "samples a second", tooltip, knees)
-    title = "Speed against ranks"
-    return figure("speed-against-ranks", title, " ".join(texts), "scaling", layers)
+    return figure("speed-against-ranks", "Speed against ranks", " ".join(texts), "scaling", layers)
 
 
 def _values(study: Study, read: Read) -> Values:
@@ -322,8 +316,7 @@ def _about(knees: Mapping[str, int | None], most: int) -> list[str]:
 
 
 def knee(speeds: Mapping[int, float]) -> int | None:
-    """Return the number of ranks with the most benefit for its cost; None if more ranks may be
-    better still.
+    """Return the number of ranks with the most benefit for its cost; None if more may be better.
 
     `speeds` are samples a second by number of ranks. At the knee of execution time against
     efficiency (Eager, Zahorjan and Lazowska, "Speedup Versus Efficiency in Parallel Systems", IEEE
@@ -370,21 +363,19 @@ def combinations(study: Study) -> Iterator[Figure]:
 
 
 def _against_machines(study: Study, measure: Measure) -> Iterator[Figure]:
-    values: Values = []
-    for row in study.completed:
-        found = row.mean(lambda record: getattr(record, measure.key))
-        alone = row.record.alone
+    values: Values = [
+        {
+            "strategy": row.name,
+            "line": row.label,  # comparisons of several clusters make one line
+            "machines": combination(row.record.alone),
+            "alone": sum(row.record.alone.values()),
+            "value": 100 * found,
+        }
+        for row in study.completed
+        if (found := row.mean(lambda record: getattr(record, measure.key))) is not None
         # Real ranks have speeds of their own, too, but no named nodes to combine
-        if found is not None and row.record.cluster is not None and not row.single:
-            values.append(
-                {
-                    "strategy": row.name,
-                    "line": row.label,  # comparisons of several clusters make one line
-                    "machines": combination(alone),
-                    "alone": sum(alone.values()),
-                    "value": 100 * found,
-                }
-            )
+        and row.record.cluster is not None and not row.single
+    ]  # fmt: skip
     values.sort(key=lambda value: value["alone"])
     order = list(dict.fromkeys(value["machines"] for value in values))
     if len(order) < 2:
@@ -403,9 +394,7 @@ def _against_machines(study: Study, measure: Measure) -> Iterator[Figure]:
 
 
 def combination(nodes: Mapping[str, float]) -> str:
-    """Return the nodes in words, those that differ in their number only together: "fast + 3
-    slow".
-    """
+    """Return the nodes in words, those that differ in number only together: "fast + 3 slow"."""
     # Nodes of a group are named fast-0, fast-1 and so on
     kinds = Counter(re.sub(r"-\d+$", "", name) for name in nodes)
     return " + ".join(f"{n} {kind}" if n > 1 else kind for kind, n in kinds.items())

@@ -1,6 +1,4 @@
-"""Figures of a run's timeline: a few steps rank by rank with their waits, and the messages of
-one step.
-"""
+"""Figures of a timeline: a few steps rank by rank with their waits, and one step's messages."""
 
 from __future__ import annotations
 
@@ -38,8 +36,7 @@ class Window:
     """The activity of the ranks from `start` to `end`, in microseconds of the stopwatch.
 
     `pieces` are the trace's complete events, `ends` those among them that are ends of steps,
-    `messages` the two ends of each arrow. `first` and `last` are steps of the lowest rank that has
-    any.
+    `messages` both ends of each arrow. `first` and `last` are steps of the lowest rank with any.
     """
 
     start: float
@@ -52,9 +49,7 @@ class Window:
 
 
 def step_windows(trace: Trace) -> list[Window]:
-    """Return a window from the middle of each traced part of a run: three steps, or fewer where
-    these hold too many events.
-    """
+    """Return three steps from the middle of each traced part, or fewer with too many events."""
     return [_window(trace, part) for part in trace.parts]
 
 
@@ -100,9 +95,7 @@ Lanes = Mapping[tuple[int, int], str]
 
 
 def timelines(study: Study) -> Iterator[Figure]:
-    """Yield the middle of the traced steps of each strategy's first seed; a strategy that
-    switched has two parts.
-    """
+    """Yield the middle of each strategy's traced steps, with the first seed; two if it switched."""
     for row in study.widest:
         run = next((run for run in row.completed if run.trace is not None), None)
         if run is not None and run.trace is not None:
@@ -230,9 +223,8 @@ _FULL = 0.9
 class Arrow:
     """All messages from rank `source` to rank `target`.
 
-    `bytes` are those of payload and headers. `first` is when the first one was sent, in seconds
-    after the first of all, and `place` that in the order in which arrows begin, from 1; arrows that
-    begin together share it.
+    `bytes` are those of payload and headers. `first` is when the first was sent, in seconds after
+    the first of all, and `place` that in the order of beginnings, from 1, shared by equal ones.
     """
 
     source: int
