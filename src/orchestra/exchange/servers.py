@@ -208,8 +208,7 @@ def _tensors_of(worker: Worker, part: Slice, values: Tensor) -> dict[str, tuple[
 def _clip_together(limit: float, servers: Group, transport: Transport, average: Tensor) -> None:
     """Clip by the norm of the whole gradient: each server knows the square of its part."""
     square = average.double().square().sum().reshape(1)
-    if len(servers) > 1:
-        all_reduce(transport, square, "reduce_to_one", servers, Tag.NORM)
+    all_reduce(transport, square, "reduce_to_one", servers, Tag.NORM)
     # As `torch.nn.utils.clip_grad_norm_`, with its 1e-6.
     average.mul_(min(1.0, limit / (float(square.sqrt()) + 1e-6)))
 

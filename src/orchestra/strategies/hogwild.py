@@ -106,7 +106,6 @@ class Hogwild(Replicas[HogwildState]):
         if state.work is not None:
             state.work.close()
         if worker.rank == worker.workers.ranks[0]:
-            worker.snapshots.offer(worker.step.consumed, worker.parameters)
             worker.snapshots.renew(worker.step.consumed, worker.parameters)
         # Nobody may write before all have copied: hence the second `settle`.
         worker.move_parameters(worker.parameters.clone())

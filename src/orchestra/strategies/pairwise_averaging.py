@@ -117,7 +117,6 @@ class PairwiseAveraging(Replicas[PairwiseState]):
         state.pair.close()
         if state.work is not None:
             state.work.close()
-        worker.snapshots.offer(worker.step.consumed, worker.parameters)
         worker.snapshots.renew(worker.step.consumed, worker.parameters)
         exchange.exact_mean(worker)
 

@@ -30,10 +30,8 @@ if TYPE_CHECKING:
     from orchestra.worker.worker import Worker
 else:
     torch = LazyModule("torch")  # settings load without it
-    batches, collectives = (
-        LazyModule("orchestra.worker.batches"),
-        LazyModule("orchestra.collectives"),
-    )
+    batches = LazyModule("orchestra.worker.batches")
+    collectives = LazyModule("orchestra.collectives")
 
 
 @dataclass
@@ -134,11 +132,11 @@ class Pipeline(Strategy[PipelineState]):
         worker.set_workers(slot.replicas.ranks)
         worker.reporter.expendable(False)
         exchange.agree_on_parameters(worker, worker.workers)
-        collective = exchange.make_collective(worker, "ring")
+        begin_sum = exchange.make_collective(worker, "ring").sums(worker.transport)
         parts = self.microbatches * worker.accumulation
         return PipelineState(
             worker.local_optimizer(),
-            exchange.GradientAverage(worker, collective.of_buckets(worker)),
+            exchange.GradientAverage(worker, exchange.each_bucket(begin_sum)),
             PipelineStep(worker, slot, parts, self.schedule),
         )
 

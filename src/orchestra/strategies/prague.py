@@ -101,7 +101,6 @@ class Prague(Replicas[PragueState]):
         if state.work is not None:
             state.work.close()
         state.groups.close()
-        worker.snapshots.offer(worker.step.consumed, worker.parameters)
         worker.snapshots.renew(worker.step.consumed, worker.parameters)
         exchange.exact_mean(worker)
 

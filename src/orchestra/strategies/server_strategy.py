@@ -53,12 +53,8 @@ class ServerStrategy(Strategy[V]):
 
         `state.parts` knows by itself where to pull to.
         """
-        step, gradients, client, kept = (
-            worker.step,
-            worker.gradients,
-            state.client,
-            state.compression,
-        )
+        step, gradients = worker.step, worker.gradients
+        client, kept = state.client, state.compression
         assert client is not None
         if kept is not None and step.samples and not kept.used.is_meta:
             flags = kept.used.new_tensor(gradients.used)

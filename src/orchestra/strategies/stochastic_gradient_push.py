@@ -190,7 +190,6 @@ class StochasticGradientPush(Replicas[PushState]):
         """Set all parameters to the exact mean: sum of x / sum of w."""
         state.push.drain()
         z = state.push.x.double() / state.push.w  # in float32 its mean would not be the final one
-        worker.snapshots.offer(worker.step.consumed, z, weight=state.push.w)
         worker.snapshots.renew(worker.step.consumed, z, weight=state.push.w)
         state.push.agree()
         worker.parameters.copy_(state.push.x)
