@@ -130,19 +130,13 @@ def compare(
         **settings,
     }
     given = {key: value for key, value in given.items() if value is not None or key in settings}
-    experiment = _compared(task, given)
-    return carry_out(experiment, out, retry=retry, report=report, baseline=baseline, quiet=quiet)
-
-
-def _compared(task: Any, given: dict[str, Any]) -> Experiment:
-    """Return the experiment on `task`, or in the file that `task` names where no strategies are
-    given.
-    """
     if "strategies" in given:
-        return _experiment(None, {"task": task, **given})
-    if not isinstance(task, str | Path):
+        experiment = _experiment(None, {"task": task, **given})
+    elif isinstance(task, str | Path):
+        experiment = _experiment(Path(task), given)
+    else:
         raise InputError("strategies: give a mapping of labels to strategies")
-    return _experiment(Path(task), given)
+    return carry_out(experiment, out, retry=retry, report=report, baseline=baseline, quiet=quiet)
 
 
 @dataclass(frozen=True)

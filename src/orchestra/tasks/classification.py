@@ -125,7 +125,6 @@ def random_view(
     images, labels = standardised(batch, mean, deviation)
     mirrored = torch.rand(len(images), 1, 1, 1) < 0.5
     # After standardisation 0 is the mean colour.
-    # After standardisation 0 is the mean colour.
     return random_shift((torch.where(mirrored, images.flip(3), images), labels), 0.0, reach=4)
 
 

@@ -85,9 +85,9 @@ class Recording(Interceptor):
         if operation.kind == "receive" and operation.peer is None:
             sources = self.order.answers(flow.name, "sources")
             # In the order of the receives, since a repeat asks in that order; who sent is known
-            # only later
+            # only later, in `wait`
             operation.marks[self] = len(sources)
-            sources.append(-1)  # filled by `wait`; the order is that of the receives
+            sources.append(-1)
         return proceed()
 
     def wait(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:

@@ -243,6 +243,8 @@ class Session(Loop):
 
     def _report(self, roles: Roles) -> RankReport:
         worker, totals, measures = self.worker, self.totals, self.worker.measures
+        sizes = self.shared.sizes if self.shared else sizes_of(worker.module, worker.optimizer)
+        first = worker.rank == self.roles.workers[0]  # the one to tell of the changes of batches
         seconds = vars(totals.spent).copy()
         bytes_sent = seconds.pop("bytes_sent")
         staleness = sorted(Counter(measures.staleness).items())
@@ -265,28 +267,14 @@ class Session(Loop):
             stopped=self.stopped,
             threads=self.runtime.threads or torch.get_num_threads(),
             timeline=self.trace.timeline(self.runtime.clock),
-            memory=+self._kept_bytes(),
+            memory=+kept_bytes(self.run, worker.rank, sizes, worker.layout),
             peak_memory_bytes=self.runtime.peak_memory(),
             shares=self.shares,
-            batches=self._changes_of_batches(),
+            batches=self.balancer.state.changes if self.balancer and first else [],
             node=self.runtime.node,
             counters=tuple(self.recorder.series.points),
             speeds=self.speeds,
         )
-
-    def _changes_of_batches(self) -> list[list[int]]:
-        """Return for each change of batches the steps before it and each rank's batch.
-
-        Empty but for the first worker.
-        """
-        first = self.worker.rank == self.roles.workers[0]
-        return self.balancer.state.changes if self.balancer and first else []
-
-    def _kept_bytes(self) -> Counter[str]:
-        """Return the bytes that this rank keeps, by the formula."""
-        worker, shared = self.worker, self.shared
-        sizes = shared.sizes if shared else sizes_of(worker.module, worker.optimizer)
-        return kept_bytes(self.run, worker.rank, sizes, worker.layout)
 
     # Set-up
 

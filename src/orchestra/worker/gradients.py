@@ -169,24 +169,21 @@ class Gradients:
         self._collected = [True] * len(self.used)
         return True
 
-    def take_users(self) -> bool:
+    def take_users(self) -> None:
         """Bring what a user has put in place of complete gradients into the flat vector.
 
-        Return whether a user has replaced a `.grad`; changes in place need no copy.
+        Changes in place need no copy.
         """
-        changed = False
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             grad = parameter.grad
             if grad is view or (grad is None and not self.used[index]):
                 continue
-            changed = True
             self.used[index] = grad is not None
             if grad is None:
                 view.zero_()
             else:
                 view.copy_(grad)
                 parameter.grad = view
-        return changed
 
     def fill_tail(self, rank: int, weight: float, loss: float, stop: bool) -> None:
         """Write what travels with the gradient of `rank`."""

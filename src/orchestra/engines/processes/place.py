@@ -65,12 +65,6 @@ class Place:
         finally:
             os.close(descriptor)
 
-    def held(self) -> Latencies | None:
-        """Return how long messages wait; None if none does."""
-        return (
-            Latencies(self.latencies, self.delays) if any(self.latencies) or self.delays else None
-        )
-
 
 class Latencies:
     """How long a message waits before it leaves, by the rank that it is for."""

@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from orchestra.engines.events import Event, Notice, describe
 from orchestra.engines.failure_detector import Limits
-from orchestra.engines.processes.control import Control, RankSpec, Roster, Signs
+from orchestra.engines.processes.control import Control, RankSpec, Signs
 from orchestra.engines.processes.environment import (
     Launched,
     latencies_of,
@@ -158,7 +158,17 @@ def _run(
     program, argument = load()
     roster = control.roster()
     torch.set_num_threads(spec.threads or chosen_threads(os.environ) or roster.threads)
-    transport = _connected(spec, control, roster, listener)
+    transport = connect_mesh(
+        spec.rank,
+        roster.addresses,
+        listener,
+        spec.token.encode(),
+        tls=spec.tls,
+        timeout=spec.limits.joining,
+        # Thread counts are each thread's own; background flows leave the cores to the main flow.
+        on_flow_start=lambda: torch.set_num_threads(1),
+        on_wait=control.connecting,
+    )
     resources.callback(transport.close)
     if roster.neighbours:
         transport.share_memory(roster.neighbours)
@@ -194,23 +204,6 @@ def _run(
     control.phase("leaving")
     transport.close(timeout=spec.limits.patience)
     return result
-
-
-def _connected(
-    spec: RankSpec, control: Control, roster: Roster, listener: socket.socket
-) -> SocketTransport:
-    """Connect with all other ranks."""
-    return connect_mesh(
-        spec.rank,
-        roster.addresses,
-        listener,
-        spec.token.encode(),
-        tls=spec.tls,
-        timeout=spec.limits.joining,
-        # Thread counts are each thread's own; background flows leave the cores to the main flow.
-        on_flow_start=lambda: torch.set_num_threads(1),
-        on_wait=control.connecting,
-    )
 
 
 def _signs(watched: Watched, compute: TimedCompute, transport: SocketTransport) -> Signs:

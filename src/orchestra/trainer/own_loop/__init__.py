@@ -130,7 +130,8 @@ class OwnLoop:
         self._pending = not self._gradients.last_backward
         if not self._pending:
             self.strategy.reduce(self.worker, self.batches.state)
-        self._remember_gradient()
+        own = [parameter.grad for parameter in self._gradients.parameters]
+        self._left = [(grad, 0 if grad is None else grad._version) for grad in own]
 
     def _begin_exchange(self) -> None:
         worker, batches = self.worker, self.batches
@@ -148,10 +149,6 @@ class OwnLoop:
                 loss=batches.loss,
             )
         )
-
-    def _remember_gradient(self) -> None:
-        own = [parameter.grad for parameter in self._gradients.parameters]
-        self._left = [(grad, 0 if grad is None else grad._version) for grad in own]
 
     # The second half: in optimizer.step()
 
@@ -188,15 +185,13 @@ class OwnLoop:
                 "optimizer.step(): the last backward() ended with an exception, so that its "
                 "gradient is not complete: call backward() again, or end the script"
             )
-        complete = self._passes.complete
-        if not complete and any(
-            parameter.grad is not None for parameter in self._gradients.parameters
-        ):
+        complete, parameters = self._passes.complete, self._gradients.parameters
+        if not complete and any(parameter.grad is not None for parameter in parameters):
             raise InputError(
                 "optimizer.step(): there was no backward() since the last step, so the gradients "
                 "are not those of all workers: one loss.backward() at least for each step()"
             )
-        return self._passes.complete
+        return complete
 
     def _update(self) -> None:
         worker, batches = self.worker, self.batches
