@@ -91,7 +91,18 @@ def make_server(
         return Server(own)
     # Of the server before this one; that of the first is the last (place - 1 is -1 then).
     mirror = _held_slice(worker, slices, slices[place - 1], workers, rules)
-    return _with_replica(worker, own, mirror, ranks)
+    before, after = ranks[place - 1], ranks[(place + 1) % len(ranks)]
+    lost = worker.transport.lost()
+    if after not in lost:
+        _hand_on_moments(worker.transport, own.optimizer, after)
+    if before not in lost:
+        _take_over_moments(worker.transport, mirror.optimizer, before)
+
+    def alone(text: str) -> None:
+        worker.reporter.expendable(False)
+        worker.reporter.notice(text)
+
+    return Server(own, mirror, ranks, place, lost=lost, alone=alone)
 
 
 def _held_slice(
@@ -146,24 +157,6 @@ def _server_state(
             queue.lose(gone)
         state.queue = queue
     return state
-
-
-def _with_replica(
-    worker: Worker, own: HeldSlice, mirror: HeldSlice, ranks: tuple[int, ...]
-) -> Server:
-    """Return the server of both slices, once their moments are with those who hold them."""
-    place, lost = ranks.index(worker.rank), worker.transport.lost()
-    before, after = ranks[place - 1], ranks[(place + 1) % len(ranks)]
-    if after not in lost:
-        _hand_on_moments(worker.transport, own.optimizer, after)
-    if before not in lost:
-        _take_over_moments(worker.transport, mirror.optimizer, before)
-
-    def alone(text: str) -> None:
-        worker.reporter.expendable(False)
-        worker.reporter.notice(text)
-
-    return Server(own, mirror, ranks, place, lost=lost, alone=alone)
 
 
 def _hand_on_moments(transport: Transport, optimizer: Optimizer | None, to: int) -> None:

@@ -331,11 +331,10 @@ class Strategy(Settings, ABC, Generic[S]):
         Replicas may differ: each rank keeps the parameters and buffers that it has.
         """
         # Kept beside `start`, which gives everyone the first rank's parameters
-        own = [worker.parameters, *(buffer for _, buffer in worker.buffers)]
-        kept = [tensor.clone() for tensor in own]
+        put_back = worker.keep()
         state = self.start(worker)
         optimizers.restore(state, saved)
-        optimizers.restore(own, kept)
+        put_back()
         # A flow in the background, as of a server beside a worker, answers whoever asks: nobody
         # does before what it answers from is restored.
         exchange.wait_for_everyone(worker)

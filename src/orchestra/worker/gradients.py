@@ -28,20 +28,21 @@ class Gradients:
     gradients.
     """
 
+    measures_square = False
+    square = 0.0
+    last_backward = True  # of a step; those before it only accumulate
+    on_ready: Callable[[int, int], None] | None = None
+    on_backward: Callable[[], None] | None = None
+
     def __init__(self, module: nn.Module, layout: Layout, ranks: int) -> None:
         by_name = dict(module.named_parameters())
         self.layout = layout
         self.parameters = [by_name[slot.name] for slot in layout.slots]
         self._allocate(tail=LOSSES + ranks + len(layout.slots))
         self.used = [False] * len(layout.slots)
-        self.measures_square = False
-        self.square = 0.0
-        self.last_backward = True  # of a step; those before it only accumulate
         self._collected = [False] * len(layout.slots)
         self._in_place = False
         self._own_tail = np.zeros(len(self.tail))
-        self.on_ready: Callable[[int, int], None] | None = None
-        self.on_backward: Callable[[], None] | None = None
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))
             for index, parameter in enumerate(self.parameters)

@@ -90,21 +90,6 @@ class RankSpec:
         return socket.gethostname() if self.place is None else self.place.node
 
 
-@dataclass(frozen=True)
-class Roster:
-    """All ranks of a run, from the view of one.
-
-    Attributes:
-        addresses: where each listens for data connections.
-        threads: this rank's share of the cores of its host.
-        neighbours: the ranks with which this one can share memory, itself included.
-    """
-
-    addresses: list[tuple[str, int]]
-    threads: int
-    neighbours: list[int]
-
-
 class BadFrame(Exception):
     """The other end does not speak this protocol."""
 
@@ -197,18 +182,20 @@ class Control:
         self._send({"kind": "hello", **about})
         self._thread.start()
 
-    def roster(self) -> Roster:
-        """Block until all ranks have joined; raises `RunAborted` if the run ends before."""
+    def roster(self) -> tuple[list[tuple[str, int]], int, list[int]]:
+        """Block until all ranks have joined; raises `RunAborted` if the run ends before.
+
+        Returns where each rank listens for data connections, this rank's share of the cores of its
+        host, and the ranks with which it can share memory, itself included.
+        """
         self._wait_for(lambda: self._roster is not None)
         if self._roster is None:
             raise RunAborted(self._cause)
         hosts = self._roster["memory"]
         own = hosts[self._spec.rank]
-        return Roster(
-            [(host, port) for host, port in self._roster["addresses"]],
-            self._roster["threads"][self._spec.rank],
-            [rank for rank, host in enumerate(hosts) if own and host == own],
-        )
+        addresses = [(host, port) for host, port in self._roster["addresses"]]
+        neighbours = [rank for rank, host in enumerate(hosts) if own and host == own]
+        return addresses, self._roster["threads"][self._spec.rank], neighbours
 
     def attach(self, transport: SocketTransport, probe: Callable[[], Signs]) -> None:
         """Let orders reach the transport of this rank, which is connected now."""

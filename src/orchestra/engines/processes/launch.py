@@ -149,7 +149,13 @@ def launch(
                     rank, ranks, rank, watcher.address, LOOPBACK, token, limits,
                     tls=tls, threads=threads, shared_memory=shared_memory,
                 )  # fmt: skip
-                _start(watcher, _placed(spec, places[rank]) if places else spec, job)
+                if places:
+                    place = places[rank]
+                    spec = replace(
+                        spec, place=place, host=place.address, local_rank=place.local_rank,
+                        threads=place.threads, shared_memory=shared_memory and place.shared_memory,
+                    )  # fmt: skip
+                _start(watcher, spec, job)
             watcher.join()
         except BaseException:
             watcher.abandon()
@@ -165,14 +171,6 @@ def _check_may_launch(ranks: int) -> None:
         )
     if ranks < 1:
         raise InputError(f"ranks is {ranks}: a run needs at least one")
-
-
-def _placed(spec: RankSpec, place: Place) -> RankSpec:
-    """Return `spec` with the address, the threads and the memory of its emulated node."""
-    return replace(
-        spec, place=place, host=place.address, local_rank=place.local_rank, threads=place.threads,
-        shared_memory=spec.shared_memory and place.shared_memory,
-    )  # fmt: skip
 
 
 def _pickled(program: Callable[..., Any], argument: Any) -> bytes:

@@ -156,11 +156,11 @@ def _run(
     resources: contextlib.ExitStack,
 ) -> Any:
     program, argument = load()
-    roster = control.roster()
-    torch.set_num_threads(spec.threads or chosen_threads(os.environ) or roster.threads)
+    addresses, threads, neighbours = control.roster()
+    torch.set_num_threads(spec.threads or chosen_threads(os.environ) or threads)
     transport = connect_mesh(
         spec.rank,
-        roster.addresses,
+        addresses,
         listener,
         spec.token.encode(),
         tls=spec.tls,
@@ -170,8 +170,8 @@ def _run(
         on_wait=control.connecting,
     )
     resources.callback(transport.close)
-    if roster.neighbours:
-        transport.share_memory(roster.neighbours)
+    if neighbours:
+        transport.share_memory(neighbours)
     latencies = spec.held
     if latencies is not None:
         transport.hold(latencies.seconds)
