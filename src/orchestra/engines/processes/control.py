@@ -80,9 +80,9 @@ class RankSpec:
     @property
     def held(self) -> Latencies | None:
         """How long messages wait before they leave; None if none does."""
-        usual = self.latencies if self.place is None else self.place.latencies
-        delays = () if self.place is None else self.place.delays
-        return Latencies(usual, delays) if any(usual) or delays else None
+        if self.place is not None:
+            return self.place.held()
+        return Latencies(self.latencies) if any(self.latencies) else None
 
     @property
     def node(self) -> str:

@@ -65,6 +65,11 @@ class Place:
         finally:
             os.close(descriptor)
 
+    def held(self) -> Latencies | None:
+        """Return how long messages wait; None if none does."""
+        held = any(self.latencies) or self.delays
+        return Latencies(self.latencies, self.delays) if held else None
+
 
 class Latencies:
     """How long a message waits before it leaves, by the rank that it is for."""
