@@ -40,8 +40,16 @@ class CompressionState:
 
     @staticmethod
     def of(worker: Worker, compressor: Compressor) -> CompressionState:
-        """The state before the first step."""
-        _check(worker, compressor)
+        """The state before the first step; refuses a compressor that this run cannot use."""
+        if worker.parameters.is_meta and isinstance(compressor, Encoder) and not compressor.sized:
+            raise InputError(
+                f"tensors: shapes: how many bytes {compressor!r} sends depends on values, which a "
+                "run of shapes does not have: set tensors to real"
+            )
+        if compressor.brings_momentum and not worker.optimizer.stateless:
+            raise InputError(
+                f"{compressor!r} brings the momentum along: set optimizer to SGD, without momentum"
+            )
         slots, views = worker.layout.slots, worker.layout.views(worker.gradients.vector)
         memory = [
             compressor.memory(view, slot.offset) for view, slot in zip(views, slots, strict=True)
@@ -56,19 +64,6 @@ class CompressionState:
         """
         if not flags.is_meta and (self.residual is not None or any(self.memory)):
             flags.copy_(torch.maximum(self.used, flags, out=self.used))
-
-
-def _check(worker: Worker, compressor: Compressor) -> None:
-    """Raise InputError for a compressor that this run cannot use."""
-    if worker.parameters.is_meta and isinstance(compressor, Encoder) and not compressor.sized:
-        raise InputError(
-            f"tensors: shapes: how many bytes {compressor!r} sends depends on values, which a run "
-            "of shapes does not have: set tensors to real"
-        )
-    if compressor.brings_momentum and not worker.optimizer.stateless:
-        raise InputError(
-            f"{compressor!r} brings the momentum along: set optimizer to SGD, without momentum"
-        )
 
 
 class _Codec:

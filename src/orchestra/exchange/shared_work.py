@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 
 import torch
@@ -164,5 +163,4 @@ class _Holder:
 
 
 def _answer(transport: Transport, worker: int, item: WorkItem) -> None:
-    with contextlib.suppress(PeerLost):
-        transport.send(torch.tensor(item, dtype=torch.float64), worker, Tag.WORK).wait()
+    transport.send_unless_lost(torch.tensor(item, dtype=torch.float64), worker, Tag.WORK)

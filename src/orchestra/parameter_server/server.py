@@ -9,7 +9,6 @@ twice, and gets the same answer.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -130,7 +129,7 @@ class Server:
         if passed_on:
             mirror.take(transport, request, gradient)
             confirmation = encode_request(Request(request.worker, Kind.CONFIRMED), place)
-            _send(transport, confirmation, self._before, Tag.REQUEST)
+            transport.send_unless_lost(confirmation, self._before, Tag.REQUEST)
         elif self._before in self._lost:
             self._answer(transport, mirror, request, message, gradient)
         else:  # what the server before this one passed on comes first
@@ -144,13 +143,13 @@ class Server:
         message: Tensor,
         gradient: Tensor | None,
     ) -> None:
-        if held.log.hear(request):
+        if held.log.hear(request):  # `_lose` handles the loss of the other server
             # Before this server takes it: the order in which it passes requests on is the order for
             # both.
             if held.log.backed:
                 if gradient is not None:
-                    _send(transport, gradient, self._after, Tag.BACKUP_GRADIENT)
-                _send(transport, message, self._after, Tag.REQUEST)
+                    transport.send_unless_lost(gradient, self._after, Tag.BACKUP_GRADIENT)
+                transport.send_unless_lost(message, self._after, Tag.REQUEST)
             held.take(transport, request, gradient)
         held.send(transport, held.log.due())
 
@@ -194,9 +193,3 @@ class Server:
         self.own.load_state_dict(saved if self.mirror is None else saved["own"])
         if self.mirror is not None:
             self.mirror.load_state_dict(saved["mirror"])
-
-
-def _send(transport: Transport, tensor: Tensor, to: int, tag: int) -> None:
-    """Send `tensor`, and wait until it has left. The loss of `to` is handled by `_lose`."""
-    with contextlib.suppress(PeerLost):
-        transport.send(tensor, to, tag).wait()

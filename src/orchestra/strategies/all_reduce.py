@@ -29,6 +29,15 @@ if TYPE_CHECKING:
     from orchestra.worker.worker import Worker
 
 
+def require_ring(strategy: str, compressor: Compressor, algorithm: str) -> None:
+    """Refuse payloads that do not add, and so are gathered around a ring, by other algorithms."""
+    if not compressor.adds and algorithm != "ring":
+        raise InputError(
+            f"{strategy}: payloads of {compressor!r} do not add, so that they can only be "
+            f"gathered: set algorithm='ring' in place of {algorithm!r}"
+        )
+
+
 SHARDS = ("nothing", "optimizer", "gradients", "parameters")
 """What `shard` may be: the stages of ZeRO."""
 
@@ -156,11 +165,7 @@ class AllReduce(Strategy[AllReduceState]):
     def _check_compression(self) -> None:
         if self.compression is None:
             return
-        if not self.compression.adds and self.algorithm != "ring":
-            raise InputError(
-                f"AllReduce: payloads of {self.compression!r} do not add, so that they can only be "
-                f"gathered: set algorithm='ring' in place of {self.algorithm!r}"
-            )
+        require_ring("AllReduce", self.compression, self.algorithm)
         if self.shard != "nothing" or self.backup:
             raise InputError(
                 "AllReduce: compression does not go with shard or backup: leave these out"

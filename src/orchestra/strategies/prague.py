@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -307,10 +306,9 @@ class GroupAverage:
             numbers = [
                 number for group in answers[request](worker) for number in (len(group), *group)
             ]
-            with contextlib.suppress(PeerLost):
-                # At once, before the other members are there: a worker waits inside the all-reduce,
-                # where the watcher sees for whom (docs/decisions/0048-prague.md).
-                transport.send(torch.tensor([*numbers, 0]), worker, Tag.GROUP).wait()
+            # At once, before the other members are there: a worker waits inside the all-reduce,
+            # where the watcher sees for whom (docs/decisions/0048-prague.md).
+            transport.send_unless_lost(torch.tensor([*numbers, 0]), worker, Tag.GROUP)
 
     def state_dict(self) -> Mapping[str, Any]:
         """State for a checkpoint, at a quiet point: there the flow only waits."""

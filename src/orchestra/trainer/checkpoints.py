@@ -216,9 +216,8 @@ class CollectiveCheckpoints:
         if whole:
             commit(self._folder, index, files)
         for rank in self._ranks:
-            with contextlib.suppress(PeerLost):
-                if rank != leader:
-                    transport.send(torch.tensor([whole]), rank, Tag.CHECKPOINT).wait()
+            if rank != leader:
+                transport.send_unless_lost(torch.tensor([whole]), rank, Tag.CHECKPOINT)
         return whole
 
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from orchestra.errors import InputError
+from orchestra.errors import InputError, PeerLost
 from orchestra.schedules import Schedule
 from orchestra.transports.background import Background, Begun, HandOver
 
@@ -172,6 +173,11 @@ class Transport(ABC):
             more: another message to the same rank follows at once, and may take this one along, as
                 with `MSG_MORE` of a socket.
         """
+
+    def send_unless_lost(self, tensor: Tensor, to: int, tag: int) -> None:
+        """Send `tensor`, and wait until it has left; the loss of `to` is seen to elsewhere."""
+        with suppress(PeerLost):
+            self.send(tensor, to, tag).wait()
 
     @abstractmethod
     def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> Handle:

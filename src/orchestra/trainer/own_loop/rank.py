@@ -351,8 +351,7 @@ class OwnRank:
         first, serving = self._places()
         if self.worker.rank == first:
             for rank in serving:
-                with contextlib.suppress(PeerLost):
-                    self.worker.transport.send(torch.tensor([command]), rank, Tag.GOES_ON).wait()
+                self.worker.transport.send_unless_lost(torch.tensor([command]), rank, Tag.GOES_ON)
 
     def hear(self) -> Command:
         """On a rank that serves, once it has stopped: return what follows; restart or resume
