@@ -76,6 +76,9 @@ class Auto(Phased[AutoState]):
     """
 
     switches = True
+    depends_on_speed = True
+    steps_together = True
+    reads_values = True  # what workers measure travels as such
 
     use = "where links or nodes change during a run, or are not known before it"
     variants = (
@@ -121,19 +124,6 @@ class Auto(Phased[AutoState]):
     @property
     def synchronous(self) -> bool:
         return all(each.synchronous for each in self.candidates)
-
-    @property
-    def depends_on_speed(self) -> bool:
-        return True
-
-    @property
-    def steps_together(self) -> bool:
-        return True
-
-    @property
-    def reads_values(self) -> bool:
-        """True if values are read: what workers measure travels as such."""
-        return True
 
     @property
     def hands_over_moments(self) -> bool:

@@ -53,6 +53,7 @@ class PairwiseAveraging(Replicas[PairwiseState]):
     """
 
     self_paced = True  # a partner averages in the background, at any step of its own
+    answers_beside = True
 
     use = "for workers of unlike speed, without a server"
     variants = (("PairwiseAveraging()", use),)
@@ -62,10 +63,6 @@ class PairwiseAveraging(Replicas[PairwiseState]):
     )
     _: KW_ONLY
     seed: int = setting(0, "of the choice of partners", low=0, high=MAX_SEED)
-
-    @property
-    def answers_beside(self) -> bool:
-        return True
 
     def roles(self, ranks: int) -> Roles:
         """All ranks are workers; the links between even and odd ones have to connect them."""

@@ -282,8 +282,7 @@ def task_text(text: str, *, where: str) -> str:
     Raises:
         InputError: not a constructor call, an unknown name or argument, a refused value.
     """
-    value = _settings_or_call(text, where)
-    return str(value) if isinstance(value, Call) else write(value, TASKS)
+    return write(_settings_or_call(text, where), TASKS)
 
 
 def task_name(text: str) -> str:
@@ -299,7 +298,7 @@ def replace_task_setting(text: str, path: str, value: str, *, where: str) -> str
     """
     task = _settings_or_call(text, where)
     new = replace_setting(task, path, value, TASKS, where=where)
-    return task_text(str(new) if isinstance(new, Call) else write(new, TASKS), where=where)
+    return task_text(write(new, TASKS), where=where)
 
 
 def _settings_or_call(text: str, where: str) -> Settings | Call:
