@@ -318,10 +318,18 @@ class SliceCodec(_Codec):
         def decode() -> None:
             if values.is_meta:
                 return
-            payloads = self._split(part, payload, step)
+            body = payload
+            if self._encoder.sized:
+                sizes = self._sizes(part.pieces, step)
+                lengths = [size // payload.element_size() for size in sizes]
+            else:
+                head = 4 * len(part.pieces)
+                body = payload[head:]
+                # A copy: a view of another dtype has to begin at a multiple of its size.
+                lengths = payload[:head].clone().view(torch.int32).tolist()
             contexts = self._contexts(part.pieces, step, rank)
             there = _cut(part.pieces, values, part.first)
-            for own, out, context in zip(payloads, there, contexts, strict=True):
+            for own, out, context in zip(body.split(lengths), there, contexts, strict=True):
                 self._encoder.combine([own], out, context)
 
         self._charge("decode", self._encoder.passes[1] * values.numel(), decode)
@@ -340,15 +348,6 @@ class SliceCodec(_Codec):
         if not push.samples:
             return payload.new_zeros(part.end - part.first)
         return self.decode(part, payload, push.clock, push.worker)
-
-    def _split(self, part: Slice, payload: Tensor, step: int) -> list[Tensor]:
-        if self._encoder.sized:
-            lengths = [size // payload.element_size() for size in self._sizes(part.pieces, step)]
-        else:
-            head = 4 * len(part.pieces)
-            # A copy: a view of another dtype has to begin at a multiple of its size.
-            lengths, payload = payload[:head].clone().view(torch.int32).tolist(), payload[head:]
-        return list(payload.split(lengths))
 
 
 def average_compressed(

@@ -131,9 +131,8 @@ class PartsClient:
     def _slots_are_ready(self, first: int, end: int) -> None:
         """Called in backward: collect slots, and push parts that are complete, in their order."""
         worker = self._worker
-        for slot in range(first, end):
-            worker.gradients.collect(slot, self.weight)
-            self._there[slot] = True
+        worker.gradients.collect_each(first, end, self.weight)
+        self._there[first:end] = [True] * (end - first)
         while self._next < len(self._parts):
             tensors = self._parts[self._next].tensors
             if not all(self._there[tensors.start : tensors.stop]):

@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from orchestra.errors import InputError
+from orchestra.worker.layout import owner_of
 
 ONE_AT_A_TIME = threading.Lock()  # while torch.fx traces, no thread can call any module
 
@@ -86,9 +87,9 @@ def stage_of(
     stage = Stage(module, line.subgraph(*spans[index]), holders)
     persistent = module.state_dict(keep_vars=True).keys()
     for name, _ in stage.named_buffers():  # fx makes all that it copies persistent
-        path, _, leaf = name.rpartition(".")
         if name not in persistent:
-            stage.get_submodule(path)._non_persistent_buffers_set.add(leaf)
+            owner, leaf = owner_of(stage, name)
+            owner._non_persistent_buffers_set.add(leaf)
     held = {id(parameter) for parameter in stage.parameters()}
     for name, parameter in trainable.items():
         if index in holders[name] and id(parameter) not in held:
