@@ -106,11 +106,7 @@ def make_server(
 
 
 def _held_slice(
-    worker: Worker,
-    slices: Sequence[Slice],
-    part: Slice,
-    workers: Sequence[int],
-    rules: ServerRules,
+    worker: Worker, slices: Sequence[Slice], part: Slice, workers: Sequence[int], rules: ServerRules
 ) -> HeldSlice:
     """Make the server's side of `part`, one of `slices`, with its optimizer and its state."""
     values = worker.parameters[part.first : part.end].clone()

@@ -161,11 +161,7 @@ class Replay:
 
 
 def replay(
-    run: str | Path,
-    until: int | None = None,
-    *,
-    out: str | Path | None = None,
-    quiet: bool = False,
+    run: str | Path, until: int | None = None, *, out: str | Path | None = None, quiet: bool = False
 ) -> Replay:
     """Repeat a run that was recorded with `record_order`, in virtual time, to the same bits.
 

@@ -11,14 +11,7 @@ from typing import Any, Literal
 
 from orchestra.errors import InputError, nearest
 from orchestra.optimizers.settings import SCHEDULES
-from orchestra.settings import (
-    MAX_RANKS,
-    MAX_SEED,
-    REQUIRED,
-    Settings,
-    replace_setting,
-    setting,
-)
+from orchestra.settings import MAX_RANKS, MAX_SEED, REQUIRED, Settings, replace_setting, setting
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.single import Single

@@ -250,9 +250,7 @@ def export_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Te
 
 
 def install_moments(
-    optimizer: torch.optim.Optimizer,
-    parts: Mapping[str, tuple[Tensor, int]],
-    moments: Moments,
+    optimizer: torch.optim.Optimizer, parts: Mapping[str, tuple[Tensor, int]], moments: Moments
 ) -> None:
     """Give `optimizer` copies of the `moments` of its tensors.
 

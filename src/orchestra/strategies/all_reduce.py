@@ -101,10 +101,7 @@ class AllReduce(Strategy[AllReduceState]):
             'AllReduce("ring", shard="optimizer")',
             "for an optimizer whose state is too large for each",
         ),
-        (
-            'AllReduce("ring", shard="gradients")',
-            "for gradients, too, that are too large for each",
-        ),
+        ('AllReduce("ring", shard="gradients")', "for gradients, too, that are too large for each"),
         (
             'AllReduce("ring", shard="parameters")',
             "for models that fit no worker; half as many bytes again",

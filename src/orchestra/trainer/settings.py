@@ -68,10 +68,7 @@ class Training(Settings):
         4, "processes, servers included: the budget of a run", low=1, high=MAX_RANKS
     )
     batch_size: int = setting(
-        32,
-        "samples in a step of one worker, where every rank is a worker",
-        low=1,
-        high=MAX_SAMPLES,
+        32, "samples in a step of one worker, where every rank is a worker", low=1, high=MAX_SAMPLES
     )
     equal: Literal["global_batch", "worker_batch"] = setting(
         "global_batch",
