@@ -157,6 +157,10 @@ class ScheduledGroup:
         """Sum vectors by this collective."""
         return lambda vector, background: self.begin(transport, vector, tag, background=background)
 
+    def of_buckets(self, worker: Worker) -> Begin:
+        """Sum each bucket by this collective."""
+        return each_bucket(self.sums(worker.transport))
+
 
 def make_collective(
     worker: Worker,

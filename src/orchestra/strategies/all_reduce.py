@@ -263,7 +263,7 @@ class AllReduce(Strategy[AllReduceState]):
             gather=several and self.shard == "parameters",
         )  # fmt: skip
         if worker.own_loop:  # it may read the gradient, to clip it: it gets the whole of it
-            average = exchange.GradientAverage(worker, exchange.each_bucket(begin_sum))
+            average = exchange.GradientAverage(worker, collective.of_buckets(worker))
         else:
             average = shards.average()
         return AllReduceState(shards.optimizer, average, shards)

@@ -132,11 +132,11 @@ class Pipeline(Strategy[PipelineState]):
         worker.set_workers(slot.replicas.ranks)
         worker.reporter.expendable(False)
         exchange.agree_on_parameters(worker, worker.workers)
-        begin_sum = exchange.make_collective(worker, "ring").sums(worker.transport)
+        collective = exchange.make_collective(worker, "ring")
         parts = self.microbatches * worker.accumulation
         return PipelineState(
             worker.local_optimizer(),
-            exchange.GradientAverage(worker, exchange.each_bucket(begin_sum)),
+            exchange.GradientAverage(worker, collective.of_buckets(worker)),
             PipelineStep(worker, slot, parts, self.schedule),
         )
 
