@@ -15,13 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from orchestra.exchange import (
-        BeginSum,
-        CompressionState,
-        GradientAverage,
-        PartialAverage,
-        Shards,
-    )
     from orchestra.optimizers.spec import OptimizerPart
     from orchestra.transports.protocol import Group
     from orchestra.worker.batches import Batch
@@ -47,9 +40,11 @@ class AllReduceState:
     """Workers keep whole optimizers, equal since their gradients are; or the one of their slice."""
 
     optimizer: Optimizer
-    average: GradientAverage | PartialAverage = field(metadata=optimizers.TRANSIENT)
-    shards: Shards | None = field(default=None, metadata=optimizers.TRANSIENT)
-    compression: CompressionState | None = None
+    average: exchange.GradientAverage | exchange.PartialAverage = field(
+        metadata=optimizers.TRANSIENT
+    )
+    shards: exchange.Shards | None = field(default=None, metadata=optimizers.TRANSIENT)
+    compression: exchange.CompressionState | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -281,7 +276,9 @@ class AllReduce(Strategy[AllReduceState]):
                     "overlap to true, or shard='optimizer'"
                 )
 
-    def _averaging(self, worker: Worker, begin_sum: BeginSum, ring: Group) -> AllReduceState:
+    def _averaging(
+        self, worker: Worker, begin_sum: exchange.BeginSum, ring: Group
+    ) -> AllReduceState:
         """Make the state with a whole optimizer, and averages by `begin_sum`."""
         if self.compression is None:
             average = exchange.GradientAverage(worker, exchange.each_bucket(begin_sum))

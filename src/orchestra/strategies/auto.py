@@ -14,7 +14,6 @@ from orchestra.strategies.base import CHANGED, Footprint, Roles, Strategy
 from orchestra.strategies.phased import Phased
 
 if TYPE_CHECKING:
-    from orchestra.exchange import Stopwatch
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
 
@@ -50,7 +49,7 @@ class AutoState:
     usual: float = 0.0
     since: float = 0.0
     cost: float = 0.0
-    watch: Stopwatch | None = field(default=None, metadata=optimizers.TRANSIENT)
+    watch: exchange.Stopwatch | None = field(default=None, metadata=optimizers.TRANSIENT)
 
 
 @dataclass(frozen=True, repr=False)

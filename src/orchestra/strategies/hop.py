@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from orchestra.exchange import SharedWork
     from orchestra.transports.protocol import Handle
     from orchestra.worker.worker import Worker
 else:
@@ -141,7 +140,7 @@ class Hop(Replicas[HopState]):
         moving = len(sources[rank]) + min(len(graph[rank]), 1)
         return replace(super().footprint(rank, ranks), copies=float(moving * (1 + ahead)))
 
-    def allocate(self, worker: Worker, work: SharedWork | None) -> HopState:
+    def allocate(self, worker: Worker, work: exchange.SharedWork | None) -> HopState:
         return HopState(worker.local_optimizer(), IterationQueues(worker, self), work=work)
 
     def before_forward(self, worker: Worker, state: HopState) -> None:

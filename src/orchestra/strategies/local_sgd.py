@@ -17,7 +17,6 @@ from orchestra.strategies.outer import Average, Outer, OuterRound, OuterState, S
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from orchestra.exchange import CompressionState, SharedWork
     from orchestra.transports.protocol import Task, Transport
     from orchestra.worker.worker import Worker
 
@@ -86,7 +85,7 @@ class LocalSGDState(ReplicaState):
     epochs: int = 0
     ended: list[int] = field(default_factory=list)
     samples: int = 0
-    compression: CompressionState | None = None
+    compression: exchange.CompressionState | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -227,7 +226,7 @@ class LocalSGD(Replicas[LocalSGDState]):
             copies += self.compression.footprint + (not self.outer.copies)
         return replace(super().footprint(rank, ranks), copies=copies)
 
-    def allocate(self, worker: Worker, work: SharedWork | None) -> LocalSGDState:
+    def allocate(self, worker: Worker, work: exchange.SharedWork | None) -> LocalSGDState:
         fragments = [
             Fragment(first, end, self.outer.begin(worker.parameters[first:end]))
             for first, end in exchange.fragments_of(worker, self.fragments)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from orchestra.exchange import SharedWork
     from orchestra.transports.protocol import Handle, Task, Transport
     from orchestra.worker.worker import Worker
 else:
@@ -80,7 +79,7 @@ class PairwiseAveraging(Replicas[PairwiseState]):
         """Add what is averaged meanwhile: x, and that of the other worker."""
         return replace(super().footprint(rank, ranks), copies=2.0)
 
-    def allocate(self, worker: Worker, work: SharedWork | None) -> PairwiseState:
+    def allocate(self, worker: Worker, work: exchange.SharedWork | None) -> PairwiseState:
         return PairwiseState(worker.local_optimizer(), PairwiseAverage(worker), work=work)
 
     def before_forward(self, worker: Worker, state: PairwiseState) -> None:

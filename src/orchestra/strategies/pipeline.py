@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from orchestra import collectives
     from orchestra.collectives import Group
-    from orchestra.exchange import GradientAverage
     from orchestra.transports.protocol import Handle
     from orchestra.worker import batches
     from orchestra.worker.batches import Batch
@@ -39,7 +38,7 @@ class PipelineState:
     """The optimizer of this rank's stage; `average` is over the replicas of that stage."""
 
     optimizer: Optimizer
-    average: GradientAverage = field(metadata=optimizers.TRANSIENT)
+    average: exchange.GradientAverage = field(metadata=optimizers.TRANSIENT)
     passes: PipelineStep = field(metadata=optimizers.TRANSIENT)
 
 

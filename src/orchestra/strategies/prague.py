@@ -19,7 +19,6 @@ from orchestra.transports.tags import Tag
 if TYPE_CHECKING:
     import torch
 
-    from orchestra.exchange import SharedWork
     from orchestra.transports.protocol import Task, Transport
     from orchestra.worker.worker import Worker
 else:
@@ -79,7 +78,7 @@ class Prague(Replicas[PragueState]):
     )
     seed: int = setting(0, "of the choice of groups", low=0, high=MAX_SEED)
 
-    def allocate(self, worker: Worker, work: SharedWork | None) -> PragueState:
+    def allocate(self, worker: Worker, work: exchange.SharedWork | None) -> PragueState:
         return PragueState(worker.local_optimizer(), GroupAverage(worker, self), work=work)
 
     def update(self, worker: Worker, state: PragueState) -> None:

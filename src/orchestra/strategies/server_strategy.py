@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from orchestra.exchange import CompressionState, PartsClient
     from orchestra.optimizers.spec import OptimizerPart
-    from orchestra.parameter_server import Client, Pause, Server
     from orchestra.parameter_server.placement import Slice
     from orchestra.transports.protocol import Task
     from orchestra.worker.worker import Worker
@@ -33,12 +31,12 @@ class ServerStrategyState:
     """
 
     slices: list[Slice] = field(metadata=optimizers.TRANSIENT)
-    client: Client | None = None
-    parts: PartsClient | None = field(default=None, metadata=optimizers.TRANSIENT)
-    server: Server | None = None
+    client: parameter_server.Client | None = None
+    parts: exchange.PartsClient | None = field(default=None, metadata=optimizers.TRANSIENT)
+    server: parameter_server.Server | None = None
     flow: Task[None] | None = field(default=None, metadata=optimizers.TRANSIENT)
     optimizer: Optimizer | None = None
-    compression: CompressionState | None = None
+    compression: exchange.CompressionState | None = None
 
 
 V = TypeVar("V", bound=ServerStrategyState)
@@ -80,7 +78,7 @@ class ServerStrategy(Strategy[V]):
             for piece, used in zip(part.pieces, answer.used, strict=True):
                 gradients.used[piece.tensor] = used
 
-    def serve(self, worker: Worker, state: V) -> Pause | None:
+    def serve(self, worker: Worker, state: V) -> parameter_server.Pause | None:
         assert state.server is not None
         paused = state.server.serve(worker.transport, worker.observe)
         worker.step.consumed = state.server.own.state.consumed

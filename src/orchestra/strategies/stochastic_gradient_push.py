@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from orchestra.exchange import SharedWork
     from orchestra.transports.protocol import Task, Transport
     from orchestra.worker.worker import Worker
 else:
@@ -145,7 +144,7 @@ class StochasticGradientPush(Replicas[PushState]):
         copies = 1.0 + moving * (1 + self.overlap) + (self.overlap > 0)  # the mass before its parts
         return replace(super().footprint(rank, ranks), copies=copies)
 
-    def allocate(self, worker: Worker, work: SharedWork | None) -> PushState:
+    def allocate(self, worker: Worker, work: exchange.SharedWork | None) -> PushState:
         push = PushSum(worker, self) if work is None else SelfPacedPushSum(worker, self)
         return PushState(worker.local_optimizer(), push, work=work)
 
