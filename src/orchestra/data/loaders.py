@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import count, islice
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -214,7 +213,7 @@ class _Dealt(ShardedLoader):
     def begin(self, first: int) -> Iterator[WorkerBatch]:
         self._begun = self.epoch, first
         self.epoch += 1
-        return map(self._part, itertools.count(first), iter(self._loader))
+        return map(self._part, count(first), iter(self._loader))
 
     def _indices(self) -> Iterator[list[int]]:
         epoch, first = self._begun
@@ -273,7 +272,7 @@ class _EveryNth(ShardedLoader):
         # The first item of a turn stands in for one that is not there.
         wanted = {0, self._index}
         turn = [item for n, item in enumerate(turn) if n in wanted]
-        for number in itertools.count():
+        for number in count():
             if not turn:
                 return
             if number >= dropped:

@@ -16,9 +16,9 @@ from orchestra.errors import InputError
 from orchestra.experiments.comparison import Comparison, carry_out
 from orchestra.experiments.experiment import Experiment, only_run
 from orchestra.experiments.file import NOTATIONS, load
-from orchestra.experiments.run import RESOLVED, SUMMARY, folder_for, make_run
+from orchestra.experiments.run import RESOLVED, folder_for, make_run
 from orchestra.optimizers.settings import Optimizer
-from orchestra.records.record import RunRecord, read_summary
+from orchestra.records.record import SUMMARY, RunRecord, read_summary
 from orchestra.settings import Settings, write
 from orchestra.settings.reading import Entry
 from orchestra.strategies.registry import STRATEGIES

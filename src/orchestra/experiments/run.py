@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -23,8 +22,8 @@ from orchestra.experiments.experiment import Experiment, alone
 from orchestra.experiments.file import to_yaml
 from orchestra.experiments.tracking import tracked
 from orchestra.records.live import holder
-from orchestra.records.record import SUMMARY as SUMMARY
 from orchestra.records.record import (
+    SUMMARY,
     RunRecord,
     partial_of,
     read_summary,
@@ -87,7 +86,7 @@ def write_failure(
 ) -> RunRecord:
     """Write the record of a failed run into `folder`, unless the disk is full, and return it."""
     record = failed_record(run, folder, failure)
-    with contextlib.suppress(OSError):  # a full disk is the failure itself
+    with suppress(OSError):  # a full disk is the failure itself
         write_summary(folder, experiment, [record])
     return record
 

@@ -6,10 +6,9 @@ import ast
 import importlib
 import importlib.util
 import sys
-import typing
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
 from orchestra.errors import InputError
 from orchestra.settings import (
@@ -245,7 +244,7 @@ def makes_task(target: Any) -> bool:
     """
     maker = getattr(target, "build", target) if isinstance(target, type) else target
     try:
-        made = maker if isinstance(maker, type) else typing.get_type_hints(maker).get("return")
+        made = maker if isinstance(maker, type) else get_type_hints(maker).get("return")
     except (NameError, TypeError):  # names that only a type checker imports
         made = getattr(maker, "__annotations__", {}).get("return")
     if isinstance(made, str):

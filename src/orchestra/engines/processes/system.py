@@ -5,7 +5,6 @@ Of glibc's allocator, docs/decisions/0037-memory.md says why it is configured.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import resource
@@ -14,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -87,14 +86,14 @@ def handling(handlers: Mapping[signal.Signals, Callable[[], None]]) -> Iterator[
 
 def kernel() -> str:
     """Return a text equal for processes that number the same cores alike; empty if not known."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
 
 
 def machine() -> str:
     """Return a text equal for processes that see each other's ids; empty if not known."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         if boot := kernel():
             return f"{boot}:{Path('/proc/self/ns/pid').readlink()}"
     return ""
@@ -225,5 +224,5 @@ def keep_one_arena() -> None:
 
 
 def _mallopt(parameter: int, value: int) -> None:
-    with contextlib.suppress(AttributeError, OSError):
+    with suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(parameter, value)
