@@ -49,9 +49,7 @@ class GlobalOrder:
         self._permutation = torch.arange(0 if shuffled else samples)
 
     def indices(self, start: int, stop: int) -> Tensor:
-        """Return the samples at positions `start` to `stop` of the stream, which may straddle
-        epochs.
-        """
+        """Return the samples at positions `start` to `stop`, which may straddle epochs."""
         parts = []
         while start < stop:
             epoch, offset = divmod(start, self.samples)
@@ -141,9 +139,7 @@ def _epochs(dataset: IterableDataset[T]) -> Iterator[T]:
 
 
 def open_samples(dataset: Dataset[Any], seed: int, collate: Collate | None) -> Samples:
-    """Return the stream of `dataset`; `seed` shuffles a map-style one. `collate` is torch's by
-    default.
-    """
+    """Return the stream of `dataset`; `seed` shuffles a map-style one. Default: torch's collate."""
     collate = collate or default_collate
     if isinstance(dataset, IterableDataset):
         return IterableSamples(dataset, collate)

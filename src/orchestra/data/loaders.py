@@ -307,9 +307,7 @@ class QueuedLoader:
 
     @staticmethod
     def of(loader: Loader, seed: int) -> QueuedLoader | None:
-        """Return the queue of `loader`; None if its samples have no place in an epoch, or are
-        loaded early.
-        """
+        """Return the queue of `loader`; None if samples have no places, or are loaded early."""
         if not isinstance(loader, DataLoader) or not _is_standard(loader):
             return None
         # Worker processes load batches before the queue has given them out (decision 45).

@@ -340,8 +340,7 @@ class PartialAverage:
             raise
 
     def _next_choice(self, transport: Transport, step: int) -> Tensor:
-        """Return the samples of each worker that takes part in `step`, 0 for others; all 0 at the
-        end."""
+        """Return each worker's samples if it takes part in `step`, else 0; all 0 at the end."""
         if transport.rank != self._first:
             return transport.receive(self._first, Tag.CHOSEN).wait()
         chosen = self._choose(transport, step)

@@ -178,9 +178,7 @@ def _groups(entry: Entry) -> tuple[Group, ...]:
 
 
 def _folder(entry: Entry) -> Path:
-    """Return the folder that paths in `entry` are relative to: that of its file, or the current
-    one.
-    """
+    """Return the folder that paths in `entry` start from: that of its file, or the current one."""
     from_option = entry.where.startswith("--")
     return Path() if from_option else Path(entry.where.rpartition(":")[0]).parent
 
@@ -198,9 +196,7 @@ def _notation(entry: Entry, key: str) -> object:
 
 
 def _shares(entry: Entry, key: str) -> Any:
-    """Return weights and "measured" as they are; for a notation its rule, for a run the speeds
-    there.
-    """
+    """Return weights and "measured" as they are; of a notation its rule, of a run its speeds."""
     if not isinstance(entry.value, str) or entry.value == MEASURED:
         return entry.value
     run = _folder(entry) / entry.value

@@ -239,9 +239,7 @@ def _require_same(path: Path, old_text: str, new_text: str) -> None:
 
 
 def idle_nodes(planned: Sequence[Run]) -> list[str]:
-    """Return a line for each cluster that has more nodes than the largest run has ranks to
-    spread.
-    """
+    """Return a line for each cluster with more nodes than the largest run has ranks to spread."""
     most = max((run.training.ranks for run in planned), default=0)
     described = [run.training for run in planned if run.training.engine != "processes"]
     lines = []

@@ -37,8 +37,7 @@ class Technique:
 
 @dataclass(frozen=True)
 class Judged:
-    """A technique on `ranks` ranks; `break_even` is None where it was not searched, and `text` says
-    it in words."""
+    """A technique on `ranks` ranks; `break_even`, None if not searched, is `text` in words."""
 
     technique: Technique
     ranks: int

@@ -59,9 +59,7 @@ class About:
 
 
 def _settings_of(run: Run, experiment: Experiment) -> dict[str, Any]:
-    """Return the settings of `run` by name, as its file has them; those of the optimizer by dotted
-    names, too.
-    """
+    """Return the settings of `run` as its file has them; the optimizer's also by dotted names."""
     settings = yaml_value(to_yaml(alone(experiment, run)))
     assert isinstance(settings, dict)
     del settings["name"], settings["seeds"], settings["devices"], settings["tune"]
@@ -267,9 +265,7 @@ class Tracking:
         self._with_each(lambda tracker: tracker.finish(status, _finite(final)))
 
     def _read(self) -> dict[int, Sequence[Line]]:
-        """Return the new lines of each rank; without figures of a rank that has none, such as a
-        server.
-        """
+        """Return the new lines of each rank; none of ranks without figures, such as servers."""
         news: dict[int, Sequence[Line]] = {}
         for path in self._folder.glob("steps-rank-*.jsonl"):
             rank = int(path.stem.rpartition("-")[2])

@@ -131,9 +131,7 @@ class Strategy(Settings, ABC, Generic[S]):
 
     @property
     def shards_parameters(self) -> bool:
-        """True if each rank keeps only a shard of the model, and gathers the rest when it needs
-        it.
-        """
+        """True if each rank keeps only a shard of the model, and gathers the rest as needed."""
         return False
 
     def share_of(self, rank: int, ranks: int) -> Share | None:
@@ -188,9 +186,7 @@ class Strategy(Settings, ABC, Generic[S]):
         return False
 
     def work(self, state: S) -> WorkSource | None:
-        """Return the source of this worker's batches in the current phase; None if they follow
-        the plan.
-        """
+        """Return the source of this worker's batches now; None if they follow the plan."""
         return None
 
     def end_phase(self, worker: Worker, state: S, level: int) -> None:
@@ -256,16 +252,12 @@ class Strategy(Settings, ABC, Generic[S]):
         return None
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
-        """Return the memory of `rank` out of `ranks`; by default that of a model and its
-        optimizer.
-        """
+        """Return the memory of `rank` out of `ranks`: by default a model and its optimizer."""
         roles = roles_of(self, ranks)
         return Footprint(batches=roles.shares[roles.part(rank)])
 
     def current_roles(self, worker: Worker, state: S) -> Roles:
-        """Return the current roles. They change when a strategy calls `worker.begin_phase` on
-        all ranks.
-        """
+        """Return the current roles, which `worker.begin_phase`, called on all ranks, changes."""
         # The ranks of the budget, not those that run: Single() is given more than it uses
         return roles_of(self.under_way(state), worker.budget_ranks)
 
@@ -295,18 +287,14 @@ class Strategy(Settings, ABC, Generic[S]):
         self.reduce(worker, state)
 
     def reduce(self, worker: Worker, state: S) -> None:
-        """Exchange the gradient. Called once it is complete and before anything reads it,
-        clipping included.
-        """
+        """Exchange the gradient; it is complete, and clipping and other readers come later."""
 
     @abstractmethod
     def update(self, worker: Worker, state: S) -> None:
         """Update the parameters from the gradient."""
 
     def serve(self, worker: Worker, state: S) -> Pause | None:
-        """Serve until the next quiet point, on a rank without data; return None once all workers
-        have left.
-        """
+        """On a rank without data, serve until a quiet point; return None once all have left."""
         return None
 
     def quiesce(self, worker: Worker, state: S, step: int) -> bool:
@@ -317,9 +305,7 @@ class Strategy(Settings, ABC, Generic[S]):
         return True
 
     def agree(self, worker: Worker, state: S) -> None:
-        """Make `worker.parameters` of all ranks equal. Collective, called with nothing in
-        flight.
-        """
+        """Make `worker.parameters` of all ranks equal. Collective; nothing is in flight."""
 
     def stop(self, worker: Worker, state: S) -> None:
         """End, and agree on the final parameters. Collective."""
@@ -350,9 +336,7 @@ class Strategy(Settings, ABC, Generic[S]):
         return self.start(worker)
 
     def optimizer_of(self, state: S) -> optim.Optimizer | None:
-        """Return the optimizer whose moments a following phase may inherit: `state.optimizer`,
-        if there is one.
-        """
+        """Return the optimizer whose moments a next phase inherits: `state.optimizer`, if any."""
         optimizer: optim.Optimizer | None = getattr(state, "optimizer", None)
         return optimizer
 
@@ -374,9 +358,7 @@ def roles_of(strategy: Strategy[Any], ranks: int) -> Roles:
 
 @dataclass
 class ReplicaState:
-    """The state of a worker that trains a replica: its optimizer, and its end of the queue of
-    batches.
-    """
+    """The state of a worker that trains a replica: its optimizer, its end of the batches' queue."""
 
     optimizer: optim.Optimizer
     work: SharedWork | None = field(default=None, kw_only=True, metadata=optimizers.TRANSIENT)

@@ -49,9 +49,7 @@ def digits(chosen: settings.Digits) -> Task:
 
 
 def split_digits() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return pixels (1797, 8, 8), labels, and the places of training, validation and test
-    images.
-    """
+    """Return pixels (1797, 8, 8), labels, and places of training, validation and test images."""
     table = numpy.loadtxt(_file(), delimiter=",", dtype=numpy.int64)
     images, target = table[:, :-1].reshape(-1, 8, 8), table[:, -1]
     # RandomState: NumPy promises that its stream never changes. Sorted by class, every sixth

@@ -285,16 +285,12 @@ def task_text(text: str, *, where: str) -> str:
 
 
 def task_name(text: str) -> str:
-    """Return the name of a task without place and arguments: "function" of
-    package.module:function(1).
-    """
+    """Return the name of a task, without place and arguments: "function" of package:function(1)."""
     return read(text, where="task").name.rpartition(":")[2]
 
 
 def replace_task_setting(text: str, path: str, value: str, *, where: str) -> str:
-    """Return the task `text` with the setting at the dotted `path` replaced by what `value`
-    means.
-    """
+    """Return the task `text` with the setting at the dotted `path` set to what `value` means."""
     task = _settings_or_call(text, where)
     new = replace_setting(task, path, value, TASKS, where=where)
     return task_text(write(new, TASKS), where=where)

@@ -278,9 +278,7 @@ def save_state(path: Path, module: nn.Module) -> None:
 
 
 def parameters_hash(module: nn.Module) -> str:
-    """Return the SHA-256 over the names and values of the parameters, in the order of their
-    names.
-    """
+    """Return the SHA-256 over names and values of the parameters, in the order of the names."""
     sha = hashlib.sha256()
     for name, parameter in sorted(module.named_parameters()):
         sha.update(name.encode())

@@ -99,9 +99,7 @@ class Gathered:
         return sorted({held.head.index for held in self._held})
 
     def parts(self, index: int) -> Iterator[Contribution]:
-        """Yield the contributions to snapshot `index`, with values; mirrors replace what was
-        lost.
-        """
+        """Yield contributions to snapshot `index`, with values; mirrors replace what was lost."""
         there = set()
         for held in sorted(self._of(index), key=lambda held: held.head.mirror):
             key = held.head.kind, held.head.offset

@@ -27,9 +27,7 @@ Sizes = Counter[str]
 
 
 def sizes_of(module: nn.Module, spec: OptimizerSpec) -> Sizes:
-    """Return the sizes of a whole model, or of the part that a rank trains; tensors need no
-    values.
-    """
+    """Return the sizes of a model, or of the part that a rank trains; tensors need no values."""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     sizes = Counter(
         parameters=_bytes([*module.parameters(), *module.buffers()]),

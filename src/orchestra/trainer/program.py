@@ -305,9 +305,7 @@ class Session(Loop):
 
     @property
     def in_parts(self) -> bool:
-        """True if this rank has a part or shard of the model, which only the leader puts
-        together.
-        """
+        """True if this rank has a part or shard of the model; the leader puts it together."""
         return self.part is not None or isinstance(self.worker, ShardedWorker)
 
     def _check_target(self, module: nn.Module) -> None:

@@ -236,9 +236,7 @@ class Training(Settings):
         return [budget * (k + 1) // number for k in range(number)]
 
     def with_setting(self, name: str, value: object) -> Self:
-        """Return a copy with `name` replaced; `steps` takes the place of `epochs`, and the
-        reverse.
-        """
+        """Return a copy with `name` replaced; `steps` displaces `epochs`, and the reverse."""
         require_setting(type(self), name)
         changes = {name: value}
         if name in ("steps", "epochs") and value is not None:

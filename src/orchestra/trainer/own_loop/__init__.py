@@ -81,9 +81,7 @@ class OwnLoop:
         return not parameters.isdisjoint(self._gradients.parameters)
 
     def enter(self, module: nn.Module, _: Any) -> None:
-        """Prepare for a forward pass of `module`; the first one of a step may change the
-        parameters.
-        """
+        """Prepare for a forward pass of `module`; a step's first may change the parameters."""
         self.worker.compute.run(Work("forward", 0), lambda: None)  # a sign of life
         if not torch.is_grad_enabled():
             return

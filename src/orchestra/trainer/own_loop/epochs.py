@@ -318,9 +318,7 @@ class Epochs(OwnRank):
             raise SystemExit(0)
 
     def _serve(self, *, until_saved: bool = False) -> Command | None:
-        """Serve to the end of the workers' epoch; return the command that ended the loop, if
-        any.
-        """
+        """Serve to the end of the workers' epoch; return a command that ended the loop, if any."""
         self.worker.reporter.phase("serving")
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers
         last = None

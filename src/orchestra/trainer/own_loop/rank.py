@@ -157,9 +157,7 @@ class OwnRank:
         return self.strategy.work(self.state)
 
     def sum_over_workers(self, numbers: Tensor) -> Tensor:
-        """Collective over the workers: return the sums of their `numbers`, in float64 on the
-        CPU.
-        """
+        """Collective over the workers: return sums of their `numbers`, in float64 on the CPU."""
         worker = self.worker
         sums = numbers.detach().to("cpu", torch.float64, copy=True)
         all_reduce(worker.transport, sums, "ring", worker.workers, Tag.COUNT)
@@ -345,18 +343,14 @@ class OwnRank:
     # Ranks that serve
 
     def tell(self, command: Command) -> None:
-        """Tell ranks that serve what follows, from the first worker. Called on workers before
-        they stop.
-        """
+        """Let the first worker tell ranks that serve what follows; called before workers stop."""
         first, serving = self._places()
         if self.worker.rank == first:
             for rank in serving:
                 self.worker.transport.send_unless_lost(torch.tensor([command]), rank, Tag.GOES_ON)
 
     def hear(self) -> Command:
-        """On a rank that serves, once it has stopped: return what follows; restart or resume
-        here.
-        """
+        """On a rank that serves and has stopped: return what follows; restart or resume here."""
         first, _ = self._places()
         try:
             command = Command(int(self.worker.transport.receive(first, Tag.GOES_ON).wait()))
