@@ -334,8 +334,7 @@ class PartialAverage:
                     transport.send(values, transport.rank, Tag.AVERAGE)
                 step += 1
         except BaseException:
-            # The main flow would wait for an outcome for ever; it raises the error when it joins
-            # this flow.
+            # Else the main flow would wait for ever; it raises the error as it joins this flow.
             transport.send(torch.tensor([Outcome.FAILED, 0]), transport.rank, Tag.DONE)
             raise
 
@@ -360,8 +359,7 @@ class PartialAverage:
                 chosen[workers.index(handle.source)] = samples
             elif arrived_for == LEAVE:
                 self._left += 1
-                # All main flows have finished: `chosen` is all zeros, which ends the other ranks as
-                # well.
+                # All main flows have finished: `chosen` is all zeros, which ends the others, too.
                 if self._left == len(workers):
                     break
         return chosen

@@ -244,8 +244,7 @@ class _Gather:
     piece (i + 1) mod N is that of the i-th rank, which has `sizes[i]` elements."""
 
     def __init__(self, piece: Tensor, sizes: Sequence[int], own: int) -> None:
-        # `ring_all_gather` is the ring's second half, after whose first half rank i has piece i +
-        # 1.
+        # `ring_all_gather` is the ring's second half: after the first, rank i has piece i + 1.
         self.edges = _edges((sizes[-1], *sizes[:-1]))
         self.vector = piece.new_empty(self.edges[-1])
         place = (own + 1) % len(sizes)

@@ -41,8 +41,7 @@ class Tune(Settings):
     seed: int = setting(1000, "of the trials; none of the experiment's seeds", low=0, high=MAX_SEED)
 
     def check(self) -> None:
-        # Strategies differ most in the rate that suits them, so that a fixed one would decide
-        # (decision 13).
+        # Strategies differ most in the rate that suits: a fixed one would decide (decision 13).
         if RATE not in self.settings:
             raise InputError(f"tune.settings: lacks {RATE}, the setting that matters most; add it")
         for key, values in self.settings.items():
@@ -137,8 +136,7 @@ class Experiment(Settings):
             raise InputError("strategies: there is none; give a label and a strategy")
         _require_each_once("seeds", "seed", self.seeds)
         _require_each_once("ranks", "number", self.ranks)
-        # The settings are frozen; `ranks` is the experiment's, and a training has one number of
-        # them.
+        # The settings are frozen; `ranks` is the experiment's, and a training has one number.
         object.__setattr__(self, "training", replace(self.training, ranks=self.ranks[0]))
         for label, strategy in self.strategies.items():
             reasons = [strategy.refusal(ranks) for ranks in self.ranks]

@@ -153,8 +153,7 @@ def _strategies(entry: Entry, key: str) -> dict[str, object]:
         where = item.at(f"{key}.{label}")
         call = read(item.value, where=where)
         target = bound(call, STRATEGIES, where=where)
-        # Checked before anything is called: a notation in a file could name any function (decision
-        # 53).
+        # Before anything is called: a notation in a file could name any function (decision 53).
         if not (isinstance(target, type) and issubclass(target, Strategy)):
             raise InputError(f"{where}: expected Strategy, got {call.name}")
         strategies[str(label)] = build(call, STRATEGIES, where=where)

@@ -169,8 +169,7 @@ class WandbTracker:
                 settings=console,
             )
             self.id = self._run.id
-            # Steps of a metric of our own, as W&B's own step must not fall, and evaluations come at
-            # the end.
+            # A metric of our own for steps: W&B's must not fall, and evaluations come at the end.
             self._run.define_metric(STEP)
             self._run.define_metric("*", step_metric=STEP, step_sync=True)
         except Error as error:
@@ -219,8 +218,7 @@ class Tracking:
         self._tracks: dict[int, RankTrack] = {}
         self._consumed: list[tuple[int, int]] = []  # by the cluster, and steps of the first worker
         self._stop = threading.Event()
-        # A thread of the launcher: no rank waits for a network, nor imports these libraries
-        # (decision 100).
+        # In the launcher: no rank waits for a network, nor imports these libraries (decision 100).
         self._thread = threading.Thread(target=self._follow, name="tracking", daemon=True)
         self._keep()
         self._thread.start()
@@ -257,8 +255,7 @@ class Tracking:
             if line["samples"] > self._samples:
                 self._samples = line["samples"]
                 metrics = {f"eval/{name}": value for name, value in line["metrics"].items()}
-                # Snapshots are evaluated after the training, and belong to the step at which they
-                # were taken.
+                # Evaluated after the training, but of the step at which they were taken.
                 rows.append((self._step_at(line["samples"]), metrics))
         self._log(rows)
         final = {} if self.record is None else _of_record(self.record)

@@ -165,8 +165,7 @@ class HeldSlice:
         if self._given is None:
             return
         for answer in decision.answers:
-            # Now, and not when it is sent after the confirmation: by then further requests may have
-            # been taken.
+            # Now, not when it is sent: further requests may be taken before the confirmation.
             self._given[answer.worker] = self._copy_for(answer.worker)
         if decision.quiet and self.state.live and self.log.gives_values:
             self._agreed = self.values.clone()

@@ -271,8 +271,7 @@ class RequestLog:
     def _is_new(self, request: Request) -> bool:
         state, worker = self.state, request.worker
         if request.push is not None:
-            # The clock of a push tells whether it was applied, and `pending` whether it is still
-            # held.
+            # The clock of a push tells whether it was applied, and `pending` whether it is held.
             seen = request.push.clock <= state.clocks.get(worker, 0)
             return not seen and worker not in state.pending
         if request.kind is Kind.PAUSE:

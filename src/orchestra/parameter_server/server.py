@@ -82,8 +82,7 @@ class Server:
                 self._hear(transport, handle.source, message)
                 observe()
             reached = all(held.log.points > self._points for held in self.held)
-            # A quiet point of both slices that are held here; of the own one all is confirmed as
-            # well.
+            # A quiet point of both slices that are held here; of the own one all is confirmed.
             if reached and self.own.log.confirmed_all:
                 self._points += 1
                 self._finish_sending()
@@ -144,8 +143,7 @@ class Server:
         gradient: Tensor | None,
     ) -> None:
         if held.log.hear(request):  # `_lose` handles the loss of the other server
-            # Before this server takes it: the order in which it passes requests on is the order for
-            # both.
+            # Before this server takes it: in the order in which it passes on, both take requests.
             if held.log.backed:
                 if gradient is not None:
                     transport.send_unless_lost(gradient, self._after, Tag.BACKUP_GRADIENT)
@@ -162,8 +160,7 @@ class Server:
         if rank == self._before:
             self._alone(f"rank {transport.rank} serves the slice of rank {rank}, without a replica")
         for held in self.held if self._before in self._lost else [self.own]:
-            # A loss is a request like others, so that the replica takes it at the same place in the
-            # order.
+            # A loss is a request like others, which the replica takes at the same place.
             for worker in sorted(self._lost & held.state.live):
                 if not held.state.consistency.tolerates_loss:
                     raise lost

@@ -233,8 +233,7 @@ def bound(call: Call, registry: Registry, *, where: str) -> Callable[..., Any]:
     if missing := getattr(target, "__abstractmethods__", None):
         names = ", ".join(sorted(missing))
         raise InputError(f"{where}: {call.name} is not complete: it has to define {names}")
-    # A name in a file may be any function, such as os:system: only what says so is called (decision
-    # 53).
+    # A name in a file may be any function, as os:system: only what says so is called (decision 53).
     if not (isinstance(target, type) and issubclass(target, Settings)):
         _require_maker(target, call, registry, where)
     signature = inspect.signature(target)

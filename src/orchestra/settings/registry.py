@@ -79,8 +79,7 @@ class Registry:
             module = importlib.import_module(module_name)
         except Exception as error:
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
-            # The module itself, or a package around it: otherwise something that it imports is
-            # missing.
+            # The module itself, or a package around it; else something that it imports is missing.
             if missing is not None and f"{module_name}.".startswith(f"{missing}."):
                 reason = f"there is no module {module_name!r} in this folder or what is installed"
             else:

@@ -188,8 +188,7 @@ class Auto(Phased[AutoState]):
 
     def _decide(self, worker: Worker, state: AutoState) -> None:
         """Collective over the workers, after a step of all: compare, and perhaps change."""
-        # All decide by the same numbers of all workers, so that nobody has to announce the
-        # decision.
+        # All decide by the same numbers of all workers: nobody has to announce the decision.
         table = exchange.gather_numbers(worker, [sum(state.walls), *state.own])
         steps = len(state.walls)
         state.walls, state.own = [], []
@@ -238,8 +237,7 @@ class Auto(Phased[AutoState]):
         now, values = worker.transport.now, worker.parameters.clone()
         for kind in kinds:
             assert kind is not None
-            # Candidates with the same exchange (as LocalSGD and the all-reduce it averages by)
-            # share one.
+            # Candidates with the same exchange, as LocalSGD and its all-reduce, share one.
             if repr(kind) not in own:
                 # Together, or the first to come would measure how long it waits for the others.
                 exchange.wait_for_workers(worker)

@@ -68,8 +68,7 @@ class Roles:
     @property
     def leader(self) -> int:
         """The rank that gathers and evaluates. The run cannot go on without it."""
-        # With replicas any server may be lost; what has to stay is a worker, which gathers
-        # (decision 23)
+        # With replicas any server may be lost: a worker has to stay, and gathers (decision 23)
         if self.servers and not self.replicas:
             return self.servers[0]
         # A worker beside a server would be lost together with it

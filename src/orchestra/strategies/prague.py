@@ -184,8 +184,7 @@ class GroupGenerator:
         self._chance().shuffle(idle)
         divided = iter([worker, *idle])
         count = -(-(len(idle) + 1) // self._size)
-        # Sizes differ by one at most. The worker that asks comes first, and so is in a largest
-        # group.
+        # Sizes differ by one at most. The worker that asks comes first: it is in a largest group.
         smaller, rest = divmod(len(idle) + 1, count)
         for number in range(count):
             self._schedule(islice(divided, smaller + (number < rest)))

@@ -73,8 +73,7 @@ class ServerStrategy(Strategy[V]):
             worker.measures.staleness.extend(step.staleness)
             worker.measures.dropped += any(answer.dropped for answer in answers)
         for part, answer in zip(client.slices, answers, strict=True):
-            # A tensor that any worker has used is used on all: so each optimizer passes over the
-            # same ones.
+            # What any worker has used is used on all: each optimizer passes over the same ones.
             for piece, used in zip(part.pieces, answer.used, strict=True):
                 gradients.used[piece.tensor] = used
 

@@ -122,8 +122,7 @@ def in_files(folder: Path) -> Iterator[None]:
             return
         with writing(folder), tempfile.TemporaryFile(dir=folder) as file:
             file.truncate(parameter.nbytes)
-            # The mapping keeps a descriptor of its own, and the file, which has no name, goes with
-            # it.
+            # The mapping has a descriptor of its own; the file, without a name, goes with it.
             memory = mmap.mmap(file.fileno(), parameter.nbytes)
         # Of a shared mapping this drops the pages from the process; the file keeps what was drawn.
         if mapped and hasattr(mmap, "MADV_DONTNEED"):

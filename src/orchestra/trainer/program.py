@@ -131,8 +131,7 @@ class Session(Loop):
         footprint = strategy.footprint(worker.rank, self.training.ranks)
         # A warm-up has a copy of the whole, with its gradients.
         warms_up = self.runtime.warms_up and not self.in_parts and not footprint.windows
-        # Before the stopwatch: lazy imports and first allocations are not the strategy's (decision
-        # 1).
+        # Before the stopwatch: lazy imports and first allocations are no strategy's (decision 1).
         if warms_up and worker.rank in self.roles.workers:
             setup.warm_up(worker, self._first_samples, footprint.optimizer)
         if not self.shares and self.run.measures_shares:
@@ -200,8 +199,7 @@ class Session(Loop):
         """Evaluate snapshots and final parameters, and write the latter; on the leader."""
         worker, task, module = self.worker, self.task, self._whole(gathered)
         with curve.signs_of_life(worker, module, self.position.steps), curve.all_cores():
-            # Snapshots have the indices before `final`, and the parts of the final model have that
-            # one.
+            # Snapshots have the indices before `final`, and the final model's parts have that.
             points: list[Point] = []
             final = len(worker.snapshots.due)
             if any(index < final for index in gathered.indices):
@@ -226,8 +224,7 @@ class Session(Loop):
             return self.worker.module
         self.state = None  # the optimizer makes room
         with undisturbed():
-            # No rank has the whole model any more: it is made again under the seed, then filled
-            # (decision 20).
+            # No rank has the whole model: it is made again by the seed, and filled (decision 20).
             self.runtime.seed(self.run.seed)
             module = self._build(self.worker.layout.device)
         for part in gathered.parts(len(self.worker.snapshots.due)):  # one at a time: they are large

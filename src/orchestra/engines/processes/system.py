@@ -208,8 +208,7 @@ def keep_freed_memory() -> None:
     Else the activations of a step may be given back to the system after it, and every page of them
     be taken from there anew, and filled with zeros, in the next.
     """
-    # Blocks up to this size come from the heap. Setting it also turns off glibc's dynamic
-    # adjustment.
+    # Blocks up to this size come from the heap. This also ends glibc's dynamic adjustment.
     _mallopt(_M_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
     _mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 

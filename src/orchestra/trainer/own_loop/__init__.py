@@ -210,8 +210,7 @@ class OwnLoop:
         try:
             self.strategy.update(worker, batches.state)
         finally:
-            # A strategy may scale the rates of its update; the user's scheduler goes on from its
-            # own.
+            # A strategy may scale rates for its update; the user's scheduler goes on from its own.
             set_rates(self.optimizer, rates)
             self._stepping = False
         batches.item = None

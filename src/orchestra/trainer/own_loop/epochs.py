@@ -158,8 +158,7 @@ class Epochs(OwnRank):
                 self._order = self._draws()
                 parts = sharded.begin(0)
             else:
-                # The sampler draws again what it drew when the epoch began, so that the rest is the
-                # same.
+                # The sampler draws what it drew when the epoch began, so that the rest is the same.
                 with undisturbed():
                     restore_random_state(self._order["random"])
                     parts = sharded.begin(self.taken)

@@ -93,8 +93,7 @@ class Audit:
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise InputError for the first parameter that would not be trained as it should."""
         for name, owner, attribute, parameter, address in self._trained:
-            # A look-up in the dictionary: `getattr` of a module is slow, and this is done in every
-            # step.
+            # A look-up in the dictionary: `getattr` of a module is slow for every step.
             if owner._parameters.get(attribute) is not parameter:
                 raise InputError(
                     f"parameter {name!r} was replaced after distribute, so that its "

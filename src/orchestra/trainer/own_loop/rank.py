@@ -77,9 +77,8 @@ class OwnRank:
         self.worker = Worker(runtime, model, self._spec(), own_optimizer=optimizer, **options)
         if self.worker.layout.device.type != "meta":
             for parameter in self.worker.gradients.parameters:
-                # torch.save writes whole storages: a view of the flat vector would be written as
-                # the whole model, so each parameter gets a storage of its own in that memory
-                # (decision 50).
+                # torch.save writes whole storages, of a view the whole model: each parameter gets a
+                # storage of its own in the memory of the flat vector (decision 50).
                 parameter.data = from_dlpack(parameter.data)
         self._prepare_start()
         self._agree_on_moments()
