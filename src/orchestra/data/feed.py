@@ -154,8 +154,7 @@ def open_shard(
     shares: Sequence[float],
     worker: int,
 ) -> Samples:
-    """Return the stream of the samples that `sharding` gives to one worker; `shares` are those
-    of all.
+    """Return the stream of samples that `sharding` gives a worker; `shares` are those of all.
 
     Raises:
         InputError: there is no telling which sample is where, or of which class.

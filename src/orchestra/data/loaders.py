@@ -69,8 +69,7 @@ class ShardedLoader(ABC):
 def shard_loader(
     loader: Loader, workers: int, index: int, seed: int, alike: Alike | None = None
 ) -> ShardedLoader:
-    """Return worker `index`'s part of each epoch of `loader`, whose batch size is that of one
-    worker.
+    """Return worker `index`'s part of each epoch of `loader`, whose batch size is a worker's.
 
     - One worker: `loader` itself, the random numbers that it draws included.
     - A map-style dataset, shuffled or in sequence, in batches: each epoch is one permutation,

@@ -33,8 +33,7 @@ class Stage(fx.GraphModule):
     """One stage: takes the tensors that are alive where it begins, gives those where it ends.
 
     Its parameters have the names that they have in the whole model, a shared one its first.
-    `holders` tells of each trainable parameter of the whole, in the order of the whole, which
-    stages have it.
+    `holders` tells which stages have each trainable parameter, in the order of the whole.
     """
 
     def __init__(self, whole: nn.Module, graph: fx.Graph, holders: Holders) -> None:

@@ -104,8 +104,7 @@ _LABEL = re.compile(r"[^\s./\\][^/\\\n\0]*")
 
 @dataclass(frozen=True, repr=False)
 class Experiment(Settings):
-    """The content of an experiment file, in which the settings of `training` are keys of their
-    own.
+    """The content of an experiment file, in which settings of `training` are keys, too.
 
     `training.ranks` is the first of `ranks`.
     """
@@ -209,8 +208,7 @@ def not_run(experiment: Experiment) -> list[dict[str, Any]]:
 
 
 def with_one_process(experiment: Experiment) -> Experiment:
-    """Return `experiment` with one process among its strategies: all cores, the same global
-    batch.
+    """Return `experiment` with one process, all cores and the same global batch, as a strategy.
 
     No comparison goes without this row.
     """

@@ -54,8 +54,7 @@ def make_run(
     Args:
         experiment: has the run among its own.
         tuned: the settings that were chosen for the run by trials.
-        on_resume: called where the folder has this run already, with its record if it was
-            completed.
+        on_resume: called where the folder has this run already, with its record if completed.
 
     Raises:
         InputError: as `held`, `tracked` and `train` do.
@@ -92,8 +91,7 @@ def write_failure(
 
 
 def folder_for(out: str | Path | None, name: str, *, empty: bool = False) -> Path:
-    """Return `out`, or a new folder in `runs` where it is None; with `empty` it must not hold
-    anything.
+    """Return `out`, or a new folder in `runs` where it is None; with `empty` one without files.
 
     Raises:
         InputError: it cannot be used.
@@ -129,8 +127,7 @@ def fresh_folder(parent: Path, name: str) -> Path:
 
 
 def claim(folder: Path, experiment: Experiment) -> bool:
-    """Make `folder` that of `experiment`, which is written into it; return whether it was so
-    before.
+    """Make `folder` that of `experiment`, which is written there; return whether it was before.
 
     Raises:
         InputError: it belongs to a different experiment, holds other files, or cannot be written.
@@ -156,8 +153,7 @@ def claim(folder: Path, experiment: Experiment) -> bool:
 
 @contextmanager
 def held(folder: Path, experiment: Experiment) -> Iterator[bool]:
-    """Claim the folder, and keep other processes out meanwhile; give whether it was claimed
-    before.
+    """Claim the folder, and keep other processes out; give whether it was claimed before.
 
     Files that a killed process left half written are removed, and a new folder in which nothing
     could be run, for bad input.

@@ -1,6 +1,4 @@
-"""Techniques: rows of a comparison that differ in one setting, and the bandwidth at which it
-pays.
-"""
+"""Techniques: rows of a comparison that differ in one setting, and where that pays."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A torch.optim optimizer as a value: class, arguments and groups, rebuilt where updates are
-made.
+"""A torch.optim optimizer as a value: class, arguments and groups, rebuilt where it updates.
 
 And its moments by parameter name, whole or in parts.
 """
@@ -59,8 +58,7 @@ class OptimizerSpec:
 
     @staticmethod
     def from_settings(settings: OptimizerSettings, names: Sequence[str]) -> OptimizerSpec:
-        """Return the spec that an experiment's `optimizer` and `parameter_groups` give for
-        `names`.
+        """Return the spec for `names` of an experiment's `optimizer` and `parameter_groups`.
 
         A parameter belongs to the first group whose pattern is found in its name.
         """

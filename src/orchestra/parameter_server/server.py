@@ -27,8 +27,7 @@ class Server:
 
     The servers of slice i are then the ranks ranks[i], which serves it, and the next of `ranks`,
     which serves it once ranks[i] is lost; `place` is that of this server among them. `lost` are the
-    ranks that were lost before; `alone` is called with a message about a slice that has no other
-    replica now.
+    ranks that were lost before; `alone` is called with a message about a slice's last replica.
     """
 
     def __init__(

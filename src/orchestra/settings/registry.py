@@ -20,8 +20,7 @@ class Registry:
         group: entry points of this group add names of installed packages; ours win.
         makes: whether a function, or a class, says that it makes what is named; it may then stand
             behind a name. Otherwise only settings may: a file must not be able to call os:system.
-        arguments: name -> place of what stands only in the arguments of those; no message offers
-            all of them.
+        arguments: name -> place of what stands in their arguments only; no message offers all.
         elsewhere: name -> notation here, of what users know by other names.
     """
 

@@ -1,10 +1,8 @@
 """The base classes of all strategies: their settings, and a method for each point of a run.
 
-`Replicas` is the base of strategies whose workers train apart, each with an optimizer of its
-own.
+`Replicas` is the base of strategies whose workers train apart, with optimizers of their own.
 
-A strategy object never holds state, because all ranks of a simulation share it; `start` returns
-the state.
+A strategy object has no state, because all ranks of a simulation share it; `start` returns one.
 """
 
 from __future__ import annotations
@@ -77,8 +75,7 @@ class Roles:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory of a rank in training, in multiples of what it trains: the whole model, or its
-    `ModelPart`.
+    """The memory of a rank in training, in multiples of what it trains: a model or part.
 
     `copies` are vectors of all parameters beside the optimizer's state: for arriving values, for
     anchors and outer momenta. `batches` is the number of per-worker batches whose activations
@@ -168,8 +165,7 @@ class Strategy(Settings, ABC, Generic[S]):
         return self
 
     def currently_lockstep(self, state: S) -> bool:
-        """Return whether, in the current phase, a worker takes part in steps in which it has no
-        samples.
+        """Return whether, in this phase, a worker takes part in steps without samples of its own.
 
         Synchronous strategies need that, and others that exchange in every step.
         """
@@ -196,8 +192,7 @@ class Strategy(Settings, ABC, Generic[S]):
 
     @property
     def exchanges_as(self) -> Strategy[Any] | None:
-        """A strategy whose exchange takes as long as one of this strategy, and which can
-        `rehearse` it.
+        """A strategy whose exchange takes as long as one of this, and which can `rehearse` it.
 
         Its workers wait for one another, and exchange after every `exchange_every` of their steps.
         None: that is not known, and it can be no candidate of `Auto`.
@@ -207,8 +202,7 @@ class Strategy(Settings, ABC, Generic[S]):
     exchange_every: ClassVar[int] = 1
 
     def rehearse(self, worker: Worker, values: Tensor) -> None:
-        """Carry out one exchange with `values`, a flat vector, in place of gradients. Collective
-        over the workers.
+        """Exchange `values`, a flat vector, in place of gradients. Collective over the workers.
 
         They belong to nobody, and have any values afterwards. Only where `exchanges_as` is itself.
         """
@@ -229,8 +223,7 @@ class Strategy(Settings, ABC, Generic[S]):
     ) -> ModelPart | None:
         """Return the part of `module` that `rank` trains; None if it trains all of it.
 
-        This is a pure function, so that all ranks agree. `loss_of` returns a model's loss on a
-        few samples.
+        It is pure, so that all ranks agree. `loss_of` returns a model's loss on a few samples.
         """
         return None
 

@@ -27,8 +27,7 @@ else:
 
 @dataclass
 class PairwiseState(ReplicaState):
-    """`pair` averages with one other worker; `partners` are the choices of each step of the
-    topology's period."""
+    """`pair` averages with another worker; `partners`: the choices, for each step of a period."""
 
     pair: PairwiseAverage = field(metadata=optimizers.TRANSIENT)
     step: int = 0

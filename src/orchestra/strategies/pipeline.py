@@ -235,8 +235,7 @@ class PipelineSlot:
 class PipelineStep:
     """Runs this rank's passes of a step.
 
-    `stash` has the micro-batches between their passes: what came in, and what came out (the loss at
-    last).
+    `stash` has micro-batches between their passes: what came in, and came out (the loss at last).
     """
 
     worker: Worker

@@ -25,8 +25,7 @@ Tensors: TypeAlias = dict[str, Tensor]
 
 
 def cached(name: str, make: Callable[[], Tensors]) -> Tensors:
-    """Return the tensors of `make`, from the file `name` in the cache folder if a whole one is
-    there.
+    """Return the tensors of `make`, from the file `name` in the cache folder if it is whole.
 
     Otherwise it is made and kept there, by one process of those that ask at the same time; the
     others wait for it. A damaged file is replaced. Where the folder cannot be written, each

@@ -272,8 +272,7 @@ _OFFERS = 5  # functions of a module that a message names
 
 
 def task_text(text: str, *, where: str) -> str:
-    """Return `text`, the notation of a task, in its normal form, checked without importing
-    torch.
+    """Return `text`, the notation of a task, in its normal form, checked without torch.
 
     A task with a name is checked to the last setting. Of `package.module:function` only the
     package is looked for; importing it, and checking its arguments, is left to `bound`.

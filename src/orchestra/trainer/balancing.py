@@ -169,8 +169,7 @@ BALANCINGS = Registry(
 # Carrying out a rule
 
 FIRST = 2
-"""The steps of a phase before its first decision. It is small because a far slower worker shows at
-once."""
+"""The steps of a phase before its first decision. Few, as a far slower worker shows at once."""
 MOST_CHANGES = 200
 """The number of changes that a run keeps; beyond it every second one is dropped."""
 
@@ -223,8 +222,7 @@ class Balancer:
         return self._plan(plan)
 
     def after_step(self, plan: Plan, plan_step: int, steps: int) -> Plan:
-        """Collective over the workers, after step `plan_step` of the plan: return the plan of the
-        next step.
+        """Collective over the workers, after step `plan_step`: return the plan of the next step.
 
         `steps` are those of the run so far.
         """

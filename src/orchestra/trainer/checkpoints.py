@@ -291,8 +291,7 @@ def pack(value: Any, put: Callable[[str, Tensor], str], place: str = "") -> Any:
     """Return `value`, of nested dicts and sequences, as JSON data: a key in place of each tensor.
 
     Args:
-        put: keeps a contiguous tensor of the CPU's, given where it stood ("/moments/0"); returns
-            the key.
+        put: keeps a contiguous tensor on the CPU, from a place ("/moments/0"); returns its key.
     """
     if isinstance(value, Tensor):
         return {TENSOR: put(place, value.detach().cpu().contiguous())}

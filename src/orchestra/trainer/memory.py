@@ -22,8 +22,7 @@ from orchestra.trainer.settings import Run
 from orchestra.worker.layout import Layout, bucket_edges
 
 Sizes = Counter[str]
-"""The bytes of `parameters` (buffers included), of the `trained` ones, and of the optimizer's
-`state`."""
+"""The bytes of `parameters` (with buffers), of those `trained`, of the optimizer's `state`."""
 
 
 def sizes_of(module: nn.Module, spec: OptimizerSpec) -> Sizes:

@@ -24,8 +24,7 @@ class Gradients:
     `square` is |g|^2 of this rank's own gradient of the step, where `measures_square` is set.
 
     `on_backward()` is called in every backward, before any slot counts as ready; `on_ready(first,
-    end)` in a step's last one, when these slots, from the first to before the end, have their
-    gradients.
+    end)` in a step's last one, when slots from `first` to before `end` have their gradients.
     """
 
     measures_square = False

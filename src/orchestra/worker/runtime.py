@@ -72,8 +72,7 @@ class Reporter(Protocol):
     ) -> None:
         """Tell that this rank has finished `step` steps of its own, and consumed `samples`.
 
-        `fraction` is the part of the run's budget that the cluster has consumed; `counters` are the
-        latest.
+        `fraction` is the part of the budget that the cluster has consumed; `counters` the latest.
         """
         ...
 

@@ -55,8 +55,7 @@ class RankSpec:
             report the end of the run on standard error.
         tls: encrypts all connections, where given.
         supervised: this process leaves when its parent process is gone.
-        threads: intra-op threads of its program; None: those of `OMP_NUM_THREADS`, or its share of
-            the cores.
+        threads: intra-op threads of its program; None: `OMP_NUM_THREADS`, or its share of cores.
         shared_memory: carry out collectives with ranks of this host in shared memory.
         place: the node that this process moves to, where it is an emulated one.
         latencies: seconds that a message to each rank waits, where a command was started there.

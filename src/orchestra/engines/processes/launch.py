@@ -117,8 +117,7 @@ def launch(
     Args:
         patience: seconds without progress after which a rank counts as hung (three times as long
             before its first step), and without a sign of life as unresponsive.
-        threads: intra-op threads of each rank; by default `OMP_NUM_THREADS`, or its share of the
-            cores.
+        threads: intra-op threads of each rank; by default `OMP_NUM_THREADS`, or a share of cores.
         on_event: called from another thread with every event and notice.
         limit: seconds after which all ranks are killed, whatever they do; the result of each that
             has delivered none is then None.

@@ -115,8 +115,7 @@ def busy_seconds(
 ) -> float:
     """Return processor seconds of all programs on `cores` since the start of the system.
 
-    They are read from the `text` of /proc/stat, which counts `ticks` a second; `places` are the
-    fields that count.
+    They are read from the `text` of /proc/stat, with `ticks` a second; the fields `places` count.
     """
     wanted = {f"cpu{core}" for core in cores}
     lines = (line.split() for line in text.splitlines())

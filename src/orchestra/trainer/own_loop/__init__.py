@@ -1,6 +1,4 @@
-"""A loop of the user's own: `loss.backward()` runs the first half of a step, `optimizer.step()`
-the second.
-"""
+"""A loop of the user's own: `loss.backward()` is half of a step, `optimizer.step()` the other."""
 
 from __future__ import annotations
 

@@ -20,8 +20,7 @@ from orchestra.trainer.own_loop.rank import Command, OwnRank
 from orchestra.worker.runtime import Runtime
 
 MID_EPOCH = -(1 << 20)
-"""The step of a pause after which the workers' epoch continues. The numbers of ending phases are
-larger."""
+"""The step of a pause within the workers' epoch. The numbers of ending phases are larger."""
 SAVING = MID_EPOCH - 1
 """The step of such a pause in which the state of all ranks is collected."""
 
