@@ -26,7 +26,6 @@ class Samples(Protocol):
 
     def read(self, start: int, stop: int) -> Any:
         """Return the batch of the samples at positions `start` to `stop`; at least one."""
-        ...
 
 
 class GlobalOrder:

@@ -101,7 +101,6 @@ class Schedule(Protocol):
         Args:
             fraction: samples consumed by the cluster / samples of the whole run, 0 to 1.
         """
-        ...
 
 
 @dataclass(frozen=True, repr=False)

@@ -310,7 +310,6 @@ class Arriving(Protocol):
 
         That is the order in which a forward pass needs them.
         """
-        ...
 
 
 class AwaitParameters(TorchDispatchMode):
