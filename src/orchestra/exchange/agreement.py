@@ -67,8 +67,7 @@ def start_together(worker: Worker, leader: int) -> None:
     ranks one after the other; after a butterfly all are at the same place again (exactly, where
     ranks and links are alike, for powers of two).
     """
-    # First all tell the leader: then what follows takes the same time, whenever each of them came
-    # (docs/decisions/0036-starting-together.md).
+    # First all tell the leader: what follows takes the same time, whenever each came (decision 36).
     gather_objects(worker.transport, None, worker.everyone, leader)
     broadcast(worker.transport, torch.zeros(1), leader, worker.everyone, Tag.READY)
     wait_for_everyone(worker)

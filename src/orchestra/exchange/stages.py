@@ -69,7 +69,7 @@ def stage_of(
         InputError: the model cannot be traced or has too few places to be cut at.
     """
     # torch.fx replaces methods of `nn.Module` while it traces: no other rank of this process may
-    # call a module meanwhile (docs/decisions/0020-pipeline.md).
+    # call a module meanwhile (decision 20).
     with ONE_AT_A_TIME:
         args, kwargs = inputs_of(loss_of)
         bound = inspect.signature(module.forward).bind(*args, **kwargs)

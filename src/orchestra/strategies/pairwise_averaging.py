@@ -190,8 +190,7 @@ class PairwiseAverage:
             self.take()
         else:
             self.give()  # goes on answering those who are not yet here
-        # Active workers come here without x, so that none of them asks any more; passive ones
-        # answer until all are here.
+        # Active workers come without x, and ask no more; passive ones answer until all are here.
         exchange.wait_for_workers(self._worker)
         self.take()
 

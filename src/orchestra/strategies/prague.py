@@ -305,7 +305,7 @@ class GroupAverage:
                 number for group in answers[request](worker) for number in (len(group), *group)
             ]
             # At once, before the other members are there: a worker waits inside the all-reduce,
-            # where the watcher sees for whom (docs/decisions/0048-prague.md).
+            # where the watcher sees for whom (decision 48).
             transport.send_unless_lost(torch.tensor([*numbers, 0]), worker, Tag.GROUP)
 
     def state_dict(self) -> Mapping[str, Any]:

@@ -1,6 +1,6 @@
 """The operating system: processes and hosts, signals, time and processor use, memory.
 
-Of glibc's allocator, docs/decisions/0037-memory.md says why it is configured.
+Why glibc's allocator is configured: decision 37.
 """
 
 from __future__ import annotations

@@ -113,8 +113,7 @@ class OwnLoop:
                 "take a batch after the step of the one before (num_workers loads ahead)"
             )
         passes.under_way = True
-        # autograd has no public hook for the end of a backward pass; DistributedDataParallel and
-        # FSDP use this one, too.
+        # autograd has no public hook for the end of a backward pass; DDP and FSDP use this, too.
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
         last = passes.exchanges(lambda: batches.taken == batches.length)
         self._gradients.last_backward = last

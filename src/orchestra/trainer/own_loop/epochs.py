@@ -61,8 +61,7 @@ class Epochs(OwnRank):
         # The batches of another loop, which see to the order.
         self._source = source = None if before is None or before.ended else before
         self._queued: loaders.QueuedLoader | None = None
-        # With accumulation a loop finds the short last step by `len(batches)`, which a queue does
-        # not know (decision 45).
+        # Accumulation finds the short last step by `len(batches)`, unknown to a queue (decision 45).
         if work == "shared" and accumulation == 1 and source is None:
             self._queued = loaders.QueuedLoader.of(self.loader, seed)
         queue_of = None if self._queued is None else self._queued.queue
