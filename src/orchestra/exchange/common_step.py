@@ -13,7 +13,7 @@ from torch import Tensor
 
 from orchestra.errors import PeerLost
 from orchestra.schedules.work_queue import Report
-from orchestra.transports.protocol import Task, Transport
+from orchestra.transports.protocol import Task, Transport, send_unless_lost
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Step, Worker
 
@@ -222,7 +222,7 @@ class _Control:
         if self._settled and self._settled | self._ended >= self._ranks:
             for rank in sorted(self._settled):
                 settled = _message(_MessageKind.SETTLE)
-                self._transport.send_unless_lost(settled, rank, self._tag + 1)
+                send_unless_lost(self._transport, settled, rank, self._tag + 1)
             self._settled.clear()
 
     def _end(self, rank: int) -> None:
@@ -239,7 +239,7 @@ class _Control:
             self._tell(rank, kind, *values)
 
     def _tell(self, rank: int, kind: _MessageKind, *values: float) -> None:
-        self._transport.send_unless_lost(_message(kind, *values), rank, self._tag)
+        send_unless_lost(self._transport, _message(kind, *values), rank, self._tag)
 
 
 class _Reports:

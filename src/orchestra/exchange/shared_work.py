@@ -9,7 +9,7 @@ from torch import Tensor
 
 from orchestra.errors import PeerLost
 from orchestra.schedules.work_queue import Kind, Report, WorkInHand, WorkItem, WorkQueue, item_of
-from orchestra.transports.protocol import Handle, Task, Transport
+from orchestra.transports.protocol import Handle, Task, Transport, send_unless_lost
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
 
@@ -163,4 +163,4 @@ class _Holder:
 
 
 def _answer(transport: Transport, worker: int, item: WorkItem) -> None:
-    transport.send_unless_lost(torch.tensor(item, dtype=torch.float64), worker, Tag.WORK)
+    send_unless_lost(transport, torch.tensor(item, dtype=torch.float64), worker, Tag.WORK)

@@ -18,7 +18,7 @@ from orchestra.errors import PeerLost
 from orchestra.optimizers.spec import OptimizerPart
 from orchestra.parameter_server.held_slice import HeldSlice
 from orchestra.parameter_server.messages import Kind, Pause, Request, decode_request, encode_request
-from orchestra.transports.protocol import Transport
+from orchestra.transports.protocol import Transport, send_unless_lost
 from orchestra.transports.tags import Tag
 
 
@@ -127,7 +127,7 @@ class Server:
         if passed_on:
             mirror.take(transport, request, gradient)
             confirmation = encode_request(Request(request.worker, Kind.CONFIRMED), place)
-            transport.send_unless_lost(confirmation, self._before, Tag.REQUEST)
+            send_unless_lost(transport, confirmation, self._before, Tag.REQUEST)
         elif self._before in self._lost:
             self._answer(transport, mirror, request, message, gradient)
         else:  # what the server before this one passed on comes first
@@ -145,8 +145,8 @@ class Server:
             # Before this server takes it: in the order in which it passes on, both take requests.
             if held.log.backed:
                 if gradient is not None:
-                    transport.send_unless_lost(gradient, self._after, Tag.BACKUP_GRADIENT)
-                transport.send_unless_lost(message, self._after, Tag.REQUEST)
+                    send_unless_lost(transport, gradient, self._after, Tag.BACKUP_GRADIENT)
+                send_unless_lost(transport, message, self._after, Tag.REQUEST)
             held.take(transport, request, gradient)
         held.send(transport, held.log.due())
 

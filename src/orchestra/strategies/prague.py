@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
@@ -304,9 +305,10 @@ class GroupAverage:
             numbers = [
                 number for group in answers[request](worker) for number in (len(group), *group)
             ]
-            # At once, before the other members are there: a worker waits inside the all-reduce,
-            # where the watcher sees for whom (decision 48).
-            transport.send_unless_lost(torch.tensor([*numbers, 0]), worker, Tag.GROUP)
+            with suppress(PeerLost):
+                # At once, before the other members are there: a worker waits inside the all-reduce,
+                # where the watcher sees for whom (decision 48).
+                transport.send(torch.tensor([*numbers, 0]), worker, Tag.GROUP).wait()
 
     def state_dict(self) -> Mapping[str, Any]:
         """State for a checkpoint, at a quiet point: there the flow only waits."""

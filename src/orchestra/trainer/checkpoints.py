@@ -26,7 +26,7 @@ from orchestra.collectives import broadcast, receive_object, send_object
 from orchestra.errors import PeerLost, RunFailed
 from orchestra.optimizers.state import capture, random_state, restore, restore_random_state
 from orchestra.strategies.base import Strategy
-from orchestra.transports.protocol import Transport
+from orchestra.transports.protocol import Transport, send_unless_lost
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
 
@@ -217,7 +217,7 @@ class CollectiveCheckpoints:
             commit(self._folder, index, files)
         for rank in self._ranks:
             if rank != leader:
-                transport.send_unless_lost(torch.tensor([whole]), rank, Tag.CHECKPOINT)
+                send_unless_lost(transport, torch.tensor([whole]), rank, Tag.CHECKPOINT)
         return whole
 
 

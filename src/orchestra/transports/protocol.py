@@ -174,11 +174,6 @@ class Transport(ABC):
                 with `MSG_MORE` of a socket.
         """
 
-    def send_unless_lost(self, tensor: Tensor, to: int, tag: int) -> None:
-        """Send `tensor`, and wait until it has left; the loss of `to` is seen to elsewhere."""
-        with suppress(PeerLost):
-            self.send(tensor, to, tag).wait()
-
     @abstractmethod
     def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> Handle:
         """Start receiving from `source`, or from any rank where it is None.
@@ -298,3 +293,9 @@ class Transport(ABC):
     def new_hand_over(self) -> HandOver:
         """Make what a flow and one behind it wait on."""
         return HandOver()
+
+
+def send_unless_lost(transport: Transport, tensor: Tensor, to: int, tag: int) -> None:
+    """Send `tensor`, and wait until it has left; the loss of `to` is seen to elsewhere."""
+    with suppress(PeerLost):
+        transport.send(tensor, to, tag).wait()

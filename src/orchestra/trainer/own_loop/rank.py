@@ -27,6 +27,7 @@ from orchestra.schedules.work_queue import WorkSource
 from orchestra.strategies.base import Roles, Strategy
 from orchestra.trainer import checkpoints
 from orchestra.trainer.own_loop.model import Hook
+from orchestra.transports.protocol import send_unless_lost
 from orchestra.transports.tags import Tag
 from orchestra.worker.batches import map_tensors
 from orchestra.worker.runtime import Runtime
@@ -346,7 +347,7 @@ class OwnRank:
         first, serving = self._places()
         if self.worker.rank == first:
             for rank in serving:
-                self.worker.transport.send_unless_lost(torch.tensor([command]), rank, Tag.GOES_ON)
+                send_unless_lost(self.worker.transport, torch.tensor([command]), rank, Tag.GOES_ON)
 
     def hear(self) -> Command:
         """On a rank that serves and has stopped: return what follows; restart or resume here."""
