@@ -178,7 +178,7 @@ class Client:
                     first, *_ = [handle.wait() for handle in arriving]
                     return first
                 except PeerLost as lost:
-                    # The same request again, which a server knows by its number (`RequestLog`).
+                    # The same request again: by its number a server knows it (`RequestLog`).
                     self._fail_over(lost, place)
                     under_way = self._begin(place, request, gradient, into)
 

@@ -142,7 +142,7 @@ class Server:
         gradient: Tensor | None,
     ) -> None:
         if held.log.hear(request):  # `_lose` handles the loss of the other server
-            # Before this server takes it: in the order in which it passes on, both take requests.
+            # Before this server takes it: the order in which it passes on is the order for both.
             if held.log.backed:
                 if gradient is not None:
                     send_unless_lost(transport, gradient, self._after, Tag.BACKUP_GRADIENT)

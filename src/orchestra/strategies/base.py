@@ -279,7 +279,7 @@ class Strategy(Settings, ABC, Generic[S]):
         self.reduce(worker, state)
 
     def reduce(self, worker: Worker, state: S) -> None:
-        """Exchange the gradient; it is complete, and clipping and other readers come later."""
+        """Exchange the gradient. It is complete; what reads it, such as clipping, comes later."""
 
     @abstractmethod
     def update(self, worker: Worker, state: S) -> None:
