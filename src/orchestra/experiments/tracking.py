@@ -255,7 +255,7 @@ class Tracking:
             if line["samples"] > self._samples:
                 self._samples = line["samples"]
                 metrics = {f"eval/{name}": value for name, value in line["metrics"].items()}
-                # Evaluated after the training, but figures of the step at which it was taken.
+                # A snapshot is evaluated at the end, but is of the step at which it was taken.
                 rows.append((self._step_at(line["samples"]), metrics))
         self._log(rows)
         final = {} if self.record is None else _of_record(self.record)
