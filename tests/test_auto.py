@@ -17,7 +17,7 @@ from orchestra.records.record import RunRecord, read_summary, write_summary
 from orchestra.records.report import changes_in
 from orchestra.report.watching import RankTrack
 from orchestra.settings import parse
-from orchestra.strategies.auto_choice import Pace, choose
+from orchestra.strategies.auto import Pace, choose
 from orchestra.strategies.registry import STRATEGIES
 
 RING, ROUNDS = "AllReduce('ring')", "LocalSGD(8)"

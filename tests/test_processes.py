@@ -53,7 +53,16 @@ def test_every_rank_runs_the_program_and_returns_its_result(ranks: int) -> None:
     assert outcome.results == tuple((rank, ranks, {"x": 1}) for rank in range(ranks))
     assert (outcome.left_out, outcome.stopped, outcome.notices) == ({}, False, ())
     assert [part for part in outcome.setup if part != "import"] == ["processes", "connections"]
-    assert min(outcome.setup.values()) > 0
+    assert min(outcome.setup.values()) >= 0
+
+
+def test_a_launcher_that_learns_late_of_the_imports_subtracts_no_more_than_passed() -> None:
+    watcher = Watcher(1, Limits(), host="127.0.0.1", token="any", children=False)
+    watcher.start()
+    watcher.abandon()
+    watcher.setup, watcher.imported = {"processes": 1.5, "connections": 0.5}, 2.0
+    parts = watcher.outcome(lambda result: result).setup
+    assert parts == {"import": 1.5, "processes": 0.0, "connections": 0.5}
 
 
 def test_ranks_are_connected_with_each_other() -> None:

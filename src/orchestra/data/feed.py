@@ -26,7 +26,6 @@ class Samples(Protocol):
 
     def read(self, start: int, stop: int) -> Any:
         """Return the batch of the samples at positions `start` to `stop`; at least one."""
-        ...
 
 
 class GlobalOrder:
@@ -49,9 +48,7 @@ class GlobalOrder:
         self._permutation = torch.arange(0 if shuffled else samples)
 
     def indices(self, start: int, stop: int) -> Tensor:
-        """Return the samples at positions `start` to `stop` of the stream, which may straddle
-        epochs.
-        """
+        """Return the samples at positions `start` to `stop`, which may straddle epochs."""
         parts = []
         while start < stop:
             epoch, offset = divmod(start, self.samples)
@@ -141,9 +138,7 @@ def _epochs(dataset: IterableDataset[T]) -> Iterator[T]:
 
 
 def open_samples(dataset: Dataset[Any], seed: int, collate: Collate | None) -> Samples:
-    """Return the stream of `dataset`; `seed` shuffles a map-style one. `collate` is torch's by
-    default.
-    """
+    """Return the stream of `dataset`; `seed` shuffles a map-style one. Default: torch's collate."""
     collate = collate or default_collate
     if isinstance(dataset, IterableDataset):
         return IterableSamples(dataset, collate)
@@ -158,8 +153,7 @@ def open_shard(
     shares: Sequence[float],
     worker: int,
 ) -> Samples:
-    """Return the stream of the samples that `sharding` gives to one worker; `shares` are those
-    of all.
+    """Return the stream of samples that `sharding` gives a worker; `shares` are those of all.
 
     Raises:
         InputError: there is no telling which sample is where, or of which class.

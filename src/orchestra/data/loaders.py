@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import count, islice
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -70,8 +69,7 @@ class ShardedLoader(ABC):
 def shard_loader(
     loader: Loader, workers: int, index: int, seed: int, alike: Alike | None = None
 ) -> ShardedLoader:
-    """Return worker `index`'s part of each epoch of `loader`, whose batch size is that of one
-    worker.
+    """Return worker `index`'s part of each epoch of `loader`, whose batch size is a worker's.
 
     - One worker: `loader` itself, the random numbers that it draws included.
     - A map-style dataset, shuffled or in sequence, in batches: each epoch is one permutation,
@@ -214,7 +212,7 @@ class _Dealt(ShardedLoader):
     def begin(self, first: int) -> Iterator[WorkerBatch]:
         self._begun = self.epoch, first
         self.epoch += 1
-        return map(self._part, itertools.count(first), iter(self._loader))
+        return map(self._part, count(first), iter(self._loader))
 
     def _indices(self) -> Iterator[list[int]]:
         epoch, first = self._begun
@@ -273,7 +271,7 @@ class _EveryNth(ShardedLoader):
         # The first item of a turn stands in for one that is not there.
         wanted = {0, self._index}
         turn = [item for n, item in enumerate(turn) if n in wanted]
-        for number in itertools.count():
+        for number in count():
             if not turn:
                 return
             if number >= dropped:
@@ -308,9 +306,7 @@ class QueuedLoader:
 
     @staticmethod
     def of(loader: Loader, seed: int) -> QueuedLoader | None:
-        """Return the queue of `loader`; None if its samples have no place in an epoch, or are
-        loaded early.
-        """
+        """Return the queue of `loader`; None if samples have no places, or are loaded early."""
         if not isinstance(loader, DataLoader) or not _is_standard(loader):
             return None
         # Worker processes load batches before the queue has given them out (decision 45).

@@ -65,9 +65,7 @@ class Plan:
         return -(-(self.stop - self.start) // self.global_batch)
 
     def position(self, step: int) -> int:
-        """Return the position in the stream at which `step` begins: all before it has been
-        consumed.
-        """
+        """Return the position in the stream at which `step` begins: all before is consumed."""
         return min(self.start + step * self.global_batch, self.stop)
 
     def deal(self, step: int) -> Deal:
@@ -128,9 +126,7 @@ def apportion(total: int, shares: tuple[float, ...]) -> tuple[int, ...]:
 
 
 def shares_of(speeds: Sequence[float]) -> tuple[float, ...]:
-    """Return the weights of the parts of ranks with these speeds: 1 in the mean, to three
-    decimals.
-    """
+    """Return the weights of ranks with these speeds: 1 in the mean, to three decimals."""
     mean = sum(speeds) / len(speeds)
     # Three decimals are more than a measurement is worth; 0 would be a rank without data.
     return tuple(max(round(speed / mean, 3), 0.001) for speed in speeds)

@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from orchestra.settings import Registry, Settings, setting
+from orchestra.settings.registry import LazyModule
 
 if TYPE_CHECKING:
-    import numpy as np
+    import numpy
     from numpy.typing import NDArray
 
-    Indices = NDArray[np.int64]
+    Indices = NDArray[numpy.int64]
+else:
+    numpy = LazyModule("numpy")
 
 
 @dataclass(frozen=True, repr=False)
@@ -62,8 +65,6 @@ class Contiguous(Sharding):
 
     def split(self, labels: Indices, shares: Sequence[float], seed: int) -> list[Indices]:
         """Return runs of samples; nothing is drawn."""
-        import numpy
-
         return _cut(numpy.arange(len(labels)), shares)
 
 
@@ -73,8 +74,6 @@ class Stratified(Sharding):
 
     def split(self, labels: Indices, shares: Sequence[float], seed: int) -> list[Indices]:
         """Cut each class, shuffled, by the shares; deal out in turns what is left over."""
-        import numpy
-
         random = _random(seed)
         shuffled = random.permutation(len(labels))
         by_class = shuffled[numpy.argsort(labels[shuffled], kind="stable")]
@@ -96,8 +95,6 @@ class Dirichlet(Sharding):
 
     def split(self, labels: Indices, shares: Sequence[float], seed: int) -> list[Indices]:
         """Draw p_c ~ Dirichlet(alpha N share) for each class c, and cut its samples by p_c."""
-        import numpy
-
         random = _random(seed)
         parts: list[list[Indices]] = [[] for _ in shares]
         # With equal shares each worker has the concentration alpha.
@@ -118,24 +115,18 @@ SHARDINGS = Registry(
 )
 
 
-def _random(seed: int) -> np.random.RandomState:
+def _random(seed: int) -> numpy.random.RandomState:
     """Return a RandomState, whose stream NumPy promises never to change."""
-    import numpy
-
     return numpy.random.RandomState(numpy.random.MT19937(numpy.random.SeedSequence((seed, 1))))
 
 
 def _cut(indices: Indices, shares: Sequence[float]) -> list[Indices]:
-    import numpy
-
     ends = numpy.round(numpy.cumsum(shares)[:-1] * len(indices)).astype(int)
     return list(numpy.split(indices, ends))
 
 
 def _in_turns(count: int, shares: Sequence[float]) -> Indices:
     """Return an owner for each of `count` places; every run of places is shared as `shares` say."""
-    import numpy
-
     # Each worker's places are evenly spaced; whose place comes first owns the sample.
     due = [(numpy.arange(math.ceil(count * share)) + 0.5) / share for share in shares]
     owners = numpy.concatenate([numpy.full(len(at), k) for k, at in enumerate(due)])
@@ -144,8 +135,6 @@ def _in_turns(count: int, shares: Sequence[float]) -> Indices:
 
 def _nobody_empty(parts: list[Indices]) -> list[Indices]:
     """Give each worker without samples one of the largest part."""
-    import numpy
-
     for worker, part in enumerate(parts):
         if not len(part):
             largest = max(range(len(parts)), key=lambda k: len(parts[k]))

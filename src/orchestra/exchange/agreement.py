@@ -50,16 +50,14 @@ def wait_for_everyone(worker: Worker, number: int = 0) -> int:
 
     Returns the sum of what they call with, up to 2^24.
     """
-    everyone, total = worker.everyone, torch.tensor([float(number)])
-    if len(everyone) > 1:
-        all_reduce(worker.transport, total, "butterfly", everyone, Tag.AGREE)
+    total = torch.tensor([float(number)])
+    all_reduce(worker.transport, total, "butterfly", worker.everyone, Tag.AGREE)
     return int(total)
 
 
 def wait_for_workers(worker: Worker) -> None:
     """Collective over the workers: nobody returns before all have called."""
-    if len(worker.workers) > 1:
-        all_reduce(worker.transport, torch.zeros(1), "ring", worker.workers, Tag.AGREE)
+    ring_sum(worker, torch.zeros(1), Tag.AGREE)
 
 
 def start_together(worker: Worker, leader: int) -> None:
@@ -69,8 +67,7 @@ def start_together(worker: Worker, leader: int) -> None:
     ranks one after the other; after a butterfly all are at the same place again (exactly, where
     ranks and links are alike, for powers of two).
     """
-    # First all tell the leader: then what follows takes the same time, whenever each of them came
-    # (docs/decisions/0036-starting-together.md).
+    # First all tell the leader: what follows takes the same time, whenever each came (decision 36).
     gather_objects(worker.transport, None, worker.everyone, leader)
     broadcast(worker.transport, torch.zeros(1), leader, worker.everyone, Tag.READY)
     wait_for_everyone(worker)
@@ -112,7 +109,7 @@ def _mean(worker: Worker, values: Tensor, weight: float) -> Tensor:
         return values
     # The weights travel behind the values: one collective in place of two.
     total = torch.cat([weight * values.double(), values.new_tensor([weight]).double()])
-    all_reduce(worker.transport, total, "ring", worker.workers, Tag.AGREE)
+    ring_sum(worker, total, Tag.AGREE)
     return total[:-1] / total[-1]
 
 
@@ -155,8 +152,7 @@ def hand_over_moments(
         for key, value in moments[name].items():
             if isinstance(value, Tensor) and value.dim():
                 flat = value.detach().reshape(-1) / len(worker.workers)
-                if len(worker.workers) > 1:
-                    all_reduce(worker.transport, flat, "ring", worker.workers, Tag.AGREE)
+                ring_sum(worker, flat, Tag.AGREE)
                 moments[name][key] = flat.view(value.shape)
     worker.inherited = moments
 
@@ -265,10 +261,9 @@ def average_moments(
     ]
     if not tensors:
         return
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    average_replicas(worker, worker.transport, flat, algorithm, samples, total)
-    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-        tensor.copy_(part.view(tensor.shape))
+    packed = Packed(tensors)
+    average_replicas(worker, worker.transport, packed.values, algorithm, samples, total)
+    packed.unpack()
 
 
 def charge(
@@ -286,7 +281,7 @@ def copy_of(worker: Worker, values: Tensor) -> Tensor:
 def ring_sum(worker: Worker, vector: Tensor, tag: int, ranks: tuple[int, ...] | None = None) -> int:
     """Replace `vector` by its sum over `ranks`, or over the workers; return the bytes of buffer."""
     group = worker.workers if ranks is None else Group(ranks)
-    return all_reduce(worker.transport, vector, "ring", group, tag) if len(group) > 1 else 0
+    return all_reduce(worker.transport, vector, "ring", group, tag)
 
 
 def fragments_of(worker: Worker, count: int) -> list[tuple[int, int]]:

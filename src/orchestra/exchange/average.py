@@ -334,14 +334,12 @@ class PartialAverage:
                     transport.send(values, transport.rank, Tag.AVERAGE)
                 step += 1
         except BaseException:
-            # The main flow would wait for an outcome for ever; it raises the error when it joins
-            # this flow.
+            # Else the main flow would wait for ever; it raises the error as it joins this flow.
             transport.send(torch.tensor([Outcome.FAILED, 0]), transport.rank, Tag.DONE)
             raise
 
     def _next_choice(self, transport: Transport, step: int) -> Tensor:
-        """Return the samples of each worker that takes part in `step`, 0 for others; all 0 at the
-        end."""
+        """Return each worker's samples if it takes part in `step`, else 0; all 0 at the end."""
         if transport.rank != self._first:
             return transport.receive(self._first, Tag.CHOSEN).wait()
         chosen = self._choose(transport, step)
@@ -361,8 +359,7 @@ class PartialAverage:
                 chosen[workers.index(handle.source)] = samples
             elif arrived_for == LEAVE:
                 self._left += 1
-                # All main flows have finished: `chosen` is all zeros, which ends the other ranks as
-                # well.
+                # All main flows have finished: `chosen` is all zeros, which ends the others, too.
                 if self._left == len(workers):
                     break
         return chosen

@@ -5,15 +5,15 @@ What the workers report of their steps is put together, for a rule that asks for
 
 from __future__ import annotations
 
-import contextlib
 import enum
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from orchestra.errors import PeerLost
 from orchestra.schedules.work_queue import Report
-from orchestra.transports.protocol import Task, Transport
+from orchestra.transports.protocol import Task, Transport, send_unless_lost
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Step, Worker
 
@@ -114,11 +114,11 @@ class CommonStep:
             self._flow = None
 
     def _tell(self, rank: int, kind: _MessageKind, *values: float) -> None:
-        _send(self._transport, rank, self._tag, kind, *values)
+        self._transport.send(_message(kind, *values), rank, self._tag).wait()
 
 
-def _send(transport: Transport, rank: int, tag: int, *values: float) -> None:
-    transport.send(torch.tensor(values, dtype=torch.float64), rank, tag).wait()
+def _message(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
 class _Control:
@@ -201,7 +201,8 @@ class _Control:
             self._tell_main(_MessageKind.ANNOUNCE, self._common)
 
     def _tell_main(self, kind: _MessageKind, number: int) -> None:
-        _send(self._transport, self._transport.rank, self._tag + 1, kind, number)
+        to = self._transport.rank, self._tag + 1
+        self._transport.send(_message(kind, number), *to).wait()
 
     # The leader's part
 
@@ -220,8 +221,8 @@ class _Control:
     def _settle(self) -> None:
         if self._settled and self._settled | self._ended >= self._ranks:
             for rank in sorted(self._settled):
-                with contextlib.suppress(PeerLost):
-                    _send(self._transport, rank, self._tag + 1, _MessageKind.SETTLE)
+                settled = _message(_MessageKind.SETTLE)
+                send_unless_lost(self._transport, settled, rank, self._tag + 1)
             self._settled.clear()
 
     def _end(self, rank: int) -> None:
@@ -238,8 +239,7 @@ class _Control:
             self._tell(rank, kind, *values)
 
     def _tell(self, rank: int, kind: _MessageKind, *values: float) -> None:
-        with contextlib.suppress(PeerLost):
-            _send(self._transport, rank, self._tag, kind, *values)
+        send_unless_lost(self._transport, _message(kind, *values), rank, self._tag)
 
 
 class _Reports:

@@ -40,8 +40,16 @@ class CompressionState:
 
     @staticmethod
     def of(worker: Worker, compressor: Compressor) -> CompressionState:
-        """The state before the first step."""
-        _check(worker, compressor)
+        """The state before the first step; refuses a compressor that this run cannot use."""
+        if worker.parameters.is_meta and isinstance(compressor, Encoder) and not compressor.sized:
+            raise InputError(
+                f"tensors: shapes: how many bytes {compressor!r} sends depends on values, which a "
+                "run of shapes does not have: set tensors to real"
+            )
+        if compressor.brings_momentum and not worker.optimizer.stateless:
+            raise InputError(
+                f"{compressor!r} brings the momentum along: set optimizer to SGD, without momentum"
+            )
         slots, views = worker.layout.slots, worker.layout.views(worker.gradients.vector)
         memory = [
             compressor.memory(view, slot.offset) for view, slot in zip(views, slots, strict=True)
@@ -56,19 +64,6 @@ class CompressionState:
         """
         if not flags.is_meta and (self.residual is not None or any(self.memory)):
             flags.copy_(torch.maximum(self.used, flags, out=self.used))
-
-
-def _check(worker: Worker, compressor: Compressor) -> None:
-    """Raise InputError for a compressor that this run cannot use."""
-    if worker.parameters.is_meta and isinstance(compressor, Encoder) and not compressor.sized:
-        raise InputError(
-            f"tensors: shapes: how many bytes {compressor!r} sends depends on values, which a run "
-            "of shapes does not have: set tensors to real"
-        )
-    if compressor.brings_momentum and not worker.optimizer.stateless:
-        raise InputError(
-            f"{compressor!r} brings the momentum along: set optimizer to SGD, without momentum"
-        )
 
 
 class _Codec:
@@ -249,8 +244,7 @@ class _Gather:
     piece (i + 1) mod N is that of the i-th rank, which has `sizes[i]` elements."""
 
     def __init__(self, piece: Tensor, sizes: Sequence[int], own: int) -> None:
-        # `ring_all_gather` is the ring's second half, after whose first half rank i has piece i +
-        # 1.
+        # `ring_all_gather` is the ring's second half: after the first, rank i has piece i + 1.
         self.edges = _edges((sizes[-1], *sizes[:-1]))
         self.vector = piece.new_empty(self.edges[-1])
         place = (own + 1) % len(sizes)
@@ -323,10 +317,18 @@ class SliceCodec(_Codec):
         def decode() -> None:
             if values.is_meta:
                 return
-            payloads = self._split(part, payload, step)
+            body = payload
+            if self._encoder.sized:
+                sizes = self._sizes(part.pieces, step)
+                lengths = [size // payload.element_size() for size in sizes]
+            else:
+                head = 4 * len(part.pieces)
+                body = payload[head:]
+                # A copy: a view of another dtype has to begin at a multiple of its size.
+                lengths = payload[:head].clone().view(torch.int32).tolist()
             contexts = self._contexts(part.pieces, step, rank)
             there = _cut(part.pieces, values, part.first)
-            for own, out, context in zip(payloads, there, contexts, strict=True):
+            for own, out, context in zip(body.split(lengths), there, contexts, strict=True):
                 self._encoder.combine([own], out, context)
 
         self._charge("decode", self._encoder.passes[1] * values.numel(), decode)
@@ -345,15 +347,6 @@ class SliceCodec(_Codec):
         if not push.samples:
             return payload.new_zeros(part.end - part.first)
         return self.decode(part, payload, push.clock, push.worker)
-
-    def _split(self, part: Slice, payload: Tensor, step: int) -> list[Tensor]:
-        if self._encoder.sized:
-            lengths = [size // payload.element_size() for size in self._sizes(part.pieces, step)]
-        else:
-            head = 4 * len(part.pieces)
-            # A copy: a view of another dtype has to begin at a multiple of its size.
-            lengths, payload = payload[:head].clone().view(torch.int32).tolist(), payload[head:]
-        return list(payload.split(lengths))
 
 
 def average_compressed(

@@ -1,6 +1,4 @@
-"""Gradients are pushed to parameter servers, and values pulled from them, in parts, while a worker
-computes.
-"""
+"""Parameter servers get gradients, and give values, in parts, while a worker computes."""
 
 from __future__ import annotations
 
@@ -25,8 +23,7 @@ P3 has 200 KB, BytePS (Jiang et al., OSDI 2020) up to 4 MB.
 """
 
 UNDER_WAY = 2
-"""Parts that a worker sends to a server at a time: the next one does not wait for the latency of
-the last."""
+"""Parts that a worker sends to a server at a time: the next does not wait out a latency."""
 
 PULLS, PUSHES = 1, 2
 """Lanes of background flows: the first one takes in values; those from `PUSHES` on push, to one
@@ -59,8 +56,7 @@ class PartsClient:
 
     With `early` gradients are weighted here, and servers send the values of a part once all workers
     have pushed it; else once they have applied the push, those of the first layers first (P3:
-    Jayarajan et al., MLSys 2019). With `averages` they are averaged gradients, which replace the
-    worker's own.
+    Jayarajan et al., MLSys 2019). With `averages` they are averages that replace the gradients.
     """
 
     def __init__(
@@ -131,9 +127,8 @@ class PartsClient:
     def _slots_are_ready(self, first: int, end: int) -> None:
         """Called in backward: collect slots, and push parts that are complete, in their order."""
         worker = self._worker
-        for slot in range(first, end):
-            worker.gradients.collect(slot, self.weight)
-            self._there[slot] = True
+        worker.gradients.collect_each(first, end, self.weight)
+        self._there[first:end] = [True] * (end - first)
         while self._next < len(self._parts):
             tensors = self._parts[self._next].tensors
             if not all(self._there[tensors.start : tensors.stop]):

@@ -11,7 +11,7 @@ from orchestra.collectives import all_reduce
 from orchestra.exchange.agreement import T
 from orchestra.parameter_server.placement import Slice
 from orchestra.transports.tags import Tag
-from orchestra.worker.runtime import Compute, Work
+from orchestra.worker.runtime import Work
 from orchestra.worker.worker import Worker
 
 CODING = ("encode", "decode")
@@ -20,14 +20,17 @@ CODING = ("encode", "decode")
 
 class Stopwatch:
     """Parts the time of the main flow of `worker` into its own steps, and all that exchanges take:
-    communication, waiting, and the work of encoding and decoding."""
+    communication, waiting, and the work of encoding and decoding.
+
+    For the last it takes the place of the worker's `Compute`.
+    """
 
     def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self._coding = CodingTime(worker.compute, worker.transport.now)
-        worker.compute = self._coding
+        self._worker, self._compute = worker, worker.compute
+        self.reached, self.needs = worker.compute.reached, worker.compute.needs
+        worker.compute = self
         self._began: float | None = None
-        self._exchanged = 0.0
+        self._exchanged = self._coded = 0.0
 
     def begin(self) -> None:
         """Start the watch at a step's beginning, if it does not run yet."""
@@ -38,39 +41,28 @@ class Stopwatch:
         """Return the seconds since the last call, and those of them that no exchange took."""
         worker = self._worker
         now = worker.transport.now()
-        exchanged = (
-            worker.transport.blocked() + self._coding.passed + worker.measures.native_seconds
-        )
+        exchanged = worker.transport.blocked() + self._coded + worker.measures.native_seconds
         wall = 0.0 if self._began is None else now - self._began
         own = max(wall - (exchanged - self._exchanged), 0.0)
         self._began, self._exchanged = now, exchanged
         return wall, own
 
-
-class CodingTime:
-    """A `Compute` that counts the seconds of encoding and decoding."""
-
-    def __init__(self, inner: Compute, now: Callable[[], float]) -> None:
-        self._inner, self._now = inner, now
-        self.passed = 0.0
-        self.reached, self.needs = inner.reached, inner.needs
-
     @property
     def seconds(self) -> float:
-        return self._inner.seconds
+        return self._compute.seconds
 
     @property
     def main_seconds(self) -> float:
-        return self._inner.main_seconds
+        return self._compute.main_seconds
 
     def run(self, work: Work, function: Callable[[], T]) -> T:
         if work.kind not in CODING:
-            return self._inner.run(work, function)
-        began = self._now()
+            return self._compute.run(work, function)
+        began = self._worker.transport.now()
         try:
-            return self._inner.run(work, function)
+            return self._compute.run(work, function)
         finally:
-            self.passed += self._now() - began
+            self._coded += self._worker.transport.now() - began
 
 
 def push_and_pull_once(worker: Worker, slices: Sequence[Slice], values: Tensor) -> None:
@@ -96,11 +88,10 @@ def push_and_pull_once(worker: Worker, slices: Sequence[Slice], values: Tensor) 
 
 def gather_numbers(worker: Worker, numbers: Sequence[float]) -> list[list[float]]:
     """Collective over the workers: return the numbers of all, one row for each worker."""
-    ranks = len(worker.workers)
+    table = torch.zeros(worker.runtime.ranks, len(numbers), dtype=torch.float64)
     # Each in a row of its own, and zeros elsewhere: the sum has everybody's numbers, bit for bit.
-    table = torch.zeros(ranks, len(numbers), dtype=torch.float64)
-    table[worker.workers.index(worker.rank)] = torch.tensor(numbers, dtype=torch.float64)
-    if ranks > 1:
-        all_reduce(worker.transport, table.view(-1), "butterfly", worker.workers, Tag.AGREE)
-    rows: list[list[float]] = table.tolist()
+    table[worker.rank] = torch.tensor(numbers, dtype=torch.float64)
+    # The schedule with the fewest rounds: a decision costs a latency or two (decision 90).
+    all_reduce(worker.transport, table.view(-1), "butterfly", worker.workers, Tag.AGREE)
+    rows: list[list[float]] = table[list(worker.workers.ranks)].tolist()
     return rows

@@ -91,15 +91,22 @@ def make_server(
         return Server(own)
     # Of the server before this one; that of the first is the last (place - 1 is -1 then).
     mirror = _held_slice(worker, slices, slices[place - 1], workers, rules)
-    return _with_replica(worker, own, mirror, ranks)
+    before, after = ranks[place - 1], ranks[(place + 1) % len(ranks)]
+    lost = worker.transport.lost()
+    if after not in lost:
+        _hand_on_moments(worker.transport, own.optimizer, after)
+    if before not in lost:
+        _take_over_moments(worker.transport, mirror.optimizer, before)
+
+    def alone(text: str) -> None:
+        worker.reporter.expendable(False)
+        worker.reporter.notice(text)
+
+    return Server(own, mirror, ranks, place, lost=lost, alone=alone)
 
 
 def _held_slice(
-    worker: Worker,
-    slices: Sequence[Slice],
-    part: Slice,
-    workers: Sequence[int],
-    rules: ServerRules,
+    worker: Worker, slices: Sequence[Slice], part: Slice, workers: Sequence[int], rules: ServerRules
 ) -> HeldSlice:
     """Make the server's side of `part`, one of `slices`, with its optimizer and its state."""
     values = worker.parameters[part.first : part.end].clone()
@@ -148,24 +155,6 @@ def _server_state(
     return state
 
 
-def _with_replica(
-    worker: Worker, own: HeldSlice, mirror: HeldSlice, ranks: tuple[int, ...]
-) -> Server:
-    """Return the server of both slices, once their moments are with those who hold them."""
-    place, lost = ranks.index(worker.rank), worker.transport.lost()
-    before, after = ranks[place - 1], ranks[(place + 1) % len(ranks)]
-    if after not in lost:
-        _hand_on_moments(worker.transport, own.optimizer, after)
-    if before not in lost:
-        _take_over_moments(worker.transport, mirror.optimizer, before)
-
-    def alone(text: str) -> None:
-        worker.reporter.expendable(False)
-        worker.reporter.notice(text)
-
-    return Server(own, mirror, ranks, place, lost=lost, alone=alone)
-
-
 def _hand_on_moments(transport: Transport, optimizer: Optimizer | None, to: int) -> None:
     """Send the moments to the replica: ranks may have inherited different ones."""
     moments = [
@@ -208,8 +197,7 @@ def _tensors_of(worker: Worker, part: Slice, values: Tensor) -> dict[str, tuple[
 def _clip_together(limit: float, servers: Group, transport: Transport, average: Tensor) -> None:
     """Clip by the norm of the whole gradient: each server knows the square of its part."""
     square = average.double().square().sum().reshape(1)
-    if len(servers) > 1:
-        all_reduce(transport, square, "reduce_to_one", servers, Tag.NORM)
+    all_reduce(transport, square, "reduce_to_one", servers, Tag.NORM)
     # As `torch.nn.utils.clip_grad_norm_`, with its 1e-6.
     average.mul_(min(1.0, limit / (float(square.sqrt()) + 1e-6)))
 

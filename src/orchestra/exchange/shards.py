@@ -242,8 +242,7 @@ class ScatteredAverage(GradientAverage):
                 gathering.pass_backward(number)
             super()._slots_are_ready(max(first, bucket.first_slot), min(end, bucket.end_slot))
             while len(self._under_way) > 1:
-                # At most one sum under way beside the unit that backward fills: that bounds the
-                # memory.
+                # To bound memory, one sum at most is under way beside the unit in backward.
                 before = self._under_way.pop(0)
                 self._worker.compute.needs(len(self._bucket_of) - 1, before.wait)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from orchestra.errors import PeerLost
 from orchestra.schedules.work_queue import Kind, Report, WorkInHand, WorkItem, WorkQueue, item_of
-from orchestra.transports.protocol import Handle, Task, Transport
+from orchestra.transports.protocol import Handle, Task, Transport, send_unless_lost
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
 
@@ -164,5 +163,4 @@ class _Holder:
 
 
 def _answer(transport: Transport, worker: int, item: WorkItem) -> None:
-    with contextlib.suppress(PeerLost):
-        transport.send(torch.tensor(item, dtype=torch.float64), worker, Tag.WORK).wait()
+    send_unless_lost(transport, torch.tensor(item, dtype=torch.float64), worker, Tag.WORK)

@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from orchestra.errors import InputError
+from orchestra.worker.layout import owner_of
 
 ONE_AT_A_TIME = threading.Lock()  # while torch.fx traces, no thread can call any module
 
@@ -32,8 +33,7 @@ class Stage(fx.GraphModule):
     """One stage: takes the tensors that are alive where it begins, gives those where it ends.
 
     Its parameters have the names that they have in the whole model, a shared one its first.
-    `holders` tells of each trainable parameter of the whole, in the order of the whole, which
-    stages have it.
+    `holders` tells which stages have each trainable parameter, in the order of the whole.
     """
 
     def __init__(self, whole: nn.Module, graph: fx.Graph, holders: Holders) -> None:
@@ -69,7 +69,7 @@ def stage_of(
         InputError: the model cannot be traced or has too few places to be cut at.
     """
     # torch.fx replaces methods of `nn.Module` while it traces: no other rank of this process may
-    # call a module meanwhile (docs/decisions/0020-pipeline.md).
+    # call a module meanwhile (decision 20).
     with ONE_AT_A_TIME:
         args, kwargs = inputs_of(loss_of)
         bound = inspect.signature(module.forward).bind(*args, **kwargs)
@@ -86,9 +86,9 @@ def stage_of(
     stage = Stage(module, line.subgraph(*spans[index]), holders)
     persistent = module.state_dict(keep_vars=True).keys()
     for name, _ in stage.named_buffers():  # fx makes all that it copies persistent
-        path, _, leaf = name.rpartition(".")
         if name not in persistent:
-            stage.get_submodule(path)._non_persistent_buffers_set.add(leaf)
+            owner, leaf = owner_of(stage, name)
+            owner._non_persistent_buffers_set.add(leaf)
     held = {id(parameter) for parameter in stage.parameters()}
     for name, parameter in trainable.items():
         if index in holders[name] and id(parameter) not in held:

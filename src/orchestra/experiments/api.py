@@ -16,9 +16,9 @@ from orchestra.errors import InputError
 from orchestra.experiments.comparison import Comparison, carry_out
 from orchestra.experiments.experiment import Experiment, only_run
 from orchestra.experiments.file import NOTATIONS, load
-from orchestra.experiments.run import RESOLVED, SUMMARY, folder_for, make_run
+from orchestra.experiments.run import RESOLVED, folder_for, make_run
 from orchestra.optimizers.settings import Optimizer
-from orchestra.records.record import RunRecord, read_summary
+from orchestra.records.record import SUMMARY, RunRecord, read_summary
 from orchestra.settings import Settings, write
 from orchestra.settings.reading import Entry
 from orchestra.strategies.registry import STRATEGIES
@@ -130,19 +130,13 @@ def compare(
         **settings,
     }
     given = {key: value for key, value in given.items() if value is not None or key in settings}
-    experiment = _compared(task, given)
-    return carry_out(experiment, out, retry=retry, report=report, baseline=baseline, quiet=quiet)
-
-
-def _compared(task: Any, given: dict[str, Any]) -> Experiment:
-    """Return the experiment on `task`, or in the file that `task` names where no strategies are
-    given.
-    """
     if "strategies" in given:
-        return _experiment(None, {"task": task, **given})
-    if not isinstance(task, str | Path):
+        experiment = _experiment(None, {"task": task, **given})
+    elif isinstance(task, str | Path):
+        experiment = _experiment(Path(task), given)
+    else:
         raise InputError("strategies: give a mapping of labels to strategies")
-    return _experiment(Path(task), given)
+    return carry_out(experiment, out, retry=retry, report=report, baseline=baseline, quiet=quiet)
 
 
 @dataclass(frozen=True)
@@ -167,11 +161,7 @@ class Replay:
 
 
 def replay(
-    run: str | Path,
-    until: int | None = None,
-    *,
-    out: str | Path | None = None,
-    quiet: bool = False,
+    run: str | Path, until: int | None = None, *, out: str | Path | None = None, quiet: bool = False
 ) -> Replay:
     """Repeat a run that was recorded with `record_order`, in virtual time, to the same bits.
 

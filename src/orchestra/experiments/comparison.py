@@ -246,8 +246,7 @@ class _Execution:
                 self._made += 1
                 self._progress.begin(what)
                 return self._finished(failed_record(run, place, RunFailed(choice.reason)), run)
-            # The trial's run has another seed and is judged on validation data: only its settings
-            # are taken.
+            # The trial has another seed and is judged on validation data: its settings are taken.
             best, tuned = choice.best.run, choice.best.settings
             run = replace(run, training=best.training, strategy=best.strategy)
         return self._make(run, place, what, retry=self._retry, tuned=tuned)

@@ -12,14 +12,7 @@ from typing import Any, Literal
 from orchestra.errors import InputError, nearest
 from orchestra.optimizers.settings import SCHEDULES
 from orchestra.report.numbers import count
-from orchestra.settings import (
-    MAX_RANKS,
-    MAX_SEED,
-    REQUIRED,
-    Settings,
-    replace_setting,
-    setting,
-)
+from orchestra.settings import MAX_RANKS, MAX_SEED, REQUIRED, Settings, replace_setting, setting
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.single import Single
@@ -49,8 +42,7 @@ class Tune(Settings):
     seed: int = setting(1000, "of the trials; none of the experiment's seeds", low=0, high=MAX_SEED)
 
     def check(self) -> None:
-        # Strategies differ most in the rate that suits them, so that a fixed one would decide
-        # (decision 13).
+        # Strategies differ most in the rate that suits: a fixed one would decide (decision 13).
         if RATE not in self.settings:
             raise InputError(f"tune.settings: lacks {RATE}, the setting that matters most; add it")
         for key, values in self.settings.items():
@@ -113,8 +105,7 @@ _LABEL = re.compile(r"[^\s./\\][^/\\\n\0]*")
 
 @dataclass(frozen=True, repr=False)
 class Experiment(Settings):
-    """The content of an experiment file, in which the settings of `training` are keys of their
-    own.
+    """The content of an experiment file, in which settings of `training` are keys, too.
 
     `training.ranks` is the first of `ranks`.
     """
@@ -145,8 +136,7 @@ class Experiment(Settings):
             raise InputError("strategies: there is none; give a label and a strategy")
         _require_each_once("seeds", "seed", self.seeds)
         _require_each_once("ranks", "number", self.ranks)
-        # The settings are frozen; `ranks` is the experiment's, and a training has one number of
-        # them.
+        # The settings are frozen; `ranks` is the experiment's, and a training has one number.
         object.__setattr__(self, "training", replace(self.training, ranks=self.ranks[0]))
         for label, strategy in self.strategies.items():
             reasons = [strategy.refusal(ranks) for ranks in self.ranks]
@@ -214,8 +204,7 @@ def not_run(experiment: Experiment) -> list[dict[str, Any]]:
 
 
 def with_one_process(experiment: Experiment) -> Experiment:
-    """Return `experiment` with one process among its strategies: all cores, the same global
-    batch.
+    """Return `experiment` with one process, all cores and the same global batch, as a strategy.
 
     No comparison goes without this row.
     """

@@ -153,8 +153,7 @@ def _strategies(entry: Entry, key: str) -> dict[str, object]:
         where = item.at(f"{key}.{label}")
         call = read(item.value, where=where)
         target = bound(call, STRATEGIES, where=where)
-        # Checked before anything is called: a notation in a file could name any function (decision
-        # 53).
+        # Before anything is called: a notation in a file could name any function (decision 53).
         if not (isinstance(target, type) and issubclass(target, Strategy)):
             raise InputError(f"{where}: expected Strategy, got {call.name}")
         strategies[str(label)] = build(call, STRATEGIES, where=where)
@@ -178,9 +177,7 @@ def _groups(entry: Entry) -> tuple[Group, ...]:
 
 
 def _folder(entry: Entry) -> Path:
-    """Return the folder that paths in `entry` are relative to: that of its file, or the current
-    one.
-    """
+    """Return the folder that paths in `entry` start from: that of its file, or the current one."""
     from_option = entry.where.startswith("--")
     return Path() if from_option else Path(entry.where.rpartition(":")[0]).parent
 
@@ -198,9 +195,7 @@ def _notation(entry: Entry, key: str) -> object:
 
 
 def _shares(entry: Entry, key: str) -> Any:
-    """Return weights and "measured" as they are; for a notation its rule, for a run the speeds
-    there.
-    """
+    """Return weights and "measured" as they are; of a notation its rule, of a run its speeds."""
     if not isinstance(entry.value, str) or entry.value == MEASURED:
         return entry.value
     run = _folder(entry) / entry.value

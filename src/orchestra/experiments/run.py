@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -23,8 +22,8 @@ from orchestra.experiments.experiment import Experiment, alone
 from orchestra.experiments.file import to_yaml
 from orchestra.experiments.tracking import tracked
 from orchestra.records.live import holder
-from orchestra.records.record import SUMMARY as SUMMARY
 from orchestra.records.record import (
+    SUMMARY,
     RunRecord,
     partial_of,
     read_summary,
@@ -55,8 +54,7 @@ def make_run(
     Args:
         experiment: has the run among its own.
         tuned: the settings that were chosen for the run by trials.
-        on_resume: called where the folder has this run already, with its record if it was
-            completed.
+        on_resume: called where the folder has this run already, with its record if completed.
 
     Raises:
         InputError: as `held`, `tracked` and `train` do.
@@ -87,14 +85,13 @@ def write_failure(
 ) -> RunRecord:
     """Write the record of a failed run into `folder`, unless the disk is full, and return it."""
     record = failed_record(run, folder, failure)
-    with contextlib.suppress(OSError):  # a full disk is the failure itself
+    with suppress(OSError):  # a full disk is the failure itself
         write_summary(folder, experiment, [record])
     return record
 
 
 def folder_for(out: str | Path | None, name: str, *, empty: bool = False) -> Path:
-    """Return `out`, or a new folder in `runs` where it is None; with `empty` it must not hold
-    anything.
+    """Return `out`, or a new folder in `runs` where it is None; with `empty` one without files.
 
     Raises:
         InputError: it cannot be used.
@@ -130,8 +127,7 @@ def fresh_folder(parent: Path, name: str) -> Path:
 
 
 def claim(folder: Path, experiment: Experiment) -> bool:
-    """Make `folder` that of `experiment`, which is written into it; return whether it was so
-    before.
+    """Make `folder` that of `experiment`, which is written there; return whether it was before.
 
     Raises:
         InputError: it belongs to a different experiment, holds other files, or cannot be written.
@@ -157,8 +153,7 @@ def claim(folder: Path, experiment: Experiment) -> bool:
 
 @contextmanager
 def held(folder: Path, experiment: Experiment) -> Iterator[bool]:
-    """Claim the folder, and keep other processes out meanwhile; give whether it was claimed
-    before.
+    """Claim the folder, and keep other processes out; give whether it was claimed before.
 
     Files that a killed process left half written are removed, and a new folder in which nothing
     could be run, for bad input.
@@ -240,9 +235,7 @@ def _require_same(path: Path, old_text: str, new_text: str) -> None:
 
 
 def idle_nodes(planned: Sequence[Run]) -> list[str]:
-    """Return a line for each cluster that has more nodes than the largest run has ranks to
-    spread.
-    """
+    """Return a line for each cluster with more nodes than the largest run has ranks to spread."""
     most = max((run.training.ranks for run in planned), default=0)
     described = [run.training for run in planned if run.training.engine != "processes"]
     lines = []

@@ -1,6 +1,4 @@
-"""Techniques: rows of a comparison that differ in one setting, and the bandwidth at which it
-pays.
-"""
+"""Techniques: rows of a comparison that differ in one setting, and where that pays."""
 
 from __future__ import annotations
 
@@ -13,12 +11,7 @@ from typing import Any, cast
 
 from orchestra.engines.events import Event, Notice
 from orchestra.engines.processes.launch import launch
-from orchestra.engines.simulation.break_even import (
-    BreakEven,
-    Question,
-    Rival,
-    find_break_even,
-)
+from orchestra.engines.simulation.break_even import BreakEven, Question, Rival, find_break_even
 from orchestra.engines.simulation.cost_source import cost_source_of
 from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.experiment import tuned
@@ -42,8 +35,7 @@ class Technique:
 
 @dataclass(frozen=True)
 class Judged:
-    """A technique on `ranks` ranks; `break_even` is None where it was not searched, and `text` says
-    it in words."""
+    """A technique on `ranks` ranks; `break_even`, None if not searched, is `text` in words."""
 
     technique: Technique
     ranks: int

@@ -59,9 +59,7 @@ class About:
 
 
 def _settings_of(run: Run, experiment: Experiment) -> dict[str, Any]:
-    """Return the settings of `run` by name, as its file has them; those of the optimizer by dotted
-    names, too.
-    """
+    """Return the settings of `run` as its file has them; the optimizer's also by dotted names."""
     settings = yaml_value(to_yaml(alone(experiment, run)))
     assert isinstance(settings, dict)
     del settings["name"], settings["seeds"], settings["devices"], settings["tune"]
@@ -171,8 +169,7 @@ class WandbTracker:
                 settings=console,
             )
             self.id = self._run.id
-            # Steps of a metric of our own, as W&B's own step must not fall, and evaluations come at
-            # the end.
+            # A metric of our own for steps: W&B's must not fall, and evaluations come at the end.
             self._run.define_metric(STEP)
             self._run.define_metric("*", step_metric=STEP, step_sync=True)
         except Error as error:
@@ -221,8 +218,7 @@ class Tracking:
         self._tracks: dict[int, RankTrack] = {}
         self._consumed: list[tuple[int, int]] = []  # by the cluster, and steps of the first worker
         self._stop = threading.Event()
-        # A thread of the launcher: no rank waits for a network, nor imports these libraries
-        # (decision 100).
+        # In the launcher: no rank waits for a network, nor imports these libraries (decision 100).
         self._thread = threading.Thread(target=self._follow, name="tracking", daemon=True)
         self._keep()
         self._thread.start()
@@ -259,17 +255,14 @@ class Tracking:
             if line["samples"] > self._samples:
                 self._samples = line["samples"]
                 metrics = {f"eval/{name}": value for name, value in line["metrics"].items()}
-                # Snapshots are evaluated after the training, and belong to the step at which they
-                # were taken.
+                # A snapshot is evaluated at the end, but is of the step at which it was taken.
                 rows.append((self._step_at(line["samples"]), metrics))
         self._log(rows)
         final = {} if self.record is None else _of_record(self.record)
         self._with_each(lambda tracker: tracker.finish(status, _finite(final)))
 
     def _read(self) -> dict[int, Sequence[Line]]:
-        """Return the new lines of each rank; without figures of a rank that has none, such as a
-        server.
-        """
+        """Return the new lines of each rank; none of ranks without figures, such as servers."""
         news: dict[int, Sequence[Line]] = {}
         for path in self._folder.glob("steps-rank-*.jsonl"):
             rank = int(path.stem.rpartition("-")[2])

@@ -45,9 +45,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Criterion:
-    """The criterion of trials: a metric or "loss", by which setting of `by`, and whether higher
-    is better.
-    """
+    """What trials are judged by: a metric or "loss", for which `by`, and if higher is better."""
 
     by: str
     metric: str
@@ -71,9 +69,7 @@ class Criterion:
         return value if value is not None and math.isfinite(value) else None
 
     def cost(self, record: RunRecord) -> tuple[float, float]:
-        """Return a key to sort trials by, smaller is better; the loss decides between equal
-        figures.
-        """
+        """Return a key to sort trials by, smaller is better; of equal ones the loss decides."""
         score, loss = self.score(record), record.final_loss
         if score is None:
             return math.inf, math.inf
@@ -129,9 +125,7 @@ class Choice:
 
 
 def trials(experiment: Experiment) -> list[Trial]:
-    """Return the trials of every strategy and number of ranks, in the order in which they are
-    run.
-    """
+    """Return the trials of every strategy and number of ranks, in the order of their runs."""
     tune = experiment.tune
     if tune is None:
         return []

@@ -101,36 +101,32 @@ class Schedule(Protocol):
         Args:
             fraction: samples consumed by the cluster / samples of the whole run, 0 to 1.
         """
-        ...
-
-
-def _warm(fraction: float, warmup: float) -> float:
-    """Return the linear warm-up's factor: from 0 at the start to 1 at `warmup`, and 1 from there
-    on.
-    """
-    # By samples of the whole cluster, so that it is as long on every number of ranks
-    return fraction / warmup if fraction < warmup else 1.0
 
 
 @dataclass(frozen=True, repr=False)
-class Constant(Settings):
-    """The same learning rate throughout, after the warm-up."""
+class WarmUp(Settings):
+    """A linear warm-up: the base of all schedules here."""
 
     _: KW_ONLY
     warmup: float = setting(0.0, "fraction of the run that warms up linearly", low=0, high=1)
 
     def factor(self, fraction: float) -> float:
-        return _warm(fraction, self.warmup)
+        """Rise from 0 at the start to 1 at `warmup`, and stay there."""
+        # By samples of the whole cluster, so that it is as long on every number of ranks
+        return fraction / self.warmup if fraction < self.warmup else 1.0
 
 
 @dataclass(frozen=True, repr=False)
-class StepDecay(Settings):
+class Constant(WarmUp):
+    """The same learning rate throughout, after the warm-up."""
+
+
+@dataclass(frozen=True, repr=False)
+class StepDecay(WarmUp):
     """The learning rate falls by a factor at given points of the run."""
 
     at: tuple[float, ...] = setting((0.5, 0.75), "fractions of the run", low=0, high=1)
     by: float = setting(0.1, "what the rate is multiplied by at each of them", above=0, high=1e3)
-    _: KW_ONLY
-    warmup: float = setting(0.0, "fraction of the run that warms up linearly", low=0, high=1)
 
     def check(self) -> None:
         if len(self.at) > 100:
@@ -138,23 +134,21 @@ class StepDecay(Settings):
 
     def factor(self, fraction: float) -> float:
         passed = sum(fraction >= point for point in self.at)
-        return _warm(fraction, self.warmup) * self.by**passed
+        return super().factor(fraction) * self.by**passed
 
 
 @dataclass(frozen=True, repr=False)
-class Cosine(Settings):
+class Cosine(WarmUp):
     """Half a cosine from the end of the warm-up to the end of the run (Loshchilov, Hutter 2016).
 
     https://arxiv.org/abs/1608.03983, without restarts.
     """
 
     final: float = setting(0.0, "the factor at the end of the run", low=0, high=1)
-    _: KW_ONLY
-    warmup: float = setting(0.0, "fraction of the run that warms up linearly", low=0, high=1)
 
     def factor(self, fraction: float) -> float:
         if fraction < self.warmup:
-            return _warm(fraction, self.warmup)
+            return super().factor(fraction)
         left = 1.0 - self.warmup
         progress = min((fraction - self.warmup) / left, 1.0) if left else 1.0
         return self.final + (1.0 - self.final) * 0.5 * (1.0 + math.cos(math.pi * progress))
@@ -162,9 +156,5 @@ class Cosine(Settings):
 
 SCHEDULES = Registry(
     "schedule",
-    {
-        "Constant": "orchestra.optimizers.settings:Constant",
-        "Cosine": "orchestra.optimizers.settings:Cosine",
-        "StepDecay": "orchestra.optimizers.settings:StepDecay",
-    },
+    {cls.__name__: f"{__name__}:{cls.__name__}" for cls in (Constant, Cosine, StepDecay)},
 )

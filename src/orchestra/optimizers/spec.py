@@ -1,5 +1,4 @@
-"""A torch.optim optimizer as a value: class, arguments and groups, rebuilt where updates are
-made.
+"""A torch.optim optimizer as a value: class, arguments and groups, rebuilt where it updates.
 
 And its moments by parameter name, whole or in parts.
 """
@@ -59,8 +58,7 @@ class OptimizerSpec:
 
     @staticmethod
     def from_settings(settings: OptimizerSettings, names: Sequence[str]) -> OptimizerSpec:
-        """Return the spec that an experiment's `optimizer` and `parameter_groups` give for
-        `names`.
+        """Return the spec for `names` of an experiment's `optimizer` and `parameter_groups`.
 
         A parameter belongs to the first group whose pattern is found in its name.
         """
@@ -87,9 +85,7 @@ class OptimizerSpec:
 
     @staticmethod
     def from_instance(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OptimizerSpec:
-        """Return the spec of a user's optimizer; `names` maps id(parameter) to the parameter's
-        name.
-        """
+        """Return the spec of a user's optimizer; `names` maps id(parameter) to its name."""
         groups = []
         for group in optimizer.param_groups:
             members = frozenset(names[id(p)] for p in group["params"] if id(p) in names)
@@ -176,9 +172,7 @@ def get_rates(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
 
 
 def get_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the options of each parameter group without its parameters: rates, momentum and so
-    on.
-    """
+    """Return the options of each parameter group, not its parameters: rates, momentum and so on."""
     return [
         {name: value for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
@@ -223,9 +217,7 @@ class OptimizerPart:
 def join_moments(
     parts: Iterable[Mapping[str, Any]], parameters: Mapping[str, Tensor], *, elementwise: bool
 ) -> Moments:
-    """Return the moments of whole `parameters`, from those that `OptimizerPart.moments` gave on
-    all ranks.
-    """
+    """Return moments of whole `parameters`, from those that all ranks' `OptimizerPart`s gave."""
     joined: Moments = {}
     for part in parts:
         whole, first = joined.setdefault(part["name"], {}), part["first"]
@@ -250,9 +242,7 @@ def export_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Te
 
 
 def install_moments(
-    optimizer: torch.optim.Optimizer,
-    parts: Mapping[str, tuple[Tensor, int]],
-    moments: Moments,
+    optimizer: torch.optim.Optimizer, parts: Mapping[str, tuple[Tensor, int]], moments: Moments
 ) -> None:
     """Give `optimizer` copies of the `moments` of its tensors.
 

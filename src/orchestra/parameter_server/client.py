@@ -178,8 +178,7 @@ class Client:
                     first, *_ = [handle.wait() for handle in arriving]
                     return first
                 except PeerLost as lost:
-                    # The same request again: a server knows by its number whether it has been taken
-                    # (`RequestLog`).
+                    # The same request again: by its number a server knows it (`RequestLog`).
                     self._fail_over(lost, place)
                     under_way = self._begin(place, request, gradient, into)
 

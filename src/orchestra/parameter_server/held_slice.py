@@ -152,7 +152,11 @@ class HeldSlice:
     def take(self, transport: Transport, request: Request, gradient: Tensor | None) -> None:
         """Carry out a new request, and apply the updates that follow from it."""
         if gradient is not None:
-            self._buffers[request.worker] = self._gradient_in(request, gradient)
+            gradient = gradient.to(self.values.device)
+            if self.decode is not None:
+                assert request.push is not None
+                gradient = self.decode(request.push, gradient)
+            self._buffers[request.worker] = gradient
         elif request.kind is Kind.LOST:
             self._buffers.pop(request.worker, None)
         decision = self.log.take(request)
@@ -161,19 +165,11 @@ class HeldSlice:
         if self._given is None:
             return
         for answer in decision.answers:
-            # Now, and not when it is sent after the confirmation: by then further requests may have
-            # been taken.
+            # Now, not when it is sent: further requests may be taken before the confirmation.
             self._given[answer.worker] = self._copy_for(answer.worker)
         if decision.quiet and self.state.live and self.log.gives_values:
             self._agreed = self.values.clone()
             self.all_have_read()
-
-    def _gradient_in(self, request: Request, arrived: Tensor) -> Tensor:
-        arrived = arrived.to(self.values.device)
-        if self.decode is None:
-            return arrived
-        assert request.push is not None
-        return self.decode(request.push, arrived)
 
     def take_part(self, transport: Transport, request: Request, gradient: Tensor) -> None:
         """Take the next part of a worker's push."""

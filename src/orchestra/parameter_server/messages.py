@@ -138,8 +138,7 @@ def encode_request(request: Request, place: int | None = None) -> Tensor:
 def decode_request(message: Tensor, worker: int, points: int = 0) -> Request:
     """Decode the request of `worker` in `message`, which begins with its kind.
 
-    A worker whose slices have no replica does not say how many quiet points it has behind it: it
-    has `points`.
+    A worker whose slices have no replica does not tell its quiet points so far: they are `points`.
     """
     numbers = message.numpy()
     kind = Kind(int(numbers[0]))
@@ -271,8 +270,7 @@ class RequestLog:
     def _is_new(self, request: Request) -> bool:
         state, worker = self.state, request.worker
         if request.push is not None:
-            # The clock of a push tells whether it was applied, and `pending` whether it is still
-            # held.
+            # The clock of a push tells whether it was applied, and `pending` whether it is held.
             seen = request.push.clock <= state.clocks.get(worker, 0)
             return not seen and worker not in state.pending
         if request.kind is Kind.PAUSE:

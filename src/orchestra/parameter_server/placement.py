@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 GRAIN = 64
 """Elements of a tensor between two places where it may be cut.
@@ -115,7 +114,7 @@ def _place(
     # Exact fractions: every rank, and a resumed run, has to cut at the same elements.
     exact = list(map(Fraction, weights))
     if divisible:
-        before = itertools.accumulate(exact[:-1], initial=Fraction(0))
+        before = accumulate(exact[:-1], initial=Fraction(0))
         cuts = [_next_cut(edges, math.ceil(size * part / sum(exact))) for part in before]
     else:
         cuts = _cuts_between_tensors(edges, [weight / max(exact) for weight in exact])

@@ -9,7 +9,6 @@ twice, and gets the same answer.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from orchestra.errors import PeerLost
 from orchestra.optimizers.spec import OptimizerPart
 from orchestra.parameter_server.held_slice import HeldSlice
 from orchestra.parameter_server.messages import Kind, Pause, Request, decode_request, encode_request
-from orchestra.transports.protocol import Transport
+from orchestra.transports.protocol import Transport, send_unless_lost
 from orchestra.transports.tags import Tag
 
 
@@ -28,8 +27,7 @@ class Server:
 
     The servers of slice i are then the ranks ranks[i], which serves it, and the next of `ranks`,
     which serves it once ranks[i] is lost; `place` is that of this server among them. `lost` are the
-    ranks that were lost before; `alone` is called with a message about a slice that has no other
-    replica now.
+    ranks that were lost before; `alone` is called with a message about a slice's last replica.
     """
 
     def __init__(
@@ -83,8 +81,7 @@ class Server:
                 self._hear(transport, handle.source, message)
                 observe()
             reached = all(held.log.points > self._points for held in self.held)
-            # A quiet point of both slices that are held here; of the own one all is confirmed as
-            # well.
+            # A quiet point of both slices that are held here; of the own one all is confirmed.
             if reached and self.own.log.confirmed_all:
                 self._points += 1
                 self._finish_sending()
@@ -130,7 +127,7 @@ class Server:
         if passed_on:
             mirror.take(transport, request, gradient)
             confirmation = encode_request(Request(request.worker, Kind.CONFIRMED), place)
-            _send(transport, confirmation, self._before, Tag.REQUEST)
+            send_unless_lost(transport, confirmation, self._before, Tag.REQUEST)
         elif self._before in self._lost:
             self._answer(transport, mirror, request, message, gradient)
         else:  # what the server before this one passed on comes first
@@ -144,13 +141,12 @@ class Server:
         message: Tensor,
         gradient: Tensor | None,
     ) -> None:
-        if held.log.hear(request):
-            # Before this server takes it: the order in which it passes requests on is the order for
-            # both.
+        if held.log.hear(request):  # `_lose` handles the loss of the other server
+            # Before this server takes it: the order in which it passes on is the order for both.
             if held.log.backed:
                 if gradient is not None:
-                    _send(transport, gradient, self._after, Tag.BACKUP_GRADIENT)
-                _send(transport, message, self._after, Tag.REQUEST)
+                    send_unless_lost(transport, gradient, self._after, Tag.BACKUP_GRADIENT)
+                send_unless_lost(transport, message, self._after, Tag.REQUEST)
             held.take(transport, request, gradient)
         held.send(transport, held.log.due())
 
@@ -163,8 +159,7 @@ class Server:
         if rank == self._before:
             self._alone(f"rank {transport.rank} serves the slice of rank {rank}, without a replica")
         for held in self.held if self._before in self._lost else [self.own]:
-            # A loss is a request like others, so that the replica takes it at the same place in the
-            # order.
+            # A loss is a request like others, which the replica takes at the same place.
             for worker in sorted(self._lost & held.state.live):
                 if not held.state.consistency.tolerates_loss:
                     raise lost
@@ -194,9 +189,3 @@ class Server:
         self.own.load_state_dict(saved if self.mirror is None else saved["own"])
         if self.mirror is not None:
             self.mirror.load_state_dict(saved["mirror"])
-
-
-def _send(transport: Transport, tensor: Tensor, to: int, tag: int) -> None:
-    """Send `tensor`, and wait until it has left. The loss of `to` is handled by `_lose`."""
-    with contextlib.suppress(PeerLost):
-        transport.send(tensor, to, tag).wait()

@@ -287,8 +287,7 @@ class ServerState:
         staleness = {push.worker: before - self.read.get(push.worker, 0) for push in pushes}
         for push in pushes:
             self.clocks[push.worker] = push.clock
-            # A further push for the batch before: it brings no further batch
-            # (docs/decisions/0102-further-pushes.md).
+            # A further push for the batch before brings no further batch (decision 102).
             if push.position is None and self.queue is not None:
                 self._further.add(push.worker)
             if self.applied is not None and push.position is not None:

@@ -346,9 +346,7 @@ def describe(cls: type[Settings]) -> list[Described]:
 
 
 def settings_of(cls: type[Settings]) -> tuple[dataclasses.Field[Any], ...]:
-    """Return the fields that the constructor of `cls` takes, in its order: keyword-only ones
-    last.
-    """
+    """Return the fields that the constructor of `cls` takes, in order: keyword-only ones last."""
     taken = (field for field in dataclasses.fields(cls) if field.init)
     return tuple(sorted(taken, key=lambda field: bool(field.kw_only)))
 
@@ -375,9 +373,7 @@ def require_setting(cls: type[Settings], name: str) -> None:
 
 
 def checked(cls: type[Settings], field: dataclasses.Field[Any], value: object) -> object:
-    """Return `value` converted to the annotation of `field`, a setting of `cls`, and inside its
-    range.
-    """
+    """Return `value` as `field`, a setting of `cls`, wants it, and inside its range."""
     try:
         value = convert(value, type_hints(cls)[field.name])
     except Mismatch as mismatch:

@@ -111,9 +111,7 @@ def read(text: str, *, where: str) -> Call:
 
 
 def _read_any(text: str, *, where: str) -> object:
-    """Return the call or literal that `text` spells, which may hold calls; None for anything but
-    text.
-    """
+    """Return the call or literal, maybe with calls in it, that `text` spells; None if no text."""
     references: dict[str, str] = {}
 
     def stand_in(match: re.Match[str]) -> str:
@@ -211,9 +209,7 @@ def literal(text: str) -> object:
 
 
 def build(value: object, registry: Registry, *, where: str) -> Any:
-    """Return `value` with each `Call` in it made: names looked up, arguments checked, then
-    called.
-    """
+    """Return `value` with each `Call` in it made: looked up, its arguments checked, then called."""
     if isinstance(value, Call):
         target = bound(value, registry, where=where)
         positional = [build(item, registry, where=where) for item in value.positional]
@@ -230,17 +226,14 @@ def build(value: object, registry: Registry, *, where: str) -> Any:
 
 
 def bound(call: Call, registry: Registry, *, where: str) -> Callable[..., Any]:
-    """Return the callable that `call` names, with its arguments checked against the signature,
-    not their values.
-    """
+    """Return the callable that `call` names; its arguments fit the signature, values unchecked."""
     target: object = registry.resolve(call.name, where=where)
     if not callable(target):
         raise InputError(f"{where}: {call.name!r} cannot be called")
     if missing := getattr(target, "__abstractmethods__", None):
         names = ", ".join(sorted(missing))
         raise InputError(f"{where}: {call.name} is not complete: it has to define {names}")
-    # A name in a file may be any function, such as os:system: only what says so is called (decision
-    # 53).
+    # A name in a file may be any function, as os:system: only what says so is called (decision 53).
     if not (isinstance(target, type) and issubclass(target, Settings)):
         _require_maker(target, call, registry, where)
     signature = inspect.signature(target)

@@ -56,9 +56,7 @@ class Loader(yaml.SafeLoader):
         return node
 
     def get_single_node(self) -> Any:
-        """Return the root, all of whose keys differ, and whose aliases repeat no more than
-        memory can hold.
-        """
+        """Return the root, whose keys all differ, and whose aliases fit into memory."""
         root = super().get_single_node()
         if root is not None:
             self._check(root, {})
@@ -176,9 +174,7 @@ class Entry:
     inside: Mapping[Any, Entry] = field(default_factory=dict)
 
     def at(self, key: str) -> str:
-        """Return the place of this entry for messages, with its dotted key unless it is an
-        option.
-        """
+        """Return the place of this entry for messages; with its dotted key unless an option."""
         return self.where if self.where.startswith("--") else f"{self.where} {key}".rstrip()
 
 

@@ -20,8 +20,7 @@ class Registry:
         group: entry points of this group add names of installed packages; ours win.
         makes: whether a function, or a class, says that it makes what is named; it may then stand
             behind a name. Otherwise only settings may: a file must not be able to call os:system.
-        arguments: name -> place of what stands only in the arguments of those; no message offers
-            all of them.
+        arguments: name -> place of what stands in their arguments only; no message offers all.
         elsewhere: name -> notation here, of what users know by other names.
     """
 
@@ -79,8 +78,7 @@ class Registry:
             module = importlib.import_module(module_name)
         except Exception as error:
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
-            # The module itself, or a package around it: otherwise something that it imports is
-            # missing.
+            # The module itself, or a package around it; else something that it imports is missing.
             if missing is not None and f"{module_name}.".startswith(f"{missing}."):
                 reason = f"there is no module {module_name!r} in this folder or what is installed"
             else:

@@ -15,18 +15,20 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from orchestra.exchange import (
-        BeginSum,
-        CompressionState,
-        GradientAverage,
-        PartialAverage,
-        Shards,
-    )
     from orchestra.optimizers.spec import OptimizerPart
     from orchestra.transports.protocol import Group
     from orchestra.worker.batches import Batch
     from orchestra.worker.layout import Share
     from orchestra.worker.worker import Worker
+
+
+def require_ring(strategy: str, compressor: Compressor, algorithm: str) -> None:
+    """Refuse payloads that do not add, and so are gathered around a ring, by other algorithms."""
+    if not compressor.adds and algorithm != "ring":
+        raise InputError(
+            f"{strategy}: payloads of {compressor!r} do not add, so that they can only be "
+            f"gathered: set algorithm='ring' in place of {algorithm!r}"
+        )
 
 
 SHARDS = ("nothing", "optimizer", "gradients", "parameters")
@@ -38,9 +40,11 @@ class AllReduceState:
     """Workers keep whole optimizers, equal since their gradients are; or the one of their slice."""
 
     optimizer: Optimizer
-    average: GradientAverage | PartialAverage = field(metadata=optimizers.TRANSIENT)
-    shards: Shards | None = field(default=None, metadata=optimizers.TRANSIENT)
-    compression: CompressionState | None = None
+    average: exchange.GradientAverage | exchange.PartialAverage = field(
+        metadata=optimizers.TRANSIENT
+    )
+    shards: exchange.Shards | None = field(default=None, metadata=optimizers.TRANSIENT)
+    compression: exchange.CompressionState | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,10 +96,7 @@ class AllReduce(Strategy[AllReduceState]):
             'AllReduce("ring", shard="optimizer")',
             "for an optimizer whose state is too large for each",
         ),
-        (
-            'AllReduce("ring", shard="gradients")',
-            "for gradients, too, that are too large for each",
-        ),
+        ('AllReduce("ring", shard="gradients")', "for gradients, too, that are too large for each"),
         (
             'AllReduce("ring", shard="parameters")',
             "for models that fit no worker; half as many bytes again",
@@ -156,11 +157,7 @@ class AllReduce(Strategy[AllReduceState]):
     def _check_compression(self) -> None:
         if self.compression is None:
             return
-        if not self.compression.adds and self.algorithm != "ring":
-            raise InputError(
-                f"AllReduce: payloads of {self.compression!r} do not add, so that they can only be "
-                f"gathered: set algorithm='ring' in place of {self.algorithm!r}"
-            )
+        require_ring("AllReduce", self.compression, self.algorithm)
         if self.shard != "nothing" or self.backup:
             raise InputError(
                 "AllReduce: compression does not go with shard or backup: leave these out"
@@ -279,7 +276,9 @@ class AllReduce(Strategy[AllReduceState]):
                     "overlap to true, or shard='optimizer'"
                 )
 
-    def _averaging(self, worker: Worker, begin_sum: BeginSum, ring: Group) -> AllReduceState:
+    def _averaging(
+        self, worker: Worker, begin_sum: exchange.BeginSum, ring: Group
+    ) -> AllReduceState:
         """Make the state with a whole optimizer, and averages by `begin_sum`."""
         if self.compression is None:
             average = exchange.GradientAverage(worker, exchange.each_bucket(begin_sum))

@@ -10,12 +10,10 @@ from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import MAX_STEPS, setting
 from orchestra.settings.base import REQUIRED
-from orchestra.strategies.auto_choice import Pace, choose, decision
 from orchestra.strategies.base import CHANGED, Footprint, Roles, Strategy
 from orchestra.strategies.phased import Phased
 
 if TYPE_CHECKING:
-    from orchestra.exchange import Stopwatch
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
 
@@ -51,7 +49,7 @@ class AutoState:
     usual: float = 0.0
     since: float = 0.0
     cost: float = 0.0
-    watch: Stopwatch | None = field(default=None, metadata=optimizers.TRANSIENT)
+    watch: exchange.Stopwatch | None = field(default=None, metadata=optimizers.TRANSIENT)
 
 
 @dataclass(frozen=True, repr=False)
@@ -77,6 +75,9 @@ class Auto(Phased[AutoState]):
     """
 
     switches = True
+    depends_on_speed = True
+    steps_together = True
+    reads_values = True  # what workers measure travels as such
 
     use = "where links or nodes change during a run, or are not known before it"
     variants = (
@@ -122,19 +123,6 @@ class Auto(Phased[AutoState]):
     @property
     def synchronous(self) -> bool:
         return all(each.synchronous for each in self.candidates)
-
-    @property
-    def depends_on_speed(self) -> bool:
-        return True
-
-    @property
-    def steps_together(self) -> bool:
-        return True
-
-    @property
-    def reads_values(self) -> bool:
-        """True if values are read: what workers measure travels as such."""
-        return True
 
     @property
     def hands_over_moments(self) -> bool:
@@ -200,8 +188,7 @@ class Auto(Phased[AutoState]):
 
     def _decide(self, worker: Worker, state: AutoState) -> None:
         """Collective over the workers, after a step of all: compare, and perhaps change."""
-        # All decide by the same numbers of all workers, so that nobody has to announce the
-        # decision.
+        # All decide by the same numbers of all workers: nobody has to announce the decision.
         table = exchange.gather_numbers(worker, [sum(state.walls), *state.own])
         steps = len(state.walls)
         state.walls, state.own = [], []
@@ -218,7 +205,23 @@ class Auto(Phased[AutoState]):
             paces[state.current] = replace(own, ratio=seconds / own.predicted)
         new, reason = choose(paces, state.current, self.margin)
         worker.measures.decisions.append(
-            decision(state.steps, worker.step.consumed, seconds, paces, state.current, new, reason)
+            {
+                "step": state.steps,
+                "sample": worker.step.consumed,
+                "under": paces[state.current].name,
+                "then": paces[new].name,
+                "reason": reason,
+                "measured_step_seconds": seconds,
+                "candidates": [
+                    {
+                        "strategy": pace.name,
+                        "exchange_seconds": pace.exchange,
+                        "step_seconds": pace.seconds,
+                        "to_target": pace.to_target / paces[state.current].to_target,
+                    }
+                    for pace in paces
+                ],
+            }
         )
         if new != state.current:
             self._change(worker, state, new)
@@ -234,8 +237,7 @@ class Auto(Phased[AutoState]):
         now, values = worker.transport.now, worker.parameters.clone()
         for kind in kinds:
             assert kind is not None
-            # Candidates with the same exchange (as LocalSGD and the all-reduce it averages by)
-            # share one.
+            # Candidates with the same exchange, as LocalSGD and its all-reduce, share one.
             if repr(kind) not in own:
                 # Together, or the first to come would measure how long it waits for the others.
                 exchange.wait_for_workers(worker)
@@ -271,3 +273,61 @@ class Auto(Phased[AutoState]):
         worker.snapshots.skip(worker.step.consumed)
         state.current, state.usual = new, 0.0
         state.inner = then.start(worker)
+
+
+# What it decides by: plain numbers
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a candidate is, and how far the target is from it.
+
+    Attributes:
+        name: the candidate in its notation.
+        samples: to the target, in a unit that all candidates share.
+        exchange: seconds of one exchange, as it was rehearsed.
+        predicted: seconds a step, by what workers compute and the exchange.
+        ratio: of the seconds measured while it was under way over those predicted; 1 before.
+    """
+
+    name: str
+    samples: float
+    exchange: float
+    predicted: float
+    ratio: float = 1.0
+
+    @staticmethod
+    def of(
+        name: str, samples: float, own: Sequence[Sequence[float]], exchange: float, every: int
+    ) -> Pace:
+        """Predict the pace of a candidate whose workers exchange after every `every` steps.
+
+        `own` are each worker's seconds in each of some steps, without the exchange.
+        """
+        steps = len(own[0])
+        rounds = [slice(first, first + every) for first in range(0, steps, every)]
+        # Workers wait for each other once a round: the slowest over all steps of the round counts.
+        slowest = sum(max(sum(worker[steps]) for worker in own) for steps in rounds)
+        return Pace(name, samples, exchange, slowest / steps + exchange / every)
+
+    @property
+    def seconds(self) -> float:
+        """The predicted seconds of a step, corrected by what was measured."""
+        return self.predicted * self.ratio
+
+    @property
+    def to_target(self) -> float:
+        """The predicted time to the target, in a unit that all candidates share."""
+        return self.samples * self.seconds
+
+
+def choose(paces: Sequence[Pace], current: int, margin: float) -> tuple[int, str]:
+    """Return the candidate to go on with, and why: another one if it is sooner by the margin."""
+    own, best = paces[current], min(range(len(paces)), key=lambda n: paces[n].to_target)
+    if best == current:
+        return current, "no other candidate is predicted to reach the target sooner"
+    sooner = own.to_target / paces[best].to_target
+    text = f"{paces[best].name} is predicted to reach the target {sooner:.2f} times as soon"
+    if sooner < 1 + margin:
+        return current, f"{text}, less than the margin of {1 + margin:g}"
+    return best, text

@@ -1,10 +1,8 @@
 """The base classes of all strategies: their settings, and a method for each point of a run.
 
-`Replicas` is the base of strategies whose workers train apart, each with an optimizer of its
-own.
+`Replicas` is the base of strategies whose workers train apart, with optimizers of their own.
 
-A strategy object never holds state, because all ranks of a simulation share it; `start` returns
-the state.
+A strategy object has no state, because all ranks of a simulation share it; `start` returns one.
 """
 
 from __future__ import annotations
@@ -68,8 +66,7 @@ class Roles:
     @property
     def leader(self) -> int:
         """The rank that gathers and evaluates. The run cannot go on without it."""
-        # With replicas any server may be lost; what has to stay is a worker, which gathers
-        # (decision 23)
+        # With replicas any server may be lost: a worker has to stay, and gathers (decision 23)
         if self.servers and not self.replicas:
             return self.servers[0]
         # A worker beside a server would be lost together with it
@@ -78,8 +75,7 @@ class Roles:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory of a rank in training, in multiples of what it trains: the whole model, or its
-    `ModelPart`.
+    """The memory of a rank in training, in multiples of what it trains: a model or part.
 
     `copies` are vectors of all parameters beside the optimizer's state: for arriving values, for
     anchors and outer momenta. `batches` is the number of per-worker batches whose activations
@@ -131,9 +127,7 @@ class Strategy(Settings, ABC, Generic[S]):
 
     @property
     def shards_parameters(self) -> bool:
-        """True if each rank keeps only a shard of the model, and gathers the rest when it needs
-        it.
-        """
+        """True if each rank keeps only a shard of the model, and gathers the rest as needed."""
         return False
 
     def share_of(self, rank: int, ranks: int) -> Share | None:
@@ -171,8 +165,7 @@ class Strategy(Settings, ABC, Generic[S]):
         return self
 
     def currently_lockstep(self, state: S) -> bool:
-        """Return whether, in the current phase, a worker takes part in steps in which it has no
-        samples.
+        """Return whether, in this phase, a worker takes part in steps without samples of its own.
 
         Synchronous strategies need that, and others that exchange in every step.
         """
@@ -188,9 +181,7 @@ class Strategy(Settings, ABC, Generic[S]):
         return False
 
     def work(self, state: S) -> WorkSource | None:
-        """Return the source of this worker's batches in the current phase; None if they follow
-        the plan.
-        """
+        """Return the source of this worker's batches now; None if they follow the plan."""
         return None
 
     def end_phase(self, worker: Worker, state: S, level: int) -> None:
@@ -201,8 +192,7 @@ class Strategy(Settings, ABC, Generic[S]):
 
     @property
     def exchanges_as(self) -> Strategy[Any] | None:
-        """A strategy whose exchange takes as long as one of this strategy, and which can
-        `rehearse` it.
+        """A strategy whose exchange takes as long as one of this, and which can `rehearse` it.
 
         Its workers wait for one another, and exchange after every `exchange_every` of their steps.
         None: that is not known, and it can be no candidate of `Auto`.
@@ -212,8 +202,7 @@ class Strategy(Settings, ABC, Generic[S]):
     exchange_every: ClassVar[int] = 1
 
     def rehearse(self, worker: Worker, values: Tensor) -> None:
-        """Carry out one exchange with `values`, a flat vector, in place of gradients. Collective
-        over the workers.
+        """Exchange `values`, a flat vector, in place of gradients. Collective over the workers.
 
         They belong to nobody, and have any values afterwards. Only where `exchanges_as` is itself.
         """
@@ -234,8 +223,7 @@ class Strategy(Settings, ABC, Generic[S]):
     ) -> ModelPart | None:
         """Return the part of `module` that `rank` trains; None if it trains all of it.
 
-        This is a pure function, so that all ranks agree. `loss_of` returns a model's loss on a
-        few samples.
+        It is pure, so that all ranks agree. `loss_of` returns a model's loss on a few samples.
         """
         return None
 
@@ -256,16 +244,12 @@ class Strategy(Settings, ABC, Generic[S]):
         return None
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
-        """Return the memory of `rank` out of `ranks`; by default that of a model and its
-        optimizer.
-        """
+        """Return the memory of `rank` out of `ranks`: by default a model and its optimizer."""
         roles = roles_of(self, ranks)
         return Footprint(batches=roles.shares[roles.part(rank)])
 
     def current_roles(self, worker: Worker, state: S) -> Roles:
-        """Return the current roles. They change when a strategy calls `worker.begin_phase` on
-        all ranks.
-        """
+        """Return the current roles, which `worker.begin_phase`, called on all ranks, changes."""
         # The ranks of the budget, not those that run: Single() is given more than it uses
         return roles_of(self.under_way(state), worker.budget_ranks)
 
@@ -295,18 +279,14 @@ class Strategy(Settings, ABC, Generic[S]):
         self.reduce(worker, state)
 
     def reduce(self, worker: Worker, state: S) -> None:
-        """Exchange the gradient. Called once it is complete and before anything reads it,
-        clipping included.
-        """
+        """Exchange the gradient. It is complete; what reads it, such as clipping, comes later."""
 
     @abstractmethod
     def update(self, worker: Worker, state: S) -> None:
         """Update the parameters from the gradient."""
 
     def serve(self, worker: Worker, state: S) -> Pause | None:
-        """Serve until the next quiet point, on a rank without data; return None once all workers
-        have left.
-        """
+        """On a rank without data, serve until a quiet point; return None once all have left."""
         return None
 
     def quiesce(self, worker: Worker, state: S, step: int) -> bool:
@@ -317,9 +297,7 @@ class Strategy(Settings, ABC, Generic[S]):
         return True
 
     def agree(self, worker: Worker, state: S) -> None:
-        """Make `worker.parameters` of all ranks equal. Collective, called with nothing in
-        flight.
-        """
+        """Make `worker.parameters` of all ranks equal. Collective; nothing is in flight."""
 
     def stop(self, worker: Worker, state: S) -> None:
         """End, and agree on the final parameters. Collective."""
@@ -331,11 +309,10 @@ class Strategy(Settings, ABC, Generic[S]):
         Replicas may differ: each rank keeps the parameters and buffers that it has.
         """
         # Kept beside `start`, which gives everyone the first rank's parameters
-        own = [worker.parameters, *(buffer for _, buffer in worker.buffers)]
-        kept = [tensor.clone() for tensor in own]
+        put_back = worker.keep()
         state = self.start(worker)
         optimizers.restore(state, saved)
-        optimizers.restore(own, kept)
+        put_back()
         # A flow in the background, as of a server beside a worker, answers whoever asks: nobody
         # does before what it answers from is restored.
         exchange.wait_for_everyone(worker)
@@ -351,9 +328,7 @@ class Strategy(Settings, ABC, Generic[S]):
         return self.start(worker)
 
     def optimizer_of(self, state: S) -> optim.Optimizer | None:
-        """Return the optimizer whose moments a following phase may inherit: `state.optimizer`,
-        if there is one.
-        """
+        """Return the optimizer whose moments a next phase inherits: `state.optimizer`, if any."""
         optimizer: optim.Optimizer | None = getattr(state, "optimizer", None)
         return optimizer
 
@@ -375,9 +350,7 @@ def roles_of(strategy: Strategy[Any], ranks: int) -> Roles:
 
 @dataclass
 class ReplicaState:
-    """The state of a worker that trains a replica: its optimizer, and its end of the queue of
-    batches.
-    """
+    """The state of a worker that trains a replica: its optimizer, its end of the batches' queue."""
 
     optimizer: optim.Optimizer
     work: SharedWork | None = field(default=None, kw_only=True, metadata=optimizers.TRANSIENT)

@@ -20,8 +20,6 @@ from orchestra.strategies.server_strategy import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from orchestra.exchange import SharedWork
-    from orchestra.parameter_server import Answer
     from orchestra.worker.worker import Worker
 
 
@@ -37,7 +35,7 @@ class ElasticAveragingState(ServerStrategyState):
     samples: int = 0
     velocity: Tensor | None = None
     force: Tensor | None = field(default=None, metadata=optimizers.TRANSIENT)
-    work: SharedWork | None = field(default=None, metadata=optimizers.TRANSIENT)
+    work: exchange.SharedWork | None = field(default=None, metadata=optimizers.TRANSIENT)
     own: Tensor | None = field(default=None, metadata=optimizers.TRANSIENT)
 
 
@@ -83,7 +81,7 @@ class ElasticAveraging(ServerStrategy[ElasticAveragingState]):
         "dedicated", "servers on the last ranks, without data; or beside the first workers"
     )
 
-    def work(self, state: ElasticAveragingState) -> SharedWork | None:
+    def work(self, state: ElasticAveragingState) -> exchange.SharedWork | None:
         return state.work
 
     def roles(self, ranks: int) -> Roles:
@@ -143,7 +141,7 @@ class ElasticAveraging(ServerStrategy[ElasticAveragingState]):
 
     def _push(
         self, worker: Worker, state: ElasticAveragingState, alpha: float, into: Tensor
-    ) -> list[Answer]:
+    ) -> list[parameter_server.Answer]:
         """Let the servers set c <- c + alpha (x - c); write alpha (x - c) into flat `into`."""
         assert state.client is not None
         step, used = worker.step, (True,) * len(worker.layout.slots)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from orchestra.exchange import CompressionState, SharedWork
     from orchestra.transports.protocol import Task, Transport
     from orchestra.worker.worker import Worker
 else:
@@ -38,7 +37,7 @@ class PublicCopies:
 
     own: Tensor
     mixed: Tensor
-    compression: CompressionState
+    compression: exchange.CompressionState
 
     @staticmethod
     def of(worker: Worker, compressor: Encoder) -> PublicCopies:
@@ -132,7 +131,7 @@ class Gossip(Replicas[GossipState]):
         copies = float(arriving + 1) if self.compression is None else 3.0  # x^, s and a difference
         return replace(super().footprint(rank, ranks), copies=copies)
 
-    def allocate(self, worker: Worker, work: SharedWork | None) -> GossipState:
+    def allocate(self, worker: Worker, work: exchange.SharedWork | None) -> GossipState:
         state = GossipState(worker.local_optimizer())
         if self.compression is not None:
             state.copies = PublicCopies.of(worker, self._contraction)

@@ -14,7 +14,6 @@ from orchestra.transports.tags import Tag
 if TYPE_CHECKING:
     import torch
 
-    from orchestra.exchange import SharedWork
     from orchestra.transports.protocol import SharedTensor
     from orchestra.worker.worker import Worker
 else:
@@ -57,7 +56,7 @@ class Hogwild(Replicas[HogwildState]):
         """Count the parameters with the first rank alone: they are there once."""
         return replace(super().footprint(rank, ranks), parameters=0.0 if rank else 1.0)
 
-    def allocate(self, worker: Worker, work: SharedWork | None) -> HogwildState:
+    def allocate(self, worker: Worker, work: exchange.SharedWork | None) -> HogwildState:
         if worker.own_loop:
             raise InputError(
                 "Hogwild: a loop of your own may hold parameters that are not shared: train with "
@@ -106,7 +105,6 @@ class Hogwild(Replicas[HogwildState]):
         if state.work is not None:
             state.work.close()
         if worker.rank == worker.workers.ranks[0]:
-            worker.snapshots.offer(worker.step.consumed, worker.parameters)
             worker.snapshots.renew(worker.step.consumed, worker.parameters)
         # Nobody may write before all have copied: hence the second `settle`.
         worker.move_parameters(worker.parameters.clone())

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from orchestra.exchange import SharedWork
     from orchestra.transports.protocol import Handle
     from orchestra.worker.worker import Worker
 else:
@@ -141,7 +140,7 @@ class Hop(Replicas[HopState]):
         moving = len(sources[rank]) + min(len(graph[rank]), 1)
         return replace(super().footprint(rank, ranks), copies=float(moving * (1 + ahead)))
 
-    def allocate(self, worker: Worker, work: SharedWork | None) -> HopState:
+    def allocate(self, worker: Worker, work: exchange.SharedWork | None) -> HopState:
         return HopState(worker.local_optimizer(), IterationQueues(worker, self), work=work)
 
     def before_forward(self, worker: Worker, state: HopState) -> None:
@@ -240,7 +239,7 @@ class IterationQueues:
         theirs = [iteration for iteration in theirs if iteration < CLOSED]
         furthest, slowest = max(theirs, default=-1), min(theirs, default=-1)
         # By the furthest target, as far as the tokens of the slowest allow. By the slowest alone
-        # two slow neighbours would never jump (docs/decisions/0047-hop.md).
+        # two slow neighbours would never jump (decision 47).
         to = min(self.iteration + self._hop.skip, furthest, max(slowest, 0) + self._hop.max_gap)
         if furthest - (self.iteration - 1) <= self._hop.behind or to <= self.iteration:
             return

@@ -10,14 +10,13 @@ from orchestra import exchange, optimizers
 from orchestra.compression.base import Compressor
 from orchestra.errors import InputError
 from orchestra.settings import MAX_STEPS, setting
-from orchestra.strategies.all_reduce import AllReduce
+from orchestra.strategies.all_reduce import AllReduce, require_ring
 from orchestra.strategies.base import Footprint, Replicas, ReplicaState
 from orchestra.strategies.outer import Average, Outer, OuterRound, OuterState, SlowMo
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from orchestra.exchange import CompressionState, SharedWork
     from orchestra.transports.protocol import Task, Transport
     from orchestra.worker.worker import Worker
 
@@ -86,7 +85,7 @@ class LocalSGDState(ReplicaState):
     epochs: int = 0
     ended: list[int] = field(default_factory=list)
     samples: int = 0
-    compression: CompressionState | None = None
+    compression: exchange.CompressionState | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -167,14 +166,10 @@ class LocalSGD(Replicas[LocalSGDState]):
     )
 
     def check(self) -> None:
-        compressor = self.compression
-        if compressor is not None and compressor.brings_momentum:
-            raise InputError(f"LocalSGD: {compressor!r} is for gradients: take TopK")
-        if compressor is not None and not compressor.adds and self.algorithm != "ring":
-            raise InputError(
-                f"LocalSGD: payloads of {compressor!r} do not add, so that they can only be "
-                f"gathered: set algorithm='ring' in place of {self.algorithm!r}"
-            )
+        if self.compression is not None:
+            if self.compression.brings_momentum:
+                raise InputError(f"LocalSGD: {self.compression!r} is for gradients: take TopK")
+            require_ring("LocalSGD", self.compression, self.algorithm)
         if self.every_epochs is not None and self.every not in (None, 8):
             raise InputError("LocalSGD: every and every_epochs are both set; give one")
         by_steps = self.every is not None and self.every_epochs is None
@@ -231,7 +226,7 @@ class LocalSGD(Replicas[LocalSGDState]):
             copies += self.compression.footprint + (not self.outer.copies)
         return replace(super().footprint(rank, ranks), copies=copies)
 
-    def allocate(self, worker: Worker, work: SharedWork | None) -> LocalSGDState:
+    def allocate(self, worker: Worker, work: exchange.SharedWork | None) -> LocalSGDState:
         fragments = [
             Fragment(first, end, self.outer.begin(worker.parameters[first:end]))
             for first, end in exchange.fragments_of(worker, self.fragments)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from orchestra.exchange import SharedWork
     from orchestra.transports.protocol import Handle, Task, Transport
     from orchestra.worker.worker import Worker
 else:
@@ -28,8 +27,7 @@ else:
 
 @dataclass
 class PairwiseState(ReplicaState):
-    """`pair` averages with one other worker; `partners` are the choices of each step of the
-    topology's period."""
+    """`pair` averages with another worker; `partners`: the choices, for each step of a period."""
 
     pair: PairwiseAverage = field(metadata=optimizers.TRANSIENT)
     step: int = 0
@@ -53,6 +51,7 @@ class PairwiseAveraging(Replicas[PairwiseState]):
     """
 
     self_paced = True  # a partner averages in the background, at any step of its own
+    answers_beside = True
 
     use = "for workers of unlike speed, without a server"
     variants = (("PairwiseAveraging()", use),)
@@ -62,10 +61,6 @@ class PairwiseAveraging(Replicas[PairwiseState]):
     )
     _: KW_ONLY
     seed: int = setting(0, "of the choice of partners", low=0, high=MAX_SEED)
-
-    @property
-    def answers_beside(self) -> bool:
-        return True
 
     def roles(self, ranks: int) -> Roles:
         """All ranks are workers; the links between even and odd ones have to connect them."""
@@ -83,7 +78,7 @@ class PairwiseAveraging(Replicas[PairwiseState]):
         """Add what is averaged meanwhile: x, and that of the other worker."""
         return replace(super().footprint(rank, ranks), copies=2.0)
 
-    def allocate(self, worker: Worker, work: SharedWork | None) -> PairwiseState:
+    def allocate(self, worker: Worker, work: exchange.SharedWork | None) -> PairwiseState:
         return PairwiseState(worker.local_optimizer(), PairwiseAverage(worker), work=work)
 
     def before_forward(self, worker: Worker, state: PairwiseState) -> None:
@@ -117,7 +112,6 @@ class PairwiseAveraging(Replicas[PairwiseState]):
         state.pair.close()
         if state.work is not None:
             state.work.close()
-        worker.snapshots.offer(worker.step.consumed, worker.parameters)
         worker.snapshots.renew(worker.step.consumed, worker.parameters)
         exchange.exact_mean(worker)
 
@@ -196,8 +190,7 @@ class PairwiseAverage:
             self.take()
         else:
             self.give()  # goes on answering those who are not yet here
-        # Active workers come here without x, so that none of them asks any more; passive ones
-        # answer until all are here.
+        # Active workers come without x, and ask no more; passive ones answer until all are here.
         exchange.wait_for_workers(self._worker)
         self.take()
 

@@ -23,17 +23,14 @@ if TYPE_CHECKING:
 
     from orchestra import collectives
     from orchestra.collectives import Group
-    from orchestra.exchange import GradientAverage
     from orchestra.transports.protocol import Handle
     from orchestra.worker import batches
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
 else:
     torch = LazyModule("torch")  # settings load without it
-    batches, collectives = (
-        LazyModule("orchestra.worker.batches"),
-        LazyModule("orchestra.collectives"),
-    )
+    batches = LazyModule("orchestra.worker.batches")
+    collectives = LazyModule("orchestra.collectives")
 
 
 @dataclass
@@ -41,7 +38,7 @@ class PipelineState:
     """The optimizer of this rank's stage; `average` is over the replicas of that stage."""
 
     optimizer: Optimizer
-    average: GradientAverage = field(metadata=optimizers.TRANSIENT)
+    average: exchange.GradientAverage = field(metadata=optimizers.TRANSIENT)
     passes: PipelineStep = field(metadata=optimizers.TRANSIENT)
 
 
@@ -238,8 +235,7 @@ class PipelineSlot:
 class PipelineStep:
     """Runs this rank's passes of a step.
 
-    `stash` has the micro-batches between their passes: what came in, and what came out (the loss at
-    last).
+    `stash` has micro-batches between their passes: what came in, and came out (the loss at last).
     """
 
     worker: Worker

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,7 +20,6 @@ from orchestra.transports.tags import Tag
 if TYPE_CHECKING:
     import torch
 
-    from orchestra.exchange import SharedWork
     from orchestra.transports.protocol import Task, Transport
     from orchestra.worker.worker import Worker
 else:
@@ -80,7 +79,7 @@ class Prague(Replicas[PragueState]):
     )
     seed: int = setting(0, "of the choice of groups", low=0, high=MAX_SEED)
 
-    def allocate(self, worker: Worker, work: SharedWork | None) -> PragueState:
+    def allocate(self, worker: Worker, work: exchange.SharedWork | None) -> PragueState:
         return PragueState(worker.local_optimizer(), GroupAverage(worker, self), work=work)
 
     def update(self, worker: Worker, state: PragueState) -> None:
@@ -101,7 +100,6 @@ class Prague(Replicas[PragueState]):
         if state.work is not None:
             state.work.close()
         state.groups.close()
-        worker.snapshots.offer(worker.step.consumed, worker.parameters)
         worker.snapshots.renew(worker.step.consumed, worker.parameters)
         exchange.exact_mean(worker)
 
@@ -187,8 +185,7 @@ class GroupGenerator:
         self._chance().shuffle(idle)
         divided = iter([worker, *idle])
         count = -(-(len(idle) + 1) // self._size)
-        # Sizes differ by one at most. The worker that asks comes first, and so is in a largest
-        # group.
+        # Sizes differ by one at most. The worker that asks comes first: it is in a largest group.
         smaller, rest = divmod(len(idle) + 1, count)
         for number in range(count):
             self._schedule(islice(divided, smaller + (number < rest)))
@@ -308,9 +305,9 @@ class GroupAverage:
             numbers = [
                 number for group in answers[request](worker) for number in (len(group), *group)
             ]
-            with contextlib.suppress(PeerLost):
+            with suppress(PeerLost):
                 # At once, before the other members are there: a worker waits inside the all-reduce,
-                # where the watcher sees for whom (docs/decisions/0048-prague.md).
+                # where the watcher sees for whom (decision 48).
                 transport.send(torch.tensor([*numbers, 0]), worker, Tag.GROUP).wait()
 
     def state_dict(self) -> Mapping[str, Any]:

@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from orchestra.exchange import CompressionState, PartsClient
     from orchestra.optimizers.spec import OptimizerPart
-    from orchestra.parameter_server import Client, Pause, Server
     from orchestra.parameter_server.placement import Slice
     from orchestra.transports.protocol import Task
     from orchestra.worker.worker import Worker
@@ -33,12 +31,12 @@ class ServerStrategyState:
     """
 
     slices: list[Slice] = field(metadata=optimizers.TRANSIENT)
-    client: Client | None = None
-    parts: PartsClient | None = field(default=None, metadata=optimizers.TRANSIENT)
-    server: Server | None = None
+    client: parameter_server.Client | None = None
+    parts: exchange.PartsClient | None = field(default=None, metadata=optimizers.TRANSIENT)
+    server: parameter_server.Server | None = None
     flow: Task[None] | None = field(default=None, metadata=optimizers.TRANSIENT)
     optimizer: Optimizer | None = None
-    compression: CompressionState | None = None
+    compression: exchange.CompressionState | None = None
 
 
 V = TypeVar("V", bound=ServerStrategyState)
@@ -53,12 +51,8 @@ class ServerStrategy(Strategy[V]):
 
         `state.parts` knows by itself where to pull to.
         """
-        step, gradients, client, kept = (
-            worker.step,
-            worker.gradients,
-            state.client,
-            state.compression,
-        )
+        step, gradients = worker.step, worker.gradients
+        client, kept = state.client, state.compression
         assert client is not None
         if kept is not None and step.samples and not kept.used.is_meta:
             flags = kept.used.new_tensor(gradients.used)
@@ -79,12 +73,11 @@ class ServerStrategy(Strategy[V]):
             worker.measures.staleness.extend(step.staleness)
             worker.measures.dropped += any(answer.dropped for answer in answers)
         for part, answer in zip(client.slices, answers, strict=True):
-            # A tensor that any worker has used is used on all: so each optimizer passes over the
-            # same ones.
+            # What any worker has used is used on all: each optimizer passes over the same ones.
             for piece, used in zip(part.pieces, answer.used, strict=True):
                 gradients.used[piece.tensor] = used
 
-    def serve(self, worker: Worker, state: V) -> Pause | None:
+    def serve(self, worker: Worker, state: V) -> parameter_server.Pause | None:
         assert state.server is not None
         paused = state.server.serve(worker.transport, worker.observe)
         worker.step.consumed = state.server.own.state.consumed

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from orchestra.exchange import SharedWork
     from orchestra.transports.protocol import Task, Transport
     from orchestra.worker.worker import Worker
 else:
@@ -145,7 +144,7 @@ class StochasticGradientPush(Replicas[PushState]):
         copies = 1.0 + moving * (1 + self.overlap) + (self.overlap > 0)  # the mass before its parts
         return replace(super().footprint(rank, ranks), copies=copies)
 
-    def allocate(self, worker: Worker, work: SharedWork | None) -> PushState:
+    def allocate(self, worker: Worker, work: exchange.SharedWork | None) -> PushState:
         push = PushSum(worker, self) if work is None else SelfPacedPushSum(worker, self)
         return PushState(worker.local_optimizer(), push, work=work)
 
@@ -190,7 +189,6 @@ class StochasticGradientPush(Replicas[PushState]):
         """Set all parameters to the exact mean: sum of x / sum of w."""
         state.push.drain()
         z = state.push.x.double() / state.push.w  # in float32 its mean would not be the final one
-        worker.snapshots.offer(worker.step.consumed, z, weight=state.push.w)
         worker.snapshots.renew(worker.step.consumed, z, weight=state.push.w)
         state.push.agree()
         worker.parameters.copy_(state.push.x)

@@ -11,7 +11,6 @@ from orchestra import exchange, optimizers
 from orchestra.strategies.switch_rules import Rule, RuleState
 
 if TYPE_CHECKING:
-    from orchestra.exchange import CommonStep
     from orchestra.schedules.work_queue import Report, WorkQueue
     from orchestra.worker.worker import QueueOf, Step, Worker
 
@@ -42,7 +41,7 @@ class SwitchState:
     fired: bool = False
     queue: WorkQueue | None = field(default=None, metadata=optimizers.TRANSIENT)
     seconds: float = field(default=0.0, metadata=optimizers.TRANSIENT)
-    leaving: CommonStep | None = field(default=None, metadata=optimizers.TRANSIENT)
+    leaving: exchange.CommonStep | None = field(default=None, metadata=optimizers.TRANSIENT)
     queue_of: QueueOf | None = field(default=None, metadata=optimizers.TRANSIENT)
 
     def end_watch(self) -> None:

@@ -31,8 +31,7 @@ def characters(chosen: settings.Characters) -> Task:
 
 
 def text() -> str:
-    """Return the documentation: topics in the order of their names, each paragraph where it
-    comes first.
+    """Return the documentation: topics by name, each paragraph where it comes first.
 
     Several topics repeat others in full. Without that rule, much of the test would stand in the
     training data word for word.
@@ -65,8 +64,7 @@ def split_text() -> tuple[str, str, str]:
 
 
 def windows(part: str, context: int) -> tuple[Tensor, Tensor]:
-    """Return characters and those that follow, each of shape (n, context), cut one after the
-    other.
+    """Return characters and those that follow, both (n, context), cut one after the other.
 
     Raises:
         InputError: the text is shorter than one window.

@@ -25,8 +25,7 @@ Tensors: TypeAlias = dict[str, Tensor]
 
 
 def cached(name: str, make: Callable[[], Tensors]) -> Tensors:
-    """Return the tensors of `make`, from the file `name` in the cache folder if a whole one is
-    there.
+    """Return the tensors of `make`, from the file `name` in the cache folder if it is whole.
 
     Otherwise it is made and kept there, by one process of those that ask at the same time; the
     others wait for it. A damaged file is replaced. Where the folder cannot be written, each
@@ -124,7 +123,6 @@ def random_view(
     """
     images, labels = standardised(batch, mean, deviation)
     mirrored = torch.rand(len(images), 1, 1, 1) < 0.5
-    # After standardisation 0 is the mean colour.
     # After standardisation 0 is the mean colour.
     return random_shift((torch.where(mirrored, images.flip(3), images), labels), 0.0, reach=4)
 

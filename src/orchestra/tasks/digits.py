@@ -49,9 +49,7 @@ def digits(chosen: settings.Digits) -> Task:
 
 
 def split_digits() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return pixels (1797, 8, 8), labels, and the places of training, validation and test
-    images.
-    """
+    """Return pixels (1797, 8, 8), labels, and places of training, validation and test images."""
     table = numpy.loadtxt(_file(), delimiter=",", dtype=numpy.int64)
     images, target = table[:, :-1].reshape(-1, 8, 8), table[:, -1]
     # RandomState: NumPy promises that its stream never changes. Sorted by class, every sixth
@@ -98,8 +96,7 @@ def digits28(chosen: settings.Digits28) -> Task:
 
 
 def distorted_digits(distortion: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return images, labels, and from which of scikit-learn's digits (0 to 1,796) each image was
-    made.
+    """Return images, labels, and of which of scikit-learn's digits (0 to 1,796) each is made.
 
     Images have shape (28000, 1, 28, 28) and dtype uint8: 20,000 for training, 4,000 for
     validation, 4,000 for the test. From the cache, or made and put there.

@@ -186,8 +186,7 @@ def mnist(chosen: settings.Mnist) -> Task:
 
 
 def mnist_images(folder: Path, split: str) -> tuple[Tensor, Tensor]:
-    """Return images (n, 1, 28, 28) of dtype uint8, and labels (n,), of the "training" or "test"
-    split.
+    """Return images (n, 1, 28, 28) of dtype uint8, and labels (n,), for "training" or "test".
 
     Raises:
         InputError: a file is missing, damaged or of another kind, or the two do not fit together.

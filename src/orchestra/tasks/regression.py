@@ -73,8 +73,7 @@ def regression_scores(model: nn.Module, batches: Iterator[Batch]) -> dict[str, f
 
 
 def scores(predictions: Tensor, targets: Tensor) -> dict[str, float]:
-    """Return figures of a regression, all computed in float64; both tensors have shape (n,
-    outputs).
+    """Return figures of a regression, computed in float64; both tensors are (n, outputs).
 
     - `mae`, `mse`: mean absolute and mean squared error over all n x outputs numbers.
     - `test_variance`: the population variance (divided by the count) of all n x outputs targets
@@ -104,8 +103,7 @@ def scores(predictions: Tensor, targets: Tensor) -> dict[str, float]:
 # A model of which only the size is told, to ask how long a training takes, without data
 
 FLOPS_PER_PARAMETER = 6.0
-"""The operations of a sample's gradient that multiplies each parameter once: 2 forward, 4
-backward."""
+"""Operations of a sample's gradient that uses each parameter once: 2 forward, 4 backward."""
 
 
 def synthetic(chosen: settings.Synthetic) -> Task:

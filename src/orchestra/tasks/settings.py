@@ -6,10 +6,9 @@ import ast
 import importlib
 import importlib.util
 import sys
-import typing
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
 from orchestra.errors import InputError
 from orchestra.settings import (
@@ -245,7 +244,7 @@ def makes_task(target: Any) -> bool:
     """
     maker = getattr(target, "build", target) if isinstance(target, type) else target
     try:
-        made = maker if isinstance(maker, type) else typing.get_type_hints(maker).get("return")
+        made = maker if isinstance(maker, type) else get_type_hints(maker).get("return")
     except (NameError, TypeError):  # names that only a type checker imports
         made = getattr(maker, "__annotations__", {}).get("return")
     if isinstance(made, str):
@@ -273,8 +272,7 @@ _OFFERS = 5  # functions of a module that a message names
 
 
 def task_text(text: str, *, where: str) -> str:
-    """Return `text`, the notation of a task, in its normal form, checked without importing
-    torch.
+    """Return `text`, the notation of a task, in its normal form, checked without torch.
 
     A task with a name is checked to the last setting. Of `package.module:function` only the
     package is looked for; importing it, and checking its arguments, is left to `bound`.
@@ -282,24 +280,19 @@ def task_text(text: str, *, where: str) -> str:
     Raises:
         InputError: not a constructor call, an unknown name or argument, a refused value.
     """
-    value = _settings_or_call(text, where)
-    return str(value) if isinstance(value, Call) else write(value, TASKS)
+    return write(_settings_or_call(text, where), TASKS)
 
 
 def task_name(text: str) -> str:
-    """Return the name of a task without place and arguments: "function" of
-    package.module:function(1).
-    """
+    """Return the name of a task, without place and arguments: "function" of package:function(1)."""
     return read(text, where="task").name.rpartition(":")[2]
 
 
 def replace_task_setting(text: str, path: str, value: str, *, where: str) -> str:
-    """Return the task `text` with the setting at the dotted `path` replaced by what `value`
-    means.
-    """
+    """Return the task `text` with the setting at the dotted `path` set to what `value` means."""
     task = _settings_or_call(text, where)
     new = replace_setting(task, path, value, TASKS, where=where)
-    return task_text(str(new) if isinstance(new, Call) else write(new, TASKS), where=where)
+    return task_text(write(new, TASKS), where=where)
 
 
 def _settings_or_call(text: str, where: str) -> Settings | Call:

@@ -130,9 +130,7 @@ class TensorData(Dataset[tuple[Tensor, ...]]):
 
     @staticmethod
     def collate(samples: Any) -> Any:
-        """Return a tuple, which is a batch already, as it is; collate a list of samples as
-        usual.
-        """
+        """Return a tuple, a batch already, as it is; collate a list of samples as usual."""
         return samples if isinstance(samples, tuple) else default_collate(samples)
 
 

@@ -17,7 +17,6 @@ from orchestra import exchange, optimizers
 from orchestra.data.plan import Plan, apportion, plan_of
 from orchestra.errors import InputError
 from orchestra.settings import MAX_STEPS, Registry, Settings, setting
-from orchestra.transports.tags import Tag
 
 if TYPE_CHECKING:
     from orchestra.worker.worker import Worker
@@ -170,8 +169,7 @@ BALANCINGS = Registry(
 # Carrying out a rule
 
 FIRST = 2
-"""The steps of a phase before its first decision. It is small because a far slower worker shows at
-once."""
+"""The steps of a phase before its first decision. Few, as a far slower worker shows at once."""
 MOST_CHANGES = 200
 """The number of changes that a run keeps; beyond it every second one is dropped."""
 
@@ -224,8 +222,7 @@ class Balancer:
         return self._plan(plan)
 
     def after_step(self, plan: Plan, plan_step: int, steps: int) -> Plan:
-        """Collective over the workers, after step `plan_step` of the plan: return the plan of the
-        next step.
+        """Collective over the workers, after step `plan_step`: return the plan of the next step.
 
         `steps` are those of the run so far.
         """
@@ -253,25 +250,12 @@ class Balancer:
 
         0 for a worker that has computed nothing since.
         """
-        # Imported here: a rule is a setting, and settings load without torch.
-        import torch
-
-        from orchestra.collectives import all_reduce
-
-        worker, ranks = self._worker, self._worker.runtime.ranks
-        seconds = worker.compute.seconds
-        # Each rank has places of its own, so the sums are everybody's numbers, bit for bit, and all
-        # ranks decide alike.
-        counts = torch.zeros(2, ranks, dtype=torch.float64)
-        counts[0, worker.rank] = self._samples
-        counts[1, worker.rank] = seconds - self._seconds_before
+        seconds = self._worker.compute.seconds
+        own = self._samples, seconds - self._seconds_before
         self._samples, self._seconds_before = 0, seconds
-        if len(worker.workers) > 1:
-            # The schedule with the fewest rounds: a decision costs a latency or two (decision 90).
-            all_reduce(worker.transport, counts.view(-1), "butterfly", worker.workers, Tag.AGREE)
-        pairs = zip(*counts.tolist(), strict=True)
-        speeds = [samples / spent if spent > 0 else 0.0 for samples, spent in pairs]
-        return [speeds[rank] for rank in worker.workers.ranks]
+        # Equal on all ranks, bit for bit, so that they decide alike.
+        table = exchange.gather_numbers(self._worker, own)
+        return [samples / spent if spent > 0 else 0.0 for samples, spent in table]
 
     def _plan(self, plan: Plan) -> Plan:
         """Return the one that differs from `plan` by the batches alone; ranks here share it."""

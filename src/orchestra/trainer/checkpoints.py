@@ -26,7 +26,7 @@ from orchestra.collectives import broadcast, receive_object, send_object
 from orchestra.errors import PeerLost, RunFailed
 from orchestra.optimizers.state import capture, random_state, restore, restore_random_state
 from orchestra.strategies.base import Strategy
-from orchestra.transports.protocol import Transport
+from orchestra.transports.protocol import Transport, send_unless_lost
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
 
@@ -216,9 +216,8 @@ class CollectiveCheckpoints:
         if whole:
             commit(self._folder, index, files)
         for rank in self._ranks:
-            with contextlib.suppress(PeerLost):
-                if rank != leader:
-                    transport.send(torch.tensor([whole]), rank, Tag.CHECKPOINT).wait()
+            if rank != leader:
+                send_unless_lost(transport, torch.tensor([whole]), rank, Tag.CHECKPOINT)
         return whole
 
 
@@ -279,9 +278,7 @@ def save_state(path: Path, module: nn.Module) -> None:
 
 
 def parameters_hash(module: nn.Module) -> str:
-    """Return the SHA-256 over the names and values of the parameters, in the order of their
-    names.
-    """
+    """Return the SHA-256 over names and values of the parameters, in the order of the names."""
     sha = hashlib.sha256()
     for name, parameter in sorted(module.named_parameters()):
         sha.update(name.encode())
@@ -294,8 +291,7 @@ def pack(value: Any, put: Callable[[str, Tensor], str], place: str = "") -> Any:
     """Return `value`, of nested dicts and sequences, as JSON data: a key in place of each tensor.
 
     Args:
-        put: keeps a contiguous tensor of the CPU's, given where it stood ("/moments/0"); returns
-            the key.
+        put: keeps a contiguous tensor on the CPU, from a place ("/moments/0"); returns its key.
     """
     if isinstance(value, Tensor):
         return {TENSOR: put(place, value.detach().cpu().contiguous())}

@@ -99,9 +99,7 @@ class Gathered:
         return sorted({held.head.index for held in self._held})
 
     def parts(self, index: int) -> Iterator[Contribution]:
-        """Yield the contributions to snapshot `index`, with values; mirrors replace what was
-        lost.
-        """
+        """Yield contributions to snapshot `index`, with values; mirrors replace what was lost."""
         there = set()
         for held in sorted(self._of(index), key=lambda held: held.head.mirror):
             key = held.head.kind, held.head.offset
@@ -292,11 +290,8 @@ def moments(held: Sequence[Contribution], size: int) -> list[Point]:
         slices = [part for part in held if (part.index, part.kind) == (index, "parameters")]
         there = {part.offset for part in slices if not part.mirror}
         slices = [part for part in slices if not (part.mirror and part.offset in there)]
-        covered = 0
-        for part in sorted(slices, key=lambda part: part.offset):
-            if part.offset <= covered:
-                covered = max(covered, part.covered.stop)
-        if covered == size:
+        # Equal ones are the same slice of the model, on several ranks; others do not overlap.
+        if sum(count for _, count in {(p.offset, p.values.numel()) for p in slices}) == size:
             seconds = max(part.seconds for part in slices)
             found.append(Point(max(part.samples for part in slices), seconds, {}))
     return found

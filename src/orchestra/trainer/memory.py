@@ -22,14 +22,11 @@ from orchestra.trainer.settings import Run
 from orchestra.worker.layout import Layout, bucket_edges
 
 Sizes = Counter[str]
-"""The bytes of `parameters` (buffers included), of the `trained` ones, and of the optimizer's
-`state`."""
+"""The bytes of `parameters` (with buffers), of those `trained`, of the optimizer's `state`."""
 
 
 def sizes_of(module: nn.Module, spec: OptimizerSpec) -> Sizes:
-    """Return the sizes of a whole model, or of the part that a rank trains; tensors need no
-    values.
-    """
+    """Return the sizes of a model, or of the part that a rank trains; tensors need no values."""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     sizes = Counter(
         parameters=_bytes([*module.parameters(), *module.buffers()]),
@@ -124,8 +121,7 @@ def in_files(folder: Path) -> Iterator[None]:
             return
         with writing(folder), tempfile.TemporaryFile(dir=folder) as file:
             file.truncate(parameter.nbytes)
-            # The mapping keeps a descriptor of its own, and the file, which has no name, goes with
-            # it.
+            # The mapping has a descriptor of its own; the file, without a name, goes with it.
             memory = mmap.mmap(file.fileno(), parameter.nbytes)
         # Of a shared mapping this drops the pages from the process; the file keeps what was drawn.
         if mapped and hasattr(mmap, "MADV_DONTNEED"):

@@ -84,10 +84,9 @@ class Recording(Interceptor):
             self.order.flows.setdefault(operation.flow.name, FlowOrder())
         if operation.kind == "receive" and operation.peer is None:
             sources = self.order.answers(flow.name, "sources")
-            # In the order of the receives, since a repeat asks in that order; who sent is known
-            # only later
+            # In the order of the receives, in which a repeat asks; `wait` knows who sent
             operation.marks[self] = len(sources)
-            sources.append(-1)  # filled by `wait`; the order is that of the receives
+            sources.append(-1)
         return proceed()
 
     def wait(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
@@ -134,8 +133,7 @@ class Repeating(Interceptor):
         """Give the recorded answer; wait until an operation that was done then is done."""
         answer = self._next(flow, what)
         if what == "done" and answer and operation is not None and operation.begun is not None:
-            # In the repeat it may be done later than it was then, and what follows takes it for
-            # done
+            # What follows takes it for done; in the repeat it may be done later than then
             operation.begun.wait()
         return frozenset(answer) if what == "lost" else answer  # type: ignore[return-value]
 

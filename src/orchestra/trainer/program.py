@@ -131,8 +131,7 @@ class Session(Loop):
         footprint = strategy.footprint(worker.rank, self.training.ranks)
         # A warm-up has a copy of the whole, with its gradients.
         warms_up = self.runtime.warms_up and not self.in_parts and not footprint.windows
-        # Before the stopwatch: lazy imports and first allocations are not the strategy's (decision
-        # 1).
+        # Before the stopwatch: lazy imports and first allocations are no strategy's (decision 1).
         if warms_up and worker.rank in self.roles.workers:
             setup.warm_up(worker, self._first_samples, footprint.optimizer)
         if not self.shares and self.run.measures_shares:
@@ -200,8 +199,7 @@ class Session(Loop):
         """Evaluate snapshots and final parameters, and write the latter; on the leader."""
         worker, task, module = self.worker, self.task, self._whole(gathered)
         with curve.signs_of_life(worker, module, self.position.steps), curve.all_cores():
-            # Snapshots have the indices before `final`, and the parts of the final model have that
-            # one.
+            # Snapshots have the indices before `final`, and the final model's parts have that.
             points: list[Point] = []
             final = len(worker.snapshots.due)
             if any(index < final for index in gathered.indices):
@@ -226,8 +224,7 @@ class Session(Loop):
             return self.worker.module
         self.state = None  # the optimizer makes room
         with undisturbed():
-            # No rank has the whole model any more: it is made again under the seed, then filled
-            # (decision 20).
+            # No rank has the whole model: it is made again by the seed, and filled (decision 20).
             self.runtime.seed(self.run.seed)
             module = self._build(self.worker.layout.device)
         for part in gathered.parts(len(self.worker.snapshots.due)):  # one at a time: they are large
@@ -243,6 +240,8 @@ class Session(Loop):
 
     def _report(self, roles: Roles) -> RankReport:
         worker, totals, measures = self.worker, self.totals, self.worker.measures
+        sizes = self.shared.sizes if self.shared else sizes_of(worker.module, worker.optimizer)
+        first = worker.rank == self.roles.workers[0]  # the one to tell of the changes of batches
         seconds = vars(totals.spent).copy()
         bytes_sent = seconds.pop("bytes_sent")
         staleness = sorted(Counter(measures.staleness).items())
@@ -265,28 +264,14 @@ class Session(Loop):
             stopped=self.stopped,
             threads=self.runtime.threads or torch.get_num_threads(),
             timeline=self.trace.timeline(self.runtime.clock),
-            memory=+self._kept_bytes(),
+            memory=+kept_bytes(self.run, worker.rank, sizes, worker.layout),
             peak_memory_bytes=self.runtime.peak_memory(),
             shares=self.shares,
-            batches=self._changes_of_batches(),
+            batches=self.balancer.state.changes if self.balancer and first else [],
             node=self.runtime.node,
             counters=tuple(self.recorder.series.points),
             speeds=self.speeds,
         )
-
-    def _changes_of_batches(self) -> list[list[int]]:
-        """Return for each change of batches the steps before it and each rank's batch.
-
-        Empty but for the first worker.
-        """
-        first = self.worker.rank == self.roles.workers[0]
-        return self.balancer.state.changes if self.balancer and first else []
-
-    def _kept_bytes(self) -> Counter[str]:
-        """Return the bytes that this rank keeps, by the formula."""
-        worker, shared = self.worker, self.shared
-        sizes = shared.sizes if shared else sizes_of(worker.module, worker.optimizer)
-        return kept_bytes(self.run, worker.rank, sizes, worker.layout)
 
     # Set-up
 
@@ -317,9 +302,7 @@ class Session(Loop):
 
     @property
     def in_parts(self) -> bool:
-        """True if this rank has a part or shard of the model, which only the leader puts
-        together.
-        """
+        """True if this rank has a part or shard of the model; the leader puts it together."""
         return self.part is not None or isinstance(self.worker, ShardedWorker)
 
     def _check_target(self, module: nn.Module) -> None:

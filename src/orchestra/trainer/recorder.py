@@ -63,8 +63,7 @@ class Recorder:
 
     The main figures of each step go to `scalars`, too, if given. `steps` were done before the run
     was resumed. The stopwatch runs between `resume` and `pause`: set-up, checkpoints and evaluation
-    are not measured. `series` has the counters by which ranks are compared, since the run began or
-    was resumed.
+    are not measured. `series` has counters to compare ranks by, since the run began or resumed.
     """
 
     def __init__(

@@ -21,8 +21,7 @@ DEFAULT_EPOCHS = 10
 SNAPSHOTS, TO_TARGET = 10, 50
 MAX_SAMPLES = 2**24  # of a step of one worker
 MAX_SAMPLES_OF_A_RUN = 10**18  # samples are counted in 64 bits
-# So that a default does not fill a machine: 50 copies of 25 million parameters are 5 GB on each
-# rank (decision 42).
+# Lest a default fill a machine: 50 copies of 25 million parameters are 5 GB a rank (decision 42).
 _SNAPSHOT_BYTES = 4e9
 Device: TypeAlias = Literal["cpu", "cuda", "auto"]
 AUTO, NONE = "auto", "none"
@@ -77,10 +76,7 @@ class Training(Settings):
         4, "processes, servers included: the budget of a run", low=1, high=MAX_RANKS
     )
     batch_size: int = setting(
-        32,
-        "samples in a step of one worker, where every rank is a worker",
-        low=1,
-        high=MAX_SAMPLES,
+        32, "samples in a step of one worker, where every rank is a worker", low=1, high=MAX_SAMPLES
     )
     equal: Literal["global_batch", "worker_batch"] = setting(
         "global_batch",
@@ -248,9 +244,7 @@ class Training(Settings):
         return [budget * (k + 1) // number for k in range(number)]
 
     def with_setting(self, name: str, value: object) -> Self:
-        """Return a copy with `name` replaced; `steps` takes the place of `epochs`, and the
-        reverse.
-        """
+        """Return a copy with `name` replaced; `steps` displaces `epochs`, and the reverse."""
         require_setting(type(self), name)
         changes = {name: value}
         if name in ("steps", "epochs") and value is not None:

@@ -33,8 +33,7 @@ from orchestra.worker.worker import Worker
 
 Extents = dict[str, tuple[int, int]]
 GRADIENTS = 7
-"""The gradients that each rank computes to measure its speed; the median of their seconds
-counts."""
+"""Gradients that each rank computes to measure its speed; their median seconds count."""
 
 
 def budget_of(task: Task, training: Training) -> tuple[int, int]:

@@ -134,8 +134,7 @@ class Trace(Interceptor):
         elif operation.kind == "send":
             return self._begin_send(flow, operation, proceed)
         elif operation.kind == "collective":
-            # Where an engine would compute a collective as a whole, there would be no messages to
-            # show.
+            # Of a collective that an engine computes as a whole there would be no messages to show.
             operation.message_by_message |= self.is_open and operation.ranks <= SHOWN
         elif operation.kind == "receive" and operation.peer is not None:
             number = next(self._received[operation.peer, operation.tag])

@@ -11,12 +11,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from orchestra.errors import InputError
+from orchestra.errors import InputError, PeerLost
 from orchestra.schedules import Schedule
 from orchestra.transports.background import Background, Begun, HandOver
 
@@ -292,3 +293,9 @@ class Transport(ABC):
     def new_hand_over(self) -> HandOver:
         """Make what a flow and one behind it wait on."""
         return HandOver()
+
+
+def send_unless_lost(transport: Transport, tensor: Tensor, to: int, tag: int) -> None:
+    """Send `tensor`, and wait until it has left; the loss of `to` is seen to elsewhere."""
+    with suppress(PeerLost):
+        transport.send(tensor, to, tag).wait()

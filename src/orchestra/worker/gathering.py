@@ -108,8 +108,7 @@ class Gathering(TorchDispatchMode):
             raise InputError(NO_ORDER)
         self._order = order
         if self._last:
-            # A worker without samples follows the last step's events: sums have their place among
-            # gathers.
+            # For a worker without samples, which follows them: sums have places among gathers.
             self._events = noted
         self._free_but(())
 

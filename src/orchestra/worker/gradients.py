@@ -24,9 +24,14 @@ class Gradients:
     `square` is |g|^2 of this rank's own gradient of the step, where `measures_square` is set.
 
     `on_backward()` is called in every backward, before any slot counts as ready; `on_ready(first,
-    end)` in a step's last one, when these slots, from the first to before the end, have their
-    gradients.
+    end)` in a step's last one, when slots from `first` to before `end` have their gradients.
     """
+
+    measures_square = False
+    square = 0.0
+    last_backward = True  # of a step; those before it only accumulate
+    on_ready: Callable[[int, int], None] | None = None
+    on_backward: Callable[[], None] | None = None
 
     def __init__(self, module: nn.Module, layout: Layout, ranks: int) -> None:
         by_name = dict(module.named_parameters())
@@ -34,14 +39,9 @@ class Gradients:
         self.parameters = [by_name[slot.name] for slot in layout.slots]
         self._allocate(tail=LOSSES + ranks + len(layout.slots))
         self.used = [False] * len(layout.slots)
-        self.measures_square = False
-        self.square = 0.0
-        self.last_backward = True  # of a step; those before it only accumulate
         self._collected = [False] * len(layout.slots)
         self._in_place = False
         self._own_tail = np.zeros(len(self.tail))
-        self.on_ready: Callable[[int, int], None] | None = None
-        self.on_backward: Callable[[], None] | None = None
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))
             for index, parameter in enumerate(self.parameters)
@@ -105,8 +105,7 @@ class Gradients:
             )
         self._collected[index] = True
         parameter, view = self.parameters[index], self.views[index]
-        # Each slot is written once: the copy and the scaling are one pass
-        # (docs/decisions/0007-overlap-and-segments.md).
+        # Each slot is written once: the copy and the scaling are one pass (decision 7).
         if parameter.grad is None:  # or no longer: the user has cleared it since
             view.zero_()
             self.used[index] = False
@@ -169,24 +168,21 @@ class Gradients:
         self._collected = [True] * len(self.used)
         return True
 
-    def take_users(self) -> bool:
+    def take_users(self) -> None:
         """Bring what a user has put in place of complete gradients into the flat vector.
 
-        Return whether a user has replaced a `.grad`; changes in place need no copy.
+        Changes in place need no copy.
         """
-        changed = False
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             grad = parameter.grad
             if grad is view or (grad is None and not self.used[index]):
                 continue
-            changed = True
             self.used[index] = grad is not None
             if grad is None:
                 view.zero_()
             else:
                 view.copy_(grad)
                 parameter.grad = view
-        return changed
 
     def fill_tail(self, rank: int, weight: float, loss: float, stop: bool) -> None:
         """Write what travels with the gradient of `rank`."""

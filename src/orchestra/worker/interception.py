@@ -212,8 +212,7 @@ class InterceptedTransport(Transport):
         begun = self._begun(operation, proceed)
         if isinstance(operation.begun, Begun):
             executing = operation.begun.flow
-            # The flow behind this one, so that the watcher can follow a wait to what that one waits
-            # for.
+            # The flow behind this one, whose waits the watcher can follow to what it waits for.
             if isinstance(executing, InterceptedHandle):
                 operation.flow = executing.operation.flow
         return begun

@@ -119,11 +119,14 @@ class FlatModel:
 def buffer_places(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
     """Return name, owner and attribute of each persistent buffer (as BatchNorm's statistics)."""
     persistent = module.state_dict(keep_vars=True).keys()
-    return [
-        (name, module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
-        for name, _ in module.named_buffers()
-        if name in persistent
-    ]
+    names = [name for name, _ in module.named_buffers() if name in persistent]
+    return [(name, *owner_of(module, name)) for name in names]
+
+
+def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the owner of the parameter or buffer `name`, and its attribute there."""
+    path, _, attribute = name.rpartition(".")
+    return module.get_submodule(path), attribute
 
 
 # Units

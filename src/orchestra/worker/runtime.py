@@ -32,30 +32,25 @@ class Compute(Protocol):
     @property
     def seconds(self) -> float:
         """Seconds charged so far on this rank."""
-        ...
 
     @property
     def main_seconds(self) -> float:
         """The seconds charged to its main flow."""
-        ...
 
     def run(self, work: Work, function: Callable[[], T]) -> T:
         """Run `function`, and let the clock advance by what `work` costs on this engine."""
-        ...
 
     def reached(self, slot: int) -> None:
         """Inside the backward of a "gradient": parameter `slot` of the layout has its gradient.
 
         Where time is virtual, the clock advances to that point of the work.
         """
-        ...
 
     def needs(self, slot: int, wait: Callable[[], object]) -> None:
         """Inside the forward of a "gradient": parameter `slot` is needed, and `wait` waits for it.
 
         The wait is no computation. Where time is virtual, the clock advances to that point first.
         """
-        ...
 
 
 class Reporter(Protocol):
@@ -72,26 +67,20 @@ class Reporter(Protocol):
     ) -> None:
         """Tell that this rank has finished `step` steps of its own, and consumed `samples`.
 
-        `fraction` is the part of the run's budget that the cluster has consumed; `counters` are the
-        latest.
+        `fraction` is the part of the budget that the cluster has consumed; `counters` the latest.
         """
-        ...
 
     def phase(self, name: str) -> None:
         """Tell what the rank is doing ("set-up", "training", "evaluating", "leaving")."""
-        ...
 
     def expendable(self, yes: bool) -> None:
         """Tell whether the run can go on without this rank, from now on."""
-        ...
 
     def notice(self, text: str) -> None:
         """Show the user one line ("going on without rank 3")."""
-        ...
 
     def stop_requested(self) -> bool:
         """Return whether the user asked for an orderly stop (Ctrl-C)."""
-        ...
 
 
 class SilentReporter:

@@ -235,11 +235,7 @@ class ShapeGradients(Gradients):
         self.vector = self.storage[: self.layout.size]
         self.tail = self.storage[self.layout.size :]
         self.used = [True] * len(self.layout.slots)
-        self.measures_square = False
-        self.square = 0.0
-        self.last_backward = True
         self._shared = shared
-        self.on_ready: Callable[[int, int], None] | None = None
         self._stop = False
 
     @property

@@ -106,7 +106,8 @@ class Snapshots:
         ]
 
     def renew(self, samples: int, values: Tensor, *, offset: int = 0, weight: float = 1.0) -> None:
-        """Copy again what was copied at `samples`, if it was, as more has arrived since."""
+        """Copy `values` like `offer`, also if `samples` were offered before: more has arrived."""
+        self.offer(samples, values, offset=offset, weight=weight)
         for place, part in enumerate(self.parts):
             if (part.kind, part.samples, part.offset) == ("parameters", samples, offset):
                 seconds = self._now() - self.started

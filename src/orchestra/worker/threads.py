@@ -21,8 +21,7 @@ def usable_cores() -> tuple[int, ...]:
 def shares_of_cores(usable: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
     """Return how many threads each rank gets, at least one.
 
-    Each core is divided among the ranks that may use it. `usable` are the host and the usable
-    cores of each rank.
+    Each core is divided among the ranks that may use it. `usable` are host and cores of each rank.
     """
     users = Counter((host, core) for host, cores in usable for core in cores)
     return [

@@ -222,8 +222,7 @@ class Worker(FlatModel):
         step.stop = self.reporter.stop_requested()
         self.step = step
         self.set_rates(step.rates)
-        # Stands for what a worker does around the gradient: on real engines it takes its time
-        # there.
+        # Stands for what a worker does around the gradient, which on real engines takes its time.
         self.compute.run(Work("step", step.samples), lambda: None)
 
     def set_rates(self, rates: Sequence[float]) -> None:
@@ -311,7 +310,6 @@ class Arriving(Protocol):
 
         That is the order in which a forward pass needs them.
         """
-        ...
 
 
 class AwaitParameters(TorchDispatchMode):
@@ -325,8 +323,7 @@ class AwaitParameters(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._slots = {id(parameter): slot for slot, parameter in enumerate(parameters)}
         self._arriving = arriving
-        # Slots are in reverse of the forward pass, so that whoever waits for one waits for all
-        # after it.
+        # Slots are in reverse of the forward pass: who waits for one waits for all after it.
         self._needed = len(parameters)  # those from here on are there
 
     def __torch_dispatch__(

@@ -55,8 +55,7 @@ class RankSpec:
             report the end of the run on standard error.
         tls: encrypts all connections, where given.
         supervised: this process leaves when its parent process is gone.
-        threads: intra-op threads of its program; None: those of `OMP_NUM_THREADS`, or its share of
-            the cores.
+        threads: intra-op threads of its program; None: `OMP_NUM_THREADS`, or its share of cores.
         shared_memory: carry out collectives with ranks of this host in shared memory.
         place: the node that this process moves to, where it is an emulated one.
         latencies: seconds that a message to each rank waits, where a command was started there.
@@ -88,21 +87,6 @@ class RankSpec:
     def node(self) -> str:
         """The name of its host."""
         return socket.gethostname() if self.place is None else self.place.node
-
-
-@dataclass(frozen=True)
-class Roster:
-    """All ranks of a run, from the view of one.
-
-    Attributes:
-        addresses: where each listens for data connections.
-        threads: this rank's share of the cores of its host.
-        neighbours: the ranks with which this one can share memory, itself included.
-    """
-
-    addresses: list[tuple[str, int]]
-    threads: int
-    neighbours: list[int]
 
 
 class BadFrame(Exception):
@@ -197,18 +181,20 @@ class Control:
         self._send({"kind": "hello", **about})
         self._thread.start()
 
-    def roster(self) -> Roster:
-        """Block until all ranks have joined; raises `RunAborted` if the run ends before."""
+    def roster(self) -> tuple[list[tuple[str, int]], int, list[int]]:
+        """Block until all ranks have joined; raises `RunAborted` if the run ends before.
+
+        Returns where each rank listens for data connections, this rank's share of the cores of its
+        host, and the ranks with which it can share memory, itself included.
+        """
         self._wait_for(lambda: self._roster is not None)
         if self._roster is None:
             raise RunAborted(self._cause)
         hosts = self._roster["memory"]
         own = hosts[self._spec.rank]
-        return Roster(
-            [(host, port) for host, port in self._roster["addresses"]],
-            self._roster["threads"][self._spec.rank],
-            [rank for rank, host in enumerate(hosts) if own and host == own],
-        )
+        addresses = [(host, port) for host, port in self._roster["addresses"]]
+        neighbours = [rank for rank, host in enumerate(hosts) if own and host == own]
+        return addresses, self._roster["threads"][self._spec.rank], neighbours
 
     def attach(self, transport: SocketTransport, probe: Callable[[], Signs]) -> None:
         """Let orders reach the transport of this rank, which is connected now."""

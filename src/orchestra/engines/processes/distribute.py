@@ -245,16 +245,8 @@ class _Process:
         strategy: Strategy[Any],
         **settings: Any,
     ) -> OwnLoop:
-        """Collective: end the loops that are over; begin one, with the `settings` of `OwnLoop`."""
-        self._end_loops_before(model, optimizer, strategy)
-        loop = OwnLoop(self.channel(), model, optimizer, batches, strategy, **settings)
-        self._loops.append(loop)
-        return loop
-
-    def _end_loops_before(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy[Any]
-    ) -> None:
-        """Collective: end the loops that are over once `model` is distributed.
+        """Collective: end the loops that are over once `model` is distributed; begin one, with the
+        `settings` of `OwnLoop`.
 
         Raises `InputError` where a loop that goes on, or the new one, has ranks that only serve:
         they do so for one loop at a time.
@@ -267,6 +259,9 @@ class _Process:
                     f"{each!r} has ranks that only serve, which do so for one loop at a time: "
                     "train models by turns with placement='beside', or under all-reduce"
                 )
+        loop = OwnLoop(self.channel(), model, optimizer, batches, strategy, **settings)
+        self._loops.append(loop)
+        return loop
 
     def end(
         self, is_over: Callable[[OwnLoop], bool], optimizer: torch.optim.Optimizer | None = None

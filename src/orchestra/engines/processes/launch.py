@@ -117,8 +117,7 @@ def launch(
     Args:
         patience: seconds without progress after which a rank counts as hung (three times as long
             before its first step), and without a sign of life as unresponsive.
-        threads: intra-op threads of each rank; by default `OMP_NUM_THREADS`, or its share of the
-            cores.
+        threads: intra-op threads of each rank; by default `OMP_NUM_THREADS`, or a share of cores.
         on_event: called from another thread with every event and notice.
         limit: seconds after which all ranks are killed, whatever they do; the result of each that
             has delivered none is then None.
@@ -149,7 +148,13 @@ def launch(
                     rank, ranks, rank, watcher.address, LOOPBACK, token, limits,
                     tls=tls, threads=threads, shared_memory=shared_memory,
                 )  # fmt: skip
-                _start(watcher, _placed(spec, places[rank]) if places else spec, job)
+                if places:
+                    place = places[rank]
+                    spec = replace(
+                        spec, place=place, host=place.address, local_rank=place.local_rank,
+                        threads=place.threads, shared_memory=shared_memory and place.shared_memory,
+                    )  # fmt: skip
+                _start(watcher, spec, job)
             watcher.join()
         except BaseException:
             watcher.abandon()
@@ -165,14 +170,6 @@ def _check_may_launch(ranks: int) -> None:
         )
     if ranks < 1:
         raise InputError(f"ranks is {ranks}: a run needs at least one")
-
-
-def _placed(spec: RankSpec, place: Place) -> RankSpec:
-    """Return `spec` with the address, the threads and the memory of its emulated node."""
-    return replace(
-        spec, place=place, host=place.address, local_rank=place.local_rank, threads=place.threads,
-        shared_memory=spec.shared_memory and place.shared_memory,
-    )  # fmt: skip
 
 
 def _pickled(program: Callable[..., Any], argument: Any) -> bytes:

@@ -67,9 +67,8 @@ class Place:
 
     def held(self) -> Latencies | None:
         """Return how long messages wait; None if none does."""
-        return (
-            Latencies(self.latencies, self.delays) if any(self.latencies) or self.delays else None
-        )
+        held = any(self.latencies) or self.delays
+        return Latencies(self.latencies, self.delays) if held else None
 
 
 class Latencies:

@@ -20,15 +20,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from orchestra.engines.events import Event, Notice, describe
 from orchestra.engines.failure_detector import Limits
-from orchestra.engines.processes.control import Control, RankSpec, Roster, Signs
+from orchestra.engines.processes.control import Control, RankSpec, Signs
 from orchestra.engines.processes.environment import (
     Launched,
     latencies_of,
@@ -47,9 +47,6 @@ from orchestra.transports.sockets import SocketTransport, connect_mesh
 from orchestra.worker.interception import Flow, Interceptor, Operation, intercepted
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.threads import chosen_threads, usable_cores
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
 
@@ -156,12 +153,22 @@ def _run(
     resources: contextlib.ExitStack,
 ) -> Any:
     program, argument = load()
-    roster = control.roster()
-    torch.set_num_threads(spec.threads or chosen_threads(os.environ) or roster.threads)
-    transport = _connected(spec, control, roster, listener)
+    addresses, threads, neighbours = control.roster()
+    torch.set_num_threads(spec.threads or chosen_threads(os.environ) or threads)
+    transport = connect_mesh(
+        spec.rank,
+        addresses,
+        listener,
+        spec.token.encode(),
+        tls=spec.tls,
+        timeout=spec.limits.joining,
+        # Thread counts are each thread's own; background flows leave the cores to the main flow.
+        on_flow_start=lambda: torch.set_num_threads(1),
+        on_wait=control.connecting,
+    )
     resources.callback(transport.close)
-    if roster.neighbours:
-        transport.share_memory(roster.neighbours)
+    if neighbours:
+        transport.share_memory(neighbours)
     latencies = spec.held
     if latencies is not None:
         transport.hold(latencies.seconds)
@@ -194,23 +201,6 @@ def _run(
     control.phase("leaving")
     transport.close(timeout=spec.limits.patience)
     return result
-
-
-def _connected(
-    spec: RankSpec, control: Control, roster: Roster, listener: socket.socket
-) -> SocketTransport:
-    """Connect with all other ranks."""
-    return connect_mesh(
-        spec.rank,
-        roster.addresses,
-        listener,
-        spec.token.encode(),
-        tls=spec.tls,
-        timeout=spec.limits.joining,
-        # Thread counts are each thread's own; background flows leave the cores to the main flow.
-        on_flow_start=lambda: torch.set_num_threads(1),
-        on_wait=control.connecting,
-    )
 
 
 def _signs(watched: Watched, compute: TimedCompute, transport: SocketTransport) -> Signs:

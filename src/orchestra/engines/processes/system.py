@@ -1,11 +1,10 @@
 """The operating system: processes and hosts, signals, time and processor use, memory.
 
-Of glibc's allocator, docs/decisions/0037-memory.md says why it is configured.
+Why glibc's allocator is configured: decision 37.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import resource
@@ -14,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -87,14 +86,14 @@ def handling(handlers: Mapping[signal.Signals, Callable[[], None]]) -> Iterator[
 
 def kernel() -> str:
     """Return a text equal for processes that number the same cores alike; empty if not known."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
 
 
 def machine() -> str:
     """Return a text equal for processes that see each other's ids; empty if not known."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         if boot := kernel():
             return f"{boot}:{Path('/proc/self/ns/pid').readlink()}"
     return ""
@@ -116,8 +115,7 @@ def busy_seconds(
 ) -> float:
     """Return processor seconds of all programs on `cores` since the start of the system.
 
-    They are read from the `text` of /proc/stat, which counts `ticks` a second; `places` are the
-    fields that count.
+    They are read from the `text` of /proc/stat, with `ticks` a second; the fields `places` count.
     """
     wanted = {f"cpu{core}" for core in cores}
     lines = (line.split() for line in text.splitlines())
@@ -209,8 +207,7 @@ def keep_freed_memory() -> None:
     Else the activations of a step may be given back to the system after it, and every page of them
     be taken from there anew, and filled with zeros, in the next.
     """
-    # Blocks up to this size come from the heap. Setting it also turns off glibc's dynamic
-    # adjustment.
+    # Blocks up to this size come from the heap. This also ends glibc's dynamic adjustment.
     _mallopt(_M_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
     _mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
@@ -225,5 +222,5 @@ def keep_one_arena() -> None:
 
 
 def _mallopt(parameter: int, value: int) -> None:
-    with contextlib.suppress(AttributeError, OSError):
+    with suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(parameter, value)

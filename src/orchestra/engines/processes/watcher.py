@@ -193,8 +193,9 @@ class Watcher:
         if detector.cause is not None:
             raise RunFailed(detector.cause)
         if self.imported and "processes" in setup:
-            setup = {"import": self.imported, **setup}
-            setup["processes"] -= self.imported
+            # A busy launcher may see the end of the imports after the rank that waited for them.
+            imported = min(self.imported, setup["processes"])
+            setup = {"import": imported, **setup, "processes": setup["processes"] - imported}
         results = {rank: read(result) for rank, result in self.results.items()}
         return Outcome(
             results=tuple(results.get(rank) for rank in range(self._ranks)),

@@ -1,6 +1,4 @@
-"""A loop of the user's own: `loss.backward()` runs the first half of a step, `optimizer.step()`
-the second.
-"""
+"""A loop of the user's own: `loss.backward()` is half of a step, `optimizer.step()` the other."""
 
 from __future__ import annotations
 
@@ -81,9 +79,7 @@ class OwnLoop:
         return not parameters.isdisjoint(self._gradients.parameters)
 
     def enter(self, module: nn.Module, _: Any) -> None:
-        """Prepare for a forward pass of `module`; the first one of a step may change the
-        parameters.
-        """
+        """Prepare for a forward pass of `module`; a step's first may change the parameters."""
         self.worker.compute.run(Work("forward", 0), lambda: None)  # a sign of life
         if not torch.is_grad_enabled():
             return
@@ -117,8 +113,7 @@ class OwnLoop:
                 "take a batch after the step of the one before (num_workers loads ahead)"
             )
         passes.under_way = True
-        # autograd has no public hook for the end of a backward pass; DistributedDataParallel and
-        # FSDP use this one, too.
+        # autograd has no public hook for the end of a backward pass; DDP and FSDP use this, too.
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
         last = passes.exchanges(lambda: batches.taken == batches.length)
         self._gradients.last_backward = last
@@ -130,7 +125,8 @@ class OwnLoop:
         self._pending = not self._gradients.last_backward
         if not self._pending:
             self.strategy.reduce(self.worker, self.batches.state)
-        self._remember_gradient()
+        own = [parameter.grad for parameter in self._gradients.parameters]
+        self._left = [(grad, 0 if grad is None else grad._version) for grad in own]
 
     def _begin_exchange(self) -> None:
         worker, batches = self.worker, self.batches
@@ -148,10 +144,6 @@ class OwnLoop:
                 loss=batches.loss,
             )
         )
-
-    def _remember_gradient(self) -> None:
-        own = [parameter.grad for parameter in self._gradients.parameters]
-        self._left = [(grad, 0 if grad is None else grad._version) for grad in own]
 
     # The second half: in optimizer.step()
 
@@ -188,15 +180,13 @@ class OwnLoop:
                 "optimizer.step(): the last backward() ended with an exception, so that its "
                 "gradient is not complete: call backward() again, or end the script"
             )
-        complete = self._passes.complete
-        if not complete and any(
-            parameter.grad is not None for parameter in self._gradients.parameters
-        ):
+        complete, parameters = self._passes.complete, self._gradients.parameters
+        if not complete and any(parameter.grad is not None for parameter in parameters):
             raise InputError(
                 "optimizer.step(): there was no backward() since the last step, so the gradients "
                 "are not those of all workers: one loss.backward() at least for each step()"
             )
-        return self._passes.complete
+        return complete
 
     def _update(self) -> None:
         worker, batches = self.worker, self.batches
@@ -217,8 +207,7 @@ class OwnLoop:
         try:
             self.strategy.update(worker, batches.state)
         finally:
-            # A strategy may scale the rates of its update; the user's scheduler goes on from its
-            # own.
+            # A strategy may scale rates for its update; the user's scheduler goes on from its own.
             set_rates(self.optimizer, rates)
             self._stepping = False
         batches.item = None

@@ -20,8 +20,7 @@ from orchestra.trainer.own_loop.rank import Command, OwnRank
 from orchestra.worker.runtime import Runtime
 
 MID_EPOCH = -(1 << 20)
-"""The step of a pause after which the workers' epoch continues. The numbers of ending phases are
-larger."""
+"""The step of a pause within the workers' epoch. The numbers of ending phases are larger."""
 SAVING = MID_EPOCH - 1
 """The step of such a pause in which the state of all ranks is collected."""
 
@@ -62,8 +61,7 @@ class Epochs(OwnRank):
         # The batches of another loop, which see to the order.
         self._source = source = None if before is None or before.ended else before
         self._queued: loaders.QueuedLoader | None = None
-        # With accumulation a loop finds the short last step by `len(batches)`, which a queue does
-        # not know (decision 45).
+        # Accumulation finds a short last step by `len(batches)`, unknown to a queue (decision 45).
         if work == "shared" and accumulation == 1 and source is None:
             self._queued = loaders.QueuedLoader.of(self.loader, seed)
         queue_of = None if self._queued is None else self._queued.queue
@@ -158,8 +156,7 @@ class Epochs(OwnRank):
                 self._order = self._draws()
                 parts = sharded.begin(0)
             else:
-                # The sampler draws again what it drew when the epoch began, so that the rest is the
-                # same.
+                # The sampler draws what it drew when the epoch began, so that the rest is the same.
                 with undisturbed():
                     restore_random_state(self._order["random"])
                     parts = sharded.begin(self.taken)
@@ -318,9 +315,7 @@ class Epochs(OwnRank):
             raise SystemExit(0)
 
     def _serve(self, *, until_saved: bool = False) -> Command | None:
-        """Serve to the end of the workers' epoch; return the command that ended the loop, if
-        any.
-        """
+        """Serve to the end of the workers' epoch; return a command that ended the loop, if any."""
         self.worker.reporter.phase("serving")
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers
         last = None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from orchestra.errors import InputError
 from orchestra.worker.batches import tensors_of
+from orchestra.worker.layout import owner_of
 from orchestra.worker.worker import Worker
 
 
@@ -83,7 +84,7 @@ class Audit:
         named = dict(worker.module.named_parameters())
         laid_out = worker.named_parameters()
         self._trained = [
-            (name, *_owner_of(worker.module, name), named[name], parameter.data_ptr())
+            (name, *owner_of(worker.module, name), named[name], parameter.data_ptr())
             for name, parameter in laid_out.items()
         ]
         self._frozen = [(name, p) for name, p in named.items() if name not in laid_out]
@@ -92,8 +93,7 @@ class Audit:
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise InputError for the first parameter that would not be trained as it should."""
         for name, owner, attribute, parameter, address in self._trained:
-            # A look-up in the dictionary: `getattr` of a module is slow, and this is done in every
-            # step.
+            # A look-up in the dictionary: `getattr` of a module is slow for every step.
             if owner._parameters.get(attribute) is not parameter:
                 raise InputError(
                     f"parameter {name!r} was replaced after distribute, so that its "
@@ -121,12 +121,6 @@ class Audit:
                         f"the optimizer was given a parameter of shape {tuple(parameter.shape)} "
                         "after distribute: give it to model and optimizer before"
                     )
-
-
-def _owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the owner of the parameter `name`, and its attribute there."""
-    path, _, attribute = name.rpartition(".")
-    return module.get_submodule(path), attribute
 
 
 # The state that it goes on from

@@ -27,6 +27,7 @@ from orchestra.schedules.work_queue import WorkSource
 from orchestra.strategies.base import Roles, Strategy
 from orchestra.trainer import checkpoints
 from orchestra.trainer.own_loop.model import Hook
+from orchestra.transports.protocol import send_unless_lost
 from orchestra.transports.tags import Tag
 from orchestra.worker.batches import map_tensors
 from orchestra.worker.runtime import Runtime
@@ -77,9 +78,8 @@ class OwnRank:
         self.worker = Worker(runtime, model, self._spec(), own_optimizer=optimizer, **options)
         if self.worker.layout.device.type != "meta":
             for parameter in self.worker.gradients.parameters:
-                # torch.save writes whole storages: a view of the flat vector would be written as
-                # the whole model, so each parameter gets a storage of its own in that memory
-                # (decision 50).
+                # torch.save writes whole storages, of a view the whole model: each parameter gets a
+                # storage of its own in the memory of the flat vector (decision 50).
                 parameter.data = from_dlpack(parameter.data)
         self._prepare_start()
         self._agree_on_moments()
@@ -157,9 +157,7 @@ class OwnRank:
         return self.strategy.work(self.state)
 
     def sum_over_workers(self, numbers: Tensor) -> Tensor:
-        """Collective over the workers: return the sums of their `numbers`, in float64 on the
-        CPU.
-        """
+        """Collective over the workers: return sums of their `numbers`, in float64 on the CPU."""
         worker = self.worker
         sums = numbers.detach().to("cpu", torch.float64, copy=True)
         all_reduce(worker.transport, sums, "ring", worker.workers, Tag.COUNT)
@@ -345,19 +343,14 @@ class OwnRank:
     # Ranks that serve
 
     def tell(self, command: Command) -> None:
-        """Tell ranks that serve what follows, from the first worker. Called on workers before
-        they stop.
-        """
+        """Let the first worker tell ranks that serve what follows; called before workers stop."""
         first, serving = self._places()
         if self.worker.rank == first:
             for rank in serving:
-                with contextlib.suppress(PeerLost):
-                    self.worker.transport.send(torch.tensor([command]), rank, Tag.GOES_ON).wait()
+                send_unless_lost(self.worker.transport, torch.tensor([command]), rank, Tag.GOES_ON)
 
     def hear(self) -> Command:
-        """On a rank that serves, once it has stopped: return what follows; restart or resume
-        here.
-        """
+        """On a rank that serves and has stopped: return what follows; restart or resume here."""
         first, _ = self._places()
         try:
             command = Command(int(self.worker.transport.receive(first, Tag.GOES_ON).wait()))
