@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shlex
+import signal
+import time
 from collections.abc import Container, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,9 @@ import orchestra
 from orchestra.cli.main import main
 from orchestra.cli.plan import read_target
 from orchestra.cluster import load_cluster
-from orchestra.engines.simulation.trials import Tried
+from orchestra.engines.simulation import trials
+from orchestra.engines.simulation.training import assigned
+from orchestra.engines.simulation.trials import Trial, Tried
 from orchestra.errors import InputError
 from orchestra.experiments.experiment import Experiment
 from orchestra.experiments.file import load
@@ -28,6 +32,7 @@ from orchestra.planning.page import write_page
 from orchestra.planning.search import Budget, Search, short
 from orchestra.planning.standing import (
     CUT_OFF,
+    NO_TIME,
     Length,
     Standing,
     bottleneck,
@@ -42,6 +47,7 @@ from orchestra.records.record import RunRecord
 from orchestra.records.report import Point
 from orchestra.settings.reading import Entry
 from orchestra.trainer.settings import Target
+from orchestra.worker.runtime import SilentReporter
 
 ACCURACY = Target("accuracy", at_least=0.9)
 
@@ -266,10 +272,11 @@ def played(
     factors: dict[str, float],
     unreached: Container[str] = (),
     by_seed: Mapping[tuple[str, int], float] = MappingProxyType({}),
+    kind: type[Played] = Played,
 ) -> Played:
     some = list(found_on("lan_1gbit(nodes=2)", tmp_path).values())
     budget = Budget(0.0, 1e12)
-    search = Played(
+    search = kind(
         some, ACCURACY, Length(1000, 10), tmp_path, budget, lambda what, part: None, seeds=(0, 1)
     )
     search.factors, search.unreached, search.asked = factors, unreached, []
@@ -314,6 +321,40 @@ def test_who_is_first_by_less_than_seeds_scatter_is_given_further_ones(tmp_path:
     assert found[0].name == steady
     assert set(search.times(search.entries[lucky])) > {0, 1, 2}
     assert not search.notes
+
+
+def test_the_first_ones_get_their_seeds_before_late_speeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Speeds of large clusters may take all that is left, and none of them may be the best."""
+    monkeypatch.setattr("orchestra.planning.search.processes", lambda: 1)  # a race with one seed
+
+    class Late(Played):
+        def _speeds(self) -> None:
+            super()._speeds()
+            self.entries["push-sum on 2 nodes"].dropped = NO_TIME
+
+    factors = {"one process": 1.0, "gossip on 2 nodes": 1.8}
+    search = played(tmp_path, factors, kind=Late)
+    asked = [(name, seed) for name, seed, _ in search.asked]
+    assert ("push-sum on 2 nodes", 0) in asked[50:]
+    late = len(asked) - 1 - asked[::-1].index(("push-sum on 2 nodes", 0))
+    assert asked.index(("gossip on 2 nodes", 1)) < late
+
+
+def test_a_trial_ends_with_its_time_in_the_middle_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no record then, and has not failed; whoever tries the next one can go on."""
+    candidate = found_on("lan_1gbit(nodes=16)", tmp_path)["gossip on 16 nodes"]
+    assignment = assigned(short(candidate.run), tmp_path / "run")
+    monkeypatch.setattr(trials, "GRACE", 0.0)
+    over, ahead = time.monotonic(), time.monotonic() + 600
+    late = trials._tried(SilentReporter(), Trial(assignment), over)
+    assert (late.record, late.failure) == (None, None)
+    done = trials._tried(SilentReporter(), Trial(assignment), ahead)
+    assert done.record is not None
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(("lead", "said"), [(1.5, True), (3.0, False)])

@@ -46,6 +46,9 @@ MOST_SEEDS = 8
 """The most seeds for these, if the experiment has fewer and the first candidates are close."""
 SPEED_PART, REFERENCE_PART, LATE_PART = 0.3, 0.6, 0.8
 """The parts of the budget by which speeds are known, the reference ends, late speeds are known."""
+EARLY_PART = 0.25
+"""The part of the time left in which the first candidates may get further seeds before late speeds:
+those of large clusters can take all that is left."""
 SPEED_STEPS, RANK_STEPS, FEWEST_STEPS, CONFIRMED_STEPS = 20, 4000, 8, 100
 """The steps of a simulation that measures a speed; those of all ranks together; the fewest; and
 those of the first candidates."""
@@ -101,14 +104,15 @@ class Search(Standing):
         super().__init__(candidates, target, length, seeds)
         self.stopped = False
         self.notes: list[str] = []
+        self._asked = tuple(seeds)
         self._folder, self._budget, self._tell = folder, budget, tell
         self._what = ""
 
     def run(self) -> None:
         """Carry out all stages, until the budget is used up or Ctrl-C."""
         stages = (
-            self._speeds, self._reference, self._race, self._late_ones, self._confirm,
-            self._more_seeds,
+            self._speeds, self._reference, self._race, self._early_seeds, self._late_ones,
+            self._confirm, self._more_seeds,
         )  # fmt: skip
         try:
             for stage in stages:
@@ -280,9 +284,20 @@ class Search(Standing):
         if exact and now() < self._budget.part(0.9):
             self._find_speeds(exact, self._budget.part(0.95), CONFIRMED_STEPS)
 
+    def _early_seeds(self) -> None:
+        """Give the first ones further seeds at once, if these cost little."""
+        self._train_first(now() + EARLY_PART * (self._budget.until - now()))
+
     def _more_seeds(self) -> None:
-        """Train the first ones with all seeds, and more while they are close, as time allows."""
-        asked = len(self.seeds)
+        """Give the first ones further seeds, as time allows."""
+        missing = self._train_first(self._budget.until)
+        if missing in self._asked:
+            self.notes.append(f"no time for seed {missing} of the first ones")
+
+    def _train_first(self, until: float) -> int | None:
+        """Train the first ones with all seeds, and with more while they are close; return the
+        seed for which there was no time before `until`, if any.
+        """
         while not self.stopped:
             if not (unfinished := self._unfinished()):
                 if len(self.seeds) >= MOST_SEEDS or not self.is_close():
@@ -292,12 +307,11 @@ class Search(Standing):
                 continue
             seed = unfinished[0][1]
             wanted = [each for each in unfinished if each[1] == seed]
-            if now() + self._cost(wanted) > self._budget.until:
-                if seed in self.seeds[:asked]:
-                    self.notes.append(f"no time for seed {seed} of the first ones")
-                break
+            if now() + self._cost(wanted) > until:
+                return seed
             self._what = f"seed {seed} of {count('candidate', len(wanted))}"
-            self._learn(wanted, self._budget.until)
+            self._learn(wanted, until)
+        return None
 
     def _unfinished(self) -> list[Learning]:
         """Runs of the finalists that have neither reached the target nor missed it, by seed."""

@@ -7,8 +7,10 @@ again, so that a longer trial costs only what it has more.
 from __future__ import annotations
 
 import os
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,9 @@ from orchestra.worker.threads import VARIABLE
 
 if TYPE_CHECKING:
     from orchestra.worker.runtime import Reporter, Runtime
+
+GRACE = 1.0
+"""Seconds after its deadline in which a run may end its step, and write a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +56,10 @@ class Tried:
     """What became of a trial.
 
     Attributes:
-        record: of the run, stopped or completed; None where it failed, or was not begun.
+        record: of the run, stopped or completed; None where it failed, was not begun, or was in
+            the middle of a step when the time was over.
         points: the figures of its snapshots.
-        failure: why there is no record; None for a trial that was not begun.
+        failure: why there is no record; None where there was no time for it.
         seconds: how long it took on the clock.
     """
 
@@ -107,13 +113,37 @@ def try_all(runtime: Runtime, work: Trials) -> list[tuple[int, Tried]]:
     return found
 
 
+class _Late(KeyboardInterrupt):
+    """The time of a trial is over, in the middle of a step."""
+
+
+@contextmanager
+def _ended_at(moment: float) -> Iterator[None]:
+    """Raise `_Late` in the block, in the process's main thread, when `moment` has come."""
+
+    def end(*_: object) -> None:
+        raise _Late
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, min(max(moment - time.monotonic(), 1e-3), 1e6))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def _tried(reporter: Reporter, trial: Trial, deadline: float) -> Tried:
     began = time.monotonic()
     folder: Path = trial.assignment.folder
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        outcome = carried_out(trial.assignment, Until(reporter, trial.until, deadline))
+        # A step of many ranks that all send to all can take longer than everything may
+        with _ended_at(deadline + GRACE):
+            outcome = carried_out(trial.assignment, Until(reporter, trial.until, deadline))
         record = record_from(trial.assignment, outcome)
+    except _Late:
+        return Tried(seconds=time.monotonic() - began)
     except (InputError, RunFailed) as error:
         return Tried(failure=str(error).splitlines()[0], seconds=time.monotonic() - began)
     reports: list[RankReport | None] = list(outcome.results)
