@@ -29,7 +29,7 @@ from orchestra.planning.answer import Plan, answered, real_run
 from orchestra.planning.api import planned
 from orchestra.planning.candidates import Candidate, Space, scaled_rate
 from orchestra.planning.page import write_page
-from orchestra.planning.search import Budget, Search, short
+from orchestra.planning.search import RACE_PART, Budget, Search, short
 from orchestra.planning.standing import (
     CUT_OFF,
     NO_TIME,
@@ -340,6 +340,20 @@ def test_the_first_ones_get_their_seeds_before_late_speeds(
     assert ("push-sum on 2 nodes", 0) in asked[50:]
     late = len(asked) - 1 - asked[::-1].index(("push-sum on 2 nodes", 0))
     assert asked.index(("gossip on 2 nodes", 1)) < late
+
+
+def test_a_race_leaves_time_for_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestra.planning.search.processes", lambda: 1)  # a race with one seed
+    deadlines: dict[str, set[float]] = {}
+
+    class Noted(Played):
+        def _try(self, jobs, deadline):  # type: ignore[no-untyped-def]
+            deadlines.setdefault(self._what.split()[0], set()).add(deadline)
+            return super()._try(jobs, deadline)  # type: ignore[no-untyped-call]
+
+    search = played(tmp_path, {"one process": 1.0, "gossip on 2 nodes": 1.8}, kind=Noted)
+    assert deadlines["rung"] == {search._budget.part(RACE_PART)}
+    assert max(deadlines["seed"]) <= search._budget.until
 
 
 def test_a_trial_ends_with_its_time_in_the_middle_of_a_step(

@@ -46,6 +46,8 @@ MOST_SEEDS = 8
 """The most seeds for these, if the experiment has fewer and the first candidates are close."""
 SPEED_PART, REFERENCE_PART, LATE_PART = 0.3, 0.6, 0.8
 """The parts of the budget by which speeds are known, the reference ends, late speeds are known."""
+RACE_PART = 0.85
+"""The part of the budget by which candidates have raced: the rest is for seeds of the first."""
 EARLY_PART = 0.25
 """The part of the time left in which the first candidates may get further seeds before late speeds:
 those of large clusters can take all that is left."""
@@ -245,7 +247,7 @@ class Search(Standing):
             # chance is averaged out, as far as half of the time left allows (decision 117).
             if number > 1 and self._cost([*wanted, *further]) < 0.5 * (self._budget.until - now()):
                 wanted += further
-            self._learn(wanted, self._budget.until)
+            self._learn(wanted, self._budget.part(RACE_PART))
             for name, share in shares.items():
                 entry = self.entries[name]
                 done = self.source(entry).done.get(self.seeds[0], 0.0)
