@@ -107,7 +107,9 @@ def test_late_gradients_are_dropped_and_the_late_worker_catches_up(tmp_path: Pat
     reached = 20
     reports = train_with_a_slow_worker(ParameterServer(backup=1), reached, reached, tmp_path)
     lines = {rank: step_lines(tmp_path, rank) for rank in range(WORKERS)}
-    late, *missed = lines[SLOW][HELD_AT:reached]
+    # It is held at a gradient, and may have missed a step before: on a busy machine it is slow, too
+    computed = [place for place, line in enumerate(lines[SLOW]) if line["samples"]]
+    late, *missed = lines[SLOW][computed[HELD_AT] : reached]
     assert late["samples"] == BATCH
     assert "staleness" not in late
     assert {line["samples"] for line in missed} == {0}

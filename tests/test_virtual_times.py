@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from orchestra.trainer.program import train
 from orchestra.worker.runtime import SilentReporter
 
 TABLE = Path(__file__).with_name("virtual_times.json")
+COSTS = replace(COSTLY, handling=0.0)  # the table was kept before there was such a figure
 ASYNCHRONOUS = 'consistency="asynchronous"'
 ROWS = [
     'AllReduce("ring")',
@@ -78,7 +80,7 @@ def times_of(strategy: str, on: str, folder: Path) -> dict[str, Any]:
         cluster(on),
         len(run.strategy.roles(4).shares),
         assumed_costs(run),
-        COSTLY,
+        COSTS,
         SilentReporter(),
         seed_number=run.seed,
     )
