@@ -58,6 +58,10 @@ def counted(runtime: Runtime, _: None) -> tuple[list[int], bool]:
         sockets.receive(following, 10).wait()
         large.wait()
     shared = sum(stream.shared_bytes for stream in sockets._engine._streams.values())
+    for other in (following, before):  # a rank that leaves takes its stream with it
+        sockets.send(torch.zeros(1), other, 11).wait()
+    for other in (following, before):
+        sockets.receive(other, 11).wait()
     return counts, shared > 0
 
 
