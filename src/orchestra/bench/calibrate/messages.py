@@ -244,17 +244,20 @@ def _served(runtime: Runtime) -> float:
         trace_steps=0,
     )
     run = Run("calibration", f"synthetic({REDUCED // 4})", ParameterServer(), training=training)
-    inside = replace(runtime, compute=profile, reporter=Inner(runtime.reporter, 0))
+    inside = replace(
+        runtime, compute=profile, reporter=Inner(runtime.reporter, PASSES * len(SIZES))
+    )
     with tempfile.TemporaryDirectory(prefix="orchestra-calibrate-") as folder:
         train(inside, (run, Path(folder)))
     if runtime.rank == 0:
         return 0.0
-    ends = [end for _, end in profile.notes["update"]]
-    # A round lasts from update to update; beside that, the values are encoded in it
-    encoded = [end - began for began, end in profile.notes["encode"]]
-    updated = [end - began for began, end in profile.notes["update"]]
-    rounds_ = zip(itertools.pairwise(ends), encoded, updated[1:], strict=False)
-    times = [end - began - sum(work) for (began, end), *work in rounds_]
+    updates, encodings = profile.notes["update"], profile.notes["encode"]
+    # Between two updates the server encodes the values, answers, and receives the next gradient
+    between = zip(updates, encodings, updates[1:], strict=False)
+    times = [
+        began - ended - (encoded - encoding)
+        for (_, ended), (encoding, encoded), (began, _) in between
+    ]
     return statistics.median(times[FIRST_STEPS:])
 
 
