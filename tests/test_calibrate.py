@@ -15,7 +15,8 @@ from tests.training import settings
 
 from orchestra.bench import calibrate as bench
 from orchestra.bench.calibrate import Workload, calibrate, contention, thread_counts
-from orchestra.bench.calibrate.messages import REDUCED, Found, calibrate_links, messages_of
+from orchestra.bench.calibrate.machines import calibrate_links
+from orchestra.bench.calibrate.messages import REDUCED, Found, messages_of
 from orchestra.bench.calibrate.training import Profile
 from orchestra.bench.timing import curve_of, spread
 from orchestra.cli.main import main

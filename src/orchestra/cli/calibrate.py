@@ -156,7 +156,7 @@ def _links(options: Namespace) -> int:
     for name, value, least in (("--ranks", ranks, 2), ("--bytes", options.bytes, 1)):
         if value < least:
             raise InputError(f"{name}: {value} is below {least}")
-    from orchestra.bench.calibrate.messages import calibrate_links
+    from orchestra.bench.calibrate.machines import calibrate_links
 
     with progress_line() as tell:
         matrix = calibrate_links(ranks, options.bytes, launched, tell)

@@ -146,7 +146,13 @@ def _measurements(subjects: Sequence[Workload], seconds: float, folder: str) -> 
 
     found = [
         _measurement(
-            "messages", 3.0, measure_messages, general, 2, 3 * len(SIZES), shared_memory=False
+            "messages",
+            3.0,
+            measure_messages,
+            lambda until: (seconds, until, folder),
+            2,
+            3 * len(SIZES),
+            shared_memory=False,
         ),
         _measurement("messages in memory", 1.5, measure_near, general, 2, 3 * len(SIZES)),
         _measurement("shared memory", 1.5, measure_memory, general, ranks_wanted(cores), CASES),

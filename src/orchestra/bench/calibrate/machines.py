@@ -1,4 +1,6 @@
-"""Measure the machines on which a launcher started processes, and describe them as a cluster."""
+"""Measure the machines on which a launcher started processes, and describe them as a cluster; or
+the links between each two processes.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,16 @@ from typing import Any
 import torch
 
 from orchestra.bench.calibrate.messages import back_and_forth
-from orchestra.bench.timing import total
+from orchestra.bench.timing import Progress, run_ranks, total
 from orchestra.cluster import Cluster, Link, Node, Switch
 from orchestra.cluster.calibration import WIRE
 from orchestra.cluster.presets import LOOPBACK
 from orchestra.cluster.units import BANDWIDTH, SECONDS
+from orchestra.collectives import Group, all_reduce
 from orchestra.data.feed import open_samples
 from orchestra.engines.processes.environment import Launched
 from orchestra.tasks.task import load_task
+from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.threads import usable_cores
 
@@ -306,3 +310,45 @@ def names_of(machines: Sequence[Machine]) -> list[str]:
     if len({*names}) == len(names) and all(re.match(r"[A-Za-z_]", name) for name in names):
         return names
     return [f"node-{number}" for number in range(len(names))]
+
+
+Matrix = list[list[float]]
+
+
+def calibrate_links(
+    ranks: int, size: int, launched: Launched | None = None, on_progress: Progress | None = None
+) -> Matrix | None:
+    """Return the seconds of a message of `size` bytes, one way, from each rank (row) to each
+    rank (column).
+
+    The ranks are processes of this machine, or those that a launcher started (`launched`); in
+    the latter case the others than rank 0 return None.
+    """
+    if launched is not None:
+        from orchestra.engines.processes.rank import join
+
+        outcome = join(measure_links, size, launched)
+        return outcome.results[0] if launched.rank == 0 else None
+    pairs = ranks * (ranks - 1) // 2
+    matrix: Matrix = run_ranks(
+        measure_links, size, ranks, steps=pairs, what="links", on_progress=on_progress
+    )[0]
+    return matrix
+
+
+def measure_links(runtime: Runtime, size: int) -> Matrix | None:
+    """Measure each pair of ranks after the other, so that they do not disturb each other."""
+    transport, ranks = runtime.transport, range(runtime.ranks)
+    matrix = torch.zeros(len(ranks), len(ranks), dtype=torch.float64)
+    # Pair after pair, so that none is in the way of another
+    for done, (one, other) in enumerate(itertools.combinations(ranks, 2), start=1):
+        total(transport)
+        if runtime.rank in (one, other):
+            _, _, one_way = back_and_forth(transport, (one, other), size)
+            if runtime.rank == one:
+                # Half of the way there and back tells no directions apart
+                matrix[one, other] = matrix[other, one] = statistics.median(one_way)
+        runtime.reporter.progress(step=done, samples=0)
+    # Each entry is known to one rank, and 0 on all others
+    all_reduce(transport, matrix.view(-1), "ring", Group(tuple(ranks)), Tag.AGREE)
+    return matrix.tolist() if runtime.rank == 0 else None

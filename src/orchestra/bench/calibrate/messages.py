@@ -6,37 +6,30 @@ import functools
 import itertools
 import math
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from orchestra.bench.calibrate.training import FIRST_STEPS, Inner, Profile
+from orchestra.bench.calibrate.training import FIRST_STEPS, Profile, train_profiled
 from orchestra.bench.timing import (
     Budget,
     Kept,
-    Progress,
     curve_of,
     repeat,
     rounds,
-    run_ranks,
     total,
 )
 from orchestra.cluster.calibration import Curve, Messages, MessageTimes
-from orchestra.collectives import Group, all_reduce
-from orchestra.engines.processes.environment import Launched
+from orchestra.collectives import Group
 from orchestra.schedules import ALL_REDUCE
 from orchestra.strategies.parameter_server import ParameterServer
-from orchestra.trainer.program import train
 from orchestra.trainer.settings import Run, Training
 from orchestra.transports.collective import execute
 from orchestra.transports.framing import header_bytes
 from orchestra.transports.protocol import CollectiveCall, Transport
-from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime
 
 SIZES = (4, 4096, 65_536, 262_144, 1 << 20, 2 << 20, 4 << 20, 16 << 20)
@@ -82,16 +75,16 @@ def measure_near(runtime: Runtime, allowed: tuple[float, float]) -> tuple[Messag
         return _in_every_size(runtime, seconds, budget), kept
 
 
-def measure_messages(runtime: Runtime, allowed: tuple[float, float]) -> tuple[Found, Kept]:
+def measure_messages(runtime: Runtime, allowed: tuple[float, float, str]) -> tuple[Found, Kept]:
     """Measure messages back and forth in every size on two ranks; then the rest on the first one
-    alone.
+    alone. `allowed`: seconds for each figure, until when, and a folder for files meanwhile.
     """
-    transport, kept, (seconds, until) = runtime.transport, Kept(), allowed
+    transport, kept, (seconds, until, folder) = runtime.transport, Kept(), allowed
     budget = Budget(until, PASSES * (len(SIZES) + len(SMALL)) + KINDS * len(ELEMENTS) + 1)
     with kept.watched(2):
         times = _in_every_size(runtime, seconds, budget)
         two_rounds, one_round = _all_reduces(transport, budget.share())
-        served = _served(runtime)
+        served = _served(runtime, folder)
     buffer_bytes = _buffer_bytes(transport)
     # The second rank's are not used
     work, local = {}, curve_of({1: [1.0]})
@@ -230,7 +223,7 @@ def _all_reduces(transport: Transport, most: float) -> tuple[float, float]:
     return statistics.median(two), statistics.median(one)
 
 
-def _served(runtime: Runtime) -> float:
+def _served(runtime: Runtime, folder: str) -> float:
     """Train under a parameter server, which is rank 1; return its processor seconds of a round
     besides its work, in the median.
     """
@@ -244,11 +237,7 @@ def _served(runtime: Runtime) -> float:
         trace_steps=0,
     )
     run = Run("calibration", f"synthetic({REDUCED // 4})", ParameterServer(), training=training)
-    inside = replace(
-        runtime, compute=profile, reporter=Inner(runtime.reporter, PASSES * len(SIZES))
-    )
-    with tempfile.TemporaryDirectory(prefix="orchestra-calibrate-") as folder:
-        train(inside, (run, Path(folder)))
+    train_profiled(runtime, run, profile, PASSES * len(SIZES), folder)
     if runtime.rank == 0:
         return 0.0
     updates, encodings = profile.notes["update"], profile.notes["encode"]
@@ -375,45 +364,3 @@ def _mean(one: Curve, other: Curve) -> Curve:
     )
     # The larger spread: a doubt about either is a doubt about the mean
     return Curve(points, tuple(map(max, one.spread, other.spread)))
-
-
-Matrix = list[list[float]]
-
-
-def calibrate_links(
-    ranks: int, size: int, launched: Launched | None = None, on_progress: Progress | None = None
-) -> Matrix | None:
-    """Return the seconds of a message of `size` bytes, one way, from each rank (row) to each
-    rank (column).
-
-    The ranks are processes of this machine, or those that a launcher started (`launched`); in
-    the latter case the others than rank 0 return None.
-    """
-    if launched is not None:
-        from orchestra.engines.processes.rank import join
-
-        outcome = join(measure_links, size, launched)
-        return outcome.results[0] if launched.rank == 0 else None
-    pairs = ranks * (ranks - 1) // 2
-    matrix: Matrix = run_ranks(
-        measure_links, size, ranks, steps=pairs, what="links", on_progress=on_progress
-    )[0]
-    return matrix
-
-
-def measure_links(runtime: Runtime, size: int) -> Matrix | None:
-    """Measure each pair of ranks after the other, so that they do not disturb each other."""
-    transport, ranks = runtime.transport, range(runtime.ranks)
-    matrix = torch.zeros(len(ranks), len(ranks), dtype=torch.float64)
-    # Pair after pair, so that none is in the way of another
-    for done, (one, other) in enumerate(itertools.combinations(ranks, 2), start=1):
-        total(transport)
-        if runtime.rank in (one, other):
-            _, _, one_way = back_and_forth(transport, (one, other), size)
-            if runtime.rank == one:
-                # Half of the way there and back tells no directions apart
-                matrix[one, other] = matrix[other, one] = statistics.median(one_way)
-        runtime.reporter.progress(step=done, samples=0)
-    # Each entry is known to one rank, and 0 on all others
-    all_reduce(transport, matrix.view(-1), "ring", Group(tuple(ranks)), Tag.AGREE)
-    return matrix.tolist() if runtime.rank == 0 else None

@@ -193,13 +193,26 @@ def _exchange(runtime: Runtime, last: float = 0.0) -> bool:
 
 
 @dataclass
-class Inner(PassingReporter):
+class _Inner(PassingReporter):
     """Reports of a training inside a measurement only that it is alive, with `done` figures."""
 
     done: int
 
     def progress(self, *, samples: int, **_: Any) -> None:
         self.inner.progress(step=self.done, samples=samples)
+
+
+def train_profiled(
+    runtime: Runtime, run: Run, profile: Profile, done: int, folder: str | None
+) -> None:
+    """Train `run` with `profile` in place of the rank's compute; `done` figures are known so far.
+
+    Its files lie in `folder`, the launcher's, since ranks may be killed.
+    """
+    reporter = _Inner(runtime.reporter, done)
+    runtime = replace(runtime, ranks=run.training.ranks, compute=profile, reporter=reporter)
+    with tempfile.TemporaryDirectory(prefix="training-", dir=folder) as own:
+        train(runtime, (run, Path(own)))
 
 
 class _Meter:
@@ -304,16 +317,9 @@ class _Meter:
             stop_on_nonfinite=False,
         )
         run = Run("calibration", task=order.task, strategy=strategy, training=training)
-        runtime = replace(
-            self._runtime,
-            ranks=1,
-            compute=profile,
-            reporter=Inner(self._runtime.reporter, self._done),
-            # Data that is loaded already
-            share=lambda make: self._task,
-        )
-        with tempfile.TemporaryDirectory(prefix="training-", dir=order.folder) as folder:
-            train(runtime, (run, Path(folder)))
+        # Data that is loaded already
+        runtime = replace(self._runtime, share=lambda make: self._task)
+        train_profiled(runtime, run, profile, self._done, order.folder)
         return profile.steps()
 
 
