@@ -18,7 +18,7 @@ from orchestra.bench.calibrate import Workload, calibrate, contention, thread_co
 from orchestra.bench.calibrate.machines import calibrate_links
 from orchestra.bench.calibrate.messages import REDUCED, Found, messages_of
 from orchestra.bench.calibrate.training import Profile
-from orchestra.bench.timing import curve_of, spread
+from orchestra.bench.timing import curve_of, spread, trimmed_mean
 from orchestra.cli.main import main
 from orchestra.cluster.calibration import (
     Calibration,
@@ -141,6 +141,14 @@ def test_a_curve_goes_through_the_medians() -> None:
     assert curve.points == ((2.0, 1.0), (8.0, 5.0))
     assert curve.spread[0] == 0
     assert spread([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]) == 0.5
+
+
+def test_steps_with_cold_caches_count_and_single_outliers_do_not() -> None:
+    cold = [2.0] * 10
+    assert trimmed_mean([1.0] * 28 + [0.1] * 2 + cold + [900.0] * 2) == pytest.approx(
+        (28 + 2 * 10) / 38
+    )
+    assert trimmed_mean([1.0, 4.0]) == 2.5
 
 
 def test_the_sizes_lie_around_those_asked_for() -> None:

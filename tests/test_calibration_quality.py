@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 from tests import rank_programs
+from tests.emulated import needs_emulation, small_cluster
 from tests.simulated import simulated
 from tests.test_calibrate import CALIBRATION, COSTS, SGD, TASK, run_of
 
@@ -202,6 +204,31 @@ def test_files_of_ranks_that_are_killed_go_with_the_calibration(
         launch(measure_task, order, 2)
 
 
+@needs_emulation
+def test_steps_are_measured_under_the_quota_of_an_emulated_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[Attempt | None] = []
+
+    def steps(measurements: list[Measurement], *_: object) -> None:
+        now = time.monotonic()
+        found.append(measurements[4].measure(now + 2, now + 60, lambda part: None))
+        raise RunFailed("no more is needed")
+
+    monkeypatch.setattr(bench, "measure_all", steps)
+    # Other programs may be at work while this is tested
+    monkeypatch.setattr("orchestra.bench.timing.taken_by_others", lambda usages: None)
+    order = Workload(TASK, SGD, batch_sizes=(4,))
+    with pytest.raises(RunFailed, match="no more"):
+        bench.calibrate([order], 0.2, emulated=small_cluster(2, speed=0.25))
+    (attempt,) = found
+    assert attempt is not None
+    # A quarter of a core was there and three quarters of the time were waited, for nobody else
+    assert attempt.waited < 0.6
+    (costs,) = attempt.value
+    assert [timing.threads for timing in costs.timings] == [1]
+
+
 # Whether it was disturbed
 
 
@@ -209,8 +236,10 @@ def meter(passed: float, own: float, busy: float | None) -> UsageMeter:
     return UsageMeter(passed, own, busy)
 
 
-def kept_by(wanted: int, *meters: UsageMeter, ran: float = 0.0, passed: float = 0.0) -> list[Kept]:
-    return [Kept(ran, passed, {wanted: one}) for one in meters]
+def kept_by(
+    wanted: int, *meters: UsageMeter, ran: float = 0.0, passed: float = 0.0, share: float = 1.0
+) -> list[Kept]:
+    return [Kept(ran, passed, {wanted: one}, share=share) for one in meters]
 
 
 @pytest.mark.parametrize(
@@ -223,6 +252,8 @@ def kept_by(wanted: int, *meters: UsageMeter, ran: float = 0.0, passed: float = 
         (kept_by(2, meter(0.1, 0, 0.2)), 0.0),  # too short to tell
         (kept_by(2, meter(10, 0, None)), 0.0),  # not known
         (kept_by(1, meter(10, 10, 10), ran=1, passed=4), 0.75),  # its own clock tells
+        (kept_by(1, meter(10, 10, 10), ran=1, passed=4, share=0.25), 0.0),  # that was its quota
+        (kept_by(1, meter(10, 10, 10), ran=1, passed=4, share=0.5), 0.5),
     ],
 )
 def test_what_others_took_of_what_was_wanted(

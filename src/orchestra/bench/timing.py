@@ -170,17 +170,19 @@ class Kept:
         meters: by the number of cores that all ranks of the measurement wanted, the processor time
             that was used meanwhile.
         left_out: figures that there was no time for.
+        share: of a core that the thread may have, less than 1 under a quota.
     """
 
     ran: float = 0.0
     passed: float = 0.0
     meters: dict[int, UsageMeter] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    share: float = 1.0
 
     @property
     def waiting(self) -> float:
         """The part of the time for which the thread had to wait for a processor."""
-        return max(0.0, 1 - self.ran / self.passed) if self.passed else 0.0
+        return max(0.0, 1 - self.ran / (self.passed * self.share)) if self.passed else 0.0
 
     @contextmanager
     def watched(self, cores: int) -> Iterator[None]:
@@ -276,12 +278,23 @@ def total(transport: Transport, own: float = 0.0, ranks: Sequence[int] | None = 
     return values.item()
 
 
-def curve_of(times: Mapping[int, Sequence[float]]) -> Curve:
-    """Return the curve through the medians of repeated measurements, by amount."""
+def curve_of(
+    times: Mapping[int, Sequence[float]],
+    typical: Callable[[Sequence[float]], float] = statistics.median,
+) -> Curve:
+    """Return the curve through a `typical` one of repeated measurements, by amount."""
     amounts = sorted(times)
     # Curves refuse zero, and so does the simulated compute (decision 30)
-    points = tuple((float(n), max(statistics.median(times[n]), 1e-9)) for n in amounts)
+    points = tuple((float(n), max(typical(times[n]), 1e-9)) for n in amounts)
     return Curve(points, tuple(spread(times[n]) for n in amounts))
+
+
+def trimmed_mean(times: Sequence[float]) -> float:
+    """Return the mean without the longest and the shortest twentieth."""
+    # Not the median: many steps take as long as their mean, and where every fifth one begins with
+    # cold caches, as under a quota, the median knows nothing of it.
+    cut = len(times) // 20
+    return statistics.fmean(sorted(times)[cut : len(times) - cut])
 
 
 def spread(times: Sequence[float]) -> float:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestra.cluster import load_cluster
+from orchestra.cluster import Cluster, load_cluster
 from orchestra.engines.processes.system import now
 from orchestra.engines.simulation.cost_source import cost_source_of
 from orchestra.errors import InputError, RunFailed
@@ -129,7 +129,9 @@ def carry_out(
     # The page, and judging runs that were cut off, take a time that does not grow with the budget.
     kept = min(60 * minutes * LAST_PART, LAST_SECONDS)
     budget = Budget(began, began + 60 * minutes - kept)
-    experiment, costs, notes = calibrated(experiment, folder, budget, tell)
+    # Predictions for emulated nodes know what their quotas cost
+    emulated = cluster if verified and len(cluster.nodes) > 1 else None
+    experiment, costs, notes = calibrated(experiment, folder, budget, tell, emulated)
     space = Space(experiment, cluster, folder / "clusters")
     search = Search(
         space.candidates(), experiment.training.target, length, folder / "runs", budget, tell,
@@ -181,33 +183,46 @@ def length_of(experiment: Experiment) -> Length:
 
 
 def calibrated(
-    experiment: Experiment, folder: Path, budget: Budget, tell: Tell
+    experiment: Experiment,
+    folder: Path,
+    budget: Budget,
+    tell: Tell,
+    emulated: Cluster | None = None,
 ) -> tuple[Experiment, str, list[str]]:
     """Return `experiment` with the figures of this machine for its task, where it asks for them.
 
     They are measured if there are none, in a part of the budget; a budget too short for that leaves
-    assumed figures, as the notes say.
+    assumed figures, as the notes say. For runs on the nodes of an `emulated` cluster they are
+    measured in any case, on one of them if this machine can emulate it.
 
     Returns:
         The experiment; where the durations come from; notes.
     """
     training = experiment.training
     source = cost_source_of(Run("plan", experiment.task, Single(), training=training))
-    if training.calibration != AUTO or source.calibration is not None:
+    known = source.calibration is not None and emulated is None
+    if training.calibration != AUTO or known:
         return experiment, source.text, list(source.doubts)
     seconds = CALIBRATION_PART * (budget.until - budget.began)
     if seconds < LEAST_CALIBRATION:
-        return experiment, source.text, ["no calibration: the time is too short for one"]
+        short = "no calibration: the time is too short for one"
+        return experiment, source.text, [] if source.calibration is not None else [short]
     from orchestra.bench.calibrate import Workload, calibrate
 
     whole = training.ranks * training.batch_size
     # From a worker among eight to one process with the largest batch; others are interpolated.
     sizes = sorted({max(1, round(whole * times / 8)) for times in (*BATCHES, 8 * BATCHES[-1])})
     work = Workload(experiment.task, training.optimizer, training.precision, tuple(sizes))
+
+    def show(what: str, part: float) -> None:
+        tell(f"calibrating: {what}", part * 0.2)
+
     try:
-        measured = calibrate(
-            [work], 0.2, lambda what, part: tell(f"calibrating: {what}", part * 0.2), seconds
-        )
+        try:
+            measured = calibrate([work], 0.2, show, seconds, emulated)
+        except InputError:
+            # The verification will say why these nodes cannot be emulated
+            measured = calibrate([work], 0.2, show, seconds)
     except RunFailed as failure:
         return experiment, source.text, [f"no calibration: {str(failure).splitlines()[0]}"]
     doubts = measured.quality_of(measured.tasks[0]).doubts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import math
@@ -30,8 +31,12 @@ from orchestra.bench.calibrate.messages import (
 )
 from orchestra.bench.calibrate.training import Workload, measure_task
 from orchestra.bench.timing import Progress, run_ranks, waited
+from orchestra.cluster import Cluster
 from orchestra.cluster.calibration import Calibration, TaskCosts
 from orchestra.cluster.costs import MAX_WAITED, Quality
+from orchestra.engines.emulation.nodes import EmulatedCluster, share_of
+from orchestra.engines.emulation.training import best_node
+from orchestra.engines.processes.place import Place
 from orchestra.errors import RunFailed
 from orchestra.records.record import environment
 from orchestra.worker.threads import usable_cores
@@ -92,20 +97,25 @@ def calibrate(
     seconds: float = 0.5,
     on_progress: Progress | None = None,
     limit: float | None = None,
+    emulated: Cluster | None = None,
 ) -> Calibration:
     """Measure this machine, and a step of each of `subjects`, which is at least one.
 
     Args:
         seconds: for each figure, where there is so much time.
         limit: seconds for everything; `LIMIT` for each of the subjects by default.
+        emulated: measure steps under the quota of the fastest node of this cluster, which makes
+            caches cold: for runs on its emulated nodes. Figures remain those of a core of speed 1.
 
     Raises:
         RunFailed: not everything could be measured within `limit`.
+        InputError: this machine cannot emulate the node.
         KeyboardInterrupt: the user stopped it.
     """
     limit = LIMIT * len(subjects) if limit is None else limit
     with tempfile.TemporaryDirectory(prefix="orchestra-calibrate-") as folder:
-        kept = measure_all(_measurements(subjects, seconds, folder), limit, on_progress)
+        ordered = _measurements(subjects, seconds, folder, emulated)
+        kept = measure_all(ordered, limit, on_progress)
     messages, near_messages, memory, slices = kept[:4]
     # The two ranks that sent each other messages
     first, second = messages.value
@@ -135,11 +145,20 @@ def calibrate(
     )
 
 
-def _measurements(subjects: Sequence[Workload], seconds: float, folder: str) -> list[Measurement]:
+def _measurements(
+    subjects: Sequence[Workload], seconds: float, folder: str, emulated: Cluster | None
+) -> list[Measurement]:
     """Return the measurements that are the same for every task, then two for each of `subjects`:
     its steps, and these on all cores at once.
     """
     cores = len(usable_cores())
+    threads, share = thread_counts(cores), 1.0
+    if emulated is not None:
+        name = best_node(emulated)
+        node = next(each for each in emulated.nodes if each.name == name)
+        threads, share = thread_counts(min(cores, node.cores)), min(share_of(node), 1.0)
+        # Both ranks: one measures, the other mostly waits
+        emulated = replace(emulated, placement=(name, name), faults=())
 
     def general(until: float) -> tuple[float, float]:
         return seconds, until
@@ -160,10 +179,10 @@ def _measurements(subjects: Sequence[Workload], seconds: float, folder: str) -> 
         _measurement("one thread more", 0.5, measure_slices, general, cores + 1, 1),
     ]
     for subject in subjects:
-        order = replace(subject, seconds=seconds, folder=folder, threads=thread_counts(cores))
+        order = replace(subject, seconds=seconds, folder=folder, threads=threads, share=share)
         figures = len(order.threads) * len(order.sizes) + 1
         found += [
-            _measurement(subject.task, 4.0, measure_task, order.due, 2, figures),
+            _measurement(subject.task, 4.0, measure_task, order.due, 2, figures, emulated=emulated),
             _measurement("cores at once", 2.5, measure_speeds, order.due, cores + 1, TURNS),
         ]
     return found
@@ -177,22 +196,29 @@ def _measurement(
     ranks: int,
     total: int,
     shared_memory: bool = True,
+    emulated: Cluster | None = None,
 ) -> Measurement:
-    """Return a measurement that runs `program`, which counts up to `total`, on `ranks` ranks.
-    Each rank that measures returns a value and its conditions (`Kept`), the others None.
+    """Return a measurement that runs `program`, which counts up to `total`, on `ranks` ranks, on
+    nodes that are `emulated` if given. Each rank that measures returns a value and its conditions
+    (`Kept`), the others None.
     """
 
     def measure(until: float, end: float, tell: Callable[[float], None]) -> Attempt | None:
-        results = run_ranks(
-            program,
-            argument(until),
-            ranks,
-            steps=total,
-            on_progress=lambda _, part: tell(part),
-            # A single call may take longer than everything may: then the launcher kills the ranks
-            limit=max(end - time.monotonic(), 0.0),
-            shared_memory=shared_memory,
-        )
+        with contextlib.ExitStack() as stack:
+            places: Sequence[Place] = ()
+            if emulated is not None:
+                places = stack.enter_context(EmulatedCluster(emulated, ranks, 1)).places()
+            results = run_ranks(
+                program,
+                argument(until),
+                ranks,
+                steps=total,
+                on_progress=lambda _, part: tell(part),
+                # A single call may take longer than everything may: the launcher kills the ranks
+                limit=max(end - time.monotonic(), 0.0),
+                shared_memory=shared_memory,
+                places=places,
+            )
         found = [result for result in results if result is not None]
         # Of a task only the first of two ranks measures; elsewhere one that is missing was killed
         if not found or (len(found) < ranks and program is not measure_task):

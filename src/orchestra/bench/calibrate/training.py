@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from orchestra.bench.timing import LEAST, MOST, Budget, Kept, curve_of, repeat, rounds
+from orchestra.bench.timing import LEAST, MOST, Budget, Kept, curve_of, repeat, rounds, trimmed_mean
 from orchestra.cluster.calibration import Parameter, TaskCosts, Timing
 from orchestra.collectives import Group, all_reduce
 from orchestra.data.feed import open_samples
@@ -53,6 +53,7 @@ class Workload:
         threads: numbers of threads that it is measured with: 1, and more.
         until: when it has to be done, by the clock of a `Budget`.
         folder: takes the files of what is trained; the launcher's, since ranks may be killed.
+        share: of a core that a rank has, less than 1 under a quota.
     """
 
     task: str
@@ -63,6 +64,7 @@ class Workload:
     threads: tuple[int, ...] = (1,)
     until: float = math.inf
     folder: str | None = None
+    share: float = 1.0
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -146,7 +148,7 @@ def measure_task(runtime: Runtime, order: Workload) -> tuple[TaskCosts, Kept] | 
         while not _exchange(runtime):
             pass
         return None
-    kept = Kept()
+    kept = Kept(share=order.share)
     # Nothing is judged: evaluations would take time from the figures
     task = replace(load_task(order.task), test=None, validation=None)
     module = task.model()
@@ -249,10 +251,11 @@ class _Meter:
             update += times["update"]
             self._done += 1
             self._runtime.reporter.progress(step=self._done, samples=0)
-        whole = statistics.median(update)
+        whole = trimmed_mean(update)
         # Slices are measured apart, and scaled to what an update takes inside a step
         updates = {size: [whole * part] for size, part in slices.items()} | {elements: update}
-        return Timing(threads, curve_of(gradient), curve_of(updates), curve_of(step))
+        parts = (gradient, updates, step)
+        return Timing(threads, *(curve_of(times, trimmed_mean) for times in parts))
 
     def cold(self) -> float:
         """Return the surplus of a step followed by an exchange over both of them measured alone."""
