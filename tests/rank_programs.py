@@ -22,7 +22,7 @@ from orchestra.engines.processes.display import print_notice
 from orchestra.transports import compiled
 from orchestra.transports.protocol import CollectiveCall, Task
 from orchestra.worker.runtime import Runtime, Work
-from orchestra.worker.threads import chosen_threads
+from orchestra.worker.threads import chosen_threads, cpu_quota
 
 TAG = 7
 WHERE_COMPILED = pytest.mark.skipif(not compiled.is_there(), reason="nothing was compiled")
@@ -32,6 +32,10 @@ COMPILED = pytest.mark.parametrize("compiled", ["0", pytest.param("1", marks=WHE
 
 def say_rank(runtime: Runtime, argument: Any) -> Any:
     return runtime.rank, runtime.ranks, argument
+
+
+def quota_of(_: Runtime, __: None) -> float | None:
+    return cpu_quota()
 
 
 def thread_count(_: Runtime, __: None) -> int:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests import rank_programs as programs
 from tests.commands import Started, torchrun
+from tests.emulated import needs_emulation, small_cluster
 from tests.simulated import FREE, cluster, run_ranks, simulated
 from tests.test_calibrate import CALIBRATION, COSTS, TASK, kept, run_of, timing
 from tests.test_launched import ROOT, ended, free_port, started
@@ -21,12 +22,14 @@ from tests.training import settings, train_processes
 from orchestra.cluster import Cluster, Node
 from orchestra.cluster.costs import Sharing
 from orchestra.cluster.presets import LOOPBACK
+from orchestra.engines.emulation.nodes import EmulatedCluster
 from orchestra.engines.processes import launch
 from orchestra.engines.simulation.costs import CalibratedCosts
 from orchestra.engines.simulation.simulate import simulate
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.single import Single
 from orchestra.tasks.task import load_task
+from orchestra.worker import threads as cores
 from orchestra.worker.layout import Layout
 from orchestra.worker.runtime import Runtime, SilentReporter, Work
 from orchestra.worker.threads import chosen_threads, shares_of_cores, usable_cores
@@ -52,6 +55,56 @@ def test_each_core_is_divided_among_the_ranks_that_may_use_it(
     usable: Sequence[tuple[str, Sequence[int]]], shares: list[int]
 ) -> None:
     assert shares_of_cores(usable) == shares
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "quota"),
+    [
+        ("0::/\n", {"cpu.max": "200000 100000\n"}, 2.0),  # inside a container
+        ("0::/\n", {"cpu.max": "max 100000\n"}, None),
+        ("0::/\n", {}, None),  # the root of version 2 has no such file
+        ("0::/a/b\n", {"a/cpu.max": "50000 100000\n", "a/b/cpu.max": "max 100000\n"}, 0.5),
+        ("0::/a/b\n", {"a/cpu.max": "300000 100000\n", "a/b/cpu.max": "150000 100000\n"}, 1.5),
+        (
+            "5:memory:/x\n3:cpu,cpuacct:/host/path\n",  # a path that only the host has
+            {"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"},
+            4.0,
+        ),
+        (
+            "3:cpu:/\n0::/\n",
+            {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"},
+            None,
+        ),
+        ("5:memory:/x\n", {"cpu/cpu.cfs_quota_us": "1\n", "cpu/cpu.cfs_period_us": "1\n"}, None),
+    ],
+)
+def test_a_containers_quota_is_known(
+    membership: str,
+    files: dict[str, str],
+    quota: float | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, text in {"membership": membership, **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(cores, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(cores, "GROUPS", tmp_path)
+    monkeypatch.setattr(cores, "allowed_cores", lambda: tuple(range(8)))
+    assert cores.cpu_quota() == quota
+    assert len(usable_cores()) == (8 if quota is None else {0.5: 1, 1.5: 2}.get(quota, quota))
+
+
+def test_without_control_groups_nothing_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "MEMBERSHIP", Path("/nowhere/cgroup"))
+    assert cores.cpu_quota() is None
+
+
+@needs_emulation
+def test_a_rank_under_a_quota_knows_it() -> None:
+    with EmulatedCluster(small_cluster(2, speed=0.4), 2) as there:
+        outcome = launch(programs.quota_of, None, 2, places=there.places())
+    assert outcome.results == (pytest.approx(0.4), pytest.approx(0.2))
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
-import os
 import socket
 import webbrowser
 from collections.abc import Sequence
 
 from orchestra.cli.arguments import Parser
 from orchestra.errors import InputError
+from orchestra.worker.threads import usable_cores
 
 DESCRIPTION = """\
 Open a page on which you choose the size of a model, the number of workers, the bandwidth and the
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     # Bound before processes are started, so that a port that is taken is noticed at once.
     listening = _listen(options.port)
-    size = min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
+    size = min(len(usable_cores()), MOST_PROCESSES)
     # Spawned: each process imports torch, and the server itself stays without (decision 101).
     with multiprocessing.get_context("spawn").Pool(size, begin_process) as pool:
         app = make_app(Simulator(pool, size))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from orchestra.records.report import Usage
-from orchestra.worker.threads import usable_cores
+from orchestra.worker.threads import allowed_cores
 
 if TYPE_CHECKING:
     from orchestra.worker.runtime import Work
@@ -141,8 +141,8 @@ class UsageMeter:
         self.switches += sign * resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
         try:
             text, ticks = _STAT.read_text(), os.sysconf("SC_CLK_TCK")
-            busy = busy_seconds(text, usable_cores(), ticks)
-            stolen = busy_seconds(text, usable_cores(), ticks, _STOLEN)
+            busy = busy_seconds(text, allowed_cores(), ticks)
+            stolen = busy_seconds(text, allowed_cores(), ticks, _STOLEN)
             self.busy = None if self.busy is None else self.busy + sign * busy
             self.stolen = None if self.stolen is None else self.stolen + sign * stolen
         except (OSError, ValueError, IndexError):
@@ -150,7 +150,7 @@ class UsageMeter:
 
     def usage(self) -> Usage:
         """Return all use so far; not while it runs."""
-        cores = len(usable_cores())
+        cores = len(allowed_cores())
         return Usage(machine(), cores, self.passed, self.own, self.busy, self.stolen, self.switches)
 
 
