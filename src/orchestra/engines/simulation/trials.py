@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestra.engines.simulation.training import Assignment, carried_out, record_from
 from orchestra.errors import InputError, RunFailed
+from orchestra.records.live import remove_live
 from orchestra.records.record import RunRecord
 from orchestra.records.report import Point, RankReport
 from orchestra.worker.threads import VARIABLE
@@ -143,6 +144,7 @@ def _tried(reporter: Reporter, trial: Trial, deadline: float) -> Tried:
             outcome = carried_out(trial.assignment, Until(reporter, trial.until, deadline))
         record = record_from(trial.assignment, outcome)
     except _Late:
+        remove_live(folder)  # the run goes on in a later trial, or never
         return Tried(seconds=time.monotonic() - began)
     except (InputError, RunFailed) as error:
         return Tried(failure=str(error).splitlines()[0], seconds=time.monotonic() - began)
