@@ -27,9 +27,9 @@ from orchestra.experiments.file import load
 from orchestra.planning.adaptive import adaptive
 from orchestra.planning.answer import Plan, answered, real_run
 from orchestra.planning.api import planned
-from orchestra.planning.candidates import Candidate, Space, scaled_rate
+from orchestra.planning.candidates import Candidate, Space, scaled_rate, short
 from orchestra.planning.page import write_page
-from orchestra.planning.search import RACE_PART, Budget, Search, short
+from orchestra.planning.search import RACE_PART, Budget, Search
 from orchestra.planning.standing import (
     CUT_OFF,
     NO_TIME,
