@@ -13,7 +13,7 @@ from tests.tasks_for_tests import Weight
 from tests.threads import run_ranks
 from tests.waiting import wait_until
 
-from orchestra.exchange import CommonStep
+from orchestra.exchange import CommonStep, wait_for_everyone
 from orchestra.exchange.common_step import LEASE
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.worker.runtime import Runtime
@@ -181,3 +181,11 @@ def test_everyone_is_observed_together_and_the_wish_for_all_counts() -> None:
     assert len(set(left)) == 1
     assert 7 <= left[0] < 199
     assert heard == [(k, k + 1, k + 2) for k in range(1, left[0] + 1)]
+
+
+@pytest.mark.parametrize("steps", [2**24 + 1, 2**31 - 1])
+def test_a_count_of_steps_reaches_everyone_as_it_is(steps: int) -> None:
+    def program(runtime: Runtime) -> int:
+        return wait_for_everyone(make_worker(runtime), steps if runtime.rank == 1 else 0)
+
+    assert run_ranks(3, program) == [steps] * 3

@@ -27,9 +27,9 @@ from orchestra.experiments.file import load
 from orchestra.planning.adaptive import adaptive
 from orchestra.planning.answer import Plan, answered, real_run
 from orchestra.planning.api import planned
-from orchestra.planning.candidates import Candidate, Space, scaled_rate
+from orchestra.planning.candidates import Candidate, Space, scaled_rate, short
 from orchestra.planning.page import write_page
-from orchestra.planning.search import RACE_PART, Budget, Search, short
+from orchestra.planning.search import RACE_PART, Budget, Search
 from orchestra.planning.standing import (
     CUT_OFF,
     NO_TIME,
@@ -43,6 +43,7 @@ from orchestra.planning.standing import (
     value_at,
 )
 from orchestra.planning.verification import Verified
+from orchestra.records.live import LIVE
 from orchestra.records.record import RunRecord
 from orchestra.records.report import Point
 from orchestra.settings.reading import Entry
@@ -369,6 +370,23 @@ def test_a_trial_ends_with_its_time_in_the_middle_of_a_step(
     done = trials._tried(SilentReporter(), Trial(assignment), ahead)
     assert done.record is not None
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_whoever_watches_is_not_shown_a_trial_whose_time_is_over(tmp_path: Path) -> None:
+    candidate = found_on("lan_1gbit(nodes=16)", tmp_path)["gossip on 16 nodes"]
+    assignment = assigned(short(candidate.run), tmp_path / "run")
+    written = []
+
+    class Alarmed(SilentReporter):
+        def progress(self, **_: object) -> None:
+            written.append((assignment.folder / LIVE).exists())
+            if written[-1]:
+                signal.raise_signal(signal.SIGALRM)
+
+    late = trials._tried(Alarmed(), Trial(assignment), time.monotonic() + 600)
+    assert written[-1]
+    assert late.record is None
+    assert not (assignment.folder / LIVE).exists()
 
 
 @pytest.mark.parametrize(("lead", "said"), [(1.5, True), (3.0, False)])

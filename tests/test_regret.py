@@ -7,7 +7,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from studies.regret import EMULATED_CORES, LINKS, TASKS, markdown, pairs, row_of
+from studies.regret import markdown, row_of
+from studies.regret_pairs import EMULATED_CORES, LINKS, TASKS, pairs
 
 
 def test_the_pairs_are_always_the_same_and_balanced() -> None:

@@ -274,6 +274,16 @@ def test_equal_final_parameters_are_named(tmp_path: Path) -> None:
     ]
     text = Page(write_report([keep(tmp_path, runs)], tmp_path)).text
     assert "Bit for bit the same final parameters under every seed: ring and server." in text
+    assert "seed 1: ring and server" in text
+
+
+def test_a_row_whose_name_has_an_and_is_one_row(tmp_path: Path) -> None:
+    runs = [
+        record(label, parameters_sha256=digest)
+        for label, digest in (("one process", "a"), ("ring and tree", "b"))
+    ]
+    text = Page(write_report([keep(tmp_path, runs)], tmp_path)).text
+    assert "No two rows ended with the same bits under every seed." in text
 
 
 def test_a_training_is_reported_on_like_a_comparison(tmp_path: Path) -> None:

@@ -339,3 +339,19 @@ def test_a_rank_that_begins_fewer_is_named() -> None:
     outcome = run_ranks(3, program, overhead=WARM)
     assert outcome.failure is not None
     assert "waits for rank 1" in outcome.failure
+
+
+def test_two_flows_of_a_rank_with_one_tag_are_told() -> None:
+    """Between real ranks their messages would be mixed up."""
+
+    def program(runtime: Runtime) -> None:
+        def beside(flow: Transport) -> None:
+            vector = torch.empty(5000, device="meta")
+            execute(flow, vector, schedule_of("ring", 3), Group((0, 1, 2)), TAG)
+
+        _compute(runtime, 1e-3 * runtime.rank)
+        for task in [runtime.transport.spawn(beside) for _ in range(2)]:
+            task.wait()
+
+    with pytest.raises(AssertionError, match=f"tag {TAG}: two flows of rank 0"):
+        run_ranks(3, program, overhead=WARM)

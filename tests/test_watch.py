@@ -25,7 +25,16 @@ from orchestra.engines.live import LiveFile, SlowRanks
 from orchestra.errors import RunFailed
 from orchestra.experiments.experiment import alone, runs
 from orchestra.experiments.run import claim, held, make_run
-from orchestra.records.live import Live, RankNow, Tail, Waiting, mean_rates, read_live, write_live
+from orchestra.records.live import (
+    Live,
+    RankNow,
+    Tail,
+    Waiting,
+    holder,
+    mean_rates,
+    read_live,
+    write_live,
+)
 from orchestra.records.record import RunRecord, write_summary
 from orchestra.records.report import Counters
 from orchestra.report.watch_page import run_page, sparkline
@@ -230,6 +239,19 @@ def test_a_simulation_says_how_far_its_ranks_are(tmp_path: Path) -> None:
     assert live.ranks[0].step > 0
     assert live.fraction is not None
     assert 0 < live.fraction < 1
+
+
+def test_a_lock_on_another_file_of_the_same_number_is_none_on_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locks = f"1: FLOCK  ADVISORY  WRITE {os.getpid()} 00:2a:{tmp_path.stat().st_ino} 0 EOF\n"
+    monkeypatch.setattr(Path, "read_text", lambda _: locks)
+    assert holder(tmp_path) is None
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    try:
+        assert holder(tmp_path) == f"process {os.getpid()}"
+    finally:
+        os.close(descriptor)
 
 
 def test_a_run_on_another_machine_counts_as_under_way_while_it_writes(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from orchestra.experiments.file import load
 from orchestra.experiments.run import PARENT, finished
 from orchestra.experiments.tuning import trials
 from orchestra.records.live import read_live, under_way
-from orchestra.records.record import run_folder
+from orchestra.records.record import EXPERIMENT, run_folder
 from orchestra.report.watch_page import comparison_page, run_page
-from orchestra.report.watching import EXPERIMENT, RunWatch, experiment_of
+from orchestra.report.watching import RunWatch, experiment_of
 
 DESCRIPTION = """\
 Show a run, or a comparison, in the terminal while it goes on: progress and loss; for each rank its

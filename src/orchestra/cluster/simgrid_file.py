@@ -12,7 +12,7 @@ from typing import NoReturn
 from xml.parsers import expat
 
 from orchestra.errors import InputError
-from orchestra.settings.base import MAX_NESTED
+from orchestra.settings.notation import MAX_NESTED
 
 MAX_BYTES = 32_000_000
 

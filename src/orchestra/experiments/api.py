@@ -16,9 +16,9 @@ from orchestra.errors import InputError
 from orchestra.experiments.comparison import Comparison, carry_out
 from orchestra.experiments.experiment import Experiment, only_run
 from orchestra.experiments.file import NOTATIONS, load
-from orchestra.experiments.run import RESOLVED, folder_for, make_run
+from orchestra.experiments.run import folder_for, make_run
 from orchestra.optimizers.settings import Optimizer
-from orchestra.records.record import SUMMARY, RunRecord, read_summary
+from orchestra.records.record import EXPERIMENT, SUMMARY, RunRecord, read_summary
 from orchestra.settings import Settings, write
 from orchestra.settings.reading import Entry
 from orchestra.strategies.registry import STRATEGIES
@@ -179,16 +179,16 @@ def replay(
     source = Path(run)
     if until is not None and until < 1:
         raise InputError(f"until: {until} is no step; the first is 1")
-    if not (source / RESOLVED).is_file():
-        raise InputError(f"{source}: there is no {RESOLVED}; give the folder of one run")
+    if not (source / EXPERIMENT).is_file():
+        raise InputError(f"{source}: there is no {EXPERIMENT}; give the folder of one run")
     # The folder of a comparison has an experiment.yaml, too, of several runs.
-    if inside := sorted(path.parent for path in source.glob(f"runs/*/*/*/{RESOLVED}")):
+    if inside := sorted(path.parent for path in source.glob(f"runs/*/*/*/{EXPERIMENT}")):
         raise InputError(f"{source}: is a comparison; give one of its runs, such as {inside[0]}")
     # The task's module may lie in a folder that is on the path of the run only (decision 66).
     with suppress(OSError, ValueError):
         known = json.loads((source / "environment.json").read_text()).get("modules", [])
         sys.path += [folder for folder in known if folder not in sys.path]
-    settings = only_run(load(source / RESOLVED), str(source / RESOLVED))
+    settings = only_run(load(source / EXPERIMENT), str(source / EXPERIMENT))
     if not settings.training.record_order:
         raise InputError(f"{source}: this run was not recorded; make one with --record-order")
     folder = folder_for(out, f"{source.name}-replay", empty=True)

@@ -23,6 +23,7 @@ from orchestra.experiments.file import to_yaml
 from orchestra.experiments.tracking import tracked
 from orchestra.records.live import holder
 from orchestra.records.record import (
+    EXPERIMENT,
     SUMMARY,
     RunRecord,
     partial_of,
@@ -33,7 +34,6 @@ from orchestra.records.record import (
 from orchestra.settings.reading import yaml_value
 from orchestra.trainer.settings import Run
 
-RESOLVED = "experiment.yaml"
 PARENT = Path("runs")
 
 
@@ -132,7 +132,7 @@ def claim(folder: Path, experiment: Experiment) -> bool:
     Raises:
         InputError: it belongs to a different experiment, holds other files, or cannot be written.
     """
-    path = folder / RESOLVED
+    path = folder / EXPERIMENT
     text = to_yaml(experiment)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -141,7 +141,7 @@ def claim(folder: Path, experiment: Experiment) -> bool:
             return True
         # A kill while the file was written leaves its half, which is ours (decision 13).
         if any(file != partial_of(path) for file in folder.iterdir()):
-            raise InputError(f"{folder}: holds files, but no {RESOLVED}; choose another --out")
+            raise InputError(f"{folder}: holds files, but no {EXPERIMENT}; choose another --out")
         write_atomically(path, text)
     except FileExistsError:
         raise InputError(f"{folder}: is not a folder; choose another --out") from None
@@ -197,7 +197,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def clear_others(folder: Path, experiment: Experiment) -> None:
     """Remove a folder inside a comparison's that another experiment left there."""
-    path = folder / RESOLVED
+    path = folder / EXPERIMENT
     if folder.exists() and not (
         path.exists() and path.read_text(encoding="utf-8") == to_yaml(experiment)
     ):

@@ -23,7 +23,7 @@ from orchestra.errors import InputError
 from orchestra.experiments.experiment import Experiment, alone, on_ranks
 from orchestra.experiments.file import to_yaml
 from orchestra.records.live import Line, Tail
-from orchestra.records.record import RunRecord, write_atomically
+from orchestra.records.record import EXPERIMENT, SUMMARY, RunRecord, write_atomically
 from orchestra.records.trackers import TRACKERS
 from orchestra.report.watching import PARTS, RankTrack
 from orchestra.settings.notation import Call, read
@@ -137,7 +137,7 @@ class MLflowTracker:
 
     def finish(self, status: str, figures: Figures) -> None:
         self.log([(0, figures)])
-        for name in ("experiment.yaml", "summary.json"):
+        for name in (EXPERIMENT, SUMMARY):
             if (self._folder / name).exists():
                 self._client.log_artifact(self.id, str(self._folder / name))
         states = {"completed": "FINISHED", "stopped": "KILLED"}

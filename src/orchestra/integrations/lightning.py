@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,14 +30,14 @@ try:
     from lightning.pytorch.strategies import ParallelStrategy
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning_utilities.core.rank_zero import rank_zero_only
-    from torchmetrics.metric import Metric, jit_distributed_available
+
+    from orchestra.integrations import metrics
 except ImportError as error:
     raise InputError(
         f"orchestra.integrations.lightning needs Lightning ({error}): "
         "pip install 'neural-orchestra[lightning]'"
     ) from None
 
-T = TypeVar("T")
 STATE = "orchestra"
 """The key of Orchestra's state in a Lightning checkpoint."""
 
@@ -101,7 +100,7 @@ class OrchestraStrategy(ParallelStrategy):
     def world_size(self) -> int:
         """The number of workers; ranks that only serve do not count."""
         # To a server its script is one of a single process
-        return 1 if self._serves else len(self._workers)
+        return len(self._workers) if self.global_rank in self._workers else 1
 
     @property
     def root_device(self) -> torch.device:
@@ -118,10 +117,6 @@ class OrchestraStrategy(ParallelStrategy):
     @property
     def _workers(self) -> tuple[int, ...]:
         return self._first_workers if self._batches is None else self._batches.workers
-
-    @property
-    def _serves(self) -> bool:
-        return self.global_rank not in self._workers
 
     @property
     def is_distributed(self) -> bool:
@@ -174,11 +169,8 @@ class OrchestraStrategy(ParallelStrategy):
     def setup(self, trainer: lightning.Trainer) -> None:
         """Connect the metrics across the workers, and refuse what would be trained wrongly."""
         super().setup(trainer)
-        for metric in self._metrics():
-            assert self._group is not None
-            # Else it would ask torch.distributed, which has no group, or one with servers in it
-            metric.distributed_available_fn = self._group.is_several
-            metric.dist_sync_fn = self._group.gather
+        if self.model is not None and self._group is not None:
+            metrics.connect(self.model, self._group)
         if trainer.state.fn != TrainerFn.FITTING:
             return
         # `backward()` and `step()` are taken over for one optimizer
@@ -200,20 +192,11 @@ class OrchestraStrategy(ParallelStrategy):
 
     def teardown(self) -> None:
         """Return to a single process, and disconnect the metrics."""
-        for metric in self._metrics():
-            metric.distributed_available_fn = jit_distributed_available
-            metric.dist_sync_fn = None
+        if self.model is not None and self._group is not None:
+            metrics.disconnect(self.model, self._group)
         super().teardown()
 
-    def _metrics(self) -> list[Metric]:
-        """Return the model's metrics that would ask torch.distributed for the other workers."""
-        modules = [] if self.model is None else self.model.modules()
-        ours = None if self._group is None else self._group.gather
-        metrics = [module for module in modules if isinstance(module, Metric)]
-        # A user's own function stays
-        return [metric for metric in metrics if metric.dist_sync_fn in (None, ours)]
-
-    def process_dataloader(self, dataloader: object) -> object:
+    def process_dataloader(self, dataloader: Any) -> object:
         """Distribute model and optimizer, once the training data are there.
 
         A dedicated server serves in here; its script ends with those of the workers.
@@ -225,13 +208,12 @@ class OrchestraStrategy(ParallelStrategy):
                 "OrchestraStrategy deals out one training loader: combine the data sets into one"
             )
         assert self.model is not None
-        loader: Any = dataloader
         # Lightning does it for loaders that it deals out itself
-        _auto_add_worker_init_fn(loader, self.global_rank)
+        _auto_add_worker_init_fn(dataloader, self.global_rank)
         # Where seed_everything leaves it
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if self._seed is None else self._seed
         _, _, self._batches = distribute(
-            self.model, self.optimizers[0], loader, self._orchestra,
+            self.model, self.optimizers[0], dataloader, self._orchestra,
             # Equal numbers of batches: Lightning counts them in advance, and ends its epoch by that
             seed=seed, work="equal", **self._options, **self._place,
         )  # fmt: skip
@@ -242,7 +224,7 @@ class OrchestraStrategy(ParallelStrategy):
             self._batches.load_state_dict(self._to_load)
         self._to_load = None
         self._evaluating = self._workers
-        return _TrainingData(loader, self)
+        return _TrainingData(dataloader, self)
 
     # A step
 
@@ -252,11 +234,9 @@ class OrchestraStrategy(ParallelStrategy):
         with self.precision_plugin.train_step_context():
             return self._forward_redirection(module, module, "training_step", *args, **kwargs)
 
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
+    def block_backward_sync(self) -> Any:
         """Enclose those backward passes that only accumulate: all but the last one of a step."""
-        with self._distributed.accumulate():
-            yield
+        return self._distributed.accumulate()
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         # item() waits for the device, so only rules that watch the loss have it. Lightning has
@@ -279,15 +259,14 @@ class OrchestraStrategy(ParallelStrategy):
         self._evaluating = self._workers
         # Made anew at the next evaluation, by the samplers of the workers of now
         self._trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
-        if self._serves:
+        if self.global_rank not in self._workers:
             self._leave_epoch()
             self._distributed.serve_to_the_end()
             self._trainer.should_stop = True  # the workers have come to another fit
 
     def begin_epoch(self) -> Generator[Any, None, None]:
         """Return the training batches of this worker."""
-        if self._epoch is not None:  # Lightning has skipped the rest
-            self._settle(over=True)
+        self._settle(over=True)  # if Lightning has skipped the rest of the one before
         self._epoch = iter(self._distributed)
         return self._epoch
 
@@ -383,10 +362,9 @@ class OrchestraStrategy(ParallelStrategy):
         if self._group is not None:
             self._group.barrier()
 
-    def broadcast(self, obj: T, src: int = 0) -> T:
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the value of rank `src`: JSON data, because nothing that arrives is unpickled."""
-        result: T = obj if self._group is None else self._group.broadcast(obj, src)
-        return result
+        return obj if self._group is None else self._group.broadcast(obj, src)
 
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False

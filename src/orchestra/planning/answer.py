@@ -21,7 +21,6 @@ from orchestra.planning.standing import (
     best_value,
     bottleneck,
     chosen,
-    penalty,
 )
 from orchestra.planning.verification import Verified
 from orchestra.records.record import write_atomically
@@ -183,7 +182,7 @@ def rows_of(search: Standing) -> list[Row]:
         if row.seconds is not None:
             return 0, row.seconds
         if row.best is not None and search.target is not None:
-            return 1, penalty(search.target, row.best)
+            return 1, search.target.penalty(row.best)
         # Nothing was learned: the fastest first, and last those whose speed is not known either.
         return 2, -(row.speed or 0.0)
 

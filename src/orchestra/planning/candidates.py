@@ -16,6 +16,7 @@ from orchestra.optimizers.settings import Optimizer
 from orchestra.records.record import write_atomically
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.base import Strategy
+from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.registry import strategy_of
 from orchestra.strategies.single import Single
@@ -33,6 +34,8 @@ KEPT = (0.25, 0.5)
 are then those that a worker makes from its own samples."""
 MOST_COUNTS = 8
 """Up to this number of nodes every count is tried; with more nodes, the powers of two and all."""
+SPEED_STEPS, RANK_STEPS, FEWEST_STEPS = 20, 4000, 8
+"""The steps of a run that measures a speed; those of all ranks together; the fewest."""
 
 EVERYWHERE: Mapping[str, str] = {
     "ring": 'AllReduce("ring")',
@@ -313,6 +316,21 @@ def scaled_rate(optimizer: Optimizer, batch: float) -> float:
     al., NeurIPS 2022).
     """
     return float(batch**0.5) if optimizer.name in ADAPTIVE else batch
+
+
+def short(run: Run, steps: int = 0) -> Run:
+    """Return a run of the same kind with few steps, or `steps`; without values where possible."""
+    training = run.training
+    steps = steps or max(FEWEST_STEPS, min(SPEED_STEPS, RANK_STEPS // training.ranks))
+    if isinstance(run.strategy, LocalSGD) and run.strategy.every is not None:
+        # Two rounds: fewer steps would have no average in them, or half of one.
+        steps = 2 * run.strategy.every
+    # No target and no snapshots: only the time of its steps is of interest
+    training = replace(training, epochs=None, steps=steps, target=None, snapshots=0)
+    try:
+        return replace(run, training=replace(training, tensors="shapes", clip_norm=None))
+    except InputError:  # a pipeline, or a switch that goes by losses
+        return replace(run, training=training)
 
 
 def _at_rate(training: Training, factor: float) -> Training:

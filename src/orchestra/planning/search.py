@@ -11,15 +11,13 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
-from orchestra.engines.processes.launch import launch
 from orchestra.engines.processes.system import now
 from orchestra.engines.simulation.training import assigned
-from orchestra.engines.simulation.trials import Trial, Trials, Tried, try_all
-from orchestra.errors import InputError, RunFailed
+from orchestra.engines.simulation.trials import Trial, Tried, shared_out
+from orchestra.errors import InputError
 from orchestra.experiments.experiment import ONE_PROCESS
-from orchestra.planning.candidates import Candidate, with_rates
+from orchestra.planning.candidates import Candidate, short, with_rates
 from orchestra.planning.standing import (
     CUT_OFF,
     MISSED,
@@ -32,7 +30,6 @@ from orchestra.planning.standing import (
     value_at,
 )
 from orchestra.report.numbers import count
-from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.trainer.settings import Run, Target
 from orchestra.worker.threads import usable_cores
 
@@ -51,10 +48,8 @@ RACE_PART = 0.85
 EARLY_PART = 0.25
 """The part of the time left in which the first candidates may get further seeds before late speeds:
 those of large clusters can take all that is left."""
-SPEED_STEPS, RANK_STEPS, FEWEST_STEPS, CONFIRMED_STEPS = 20, 4000, 8, 100
-"""The steps of a simulation that measures a speed; those of all ranks together; the fewest; and
-those of the first candidates."""
-PATIENCE = 3600.0
+CONFIRMED_STEPS = 100
+"""The steps of a simulation that measures the speed of one of the first candidates again."""
 MOST_PROCESSES = 8
 ANYWHERE = "one_host(cores=1)"
 """The cluster on which one process learns for all candidates that learn the same."""
@@ -378,34 +373,12 @@ class Search(Standing):
                 found[place] = Tried(failure=str(error))
         places = list(trials)
         if places and now() < deadline and not self.stopped:
-            for number, tried in self._launched(list(trials.values()), deadline):
-                found[places[number]] = tried
+            outcomes, stopped = shared_out(
+                list(trials.values()), deadline, processes(), self._tell_part
+            )
+            self.stopped = self.stopped or stopped
+            found |= {places[number]: tried for number, tried in outcomes}
         return [(entry, found.get(place, Tried())) for place, (entry, *_) in enumerate(jobs)]
-
-    def _launched(self, trials: Sequence[Trial], deadline: float) -> list[tuple[int, Tried]]:
-        """Carry out the trials, shared out among processes; alone, if one took all with it."""
-        ranks = min(processes(), len(trials))
-        # Half of the cores at most: on a busy machine threads that wait for each other take ten
-        # times the processor time of one (decision 98).
-        threads = max(1, len(usable_cores()) // (2 * ranks))
-        try:
-            with tempfile.TemporaryDirectory(prefix="orchestra-plan-") as claims:
-                work = Trials(trials, deadline, Path(claims), threads)
-                launched = launch(
-                    try_all, work, ranks, patience=PATIENCE, on_event=lambda _: self._tell_part()
-                )
-        except RunFailed as failure:
-            # One trial, out of memory say, ended the process of all: apart, only that one fails.
-            if len(trials) == 1:
-                return [(0, Tried(failure=str(failure).splitlines()[0]))]
-            return [
-                (place, tried)
-                for place, trial in enumerate(trials)
-                for _, tried in self._launched([trial], deadline)
-            ]
-        self.stopped = self.stopped or launched.stopped
-        lists = cast("tuple[list[tuple[int, Tried]] | None, ...]", launched.results)
-        return [each for own in lists if own is not None for each in own]
 
     def _tell_part(self) -> None:
         used = (now() - self._budget.began) / (self._budget.until - self._budget.began)
@@ -415,18 +388,3 @@ class Search(Standing):
 def processes() -> int:
     """Return how many simulations may go on at the same time."""
     return max(1, min(len(usable_cores()), MOST_PROCESSES))
-
-
-def short(run: Run, steps: int = 0) -> Run:
-    """Return a run of the same kind with few steps, or `steps`; without values where possible."""
-    training = run.training
-    steps = steps or max(FEWEST_STEPS, min(SPEED_STEPS, RANK_STEPS // training.ranks))
-    if isinstance(run.strategy, LocalSGD) and run.strategy.every is not None:
-        # Two rounds: fewer steps would have no average in them, or half of one.
-        steps = 2 * run.strategy.every
-    # No target and no snapshots: only the time of its steps is of interest
-    training = replace(training, epochs=None, steps=steps, target=None, snapshots=0)
-    try:
-        return replace(run, training=replace(training, tensors="shapes", clip_norm=None))
-    except InputError:  # a pipeline, or a switch that goes by losses
-        return replace(run, training=training)

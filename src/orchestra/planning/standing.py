@@ -64,11 +64,6 @@ def reached(points: Sequence[Point], target: Target) -> Reached | None:
     return None
 
 
-def penalty(target: Target, value: float) -> float:
-    """Return a value of the target's metric as a penalty: smaller is better."""
-    return -value if target.rising else value
-
-
 def value_at(points: Sequence[Point], metric: str, samples: float) -> float | None:
     """Return the metric after `samples`, on a straight line between the two nearest snapshots.
 
@@ -84,7 +79,7 @@ def value_at(points: Sequence[Point], metric: str, samples: float) -> float | No
 def best_value(points: Sequence[Point], target: Target) -> float | None:
     """Return the best that the target's metric was at any snapshot."""
     values = (p.metrics[target.metric] for p in points if target.metric in p.metrics)
-    return min(values, key=lambda value: penalty(target, value), default=None)
+    return min(values, key=target.penalty, default=None)
 
 
 def cannot_win(
@@ -382,7 +377,7 @@ class Standing:
         entry.rungs += [text] * (text not in entry.rungs)
         if time is not None:
             return time, 0.0
-        return math.inf, math.inf if value is None else penalty(self.target, value)
+        return math.inf, math.inf if value is None else self.target.penalty(value)
 
     def _reason(self, entry: Entry, number: int, limit: float | None) -> str | None:
         """Return why `entry` is out after a rung; None if it may win within `limit` seconds."""

@@ -117,13 +117,31 @@ def under_way(folder: Path, live: Live | None, now: float) -> bool:
 def holder(folder: Path) -> str | None:
     """Return the process that has locked `folder`, as far as the kernel shows it."""
     with contextlib.suppress(OSError):
-        inode = folder.stat().st_ino
+        there = folder.stat()
         for line in Path("/proc/locks").read_text().splitlines():
             words = line.split()
             # A process id of 0 is of another namespace, as a container's; "->" is one that waits.
-            if words[1] == "FLOCK" and words[5].endswith(f":{inode}") and int(words[4]) > 0:
-                return f"process {words[4]}"
+            if words[1] == "FLOCK" and words[5].endswith(f":{there.st_ino}"):
+                process = int(words[4])
+                if process > 0 and _has_open(process, there):
+                    return f"process {process}"
     return None
+
+
+def _has_open(process: int, file: os.stat_result) -> bool:
+    """Return whether `process` has `file` open; True for one of another user, who hides it.
+
+    An inode alone may be that of a file in another file system, and the device that the kernel
+    shows with a lock is not the one of `stat` on btrfs.
+    """
+    try:
+        for each in Path(f"/proc/{process}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(each.stat(), file):
+                    return True
+    except PermissionError:
+        return True
+    return False
 
 
 def mean_rates(before: Sequence[RankNow], after: Sequence[RankNow]) -> dict[tuple[int, int], float]:

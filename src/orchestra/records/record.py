@@ -26,6 +26,8 @@ from orchestra.records.report import NOTABLE, Point, RankReport, busy_with_other
 from orchestra.settings.base import from_plain, to_plain
 
 SCHEMA = 1
+EXPERIMENT = "experiment.yaml"
+"""A file in the folder of a run or comparison: what was asked for."""
 SUMMARY = "summary.json"
 CLUSTER = "cluster.yaml"
 """A file in the folder of a run on a described cluster: the whole cluster."""

@@ -83,10 +83,7 @@ def find(
     ]
     found = [each for each in found if (each.last - each.first) * width >= least_seconds]
     lost = _lost(found, windows, workers, width)
-    told = [
-        _told(each, seconds, edges, known, nodes or {})
-        for each, seconds in zip(found, lost, strict=True)
-    ]
+    told = [_told(*each, edges, known, nodes or {}) for each in zip(found, lost, strict=True)]
     return sorted(told, key=lambda each: (-each.lost_seconds, each.since_seconds, each.ranks))
 
 
@@ -164,21 +161,19 @@ def stretches(logs: Array, least: float, noise: float, begin: int = 0) -> Iterat
     """
     logs = np.clip(logs, -CLEAR, CLEAR)
     # The segment with the largest sum (Kadane); its ends are then moved in to where it is clear.
-    half, best, total, first, span = least / 2, 0.0, 0.0, 0, (0, 0)
+    half, best, total, first = least / 2, 0.0, 0.0, 0
     for index, value in enumerate(logs.tolist()):
         if total <= 0:
             total, first = 0.0, index
         total += min(max(value - half, -half), half)
         if total > best:
-            best, span = total, (first, index + 1)
-    low, high = span
-    clear = np.median(logs[low:high]) / 2 if high else 0.0
-    while low < high and logs[low] < clear:  # it began in this window, or was over soon
-        low += 1
-    while low < high and logs[high - 1] < clear:
-        high -= 1
-    length = high - low
-    mean = logs[low:high].mean() if length else 0.0
+            best, low, high = total, first, index + 1
+    if not best:
+        return
+    # It may have begun in the first of these windows, and been over soon in the last.
+    clear = low + np.flatnonzero(logs[low:high] >= np.median(logs[low:high]) / 2)
+    low, high = int(clear[0]), int(clear[-1]) + 1
+    length, mean = high - low, logs[low:high].mean()
     if length < LEAST_WINDOWS or mean < least or mean * math.sqrt(length) < CERTAIN * noise:
         return
     yield from stretches(logs[:low], least, noise, begin)

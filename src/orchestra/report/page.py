@@ -133,6 +133,7 @@ def templates() -> jinja2.Environment:
         re.sub(r"([(,=])", r"\1<wbr>", str(escape(notation)))
     )
     environment.filters["together"] = lambda text: text.replace("± ", "±\N{NO-BREAK SPACE}")
+    environment.filters["listed"] = listed
     environment.filters["significant"] = significant
     return environment
 

@@ -20,6 +20,8 @@ from orchestra.cluster.file import read_cluster
 from orchestra.errors import InputError
 from orchestra.records.record import (
     CLUSTER,
+    EXPERIMENT,
+    SUMMARY,
     TECHNIQUES,
     Links,
     RunRecord,
@@ -133,8 +135,8 @@ def collect(folders: Sequence[Path]) -> list[Source]:
 
 def _source(folder: Path) -> Source:
     try:
-        experiment = yaml_value((folder / "experiment.yaml").read_text(encoding="utf-8"))
-        records = read_summary(folder / "summary.json")
+        experiment = yaml_value((folder / EXPERIMENT).read_text(encoding="utf-8"))
+        records = read_summary(folder / SUMMARY)
     except FileNotFoundError as error:
         name = Path(error.filename).name
         raise InputError(
@@ -153,7 +155,7 @@ def _source(folder: Path) -> Source:
         next(filter(None, environments), {}),
         _json(folder / "tuning.json"),
         runs,
-        _json(folder / "summary.json").get("not_run", ()),
+        _json(folder / SUMMARY).get("not_run", ()),
         _json(folder / TECHNIQUES).get("techniques", ()),
     )
 

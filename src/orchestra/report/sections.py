@@ -218,7 +218,7 @@ def troubles(study: Study) -> Iterator[Event]:
         yield from (Event(name, record.seed, "notice", notice) for notice in record.notices)
 
 
-def endings(study: Study) -> dict[int, dict[str, str]]:
+def endings(study: Study) -> dict[int, dict[str, tuple[str, ...]]]:
     """Return by seed the hashes of the final parameters, with the rows that share each."""
     known = [
         (run.record.seed, digest, row.name)
@@ -228,20 +228,21 @@ def endings(study: Study) -> dict[int, dict[str, str]]:
     ]
     return {
         seed: {
-            digest: listed([name for *_, name in sharing])
+            digest: tuple(name for *_, name in sharing)
             for digest, sharing in grouped(of_seed, lambda entry: entry[1]).items()
         }
         for seed, of_seed in sorted(grouped(known, lambda entry: entry[0]).items())
     }
 
 
-def agreement(endings: Sequence[Mapping[str, str]]) -> str:
+def agreement(endings: Sequence[Mapping[str, tuple[str, ...]]]) -> str:
     """Return which rows ended with the same parameters, bit for bit, under every seed."""
-    shared = [{names for names in groups.values() if " and " in names} for groups in endings]
+    shared = [{names for names in groups.values() if len(names) > 1} for groups in endings]
     always = set.intersection(*shared) if shared else set()
     if not always:
         return (
             "No two rows ended with the same bits under every seed. Strategies that add in "
             "different orders differ in the last bits, asynchronous ones from run to run."
         )
-    return f"Bit for bit the same final parameters under every seed: {'; '.join(sorted(always))}."
+    text = "; ".join(map(listed, sorted(always)))
+    return f"Bit for bit the same final parameters under every seed: {text}."

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from orchestra.cluster.units import BYTES
 from orchestra.errors import InputError
 from orchestra.records.live import Line, Live, RankNow, Tail, mean_rates, read_live, under_way
-from orchestra.records.record import SUMMARY, RunRecord, read_links, read_summary
+from orchestra.records.record import EXPERIMENT, SUMMARY, RunRecord, read_links, read_summary
 from orchestra.records.report import Straggler, changes_in
 from orchestra.records.trace import longest_waits
 from orchestra.report.numbers import ranges
@@ -20,7 +20,6 @@ from orchestra.settings.base import from_plain
 from orchestra.settings.notation import Call, read
 from orchestra.settings.reading import yaml_value
 
-EXPERIMENT = "experiment.yaml"
 PARTS = ("compute", "communicate", "wait", "input")
 NEEDED = {"step", "seconds", "consumed", "samples", "loss", *PARTS[:3]}
 WINDOW_SECONDS = 10.0
@@ -198,11 +197,10 @@ class RunWatch:
         live = read_live(self.folder)
         # Not by the age of live.json alone, which is wrong where clocks differ: a run holds a lock
         # on its folder (decision 100).
+        status: Status = "running"
         if record is None and not under_way(self.folder, live, now):
             record = next(iter(_summary(self.folder)), None)  # it may have ended just now
-            status: Status = "cut off"
-        else:
-            status = "running"
+            status = "cut off"
         self._follow_steps()
         # A failed run has no figures in its record; the last ones that its ranks told are shown
         if record is not None and record.status != "failed":
@@ -260,9 +258,8 @@ class RunWatch:
         if self._waits is None:
             self._waits = longest_waits(self.folder)
         rows = [self._whole_run(each, record) for each in record.by_rank]
-        status: Status = "completed" if record.status == "completed" else "stopped"
         return self._view(
-            status,
+            "completed" if record.status == "completed" else "stopped",
             rows,
             seconds=record.train_seconds,
             samples_per_second=record.samples_per_second,
@@ -281,12 +278,11 @@ class RunWatch:
         last = track.window[-1] if track and track.window and said["role"] != "server" else None
         total = record.train_seconds or 0.0
         parts = {name: value / total for name, value in said["seconds"].items() if total > 0}
-        works = bool(said["samples"])
         return Row(
             rank,
             str(said["role"]),
             int(said["steps"]),
-            said["samples"] / total if works and total > 0 else None,
+            said["samples"] / total if said["samples"] and total > 0 else None,
             last["loss"] if last else None,
             parts,
             batch=last["samples"] if last else None,

@@ -32,11 +32,6 @@ from typing import (
 
 from orchestra.errors import InputError, nearest
 
-MAX_NESTED = 40
-"""The most levels of a text that is read, as notation or as YAML."""
-MAX_DIGITS = 100
-"""The most digits of a whole number in such a text."""
-
 _NAMES: dict[Any, str] = {
     int: "whole number",
     float: "number",

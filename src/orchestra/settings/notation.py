@@ -20,8 +20,6 @@ from typing import Any
 
 from orchestra.errors import InputError, nearest
 from orchestra.settings.base import (
-    MAX_DIGITS,
-    MAX_NESTED,
     Settings,
     call_text,
     require_setting,
@@ -30,6 +28,10 @@ from orchestra.settings.base import (
 )
 from orchestra.settings.registry import Registry
 
+MAX_NESTED = 40
+"""The most levels of a text that is read, as notation or as YAML."""
+MAX_DIGITS = 100
+"""The most digits of a whole number in such a text."""
 MAX_CHARACTERS = 400_000
 _PARSING = threading.RLock()
 

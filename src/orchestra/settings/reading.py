@@ -13,8 +13,6 @@ import yaml
 
 from orchestra.errors import REPEATED, InputError, nearest
 from orchestra.settings.base import (
-    MAX_DIGITS,
-    MAX_NESTED,
     REQUIRED,
     Settings,
     checked,
@@ -22,6 +20,7 @@ from orchestra.settings.base import (
     settings_of,
     type_hints,
 )
+from orchestra.settings.notation import MAX_DIGITS, MAX_NESTED
 
 MAX_CHARACTERS = 4_000_000
 MAX_VALUES = 500_000

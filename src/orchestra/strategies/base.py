@@ -1,6 +1,4 @@
-"""The base classes of all strategies: their settings, and a method for each point of a run.
-
-`Replicas` is the base of strategies whose workers train apart, with optimizers of their own.
+"""The base class of all strategies: their settings, and a method for each point of a run.
 
 A strategy object has no state, because all ranks of a simulation share it; `start` returns one.
 """
@@ -9,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -20,7 +18,6 @@ from orchestra.settings import Settings
 if TYPE_CHECKING:
     from torch import Tensor, nn, optim
 
-    from orchestra.exchange import SharedWork
     from orchestra.optimizers.spec import OptimizerPart
     from orchestra.parameter_server.messages import Pause
     from orchestra.schedules.work_queue import WorkSource
@@ -29,7 +26,6 @@ if TYPE_CHECKING:
     from orchestra.worker.worker import Worker
 
 S = TypeVar("S")
-R = TypeVar("R", bound="ReplicaState")
 
 # Below 0, so that it is the number of no step
 CHANGED = -1
@@ -346,74 +342,3 @@ def roles_of(strategy: Strategy[Any], ranks: int) -> Roles:
         return _roles_of(strategy, ranks)
     except TypeError:  # a setting of it, such as a list, cannot be looked up
         return strategy.roles(ranks)
-
-
-@dataclass
-class ReplicaState:
-    """The state of a worker that trains a replica: its optimizer, its end of the batches' queue."""
-
-    optimizer: optim.Optimizer
-    work: SharedWork | None = field(default=None, kw_only=True, metadata=optimizers.TRANSIENT)
-
-
-@dataclass(frozen=True, repr=False)
-class Replicas(Strategy[R]):
-    """Each worker trains a replica of its own, and averages it with some or all others.
-
-    The final parameters are the exact mean of the replicas.
-    """
-
-    synchronous = False  # replicas differ, and losses are each worker's own
-
-    def work(self, state: R) -> WorkSource | None:
-        """Return this worker's end of the queue, if workers take batches at their own pace."""
-        return state.work
-
-    def currently_lockstep(self, state: R) -> bool:
-        """Return True unless batches come from a queue: if they follow the plan, all workers
-        count the same steps.
-        """
-        return state.work is None
-
-    def start(self, worker: Worker) -> R:
-        """Give all workers the parameters of the first rank, and allocate the state."""
-        exchange.agree_on_parameters(worker)
-        # The final parameters are the exact mean, for which every replica is needed
-        worker.reporter.expendable(False)
-        shares = roles_of(self, worker.budget_ranks).shares
-        # One queue for all who take batches at their own pace: whoever is free takes the next
-        work = exchange.share_work(worker, shares) if self.self_paced else None
-        return self.allocate(worker, work)
-
-    @abstractmethod
-    def allocate(self, worker: Worker, work: SharedWork | None) -> R:
-        """Return the state at the start."""
-
-    def settle(self, worker: Worker, state: R) -> None:
-        """Wait until nothing of the workers is in flight. Collective over the workers."""
-
-    def quiesce(self, worker: Worker, state: R, step: int) -> bool:
-        """Wait until nothing is in flight; all workers are present."""
-        self.settle(worker, state)
-        return True
-
-    def reduce(self, worker: Worker, state: R) -> None:
-        """Keep the gradient on this worker."""
-        # Left where autograd put it, not copied: optimizers read tensor by tensor (decision 122)
-        exchange.keep_gradient(worker)
-
-    def agree(self, worker: Worker, state: R) -> None:
-        """Set the parameters and buffers to the exact mean of the replicas."""
-        self.settle(worker, state)
-        exchange.exact_mean(worker)
-        exchange.exact_mean_of_buffers(worker)
-
-    def stop(self, worker: Worker, state: R) -> None:
-        """Set the parameters to the exact mean of the replicas."""
-        self.settle(worker, state)
-        # Closed before the last snapshot: the queue's last answer tells how much all have consumed,
-        # and a due point may lie between this worker's last batch and that.
-        if state.work is not None:
-            state.work.close()
-            worker.snapshots.offer(worker.step.consumed, worker.parameters)
-        exchange.exact_mean(worker)

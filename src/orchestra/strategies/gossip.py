@@ -12,7 +12,8 @@ from orchestra.errors import InputError
 from orchestra.parameter_server.placement import place
 from orchestra.settings import setting
 from orchestra.settings.registry import LazyModule
-from orchestra.strategies.base import Footprint, Replicas, ReplicaState, Roles
+from orchestra.strategies.base import Footprint, Roles
+from orchestra.strategies.replicas import Replicas, ReplicaState
 from orchestra.topologies import Ring, Topology, connected, doubly_stochastic, sources_of
 
 if TYPE_CHECKING:

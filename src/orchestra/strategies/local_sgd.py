@@ -11,8 +11,9 @@ from orchestra.compression.base import Compressor
 from orchestra.errors import InputError
 from orchestra.settings import MAX_STEPS, setting
 from orchestra.strategies.all_reduce import AllReduce, require_ring
-from orchestra.strategies.base import Footprint, Replicas, ReplicaState
+from orchestra.strategies.base import Footprint
 from orchestra.strategies.outer import Average, Outer, OuterRound, OuterState, SlowMo
+from orchestra.strategies.replicas import Replicas, ReplicaState
 
 if TYPE_CHECKING:
     from torch import Tensor

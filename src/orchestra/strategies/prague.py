@@ -14,7 +14,7 @@ from orchestra import exchange
 from orchestra.errors import PeerLost
 from orchestra.settings import MAX_RANKS, MAX_SEED, MAX_STEPS, setting
 from orchestra.settings.registry import LazyModule
-from orchestra.strategies.base import Replicas, ReplicaState
+from orchestra.strategies.replicas import Replicas, ReplicaState
 from orchestra.transports.tags import Tag
 
 if TYPE_CHECKING:

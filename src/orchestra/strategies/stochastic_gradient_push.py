@@ -13,7 +13,8 @@ from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import MAX_SEED, MAX_STEPS, setting
 from orchestra.settings.registry import LazyModule
-from orchestra.strategies.base import Footprint, Replicas, ReplicaState, Roles
+from orchestra.strategies.base import Footprint, Roles
+from orchestra.strategies.replicas import Replicas, ReplicaState
 from orchestra.topologies import (
     Exponential,
     Topology,

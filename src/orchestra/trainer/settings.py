@@ -59,6 +59,10 @@ class Target(Settings):
         """Return whether `value` of the metric is good enough."""
         return value >= self.bound if self.rising else value <= self.bound
 
+    def penalty(self, value: float) -> float:
+        """Return a value of the metric as a penalty: smaller is better."""
+        return -value if self.rising else value
+
 
 @dataclass(frozen=True, repr=False)
 class Training(Settings):

@@ -306,8 +306,7 @@ class Watcher:
         self._selector.unregister(process.sentinel)
         process.join()
         self._reception.advance_all()  # one may be why this rank did not join
-        link = self._links.get(rank)
-        if link is not None:
+        if (link := self._links.get(rank)) is not None:
             self._drain(link)  # what it said before it ended comes first
         status = process.exitcode
         assert status is not None

@@ -169,6 +169,10 @@ class Collective:
         """The rank at place `index` takes part from the time `arrived` on, now or later."""
         call = given.call
         assert given.placed is self.placed, f"tag {self._tag}: an all-reduce of unlike vectors"
+        # As real messages, which are told apart by source and tag alone, those would be mixed up.
+        assert index not in self._members, (
+            f"tag {self._tag}: two flows of rank {self.placed.ranks[index]} use it at the same time"
+        )
         before = self._before
         if before is not None and before.is_ahead and self._meets(before, index, arrived):
             self.enter_world()

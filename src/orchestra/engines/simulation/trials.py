@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from orchestra.engines.processes.launch import launch
 from orchestra.engines.simulation.training import Assignment, carried_out, record_from
 from orchestra.errors import InputError, RunFailed
+from orchestra.records.live import remove_live
 from orchestra.records.record import RunRecord
 from orchestra.records.report import Point, RankReport
-from orchestra.worker.threads import VARIABLE
+from orchestra.worker.threads import VARIABLE, usable_cores
 
 if TYPE_CHECKING:
     from orchestra.worker.runtime import Reporter, Runtime
 
+PATIENCE = 3600.0
 GRACE = 1.0
 """Seconds after its deadline in which a run may end its step, and write a checkpoint."""
 
@@ -48,7 +52,7 @@ class Trials:
     trials: Sequence[Trial]
     deadline: float
     claims: Path
-    threads: int | None = None
+    threads: int
 
 
 @dataclass(frozen=True)
@@ -94,10 +98,38 @@ class Until:
         return over or self._inner.stop_requested()
 
 
+def shared_out(
+    trials: Sequence[Trial], deadline: float, processes: int, tell: Callable[[], None]
+) -> tuple[list[tuple[int, Tried]], bool]:
+    """Carry out the trials, shared out among processes; alone, if one took all with it.
+
+    `tell` is called now and then.
+
+    Returns:
+        What became of those that were begun, by their places; whether the user ended it.
+    """
+    ranks = min(processes, len(trials))
+    # Half of the cores at most: on a busy machine threads that wait for each other take ten times
+    # the processor time of one (decision 98).
+    threads = max(1, len(usable_cores()) // (2 * ranks))
+    try:
+        with tempfile.TemporaryDirectory(prefix="orchestra-plan-") as claims:
+            work = Trials(trials, deadline, Path(claims), threads)
+            launched = launch(try_all, work, ranks, patience=PATIENCE, on_event=lambda _: tell())
+    except RunFailed as failure:
+        # One trial, out of memory say, ended the process of all: apart, only that one fails.
+        if len(trials) == 1:
+            return [(0, Tried(failure=str(failure).splitlines()[0]))], False
+        apart = [shared_out([trial], deadline, 1, tell) for trial in trials]
+        found = [(place, tried) for place, (own, _) in enumerate(apart) for _, tried in own]
+        return found, any(stopped for _, stopped in apart)
+    lists = cast("tuple[list[tuple[int, Tried]] | None, ...]", launched.results)
+    return [each for own in lists if own is not None for each in own], launched.stopped
+
+
 def try_all(runtime: Runtime, work: Trials) -> list[tuple[int, Tried]]:
     """Take trials until none is left, and return them by their places; program of a process."""
-    if work.threads is not None:
-        os.environ[VARIABLE] = str(work.threads)
+    os.environ[VARIABLE] = str(work.threads)
     runtime.reporter.phase("training")
     found = []
     for place in range(len(work.trials)):
@@ -143,6 +175,7 @@ def _tried(reporter: Reporter, trial: Trial, deadline: float) -> Tried:
             outcome = carried_out(trial.assignment, Until(reporter, trial.until, deadline))
         record = record_from(trial.assignment, outcome)
     except _Late:
+        remove_live(folder)  # the run goes on in a later trial, or never
         return Tried(seconds=time.monotonic() - began)
     except (InputError, RunFailed) as error:
         return Tried(failure=str(error).splitlines()[0], seconds=time.monotonic() - began)

@@ -16,9 +16,9 @@ import altair as alt
 from orchestra.cluster import Cluster
 from orchestra.records.record import RunRecord
 from orchestra.records.trace import read_trace
-from orchestra.report.figures.cluster import Canvas, Tree
 from orchestra.report.figures.frame import FAINT, GROUND, INK_NOW, Figure, Values, figure, tips
 from orchestra.report.figures.timeline import Arrow, Exchange, exchanges, phase_text
+from orchestra.report.figures.tree import Canvas, Tree
 from orchestra.report.numbers import bytes_text, count
 from orchestra.report.rows import Row, grouped
 from orchestra.report.study import Study

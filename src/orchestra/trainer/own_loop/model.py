@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -72,6 +73,7 @@ class Hook:
 
 FORWARD: tuple[object, str] = ({}, "get")  # {}.get(module, inputs): the inputs, as they are
 STATE_DICT = ("", "format")  # "".format(module, prefix, keep): nothing that anybody reads
+LOADED: tuple[object, str] = (contextlib.nullcontext(), "__exit__")  # of any arguments: nothing
 
 
 class Audit:

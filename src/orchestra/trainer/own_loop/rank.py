@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -26,15 +25,12 @@ from orchestra.optimizers.state import capture, restore
 from orchestra.schedules.work_queue import WorkSource
 from orchestra.strategies.base import Roles, Strategy
 from orchestra.trainer import checkpoints
-from orchestra.trainer.own_loop.model import Hook
+from orchestra.trainer.own_loop.model import LOADED, Hook
 from orchestra.transports.protocol import send_unless_lost
 from orchestra.transports.tags import Tag
 from orchestra.worker.batches import map_tensors
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.worker import QueueOf, Worker
-
-LOADED: tuple[object, str] = contextlib.nullcontext(), "__exit__"
-"""A method that takes any arguments and does nothing."""
 
 
 class Command(enum.IntEnum):
@@ -87,13 +83,12 @@ class OwnRank:
         self._inherited = bool(self.worker.inherited)
         self._release_moments()
         self.worker.inherited = {}
+        loaded = Hook(self._model_loaded, LOADED)
         self._hooks: list[Any] = [
             optimizer.register_state_dict_pre_hook(self._may_be_saved),
             optimizer.register_load_state_dict_post_hook(self._optimizer_loaded),
+            *(module.register_load_state_dict_post_hook(loaded) for module in model.modules()),
         ]
-        for module in model.modules():
-            hook = Hook(self._model_loaded, LOADED)
-            self._hooks.append(module.register_load_state_dict_post_hook(hook))
 
     def _spec(self) -> OptimizerSpec:
         """Return how to make an optimizer with the options that the user's has now."""
@@ -243,7 +238,7 @@ class OwnRank:
         def renew() -> None:
             nonlocal moments
             own = [moments, consumed, groups]
-            moments, worker.step.consumed, options = self._hand_out(lambda _: own, own)
+            moments, worker.step.consumed, options = self._hand_out(lambda _: own)
             put_back()
             self._set_options(options)
             worker.inherited = moments or {}
@@ -324,8 +319,7 @@ class OwnRank:
         worker = self.worker
         self.strategy.stop(worker, self.state)
         exchange.wait_for_everyone(worker)
-        mine = [ranks.get(str(worker.rank)), common]
-        own, (consumed, groups) = self._hand_out(lambda rank: [ranks[str(rank)], common], mine)
+        own, (consumed, groups) = self._hand_out(lambda rank: [ranks[str(rank)], common])
         parameters = worker.named_parameters()
         for name, values in own["parameters"].items():
             restore(parameters[name], values)
@@ -368,15 +362,15 @@ class OwnRank:
         first = next(rank for rank in workers if rank in everyone)
         return first, [rank for rank in everyone if rank not in workers]
 
-    def _hand_out(self, part_of: Callable[[int], Any], own: Any) -> Any:
-        """Let the first worker give each rank that serves its part; a worker has its `own`."""
+    def _hand_out(self, part_of: Callable[[int], Any]) -> Any:
+        """Return this rank's part; the first worker gives it to each rank that serves."""
         transport, (first, serving) = self.worker.transport, self._places()
         if self.worker.rank in serving:
             return checkpoints.receive_state(transport, first, {})
         if self.worker.rank == first:
             for rank in serving:
                 checkpoints.send_state(transport, part_of(rank), rank)
-        return own
+        return part_of(self.worker.rank)
 
     # The end
 
