@@ -8,9 +8,10 @@ For each pair: `orchestra plan` for two minutes, and all of its candidates simul
 target without dropping any. Regret is the time of the plan's choice over the least of all, less 1;
 beside it stands that of three rules that look at nothing: data-parallel training on all nodes (a
 ring), one process, DiLoCo. With --emulate, candidates of pairs with up to eight nodes, which
-together have the cores of a small machine, are trained for real: those that are first in the
-simulation (in the plan, where not all are simulated: --plan-only), the plan's first ones and the
-three rules.
+together have the cores of a small machine, are trained for real: the same list for each pair, the
+three rules among it, and the plan's first ones. All have the first seed, those that are less than
+twice the best the second one, too, and those that are then less than a quarter above the best two
+more.
 
 Whatever is done is kept in the folder, and the same command goes on. --seconds ends it early.
 """
@@ -54,8 +55,17 @@ NODE_STEPS = 1600
 step to simulate."""
 DONE = "simulated.ok"
 """The file that says that all candidates of a pair are simulated."""
-EMULATED = 8
-"""Candidates of a pair that are trained for real, beside the rules and the plan's first ones."""
+EMULATED_ALONE = (
+    "", ", batch x 0.25, rate kept", ", batch x 0.5", ", batch x 0.5, rate kept", ", batch x 2",
+    ", rate x 2",
+)  # fmt: skip
+EMULATED_ON_ALL = (
+    "ring", "ring, BF16", "ring, PowerSGD", "asynchronous beside", "local SGD, H=4",
+    "local SGD, H=16", "DiLoCo, H=32", "push-sum",
+)  # fmt: skip
+"""Candidates that are trained for real on every small pair, beside the plan's first ones."""
+CLOSE, FURTHER_SEEDS = 1.25, (2, 3)
+"""Candidates up to so many times the least time are trained with these seeds, too."""
 LONGER = 1.6
 """Times the samples that the simulation needed, for a real run."""
 
@@ -204,7 +214,7 @@ def rules(pair: Pair) -> dict[str, str]:
 def emulate(pair: Pair, folder: Path, calibration: str, until: float) -> None:
     """Train candidates for real on emulated nodes, until a moment.
 
-    All have the first seed; those that were not too far from the best, the others, too.
+    All have the first seed; those that were not too far from the best have the others, too.
     """
     file = folder / "emulated.json"
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
@@ -216,13 +226,14 @@ def emulate(pair: Pair, folder: Path, calibration: str, until: float) -> None:
     candidates |= {
         other.name: other for each in [*candidates.values()] for other in with_rates(each)
     }
-    times = every.seconds() if (folder / DONE).exists() else predicted(folder)
-    first = sorted(times, key=lambda name: times[name])[:EMULATED]
-    names = dict.fromkeys([*chosen_of(folder), *rules(pair).values(), *first])
-    for seed in SEEDS:
-        near = FURTHER * min(
-            (own["seconds"] for own in found.values() if own["seconds"]), default=0
-        )
+    names = dict.fromkeys(
+        [f"{ONE_PROCESS}{how}" for how in EMULATED_ALONE]
+        + [f"{what} on {pair.nodes} nodes" for what in EMULATED_ON_ALL]
+        + chosen_of(folder)
+    )
+    for seed in (*SEEDS, *FURTHER_SEEDS):
+        least = min((own["seconds"] for own in found.values() if own["seconds"]), default=0)
+        near = (CLOSE if seed in FURTHER_SEEDS else FURTHER) * least
         for number, name in enumerate(names, start=1):
             own = found.setdefault(name, {"seconds": None, "by_seed": {}, "failure": None})
             is_far = seed != SEEDS[0] and (own["seconds"] is None or own["seconds"] > near)
