@@ -138,7 +138,8 @@ def draw_map(
     length = length_of(experiment)
     folder = folder_for(out, f"map-{experiment.name}", empty=True)
     budget = Budget(began, began + 60 * minutes * (1 - LAST_PART))
-    experiment, costs, notes = calibrated(experiment, folder, budget, tell)
+    emulated = next(iter(clusters.values())) if checks else None
+    experiment, costs, notes = calibrated(experiment, folder, budget, tell, emulated)
 
     def there(place: Place, own: Path) -> list[Candidate]:
         return mapped(experiment, clusters[place], own)
