@@ -84,11 +84,11 @@ class SimulatedTransport(Transport):
             sending.fail(PeerLost(to, port.mailbox.gone[to]))
             return sending
         port.meter.count(to, size)
-        both_ways = None if self._sent is None else self._goes_both_ways(*self._sent, to)
         # Chance is drawn only while the stopwatch runs, so that runs with and without evaluation
         # draw the same (docs/decisions/0115-unlike-shares.md).
-        fair = not port.meter.running
+        both_ways, fair = None, not port.meter.running
         if self._sent is not None:
+            both_ways = self._goes_both_ways(*self._sent, to)
             fair = self._sent[0].shares_fairly(self._sent[0].place[self.rank])
         message = Message(header, payload, sending, port.net.ports[to], both_ways, fair=fair)
         stream = port.net.stream(self.rank, to)
@@ -292,8 +292,7 @@ class SimulatedTransport(Transport):
     def wait(self, operation: Operation) -> None:
         """Let virtual time pass until `operation` is finished, and take in what it brings."""
         if not isinstance(operation, matching.Receive):
-            if not operation.finished:
-                self.traffic.seconds_waiting += self._sleep(operation, lambda: operation.finished)
+            self.traffic.seconds_waiting += self._sleep(operation, lambda: operation.finished)
             return
         receive = operation
         if not receive.frame_bytes and not receive.finished:
@@ -307,9 +306,7 @@ class SimulatedTransport(Transport):
             self._port.keep_order()
             self._port.spend(seconds + self._port.warm_up(), self.traffic)
             receive.frame_bytes = 0
-        if not receive.finished:
-            moving = self._sleep(receive, lambda: receive.finished)
-            self.traffic.seconds_communicating += moving
+        self.traffic.seconds_communicating += self._sleep(receive, lambda: receive.finished)
 
     def _seconds_to_take(self, receive: matching.Receive) -> float:
         near = self._port.net.is_near(receive.source, self.rank)
@@ -400,5 +397,4 @@ class FlowTask(Generic[T]):
         self._spawner.seconds_waiting += self._kernel.here() - started
         if self._flow.error is not None:
             raise self._flow.error
-        result: Any = self._flow.result
-        return result  # type: ignore[no-any-return]
+        return self._flow.result  # type: ignore[no-any-return]
