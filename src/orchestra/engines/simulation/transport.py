@@ -17,12 +17,12 @@ from orchestra.engines.simulation.kernel import Flow, Kernel
 from orchestra.engines.simulation.network import Message, Port, Sending
 from orchestra.engines.simulation.rendezvous import Rendezvous
 from orchestra.engines.simulation.rounds import PlacedPlan
-from orchestra.engines.simulation.shared_memory import buffer_bytes, carry_out
+from orchestra.engines.simulation.shared_memory import carry_out
 from orchestra.errors import InputError, PeerLost
 from orchestra.schedules.sums import Stage
 from orchestra.transports import matching
 from orchestra.transports.background import HandOver
-from orchestra.transports.collective import execute_in_stages, stage_traffic
+from orchestra.transports.collective import execute_in_stages
 from orchestra.transports.framing import MESSAGE, Header
 from orchestra.transports.matching import Operation
 from orchestra.transports.protocol import (
@@ -193,20 +193,15 @@ class SimulatedTransport(Transport):
         local = frozenset(
             place for place, rank in enumerate(ranks) if hosts and hosts[rank] == hosts[self.rank]
         )
-        transport = over or self
 
-        def carry_out_here(stage: Stage) -> int:
+        def carry_out_here(stage: Stage) -> tuple[float, float]:
             started, waited = self._kernel.here(), self.traffic.seconds_waiting
             carry_out(stage, call, self._port, self._rendezvous.barriers, self.traffic)
-            moving = started + self.traffic.seconds_waiting - waited
-            moved = stage_traffic(call, self.rank, stage)
-            self.traffic.add(moved)
-            transport.executed(call, started, moving, moved.bytes_sent)
-            return buffer_bytes(call.vector.nbytes)
+            return started, started + self.traffic.seconds_waiting - waited
 
         self._sent = self._rendezvous.contribution(self._port.net, call).placed, Counter()
         try:
-            return execute_in_stages(transport, call, local, carry_out_here)
+            return execute_in_stages(over or self, call, local, carry_out_here)
         finally:
             self._sent = None
 
