@@ -25,7 +25,7 @@ from orchestra.cli.main import guarded
 from orchestra.cluster import load_cluster
 from orchestra.engines.processes.system import peak_memory
 from orchestra.engines.simulation.costs import OVERHEAD, assumed_costs
-from orchestra.engines.simulation.simulate import simulate
+from orchestra.engines.simulation.simulate import Simulation
 from orchestra.errors import InputError, RunFailed
 from orchestra.optimizers.settings import Optimizer
 from orchestra.settings import parse
@@ -180,15 +180,14 @@ def measure(runtime: Runtime, assignment: Assignment) -> Measured:
     run = _run(assignment.label, scale)
     ranks = run.training.ranks
     reporter = _Limited(runtime.reporter, began + assignment.limit_seconds)
-    outcome = simulate(
-        lambda rank: train(rank, (run, Path())),
+    outcome = Simulation(
         load_cluster(run.training.cluster, where="cluster", folder=Path()),
         ranks,
         assumed_costs(run),
         OVERHEAD,
         reporter,
         values=False,
-    )
+    ).run(lambda rank: train(rank, (run, Path())))
     assert (outcome.failure, outcome.bad_input) == (None, None), outcome
     seconds = time.perf_counter() - began
     reports = [report for report in outcome.results if report is not None]

@@ -26,7 +26,7 @@ from orchestra.cli.main import guarded
 from orchestra.cluster import load_cluster
 from orchestra.data.feed import open_samples
 from orchestra.engines.simulation.costs import OVERHEAD, assumed_costs
-from orchestra.engines.simulation.simulate import simulate
+from orchestra.engines.simulation.simulate import Simulation
 from orchestra.optimizers.settings import Optimizer
 from orchestra.records.report import Counters
 from orchestra.strategies.all_reduce import AllReduce
@@ -185,14 +185,13 @@ def _simulate(contest: Contest, referee: _Referee) -> None:
     run = Run("simulated", TASK, AllReduce("ring"), training=training)
     cluster = load_cluster(training.cluster, where="cluster", folder=Path())
     with tempfile.TemporaryDirectory(prefix="orchestra-bench-") as folder:
-        outcome = simulate(
-            lambda rank: train(rank, (run, Path(folder))),
+        outcome = Simulation(
             cluster,
             contest.workers,
             assumed_costs(run),
             OVERHEAD,
             referee,
-        )
+        ).run(lambda rank: train(rank, (run, Path(folder))))
     assert outcome.failure is None, outcome.failure
 
 

@@ -16,7 +16,7 @@ from orchestra.cluster.costs import Line, MemoryCosts, Overhead, Tcp
 from orchestra.engines.run import train_run
 from orchestra.engines.simulation.cost_source import CostSource
 from orchestra.engines.simulation.costs import Costs
-from orchestra.engines.simulation.simulate import Outcome, simulate
+from orchestra.engines.simulation.simulate import Outcome, Simulation
 from orchestra.engines.simulation.training import Assignment, program
 from orchestra.records.record import RunRecord
 from orchestra.trainer.settings import AUTO, NONE, Run
@@ -100,4 +100,4 @@ def run_ranks(
 ) -> Outcome:
     """Simulate `program` on every rank, in this process."""
     there = cluster(on) if isinstance(on, str) else on
-    return simulate(program, there, ranks, costs or Second(), overhead, SilentReporter())
+    return Simulation(there, ranks, costs or Second(), overhead, SilentReporter()).run(program)

@@ -12,7 +12,7 @@ from tests.simulated import FREE, cluster
 from orchestra.cluster import Cluster
 from orchestra.cluster.costs import Overhead
 from orchestra.cluster.nodes import Jitter
-from orchestra.engines.simulation.simulate import simulate
+from orchestra.engines.simulation.simulate import Simulation
 from orchestra.optimizers.settings import Optimizer
 from orchestra.records.report import RankReport
 from orchestra.settings import parse
@@ -91,8 +91,7 @@ class Timed:
         )
         task = f"synthetic({self.elements}, tensors={self.figures.tensors}, sample_flops=1)"
         run = Run("test", task, strategy, self.seed, training)
-        outcome = simulate(
-            lambda runtime: train(runtime, (run, Path())),
+        outcome = Simulation(
             cluster(self.on) if isinstance(self.on, str) else self.on,
             ranks,
             self.figures,
@@ -101,7 +100,7 @@ class Timed:
             seed_number=self.seed,
             jitter=self.jitter,
             values=False,
-        )
+        ).run(lambda runtime: train(runtime, (run, Path())))
         assert (outcome.failure, outcome.bad_input) == (None, None)
         return outcome.results
 

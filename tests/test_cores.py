@@ -13,7 +13,7 @@ from orchestra.cluster.costs import Line, Sharing
 from orchestra.engines.simulation.fluid import Fluid, Resource
 from orchestra.engines.simulation.kernel import Kernel
 from orchestra.engines.simulation.processor import Cores, Thread
-from orchestra.engines.simulation.simulate import simulate
+from orchestra.engines.simulation.simulate import Simulation
 from orchestra.worker.runtime import Runtime, SilentReporter, Work
 
 
@@ -33,7 +33,9 @@ def ends(
 
     on = cluster(f"one_host(cores={cores}, speed={speed})")
     sharing = Sharing(1.0, time_slice, refill)
-    outcome = simulate(program, on, len(pieces), Second(), FREE, SilentReporter(), sharing=sharing)
+    outcome = Simulation(on, len(pieces), Second(), FREE, SilentReporter(), sharing=sharing).run(
+        program
+    )
     assert outcome.failure is None
     return list(outcome.results)
 
@@ -70,9 +72,9 @@ def test_a_long_turn_ends_when_somebody_comes() -> None:
 
     on = cluster('one_host(cores=1, latency="5 s")')
     messages = dataclasses.replace(FREE, receive=Line(1e-6, 0.0))
-    outcome = simulate(
-        program, on, 2, Second(), messages, SilentReporter(), sharing=Sharing(1.0, 2.0)
-    )
+    outcome = Simulation(
+        on, 2, Second(), messages, SilentReporter(), sharing=Sharing(1.0, 2.0)
+    ).run(program)
     assert outcome.results == pytest.approx((11, 6), rel=1e-4)
 
 
@@ -96,7 +98,7 @@ def test_cores_that_all_compute_are_slower() -> None:
         return runtime.transport.now()
 
     on, sharing = cluster("one_host(cores=2)"), Sharing(0.5, 10.0)
-    outcome = simulate(program, on, 2, Second(), FREE, SilentReporter(), sharing=sharing)
+    outcome = Simulation(on, 2, Second(), FREE, SilentReporter(), sharing=sharing).run(program)
     assert outcome.results == pytest.approx((2.0, 3.0))  # half as fast until one is alone
 
 

@@ -17,7 +17,7 @@ from tests.training import settings, step_lines
 from orchestra.cluster import load_cluster
 from orchestra.collectives import Group, all_reduce
 from orchestra.engines.simulation.network import Meter
-from orchestra.engines.simulation.simulate import Outcome, simulate
+from orchestra.engines.simulation.simulate import Outcome, Simulation
 from orchestra.engines.simulation.training import links_of
 from orchestra.errors import InputError
 from orchestra.records.record import MAX_LINKS, Link, RunRecord, combine, read_links
@@ -42,7 +42,7 @@ def carried(schedule: str, ranks: int, on: str, *, measured: bool = True) -> dic
         all_reduce(runtime.transport, torch.ones(LENGTH), schedule, group, tag=1)
         runtime.stopwatch(False)
 
-    outcome = simulate(rank_program, cluster(on), ranks, Second(), FREE, SilentReporter())
+    outcome = Simulation(cluster(on), ranks, Second(), FREE, SilentReporter()).run(rank_program)
     assert outcome.failure is None, outcome.failure
     links = links_of(cluster(on), outcome.sent, outcome.seconds, wire=1.0)
     return {link.name: link for link in links.busiest}

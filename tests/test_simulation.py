@@ -244,9 +244,11 @@ def test_a_bucket_leaves_while_backward_goes_on() -> None:
 
     from tests.simulated import FREE, cluster
 
-    from orchestra.engines.simulation.simulate import simulate
+    from orchestra.engines.simulation.simulate import Simulation
 
-    (end,) = simulate(program, cluster("one_host"), 1, Second(3), FREE, SilentReporter()).results
+    (end,) = (
+        Simulation(cluster("one_host"), 1, Second(3), FREE, SilentReporter()).run(program).results
+    )
     assert end == pytest.approx(4.0)
 
 

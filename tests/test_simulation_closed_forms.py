@@ -20,7 +20,7 @@ from tests.step_times import Figures, Timed
 from torch import nn
 
 from orchestra.cluster import Cluster
-from orchestra.engines.simulation.simulate import simulate
+from orchestra.engines.simulation.simulate import Simulation
 from orchestra.records.report import RankReport
 from orchestra.strategies.pipeline import Pipeline
 from orchestra.tasks import Task
@@ -306,8 +306,8 @@ def pipelined(stages: int, parts: int, schedule: str, steps: int, on: Cluster,
     training = Training(ranks=stages, batch_size=8, steps=steps, snapshots=0, trace_steps=0)
     run = Run("test", f"{__name__}:layers", strategy, 0, training)
     figures = Figures(forward=1.0, backward=2.0)
-    outcome = simulate(
-        lambda runtime: train(runtime, (run, folder)), on, stages, figures, FREE, SilentReporter()
+    outcome = Simulation(on, stages, figures, FREE, SilentReporter()).run(
+        lambda runtime: train(runtime, (run, folder))
     )
     assert (outcome.failure, outcome.bad_input) == (None, None)
     return list(outcome.results)

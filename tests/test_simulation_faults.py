@@ -17,7 +17,7 @@ from orchestra.cluster import Cluster
 from orchestra.cluster.costs import Overhead, Sharing
 from orchestra.cluster.faults import Death, Delay, Fault, LinkCut, LinkSlow, Pause, SlowDown
 from orchestra.cluster.file import cluster_text
-from orchestra.engines.simulation.simulate import Outcome, simulate
+from orchestra.engines.simulation.simulate import Outcome, Simulation
 from orchestra.errors import PeerLost, RunFailed
 from orchestra.records.record import RunRecord
 from orchestra.settings import parse
@@ -88,7 +88,9 @@ def test_a_rank_that_is_stopped_gives_up_its_turn(begin: float, expected: list[f
     fault = Pause("rank 0", at=begin, seconds=2)
     one_core = replace(cluster("one_host(cores=1)"), faults=(fault,))
     turns = Sharing(time_slice=0.25, refill=0.0, speed=1.0)
-    outcome = simulate(compute(2), one_core, 2, Second(), FREE, SilentReporter(), sharing=turns)
+    outcome = Simulation(one_core, 2, Second(), FREE, SilentReporter(), sharing=turns).run(
+        compute(2)
+    )
     assert ends(outcome) == pytest.approx(expected)
 
 

@@ -20,7 +20,7 @@ from tests.training import settings
 from orchestra.cli.main import main
 from orchestra.cluster.costs import Line, Overhead
 from orchestra.engines.simulation.costs import OVERHEAD, assumed_costs
-from orchestra.engines.simulation.simulate import Outcome, simulate
+from orchestra.engines.simulation.simulate import Outcome, Simulation
 from orchestra.engines.simulation.transport import SimulatedTransport
 from orchestra.engines.simulation.world import World
 from orchestra.errors import InputError
@@ -94,8 +94,7 @@ def counted_messages() -> Iterator[dict[int, list[tuple[int, int]]]]:
 def told(run: Run, folder: Path, on: str, overhead: Overhead) -> Told:
     training = run.training
     with counted_messages() as seen:
-        outcome = simulate(
-            lambda runtime: train(runtime, (run, folder)),
+        outcome = Simulation(
             cluster(on),
             len(run.strategy.roles(training.ranks).shares),
             assumed_costs(run),
@@ -103,7 +102,7 @@ def told(run: Run, folder: Path, on: str, overhead: Overhead) -> Told:
             SilentReporter(),
             seed_number=run.seed,
             values=training.tensors == "real",
-        )
+        ).run(lambda runtime: train(runtime, (run, folder)))
     assert (outcome.failure, outcome.bad_input) == (None, None)
     messages = {
         rank: tuple(after - before for before, after in zip(*marks, strict=True))
@@ -244,10 +243,9 @@ def test_what_reads_values_is_refused(
 def test_a_strategy_of_the_users_that_reads_values_is_refused(tmp_path: Path) -> None:
     built = parse("examples.own_strategy:DynamicAveraging(0.1)", STRATEGIES, where="test")
     run = in_shapes(settings(built, 3, "images()", steps=9))
-    outcome: Outcome = simulate(
-        lambda runtime: train(runtime, (run, tmp_path)),
+    outcome: Outcome = Simulation(
         cluster("lan_1gbit"), 3, assumed_costs(run), OVERHEAD, SilentReporter(), values=False,
-    )  # fmt: skip
+    ).run(lambda runtime: train(runtime, (run, tmp_path)))  # fmt: skip
     assert outcome.bad_input is not None
     assert "reads the value of a tensor" in outcome.bad_input
     assert "\n" not in outcome.bad_input

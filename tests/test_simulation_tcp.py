@@ -23,7 +23,7 @@ from orchestra.cluster.nodes import LogNormal
 from orchestra.collectives import Group, all_reduce
 from orchestra.engines.simulation.fluid import Fluid, Resource
 from orchestra.engines.simulation.rounds import PlacedPlan
-from orchestra.engines.simulation.simulate import simulate
+from orchestra.engines.simulation.simulate import Simulation
 from orchestra.engines.simulation.stream import SlowStart
 from orchestra.transports.framing import header_bytes
 from orchestra.transports.protocol import Transport
@@ -121,10 +121,10 @@ def shared_by_chance(
         return flow.now()
 
     tcp = replace(ONLY_ACKNOWLEDGEMENTS.tcp, unfairness=unfairness)
-    outcome = simulate(
-        program, on, 3, Second(), replace(ONLY_ACKNOWLEDGEMENTS, tcp=tcp), SilentReporter(),
+    outcome = Simulation(
+        on, 3, Second(), replace(ONLY_ACKNOWLEDGEMENTS, tcp=tcp), SilentReporter(),
         seed_number=seed,
-    )  # fmt: skip
+    ).run(program)  # fmt: skip
     assert outcome.failure is None, outcome.failure
     return list(outcome.results[2])
 

@@ -25,7 +25,7 @@ from orchestra.cluster.presets import LOOPBACK
 from orchestra.engines.emulation.nodes import EmulatedCluster
 from orchestra.engines.processes import launch
 from orchestra.engines.simulation.costs import CalibratedCosts
-from orchestra.engines.simulation.simulate import simulate
+from orchestra.engines.simulation.simulate import Simulation
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.single import Single
 from orchestra.tasks.task import load_task
@@ -242,10 +242,10 @@ def gradients(
         return runtime.threads, runtime.transport.now()
 
     there = cluster(on) if isinstance(on, str) else on
-    outcome = simulate(
-        program, there, ranks, MEASURED, FREE, SilentReporter(),
+    outcome = Simulation(
+        there, ranks, MEASURED, FREE, SilentReporter(),
         sharing=Sharing(shared_speed), threads=threads,
-    )  # fmt: skip
+    ).run(program)  # fmt: skip
     assert outcome.failure is None
     return [(known, float(f"{seconds:.9g}")) for known, seconds in outcome.results]
 
@@ -320,10 +320,10 @@ def test_values_are_computed_with_the_threads_of_this_machine_that_are_asked_for
 
     def used(arithmetic: Sequence[int] | None) -> tuple[Any, ...]:
         on, reporter = cluster("lan_1gbit(2, cores=4)"), SilentReporter()
-        return simulate(
-            lambda _: torch.get_num_threads(), on, 2, MEASURED, FREE, reporter,
+        return Simulation(
+            on, 2, MEASURED, FREE, reporter,
             arithmetic=arithmetic,
-        ).results  # fmt: skip
+        ).run(lambda _: torch.get_num_threads()).results  # fmt: skip
 
     assert used(None) == (1, 1)
     assert used([3, 2]) == (3, 2)

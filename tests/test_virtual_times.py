@@ -19,7 +19,7 @@ from tests.test_simulation_shapes import COSTLY
 from tests.training import settings
 
 from orchestra.engines.simulation.costs import assumed_costs
-from orchestra.engines.simulation.simulate import simulate
+from orchestra.engines.simulation.simulate import Simulation
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.program import train
@@ -75,15 +75,14 @@ def times_of(strategy: str, on: str, folder: Path) -> dict[str, Any]:
         parse(strategy, STRATEGIES, where="test"), 4, "images(model='mlp')",
         steps=8, seed=3, bucket_megabytes=0.0005, trace_steps=0,
     )  # fmt: skip
-    outcome = simulate(
-        lambda runtime: train(runtime, (run, folder)),
+    outcome = Simulation(
         cluster(on),
         len(run.strategy.roles(4).shares),
         assumed_costs(run),
         COSTS,
         SilentReporter(),
         seed_number=run.seed,
-    )
+    ).run(lambda runtime: train(runtime, (run, folder)))
     assert (outcome.failure, outcome.bad_input) == (None, None), strategy
     sent = [{str(to): size for to, size in sorted(each.items())} for each in outcome.sent]
     return {"seconds": [report.train_seconds for report in outcome.results], "sent": sent}

@@ -11,8 +11,8 @@ import numpy
 
 from orchestra.engines.simulation.cost_source import FLOPS
 from orchestra.engines.simulation.costs import OVERHEAD, assumed_costs
-from orchestra.engines.simulation.simulate import simulate
-from orchestra.errors import InputError, OrchestraError, RunFailed
+from orchestra.engines.simulation.simulate import Simulation
+from orchestra.errors import OrchestraError
 from orchestra.optimizers.settings import Optimizer
 from orchestra.records.report import Message, RankReport, Slice
 from orchestra.strategies.base import roles_of
@@ -162,14 +162,11 @@ def carry_out(run: Run, situation: Situation, *, watched: bool = False) -> Simul
             runtime = intercepted(runtime, trace)
         return train(runtime, (run, Path()))
 
-    outcome = simulate(
-        program, situation.cluster(ranks), ranks, assumed_costs(run), OVERHEAD,
+    outcome = Simulation(
+        situation.cluster(ranks), ranks, assumed_costs(run), OVERHEAD,
         SilentReporter(), threads=1, values=False,
-    )  # fmt: skip
-    if outcome.bad_input is not None:
-        raise InputError(outcome.bad_input)
-    if outcome.failure is not None:
-        raise RunFailed(outcome.failure)
+    ).run(program)  # fmt: skip
+    outcome.check()
     return Simulated(
         [watches[rank].moments for rank in range(ranks)],
         [traces[rank] for rank in sorted(traces)],

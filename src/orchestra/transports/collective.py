@@ -21,6 +21,7 @@ from orchestra.schedules import REDUCE, Schedule
 from orchestra.schedules.sums import Stage, local_stages
 from orchestra.transports.framing import header_bytes
 from orchestra.transports.protocol import CollectiveCall, Handle, Traffic, Transport
+from orchestra.transports.shared_memory import buffer_bytes
 
 SEGMENT_BYTES = 4 << 20  # measured: below the cost of missing the cache, above that of a message
 
@@ -225,13 +226,13 @@ def execute_in_stages(
     transport: Transport,
     call: CollectiveCall,
     local: frozenset[int],
-    carry_out: Callable[[Stage], int | None],
+    carry_out: Callable[[Stage], tuple[float, float] | None],
 ) -> int:
     """`execute` a collective of which the places `local` share memory with this rank.
 
     Args:
-        carry_out: does this rank's part in a stage; the bytes of buffer used. None: it is to be
-            done by messages.
+        carry_out: does this rank's part in a stage; when it began, and until when it waited for
+            other ranks. None: it is to be done by messages.
     """
     schedule, rank = call.schedule, transport.rank
     assert schedule is not None
@@ -241,7 +242,12 @@ def execute_in_stages(
     for stage in local_stages(schedule, local):
         used = None
         if isinstance(stage, Stage) and place in stage.ranks:
-            used = carry_out(stage)
+            times = carry_out(stage)
+            if times is not None:
+                moved = _stage_traffic(call, rank, stage)
+                transport.traffic.add(moved)
+                transport.executed(call, *times, moved.bytes_sent)
+                used = buffer_bytes(call.vector.nbytes)
         if used is None and schedule.slots:
             # With slots a schedule is one stage: there is no part of it to carry out by messages.
             used = execute(transport, call)
@@ -252,7 +258,16 @@ def execute_in_stages(
     return peak
 
 
-def stage_traffic(call: CollectiveCall, rank: int, stage: Stage) -> Traffic:
+def cuts_in_memory(call: CollectiveCall) -> Sequence[int]:
+    """Return where the pieces begin of a vector that ranks add up in shared memory."""
+    schedule, length = call.schedule, call.vector.numel()
+    assert schedule is not None
+    if schedule.slots:
+        return (0, length)  # every rank shows its vector, and nobody needs slots
+    return schedule.edges(length) if call.edges is None else call.edges
+
+
+def _stage_traffic(call: CollectiveCall, rank: int, stage: Stage) -> Traffic:
     """Return the traffic of a stage's messages, as if they had been sent."""
     traffic = Traffic()
     size, header = call.vector.element_size(), header_bytes(1)

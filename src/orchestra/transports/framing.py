@@ -58,6 +58,7 @@ LOW_WATER = 1 << 16
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
 # From here on a message to a rank of the same host goes in a segment (decision 123).
 SHARED_BYTES = 1 << 17
+TCP_INFO_BYTES_ACKED = 120  # offset of tcpi_bytes_acked in Linux's struct tcp_info
 
 
 class MalformedFrame(ConnectionError):
@@ -214,6 +215,11 @@ class Stream:
     def next_due(self, now: float) -> float:
         """Return when the first message that has to wait may leave; infinite if there is none."""
         return next((send.due for send in self.backlog if send.due > now), math.inf)
+
+    def acknowledged_bytes(self) -> int:
+        """Return the bytes that the other end's kernel has confirmed, or that went in segments."""
+        info = self.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        return self.shared_bytes + int(struct.unpack_from("Q", info, TCP_INFO_BYTES_ACKED)[0])
 
     def segment(self, length: int) -> Segment | None:
         """Return a segment for a message of `length` bytes, now this message's; None: it has to

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from orchestra.errors import InputError
 from orchestra.schedules.sums import Pieces, Stage
-from orchestra.transports.collective import execute_in_stages, stage_traffic
+from orchestra.transports.collective import cuts_in_memory, execute_in_stages
 from orchestra.transports.compiled import SO_FAR, Steps
 from orchestra.transports.framing import byte_view, pack_header
 from orchestra.transports.matching import Flow, Receive, Send
@@ -72,37 +72,27 @@ class Host:
         ranks = call.group.ranks
         local = frozenset(i for i, rank in enumerate(ranks) if rank in self._neighbours)
 
-        def carry_out(stage: Stage) -> int | None:
+        def carry_out(stage: Stage) -> tuple[float, float] | None:
             memory = self._memory(tuple(ranks[each] for each in stage.ranks), call)
-            if memory is None:
-                return None
-            return self._carry_out(stage, memory, flow, transport, call)
+            return None if memory is None else self._carry_out(stage, memory, flow, call)
 
         return execute_in_stages(transport, call, local, carry_out)
 
     def _carry_out(
-        self,
-        stage: Stage,
-        memory: SharedMemory,
-        flow: Flow,
-        transport: Transport,
-        call: CollectiveCall,
-    ) -> int:
+        self, stage: Stage, memory: SharedMemory, flow: Flow, call: CollectiveCall
+    ) -> tuple[float, float]:
         started, waited = time.perf_counter(), memory.seconds_waiting
         flow.memory = memory
         try:
             with torch.no_grad():
-                used = _form(stage, call.group.ranks.index(flow.rank), memory, call)
+                _form(stage, call.group.ranks.index(flow.rank), memory, call)
         finally:
             flow.memory = None
             self._engine.check()  # who is told to leave says so, not which socket was shut
             waited = memory.seconds_waiting - waited
             flow.traffic.seconds_waiting += waited
             flow.traffic.seconds_communicating += time.perf_counter() - started - waited
-        moved = stage_traffic(call, flow.rank, stage)
-        flow.traffic.add(moved)
-        transport.executed(call, started, started + waited, moved.bytes_sent)
-        return used
+        return started, started + waited
 
     def _memory(self, ranks: tuple[int, ...], call: CollectiveCall) -> SharedMemory | None:
         """Return the memory that `ranks` share for the tag of `call`; None if one refuses."""
@@ -227,17 +217,10 @@ def _share(span: Span, rank: int, ranks: int) -> Span:
     return Span(span.first + low, span.first + high, span.place + low)
 
 
-def _form(stage: Stage, index: int, memory: SharedMemory, call: CollectiveCall) -> int:
-    """Replace the vector by what `stage` gives the rank at `index`.
-
-    Returns the bytes of buffer used.
-    """
-    schedule, vector = call.schedule, call.vector
-    assert schedule is not None
+def _form(stage: Stage, index: int, memory: SharedMemory, call: CollectiveCall) -> None:
+    """Replace the vector by what `stage` gives the rank at `index`."""
+    vector, cuts = call.vector, cuts_in_memory(call)
     length = vector.numel()
-    cuts = schedule.edges(length) if call.edges is None else call.edges
-    if schedule.slots:
-        cuts = (0, length)  # every rank shows its vector, and nobody needs slots
     own, ranks = memory.rank, stage.ranks
     if vector.nbytes <= SMALL_BYTES:
         parts = memory.small(vector.dtype)[:, :length]
@@ -245,12 +228,12 @@ def _form(stage: Stage, index: int, memory: SharedMemory, call: CollectiveCall) 
         memory.barrier()
         vectors = dict(zip(ranks, parts, strict=True))
         stage.whole[index].form(vectors, vector, cuts, 0, length)
-        return vector.nbytes
+        return
     # Compiled code forms chains of additions only; the conditions are the same on all ranks.
     if stage.chained_pieces == len(cuts) - 1 and memory.add_up(
         vector, partial(_steps, stage, cuts)
     ):
-        return 4 * min(vector.nbytes, CHUNK_BYTES)
+        return
 
     def show(spans: list[Span], part: Tensor) -> None:
         for span in spans:
@@ -278,7 +261,6 @@ def _form(stage: Stage, index: int, memory: SharedMemory, call: CollectiveCall) 
 
     room = CHUNK_BYTES // vector.element_size()
     memory.pipeline(vector.dtype, _spans(stage, cuts, room), show, form, take)
-    return 4 * min(vector.nbytes, CHUNK_BYTES)
 
 
 def _steps(stage: Stage, cuts: Sequence[int]) -> Steps:

@@ -12,7 +12,6 @@ import math
 import os
 import selectors
 import socket
-import struct
 import sys
 import threading
 import time
@@ -29,7 +28,6 @@ from orchestra.transports.shared_memory import SharedMemory
 
 BUFFERED_BYTES = 1 << 17
 """Up to here a message that has to wait is copied, as the kernel would take it at once."""
-TCP_INFO_BYTES_ACKED = 120  # offset of tcpi_bytes_acked in Linux's struct tcp_info
 _PR_SET_TIMERSLACK = 29
 
 
@@ -182,18 +180,15 @@ class ProgressEngine:
         if not operation.finished:
             started = time.perf_counter()
             with self._lock:
-                if not self._leading and not self._closed:  # a leader moves bytes anyhow
-                    self._advance(0)
-                    self._hand_over()
+                self._move()
             operation.flow.traffic.seconds_communicating += time.perf_counter() - started
         return operation.finished or self._failure is not None
 
     def check(self, ranks: Collection[int] = ()) -> None:
         """Raise what a flow that waits for one of `ranks` would raise; move what can be moved."""
         with self._lock:
-            if ranks and not self._leading and not self._closed:
-                self._advance(0)
-                self._hand_over()
+            if ranks:
+                self._move()
             self._raise_failure()
             for rank in self._mailbox.gone.keys() & set(ranks):
                 raise PeerLost(rank, self._mailbox.gone[rank])
@@ -247,15 +242,7 @@ class ProgressEngine:
         Linux only, and before `close`: a check on `Traffic.bytes_sent`.
         """
         with self._lock:
-            streams = list(self._streams.values())
-            infos = [
-                stream.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                for stream in streams
-            ]
-            shared = sum(stream.shared_bytes for stream in streams)
-        return shared + sum(
-            int(struct.unpack_from("Q", info, TCP_INFO_BYTES_ACKED)[0]) for info in infos
-        )
+            return sum(stream.acknowledged_bytes() for stream in self._streams.values())
 
     def release(self) -> None:
         """Close this process's copies of the sockets."""
@@ -322,6 +309,12 @@ class ProgressEngine:
                 self._serve(stream, events)
         self._announce()
         return blocked
+
+    def _move(self) -> None:
+        """Move what can be moved without blocking."""
+        if not self._leading and not self._closed:  # a leader moves bytes anyhow
+            self._advance(0)
+            self._hand_over()
 
     def _hand_over(self) -> None:
         """Let a follower take the lead, from a flow that stops waiting."""

@@ -322,6 +322,11 @@ def memory_bytes(size: int) -> int:
     return 2 * ((size + 1) * CHUNK_BYTES + size * SMALL_BYTES) + size * FLAG_BYTES
 
 
+def buffer_bytes(vector_bytes: int) -> int:
+    """Return the bytes of shared memory that a rank uses for a vector."""
+    return vector_bytes if vector_bytes <= SMALL_BYTES else 4 * min(vector_bytes, CHUNK_BYTES)
+
+
 def pass_on(peers: Mapping[int, socket.socket], memory: int | None) -> int:
     """Pass the `memory` of rank 0 on to the others; return this rank's file descriptor."""
     if memory is not None:

@@ -79,7 +79,7 @@ class Faults:
 
     def _hear(self, rank: int) -> None:
         """Let the watcher hear of the end of `rank`, if no link on the way is cut."""
-        if self._world.reaches(rank, 0):
+        if self._world.is_heard(rank):
             self._ended.add(rank)
             event = self._unheard.pop(rank)
             self._observe(event)
@@ -157,7 +157,7 @@ class Faults:
             self._hear(rank)
         for rank in self._ranks:
             silent = rank in self._held or rank in self._ended or rank in self._unheard
-            if not silent and self._world.reaches(rank, 0):
+            if not silent and self._world.is_heard(rank):
                 self._observe(self._beat(rank))
         self._carry_out(self._detector.tick(now, self._held))
         self._watching = bool(self._held or self._cut) or now < self._until

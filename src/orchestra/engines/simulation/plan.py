@@ -15,12 +15,12 @@ from orchestra.engines.simulation.shared_memory import (
     NodeStage,
     NodeStages,
     Phase,
-    buffer_bytes,
 )
 from orchestra.schedules import REDUCE, Schedule
 from orchestra.transports import collective
 from orchestra.transports.collective import RoundPart, Step
 from orchestra.transports.framing import header_bytes
+from orchestra.transports.shared_memory import buffer_bytes
 
 Integers = NDArray[np.int64]
 

@@ -31,9 +31,7 @@ class Rendezvous:
     anything goes wrong in this cluster.
     """
 
-    def __init__(
-        self, kernel: Kernel, crowded: Callable[[Ranks], bool], *, faults: bool = False
-    ) -> None:
+    def __init__(self, kernel: Kernel, crowded: Callable[[Ranks], bool], faults: bool) -> None:
         self.faults = faults
         self.barriers = Barriers(kernel)
         self._kernel = kernel

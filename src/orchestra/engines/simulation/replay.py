@@ -11,7 +11,7 @@ from orchestra.cluster import load_cluster
 from orchestra.engines.processes.display import Display
 from orchestra.engines.processes.launch import launch
 from orchestra.engines.simulation.costs import OVERHEAD
-from orchestra.engines.simulation.simulate import simulate
+from orchestra.engines.simulation.simulate import Simulation
 from orchestra.errors import InputError, RunFailed
 from orchestra.optimizers.state import capture
 from orchestra.strategies.base import roles_of
@@ -109,10 +109,10 @@ def program(runtime: Runtime, assignment: Assignment) -> Replayed | Exception:
         return session.finish()
 
     cluster = load_cluster(f"lan_10gbit(nodes={assignment.ranks})", where="replay", folder=Path())
-    outcome = simulate(
-        rank_program, cluster, assignment.ranks, _Alike(), OVERHEAD, runtime.reporter,
+    outcome = Simulation(
+        cluster, assignment.ranks, _Alike(), OVERHEAD, runtime.reporter,
         arithmetic=assignment.threads,
-    )  # fmt: skip
+    ).run(rank_program)  # fmt: skip
     if outcome.bad_input is not None:
         return InputError(outcome.bad_input)
     if halt.reached:

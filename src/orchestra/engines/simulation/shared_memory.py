@@ -26,7 +26,7 @@ from orchestra.engines.simulation.network import Port
 from orchestra.errors import PeerLost
 from orchestra.schedules import Schedule
 from orchestra.schedules.sums import Rounds, Stage, local_stages, rounds_of
-from orchestra.transports.collective import StepKind, steps_of
+from orchestra.transports.collective import StepKind, cuts_in_memory, steps_of
 from orchestra.transports.framing import header_bytes
 from orchestra.transports.protocol import CollectiveCall, Traffic
 from orchestra.transports.shared_memory import CHUNK_BYTES, SMALL_BYTES
@@ -89,11 +89,6 @@ class NodeStage:
         )
         formed = stage.shared.read(cuts) / ranks + stage.alone[place].read(cuts)
         return shown, formed, taken, stage.whole[place].read(cuts)
-
-
-def buffer_bytes(vector_bytes: int) -> int:
-    """Return the bytes of shared memory that a rank uses for a vector."""
-    return vector_bytes if vector_bytes <= SMALL_BYTES else 4 * min(vector_bytes, CHUNK_BYTES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,11 +200,8 @@ def carry_out(
     Raises:
         PeerLost: one of the others is gone.
     """
-    schedule, vector, ranks = call.schedule, call.vector, call.group.ranks
-    assert schedule is not None
-    place, length = ranks.index(port.rank), vector.numel()
-    cuts = schedule.edges(length) if call.edges is None else call.edges
-    cuts = (0, length) if schedule.slots else cuts
+    vector, ranks, cuts = call.vector, call.group.ranks, cuts_in_memory(call)
+    place = ranks.index(port.rank)
     together = NodeStage(stage.ranks, stage.rounds, stage)
     key = tuple(ranks[each] for each in stage.ranks), call.tag, stage.rounds
     shown = port.net.shown.setdefault(key, {})

@@ -61,19 +61,19 @@ class Resource:
             return False
         if (len(self.activities) + 1) * max(rate, self.fastest) <= self.capacity:
             return True  # without adding up
-        used = 0.0
-        for activity in self.activities:
-            used += activity.present_rate
-        return used + rate <= self.capacity * ROUNDING
+        return self._used() + rate <= self.capacity * ROUNDING
 
     def carries(self, capacity: float) -> bool:
         """Return whether less than `capacity` is used."""
         if len(self.activities) * self.fastest * ROUNDING < capacity:
             return True  # without adding up
+        return self._used() * ROUNDING < capacity
+
+    def _used(self) -> float:
         used = 0.0
-        for activity in self.activities:
+        for activity in self.activities:  # `sum` would round otherwise
             used += activity.present_rate
-        return used * ROUNDING < capacity
+        return used
 
     def fits_shares(self, mark: int) -> bool:
         """Return whether it has room for the shares that the sharing `mark` gives to activities."""
@@ -127,7 +127,7 @@ class Activity:
         resources: tuple[Resource, ...],
         then: Callable[[], None],
         now: float,
-        weight: float = 1.0,
+        weight: float,
     ) -> None:
         self.weight = weight
         self.order = order

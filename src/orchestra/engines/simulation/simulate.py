@@ -28,7 +28,7 @@ from orchestra.engines.simulation.kernel import Deadlock, Flow, Kernel
 from orchestra.engines.simulation.reporter import SimulatedReporter
 from orchestra.engines.simulation.transport import SimulatedTransport
 from orchestra.engines.simulation.world import World
-from orchestra.errors import RunFailed
+from orchestra.errors import InputError, RunFailed
 from orchestra.worker.runtime import Reporter, Runtime
 from orchestra.worker.threads import chosen_threads, usable_cores
 
@@ -62,9 +62,16 @@ class Outcome:
     node: str | None = None
     alone: Mapping[str, float] = field(default_factory=dict)
 
+    def check(self) -> None:
+        """Raise `InputError` if it could not be begun, `RunFailed` if it failed."""
+        if self.bad_input is not None:
+            raise InputError(self.bad_input)
+        if self.failure is not None:
+            raise RunFailed(self.failure)
+
 
 class Simulation:
-    """`ranks` ranks of one program on a cluster.
+    """`ranks` ranks of one program on a cluster, in virtual time, in this process.
 
     Args:
         outer: where progress and notices go, and where the user's wish to stop comes from.
@@ -90,15 +97,15 @@ class Simulation:
         overhead: Overhead,
         outer: Reporter,
         *,
-        seed_number: int,
-        sharing: Sharing,
-        jitter: Jitter | None,
-        patience: float,
-        threads: int | None,
-        arithmetic: Sequence[int] | None,
-        values: bool,
-        pace: Mapping[int, Sequence[float]] | None,
-        live: LiveFile | None,
+        seed_number: int = 0,
+        sharing: Sharing = EVENLY,
+        jitter: Jitter | None = None,
+        patience: float = Limits.patience,
+        threads: int | None = None,
+        arithmetic: Sequence[int] | None = None,
+        values: bool = True,
+        pace: Mapping[int, Sequence[float]] | None = None,
+        live: LiveFile | None = None,
     ) -> None:
         self._values = values
         self._threads = cluster.threads_of(ranks, threads)
@@ -350,30 +357,3 @@ class _RankFailed(Exception):
         super().__init__(rank, error)
         self.rank = rank
         self.error = error
-
-
-def simulate(
-    program: Program,
-    cluster: Cluster,
-    ranks: int,
-    costs: Costs,
-    overhead: Overhead,
-    outer: Reporter,
-    *,
-    seed_number: int = 0,
-    sharing: Sharing = EVENLY,
-    jitter: Jitter | None = None,
-    patience: float = Limits.patience,
-    threads: int | None = None,
-    arithmetic: Sequence[int] | None = None,
-    values: bool = True,
-    pace: Mapping[int, Sequence[float]] | None = None,
-    live: LiveFile | None = None,
-) -> Outcome:
-    """Run `program` on `ranks` ranks of `cluster` in virtual time, in this process."""
-    simulation = Simulation(
-        cluster, ranks, costs, overhead, outer,
-        seed_number=seed_number, sharing=sharing, jitter=jitter, patience=patience, threads=threads,
-        arithmetic=arithmetic, values=values, pace=pace, live=live,
-    )  # fmt: skip
-    return simulation.run(program)

@@ -19,7 +19,6 @@ from orchestra.engines.processes.display import Display, Progress
 from orchestra.engines.processes.launch import launch
 from orchestra.engines.run import record_of, write_environment
 from orchestra.engines.simulation.cost_source import CostSource, cost_source_of
-from orchestra.errors import InputError, RunFailed
 from orchestra.records.record import (
     CLUSTER,
     Link,
@@ -81,10 +80,7 @@ def record_from(assignment: Assignment, outcome: Outcome) -> RunRecord:
         RunFailed: names the first cause.
     """
     run, source = assignment.run, assignment.source
-    if outcome.bad_input is not None:
-        raise InputError(outcome.bad_input)
-    if outcome.failure is not None:
-        raise RunFailed(outcome.failure)
+    outcome.check()
     return record_of(
         run,
         cast("tuple[RankReport | None, ...]", outcome.results),
@@ -176,7 +172,7 @@ def simulate_run(
         link for each byte of a message.
     """
     from orchestra.engines.simulation.memory import Memory
-    from orchestra.engines.simulation.simulate import simulate
+    from orchestra.engines.simulation.simulate import Simulation
     from orchestra.trainer.program import train
 
     costs, overhead, sharing, jitter = _charges(run, source)
@@ -196,11 +192,11 @@ def simulate_run(
     def rank_program(rank: Runtime) -> RankReport:
         return train(replace(rank, speeds=speeds, bandwidths=bandwidths), (run, folder))
 
-    outcome = simulate(
-        rank_program, cluster, ranks, costs, overhead, reporter, seed_number=run.seed,
+    outcome = Simulation(
+        cluster, ranks, costs, overhead, reporter, seed_number=run.seed,
         sharing=sharing, jitter=jitter, patience=run.training.patience,
         threads=run.training.threads, values=run.training.tensors == "real", pace=pace, live=live,
-    )  # fmt: skip
+    ).run(rank_program)  # fmt: skip
     if len(cluster.nodes) > 1:
         outcome = replace(outcome, alone=speeds_alone(memory, cluster, ranks, costs, jitter))
     return outcome, cluster, overhead.wire if cluster.tcp else 1.0
@@ -236,7 +232,7 @@ def described_speeds(
 
     Jitter and faults are left out: nobody can plan for them.
     """
-    from orchestra.engines.simulation.simulate import simulate
+    from orchestra.engines.simulation.simulate import Simulation
     from orchestra.worker.runtime import SilentReporter, Work
 
     steady = replace(
@@ -248,10 +244,10 @@ def described_speeds(
         runtime.compute.run(Work("gradient", samples), lambda: None)
         return runtime.transport.now() - began
 
-    outcome = simulate(
-        program, steady, ranks, costs, overhead, SilentReporter(), sharing=sharing, threads=threads,
+    outcome = Simulation(
+        steady, ranks, costs, overhead, SilentReporter(), sharing=sharing, threads=threads,
         values=False,
-    )  # fmt: skip
+    ).run(program)  # fmt: skip
     assert outcome.failure is None
     return tuple(1 / seconds for seconds in outcome.results)
 

@@ -17,12 +17,12 @@ from orchestra.engines.simulation.kernel import Flow, Kernel
 from orchestra.engines.simulation.network import Message, Port, Sending
 from orchestra.engines.simulation.rendezvous import Rendezvous
 from orchestra.engines.simulation.rounds import PlacedPlan
-from orchestra.engines.simulation.shared_memory import buffer_bytes, carry_out
+from orchestra.engines.simulation.shared_memory import carry_out
 from orchestra.errors import InputError, PeerLost
 from orchestra.schedules.sums import Stage
 from orchestra.transports import matching
 from orchestra.transports.background import HandOver
-from orchestra.transports.collective import execute_in_stages, stage_traffic
+from orchestra.transports.collective import execute_in_stages
 from orchestra.transports.framing import MESSAGE, Header
 from orchestra.transports.matching import Operation
 from orchestra.transports.protocol import (
@@ -84,11 +84,11 @@ class SimulatedTransport(Transport):
             sending.fail(PeerLost(to, port.mailbox.gone[to]))
             return sending
         port.meter.count(to, size)
-        both_ways = None if self._sent is None else self._goes_both_ways(*self._sent, to)
         # Chance is drawn only while the stopwatch runs, so that runs with and without evaluation
         # draw the same (docs/decisions/0115-unlike-shares.md).
-        fair = not port.meter.running
+        both_ways, fair = None, not port.meter.running
         if self._sent is not None:
+            both_ways = self._goes_both_ways(*self._sent, to)
             fair = self._sent[0].shares_fairly(self._sent[0].place[self.rank])
         message = Message(header, payload, sending, port.net.ports[to], both_ways, fair=fair)
         stream = port.net.stream(self.rank, to)
@@ -193,20 +193,15 @@ class SimulatedTransport(Transport):
         local = frozenset(
             place for place, rank in enumerate(ranks) if hosts and hosts[rank] == hosts[self.rank]
         )
-        transport = over or self
 
-        def carry_out_here(stage: Stage) -> int:
+        def carry_out_here(stage: Stage) -> tuple[float, float]:
             started, waited = self._kernel.here(), self.traffic.seconds_waiting
             carry_out(stage, call, self._port, self._rendezvous.barriers, self.traffic)
-            moving = started + self.traffic.seconds_waiting - waited
-            moved = stage_traffic(call, self.rank, stage)
-            self.traffic.add(moved)
-            transport.executed(call, started, moving, moved.bytes_sent)
-            return buffer_bytes(call.vector.nbytes)
+            return started, started + self.traffic.seconds_waiting - waited
 
         self._sent = self._rendezvous.contribution(self._port.net, call).placed, Counter()
         try:
-            return execute_in_stages(transport, call, local, carry_out_here)
+            return execute_in_stages(over or self, call, local, carry_out_here)
         finally:
             self._sent = None
 
@@ -292,8 +287,7 @@ class SimulatedTransport(Transport):
     def wait(self, operation: Operation) -> None:
         """Let virtual time pass until `operation` is finished, and take in what it brings."""
         if not isinstance(operation, matching.Receive):
-            if not operation.finished:
-                self.traffic.seconds_waiting += self._sleep(operation, lambda: operation.finished)
+            self.traffic.seconds_waiting += self._sleep(operation, lambda: operation.finished)
             return
         receive = operation
         if not receive.frame_bytes and not receive.finished:
@@ -307,9 +301,7 @@ class SimulatedTransport(Transport):
             self._port.keep_order()
             self._port.spend(seconds + self._port.warm_up(), self.traffic)
             receive.frame_bytes = 0
-        if not receive.finished:
-            moving = self._sleep(receive, lambda: receive.finished)
-            self.traffic.seconds_communicating += moving
+        self.traffic.seconds_communicating += self._sleep(receive, lambda: receive.finished)
 
     def _seconds_to_take(self, receive: matching.Receive) -> float:
         near = self._port.net.is_near(receive.source, self.rank)
@@ -400,5 +392,4 @@ class FlowTask(Generic[T]):
         self._spawner.seconds_waiting += self._kernel.here() - started
         if self._flow.error is not None:
             raise self._flow.error
-        result: Any = self._flow.result
-        return result  # type: ignore[no-any-return]
+        return self._flow.result  # type: ignore[no-any-return]

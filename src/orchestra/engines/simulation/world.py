@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from orchestra.cluster import Channel, Cluster, Node
-from orchestra.cluster.costs import EVENLY, Overhead, Sharing
+from orchestra.cluster.costs import Overhead, Sharing
 from orchestra.collectives import Group
 from orchestra.engines.simulation.background import BackgroundQueue, Queued
 from orchestra.engines.simulation.fluid import Fluid, Resource
@@ -37,7 +37,7 @@ class World:
     """`cluster` with `ranks` ranks on it, at the virtual time of `kernel`.
 
     `reference_flops` are the FLOP/s of a core of speed 1, and `threads` what the main flow of each
-    rank computes with; by default one. `draw_share` is that of a `Net`. Without faults, a flow with
+    rank computes with. `draw_share` is that of a `Net`. Without faults, a flow with
     a core for itself runs ahead of the others' virtual time until it next interacts with them.
     """
 
@@ -48,9 +48,9 @@ class World:
         ranks: int,
         overhead: Overhead,
         reference_flops: float,
-        sharing: Sharing = EVENLY,
-        threads: Sequence[int] = (),
-        draw_share: Callable[[int, int], float] | None = None,
+        sharing: Sharing,
+        threads: Sequence[int],
+        draw_share: Callable[[int, int], float] | None,
     ) -> None:
         faults = bool(cluster.faults)
         # A fault may change a speed or stop a rank at any time: then nothing is told ahead.
@@ -61,7 +61,7 @@ class World:
         self._overhead = overhead
         self.fluid = Fluid(kernel, overhead.tcp.acknowledgements if cluster.tcp else 0.0)
         self.nodes = cluster.nodes_of(ranks)
-        self.rendezvous = Rendezvous(kernel, self._crowded, faults=faults)
+        self.rendezvous = Rendezvous(kernel, self._crowded, faults)
         delay = (lambda a, b, time: cluster.delay(a, b, ranks, time)) if faults else None
         self.net = Net(kernel, self.fluid, overhead, self._route, delay, draw_share)
         # Connections of their own on the same links, as torch.distributed has them.
@@ -86,7 +86,7 @@ class World:
         self._by_name = {node.name: node for node in self.nodes}
         self._room: dict[str, tuple[int, bool]] = {}
         self._known_crowded: dict[Ranks, tuple[int, bool]] = {}
-        self._widths = threads or [1] * ranks
+        self._widths = threads
         self._teams: dict[str, Resource] = {}  # of nodes whose cores several teams want
         self._ranks_of: dict[str, list[int]] = defaultdict(list)
         for rank, node in enumerate(self.nodes):
@@ -269,9 +269,9 @@ class World:
         if channel in self._channels:
             self._set_bandwidth(channel)
 
-    def reaches(self, source: int, target: int) -> bool:
-        """Return whether no link on the way from one rank to another is cut."""
-        path = self._cluster.path(self.nodes[source], self.nodes[target])
+    def is_heard(self, rank: int) -> bool:
+        """Return whether no link is cut on the way from `rank` to the watcher, beside rank 0."""
+        path = self._cluster.path(self.nodes[rank], self.nodes[0])
         return all(self._bandwidths.get(channel.name, 1.0) > 0 for channel in path.channels)
 
     def latency(self, source: int, target: int) -> float:
