@@ -10,6 +10,7 @@ import pytest
 
 from orchestra.cli.main import main
 from orchestra.experiments.file import load
+from orchestra.report.numbers import significant
 
 
 @pytest.fixture
@@ -85,6 +86,28 @@ def test_a_model_larger_than_every_node_is_told_in_one_sentence(
     assert said.endswith("choose another strategy, or nodes with more memory. record: found")
     record = json.loads((tmp_path / "found" / "plan.json").read_text())
     assert all(row["dropped"].startswith("memory: ") for row in record["rows"])
+
+
+def test_a_plan_on_nodes_with_prices_has_the_cost_to_the_target(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], two_candidates: Path
+) -> None:
+    (tmp_path / "priced.yaml").write_text(
+        "all_nodes:\n  cores: 1\n  speed: 1\n  price: 3.60 EUR/h\n"
+        "  loopback: {bandwidth: 3 GB/s, latency: 15 us}\n"
+        "  link: {bandwidth: 1 Gbit/s, latency: 50 us}\n"
+        "nodes: {n: {count: 2}}\nranks: spread\n"
+    )
+    arguments = ("--cluster", "priced.yaml", "--minutes", "5", "--no-report")
+    status, said = plan_of(two_candidates, capsys, *arguments)
+    assert status == 0
+    assert "s to target loss EUR" in said
+    record = json.loads((tmp_path / "found" / "plan.json").read_text())
+    rows = {row["name"]: row for row in record["rows"]}
+    for name, nodes in (("one process", 1), ("ring on 2 nodes", 2)):
+        row = rows[name]
+        assert row["currency"] == "EUR"
+        assert row["cost"] == pytest.approx(nodes * 0.001 * row["seconds"])
+        assert significant(row["cost"]) in said
 
 
 @pytest.mark.parametrize("minutes", ["0.1", "0.001"])
