@@ -389,3 +389,52 @@ def test_what_a_run_cannot_do_is_refused(
     run = run_of(ring(compressor), 2, steps=2, trace_steps=0, **training)
     with pytest.raises(InputError, match=words):
         simulated(in_shapes(run) if shapes else run, tmp_path)
+
+
+THIRD_PARTY = """
+from dataclasses import dataclass
+from orchestra.compression.base import Encoder
+
+@dataclass(frozen=True, repr=False)
+class EveryOther(Encoder):
+    'Even elements in even steps, odd ones in odd steps.'
+    adds = True
+
+    def size(self, elements, itemsize, step):
+        return len(range(step % 2, elements, 2)) * itemsize
+
+    def encode(self, values, context):
+        return values[context.step % 2 :: 2].clone()
+
+    def add(self, payload, out, context, alpha=1.0):
+        out[context.step % 2 :: 2].add_(payload, alpha=alpha)
+"""
+
+
+def test_a_compressor_of_an_installed_package_trains_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package has what pip leaves in site-packages: a module, metadata, entry points."""
+    packages, about = tmp_path / "packages", tmp_path / "packages" / "every_other-1.0.dist-info"
+    about.mkdir(parents=True)
+    (packages / "every_other.py").write_text(THIRD_PARTY)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: every-other\nVersion: 1.0\n")
+    entry = "[orchestra.strategies]\nEveryOther = every_other:EveryOther\n"
+    (about / "entry_points.txt").write_text(entry)
+    STRATEGIES.names()  # which remembers them; the end of the test brings them back
+    monkeypatch.delitem(vars(STRATEGIES), "_all")
+    monkeypatch.syspath_prepend(packages)
+    assert "EveryOther" in STRATEGIES.names()
+    text = "AllReduce('ring', compression=EveryOther(error_feedback=True))"
+    strategy = parse(text, STRATEGIES, where="test")
+    assert repr(strategy) == text
+    trained = train_threads(
+        strategy, 2, tmp_path / "run", "images(samples=96, model='cnn')", steps=4
+    )
+    plain = train_threads(
+        AllReduce("ring"), 2, tmp_path / "plain", "images(samples=96, model='cnn')", steps=4
+    )
+    for replica in trained.replicas:
+        assert equal(replica, trained.final)
+    halves = trained.reports[0].bytes_sent / plain.reports[0].bytes_sent
+    assert halves == pytest.approx(0.5, abs=0.01)

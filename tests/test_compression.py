@@ -222,6 +222,25 @@ def test_sign_sgd(vote: bool) -> None:
     np.testing.assert_allclose(out, expected, rtol=1e-6)
 
 
+def numpy_threshold(values: NDArray[np.float32], keep: float, sample: int) -> Vector:
+    """All elements from the k-th largest magnitude of the sample on, in half precision."""
+    some = np.abs(values[:: max(1, len(values) // sample)][:sample])
+    count = max(1, math.floor(keep * len(some) + 0.5))
+    threshold = np.sort(some)[::-1][count - 1]
+    return np.where(np.abs(values) >= threshold, values, 0).astype(np.float16).astype(np.float64)
+
+
+@pytest.mark.parametrize(("elements", "sample"), [(1000, 16_384), (1000, 300), (50_000, 777)])
+@pytest.mark.parametrize("zeros", [0.0, 0.95])
+def test_threshold(elements: int, sample: int, zeros: float) -> None:
+    """With most elements 0, so is the threshold, and all others are sent."""
+    values = drawn(elements).float()
+    values[: int(zeros * elements)] = 0.0
+    compressor = made(f"Threshold(0.1, sample={sample})")
+    sent = decoded(compressor, values, context(compressor, (elements,)))
+    np.testing.assert_array_equal(sent, numpy_threshold(values.numpy(), 0.1, sample))
+
+
 def test_threshold_keeps_about_what_it_says() -> None:
     compressor, values = made("Threshold(0.02, sample=5000)"), drawn(100_000)
     sent = decoded(compressor, values, context(compressor, (100_000,)))

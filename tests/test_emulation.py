@@ -37,12 +37,14 @@ from orchestra.engines.emulation.training import train_run
 from orchestra.engines.processes import launch
 from orchestra.errors import RunFailed
 from orchestra.records.record import RunRecord, read_links
+from orchestra.settings import parse
 from orchestra.strategies.all_reduce import AllReduce
+from orchestra.strategies.registry import STRATEGIES
 from orchestra.transports.shared_memory import host_key
 from orchestra.worker.runtime import Runtime
 
 TASK = "digits_in_one_thread()"
-ASYNCHRONOUS = 'ParameterServer(consistency="asynchronous")'
+COMPRESSORS = ("FP16()", "TopK(0.05)", "QSGD(7)", "PowerSGD(2)", "SignSGD()")
 
 pytestmark = needs_emulation
 
@@ -112,6 +114,39 @@ MATRIX = [
 @pytest.mark.parametrize("row", MATRIX)
 def test_counters_agree_for_every_strategy(row: Any, tmp_path: Path) -> None:
     emulated(row.build(), tmp_path, small_cluster(), steps=20)
+    check_counters(tmp_path / "run")
+
+
+COMPRESSED = [
+    *(f"AllReduce('ring', compression={compressor})" for compressor in COMPRESSORS),
+    "AllReduce('halving_doubling', compression=PowerSGD(2))",
+    "ParameterServer(compression=FP16())",
+    'ParameterServer(consistency="asynchronous", compression=QSGD(7))',
+    "LocalSGD(3, outer=Nesterov(0.7, 0.9), compression=TopK(0.05))",
+    "Gossip(compression=TopK(0.1), consensus=0.2)",
+]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("text", COMPRESSED)
+def test_counters_agree_where_gradients_are_compressed(text: str, tmp_path: Path) -> None:
+    strategy = parse(text, STRATEGIES, where="test")
+    emulated(strategy, tmp_path, small_cluster(speed=0.4), steps=20)
+    check_counters(tmp_path / "run")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("text", "nodes"),
+    [
+        ("Pipeline(schedule='gpipe', microbatches=4)", 3),
+        ("Pipeline(2, schedule='gpipe', microbatches=4)", 4),
+        ("Pipeline(2, microbatches=4)", 4),
+    ],
+)
+def test_counters_agree_for_pipelines(text: str, nodes: int, tmp_path: Path) -> None:
+    strategy = parse(text, STRATEGIES, where="test")
+    emulated(strategy, tmp_path, small_cluster(nodes, speed=0.4), steps=20)
     check_counters(tmp_path / "run")
 
 

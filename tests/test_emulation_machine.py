@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,9 +52,37 @@ def interfaces() -> set[str]:
     return {name for _, name in socket.if_nameindex()}
 
 
+def children() -> set[str]:
+    """Those of this process, zombies among them."""
+    tasks = Path("/proc/self/task").glob("*/children")
+    return {pid for task in tasks for pid in task.read_text().split()}
+
+
+def shared_memory() -> set[Path]:
+    return set(Path("/dev/shm").iterdir())
+
+
+def namespaces(folder: Path) -> dict[int, int]:
+    """The network namespaces of living processes whose working folder is `folder`, by process.
+
+    Runs of others have other folders. Guards are in "/": see `children` and `groups`.
+    """
+    found = {}
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and int(process.name) != os.getpid():
+            with suppress(OSError):  # it has ended meanwhile, or is a zombie
+                if process.joinpath("cwd").readlink() == folder:
+                    found[int(process.name)] = process.joinpath("ns/net").stat().st_ino
+    return found
+
+
 @pytest.mark.parametrize("times", [3, pytest.param(200, marks=pytest.mark.matrix)])
-def test_start_and_stop_leave_nothing(times: int) -> None:
-    before = set[str](), interfaces(), descriptors()
+def test_start_and_stop_leave_nothing(
+    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = set[str](), interfaces(), descriptors(), children()
+    memory = shared_memory()
     for _ in range(times):
         with EmulatedCluster(small_cluster(), 3) as there:
             assert len(groups()) == 1
@@ -62,8 +91,11 @@ def test_start_and_stop_leave_nothing(times: int) -> None:
             with there.network.namespaces["a"].inside():
                 process = subprocess.Popen(command)
             wait_until(lambda path=members: bool(path.read_text()), "it has joined")  # type: ignore[misc]
+            assert [*namespaces(tmp_path)] == [process.pid]
         assert process.wait() == -signal.SIGKILL
-    assert (groups(), interfaces(), descriptors()) == before
+    assert (groups(), interfaces(), descriptors(), children()) == before
+    assert namespaces(tmp_path) == {}
+    wait_until(lambda: not shared_memory() - memory, "other tests' segments are gone")
 
 
 def train_for_long(folder: Path, cluster: Cluster) -> Any:
@@ -72,17 +104,19 @@ def train_for_long(folder: Path, cluster: Cluster) -> Any:
     return started([*arguments, "--cluster", written(cluster, folder)], folder)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_killed_launcher_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
     with train_for_long(tmp_path, small_cluster()) as command:
         pid = command.process.pid
         steps = "runs/*/steps-rank-2.jsonl"
         command.wait_until(lambda: any(tmp_path.glob(steps)), "training")
         assert len(groups(pid)) == 1
+        assert len({*namespaces(tmp_path).values()}) == 4  # three nodes, and the launcher's
         os.kill(pid, number)
         ended = command.end()
     assert ended.status != 0
     wait_until(lambda: not groups(pid), "the guard removes the groups")
+    wait_until(lambda: not namespaces(tmp_path), "no process is left, and no namespace")
 
 
 def test_what_a_guard_left_is_swept(monkeypatch: pytest.MonkeyPatch) -> None:

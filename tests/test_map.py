@@ -348,3 +348,11 @@ def test_both_sides_alike_are_refused(capsys: pytest.CaptureFixture[str]) -> Non
     options = ["--cluster", LAN, "--x", "bandwidth", "--y", "bandwidth"]
     assert main(["map", "--task", "digits", "--set", "steps=4", *options]) == 2
     assert "on the other side already" in capsys.readouterr().err
+
+
+def test_one_node_at_every_point_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--cluster", "lan_1gbit(nodes=1)", "--x", "bandwidth", "--y", "latency"]
+    assert main(["map", "--task", "digits", "--set", "steps=4", *options]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "cluster: lan_1gbit(nodes=1) is one node" in line
+    assert "give several, such as lan_1gbit(nodes=8), or --y nodes=1,2,4" in line

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import shlex
 import signal
 import time
 from collections.abc import Container, Mapping
@@ -15,7 +13,6 @@ from types import MappingProxyType
 import pytest
 
 import orchestra
-from orchestra.cli.main import main
 from orchestra.cli.plan import read_target
 from orchestra.cluster import load_cluster
 from orchestra.engines.simulation import trials
@@ -23,7 +20,6 @@ from orchestra.engines.simulation.training import assigned
 from orchestra.engines.simulation.trials import Trial, Tried
 from orchestra.errors import InputError
 from orchestra.experiments.experiment import Experiment
-from orchestra.experiments.file import load
 from orchestra.planning.adaptive import adaptive
 from orchestra.planning.answer import Plan, answered, real_run
 from orchestra.planning.api import planned
@@ -457,37 +453,6 @@ def test_the_recommended_experiment_is_one_of_real_processes(tmp_path: Path) -> 
     assert real.training.engine == "processes"
     assert real.training.calibration == "auto"
     assert (real.ranks, real.training.batch_size) == ((4,), 16)
-
-
-def test_a_plan_ends_with_a_command_that_trains(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    file = tmp_path / "mine.yaml"
-    file.write_text(
-        "task: digits\nranks: 1\nbatch_size: 64\nsteps: 8\ncalibration: none\n"
-        "optimizer: SGD(lr=0.05)\ntarget: {metric: loss, at_most: 2.4}\nseeds: [3]\n"
-    )
-    monkeypatch.setattr("orchestra.planning.candidates.EVERYWHERE", {"ring": "AllReduce()"})
-    monkeypatch.setattr("orchestra.planning.candidates.BATCHES", (1.0,))
-    monkeypatch.setattr("orchestra.planning.candidates.RATES", ())
-    monkeypatch.setattr("orchestra.planning.candidates.KEPT", ())
-    cluster = "lan_1gbit(nodes=2, bandwidth='1 kbit/s')"
-    arguments = ["plan", str(file), "--cluster", cluster, "--out", "found", "--minutes", "5"]
-    assert main(arguments) == 0
-    *_, command = capsys.readouterr().out.strip().splitlines()
-    assert "One machine wins" in (tmp_path / "found" / "plan.html").read_text()
-    record = json.loads((tmp_path / "found" / "plan.json").read_text())
-    assert record["recommended"]["name"] == "one process"
-    (ring,) = [row for row in record["rows"] if row["name"] == "ring on 2 nodes"]
-    assert ring["dropped"].startswith("learns the same as one process")
-    assert ring["seconds"] > 100 * record["recommended"]["seconds"]
-    program, *rest = shlex.split(command)
-    assert program == "orchestra"
-    assert main(rest) == 0
-    trained = json.loads((tmp_path / "found" / "trained" / "summary.json").read_text())
-    assert trained["runs"][0]["engine"] == "processes"
-    assert load(tmp_path / "found" / "recommended.yaml").training.steps == 8
 
 
 def test_a_folder_with_files_is_refused(tmp_path: Path) -> None:

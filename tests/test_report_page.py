@@ -297,6 +297,19 @@ def test_a_training_is_reported_on_like_a_comparison(tmp_path: Path) -> None:
     assert "loss-against-seconds" in page.of("figure", "data-figure")
 
 
+def test_energy_is_in_the_table_where_the_watts_are_known(tmp_path: Path) -> None:
+    known = record("ring", energy_joules=2500.0, energy_to_target_joules=1250.0)
+    folder = keep(tmp_path / "known", [known, record("gossip")], trace=False)
+    page = Page(write_report([folder], tmp_path / "out"))
+    ring, gossip = page.table["ring"], page.table["gossip"]
+    assert ring["energy_joules"].numbers() == [2.5]
+    assert ring["energy_to_target_joules"].numbers() == [1.25]
+    assert gossip["energy_joules"].text == "\N{EN DASH}"
+    assert "energykJ" in page.text  # the head of the column, and its unit
+    unknown = keep(tmp_path / "unknown", [record("ring")], trace=False)
+    assert "energykJ" not in Page(write_report([unknown], tmp_path / "out-2")).text
+
+
 def test_sources_that_differ_are_named_first(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     keep(first, [record("ring")])

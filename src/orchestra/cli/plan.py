@@ -195,15 +195,15 @@ def read_target(text: str) -> dict[str, object]:
 def print_plan(plan: Plan) -> None:
     """Print the table, the answer, the notes, what was verified, and the command."""
     console = Console(highlight=False, markup=False)
-    if plan.target is not None:
-        console.print(f"target: {target_text(plan.target)}")
-    console.print(f"costs: {plan.costs}")
     # Those without a speed were refused, or there was no time; plan.json says which
     rows = [row for row in plan.rows if row.speed][:SHOWN]
     if rows:
+        if plan.target is not None:
+            console.print(f"target: {target_text(plan.target)}")
+        console.print(f"costs: {plan.costs}")
         console.print(_table(plan, rows))
-    if len(plan.rows) > len(rows):
-        console.print(f"and {len(plan.rows) - len(rows)} more candidates in plan.json")
+        if len(plan.rows) > len(rows):
+            console.print(f"and {len(plan.rows) - len(rows)} more candidates in plan.json")
     console.print(plan.headline, style="bold")
     if plan.knee is not None:
         where = f"{plan.knee} of {max(plan.scaling)} {plan.places}"

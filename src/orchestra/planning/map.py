@@ -134,6 +134,11 @@ def draw_map(
         raise InputError(f"minutes: {minutes:g} is not above 0, or above 100000; give 15, or 0.5")
     # All of them first: an impossible value is refused before minutes of simulation
     clusters = {(x, y): plane.cluster(x, y) for x, y in product(plane.x.values, plane.y.values)}
+    if all(len(each.nodes) == 1 for each in clusters.values()):
+        raise InputError(
+            f"cluster: {plane.text} is one node, so that nothing crosses links and no other node "
+            "is slower or faster; give several, such as lan_1gbit(nodes=8), or --y nodes=1,2,4"
+        )
     tell("loading the task", 0.0)
     length = length_of(experiment)
     folder = folder_for(out, f"map-{experiment.name}", empty=True)

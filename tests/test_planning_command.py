@@ -1,0 +1,130 @@
+"""`orchestra plan` from its command line: what it prints, with which status, and its command."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from orchestra.cli.main import main
+from orchestra.experiments.file import load
+from orchestra.report.numbers import significant
+
+
+@pytest.fixture
+def two_candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An experiment of eight steps, one process and a ring for it, in an own working folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("orchestra.planning.candidates.EVERYWHERE", {"ring": "AllReduce()"})
+    monkeypatch.setattr("orchestra.planning.candidates.BATCHES", (1.0,))
+    monkeypatch.setattr("orchestra.planning.candidates.RATES", ())
+    monkeypatch.setattr("orchestra.planning.candidates.KEPT", ())
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "task: digits\nranks: 1\nbatch_size: 64\nsteps: 8\ncalibration: none\n"
+        "optimizer: SGD(lr=0.05)\ntarget: {metric: loss, at_most: 2.4}\nseeds: [3]\n"
+    )
+    return file
+
+
+def test_a_plan_ends_with_a_command_that_trains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], two_candidates: Path
+) -> None:
+    cluster = "lan_1gbit(nodes=2, bandwidth='1 kbit/s')"
+    arguments = ["plan", str(two_candidates), "--cluster", cluster, "--out", "found"]
+    assert main([*arguments, "--minutes", "5"]) == 0
+    *_, command = capsys.readouterr().out.strip().splitlines()
+    assert "One machine wins" in (tmp_path / "found" / "plan.html").read_text()
+    record = json.loads((tmp_path / "found" / "plan.json").read_text())
+    assert record["recommended"]["name"] == "one process"
+    (ring,) = [row for row in record["rows"] if row["name"] == "ring on 2 nodes"]
+    assert ring["dropped"].startswith("learns the same as one process")
+    assert ring["seconds"] > 100 * record["recommended"]["seconds"]
+    program, *rest = shlex.split(command)
+    assert program == "orchestra"
+    assert main(rest) == 0
+    trained = json.loads((tmp_path / "found" / "trained" / "summary.json").read_text())
+    assert trained["runs"][0]["engine"] == "processes"
+    assert load(tmp_path / "found" / "recommended.yaml").training.steps == 8
+
+
+def plan_of(file: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """The exit status of `orchestra plan`, and what it prints, with lines joined."""
+    cluster = [] if "--cluster" in arguments else ["--cluster", "lan_1gbit(nodes=2)"]
+    status = main(["plan", str(file), "--out", "found", *cluster, *arguments])
+    return status, " ".join(capsys.readouterr().out.split())
+
+
+def test_a_target_out_of_reach_is_told_with_who_came_closest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], two_candidates: Path
+) -> None:
+    status, said = plan_of(
+        two_candidates, capsys, "--target", "accuracy>=0.9999", "--minutes", "5", "--no-report"
+    )
+    assert status == 1
+    answer = "None of them reaches accuracy >= 0.9999 in the samples and time given; the closest is"
+    assert f"{answer} one process with accuracy 0." in said
+    assert "train it" not in said
+    assert not (tmp_path / "found" / "recommended.yaml").exists()
+
+
+def test_a_model_larger_than_every_node_is_told_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], two_candidates: Path
+) -> None:
+    (tmp_path / "small.yaml").write_text(
+        "all_nodes:\n  cores: 1\n  memory: 10 kB\n  loopback: {bandwidth: 3 GB/s, latency: 15 us}\n"
+        "  link: {bandwidth: 1 Gbit/s, latency: 50 us}\n"
+        "nodes:\n  n: {count: 2, speed: 1}\nranks: spread\n"
+    )
+    arguments = ("--cluster", "small.yaml", "--minutes", "5", "--no-report")
+    status, said = plan_of(two_candidates, capsys, *arguments)
+    assert status == 1
+    answer = "None of the candidates can run here; the first: memory: n-0 has 10 kB, but rank 0"
+    assert said.startswith(answer)
+    assert said.endswith("choose another strategy, or nodes with more memory. record: found")
+    record = json.loads((tmp_path / "found" / "plan.json").read_text())
+    assert all(row["dropped"].startswith("memory: ") for row in record["rows"])
+
+
+def test_a_plan_on_nodes_with_prices_has_the_cost_to_the_target(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], two_candidates: Path
+) -> None:
+    (tmp_path / "priced.yaml").write_text(
+        "all_nodes:\n  cores: 1\n  speed: 1\n  price: 3.60 EUR/h\n"
+        "  loopback: {bandwidth: 3 GB/s, latency: 15 us}\n"
+        "  link: {bandwidth: 1 Gbit/s, latency: 50 us}\n"
+        "nodes: {n: {count: 2}}\nranks: spread\n"
+    )
+    arguments = ("--cluster", "priced.yaml", "--minutes", "5", "--no-report")
+    status, said = plan_of(two_candidates, capsys, *arguments)
+    assert status == 0
+    assert "s to target loss EUR" in said
+    record = json.loads((tmp_path / "found" / "plan.json").read_text())
+    rows = {row["name"]: row for row in record["rows"]}
+    for name, nodes in (("one process", 1), ("ring on 2 nodes", 2)):
+        row = rows[name]
+        assert row["currency"] == "EUR"
+        assert row["cost"] == pytest.approx(nodes * 0.001 * row["seconds"])
+        assert significant(row["cost"]) in said
+
+
+@pytest.mark.parametrize("minutes", ["0.1", "0.001"])
+def test_a_short_time_gives_an_answer_and_says_what_was_left_out(
+    minutes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """How far it comes in 0.1 minutes depends on the machine; in 0.001 nowhere."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("task: digits\nranks: 1\nbatch_size: 64\nsteps: 20\n")
+    out = ("--out", str(tmp_path / "found"))
+    status, said = plan_of(file, capsys, *out, "--minutes", minutes, "--target", "accuracy>=0.5")
+    record = json.loads((tmp_path / "found" / "plan.json").read_text())
+    assert status == (0 if record["recommended"] else 1)
+    assert record["headline"] in said
+    assert "note: no calibration: the time is too short for one" in said
+    assert len(record["rows"]) > 30
+    assert (tmp_path / "found" / "plan.html").exists()
+    if minutes == "0.001":
+        assert "There was no time to simulate anything; give more minutes." in said
+        assert f"note: no time for the speed of {len(record['rows'])} candidates" in said
