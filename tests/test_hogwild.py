@@ -163,6 +163,6 @@ def test_no_training_of_1000_hangs(piece: int, tmp_path: Path) -> None:
         updates = record.staleness_histogram
         assert sum(updates.values()) == ranks * steps, (number, updates)
         assert record.final_loss is not None
-        assert record.final_loss < 1.0, number  # 0.5 to 0.7; 1.6 at the beginning
+        assert record.final_loss < 1.0, number  # 0.5 to 0.7; 1.45 at the beginning
         stale += sum(count for staleness, count in updates.items() if int(staleness))
     assert stale > 0, "no update was made while another worker computed its gradient"
