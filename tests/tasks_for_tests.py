@@ -56,6 +56,11 @@ def large() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 200), *hidden, nn.Linear(200, CLASSES))
 
 
+def wide() -> nn.Module:
+    """Of 276 KB: its messages are large enough to be in memory that both ends map."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 1000), nn.Tanh(), nn.Linear(1000, CLASSES))
+
+
 def normalised() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, CLASSES)
@@ -112,7 +117,7 @@ class Pair(nn.Module):
 
 
 MODELS = {
-    "cnn": cnn, "mlp": mlp, "deep": deep, "large": large,
+    "cnn": cnn, "mlp": mlp, "deep": deep, "large": large, "wide": wide,
     "normalised": normalised, "dropping": dropping,
     "tied": Tied, "partial": Partial,
 }  # fmt: skip

@@ -141,6 +141,28 @@ def shared(runtime: Runtime, runs: int) -> list[float]:
 
 
 @pytest.mark.parametrize("runs", [10, pytest.param(1000, marks=pytest.mark.matrix)])
-def test_no_run_hangs(runs: int) -> None:
+def test_sharing_again_and_again(runs: int) -> None:
     """Memory begins with the values of the first rank, each time anew."""
     assert launch(shared, runs, 3).results == ([20.0] * runs,) * 3
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("piece", range(20))
+def test_no_training_of_1000_hangs(piece: int, tmp_path: Path) -> None:
+    """50 trainings: each ends, with all updates made and a loss as low as that of one worker."""
+    steps = 40
+    stale = 0
+    for number in range(50 * piece, 50 * (piece + 1)):
+        ranks, work = 2 + number % 2, ("shared", "equal")[number // 2 % 2]
+        run = settings(
+            Hogwild(), ranks, "images(samples=96)",
+            seed=number, optimizer="SGD(lr=0.1)", steps=steps, work=work, patience=20.0,
+        )  # fmt: skip
+        record = train_processes(run, tmp_path / str(number))
+        updates = record.staleness_histogram
+        assert sum(updates.values()) == ranks * steps, (number, updates)
+        assert record.final_loss is not None
+        assert record.final_loss < 1.0, number  # 0.5 to 0.7; 1.45 at the beginning
+        stale += sum(count for staleness, count in updates.items() if int(staleness))
+    assert stale > 0, "no update was made while another worker computed its gradient"

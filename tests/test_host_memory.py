@@ -18,8 +18,9 @@ from tests.test_trace import assert_well_formed, traced
 from tests.training import step_lines
 from tests.waiting import wait_until
 
+from orchestra.engines.events import Event, Exited, Failed, Notice
 from orchestra.engines.processes import launch
-from orchestra.errors import PeerLost, RunFailed
+from orchestra.errors import RunFailed
 from orchestra.schedules import (
     ALL_REDUCE,
     Schedule,
@@ -126,33 +127,28 @@ def reduce(runtime: Runtime, length: int, *, background: bool = False) -> None:
     runtime.transport.collective(call).wait()
 
 
-def killed(runtime: Runtime, assignment: tuple[int, Path, str]) -> None:
+def killed(runtime: Runtime, assignment: tuple[int, str]) -> None:
     """One rank is killed at a random moment of collectives without end."""
-    seed, folder, os.environ["ORCHESTRA_COMPILED"] = assignment
+    seed, os.environ["ORCHESTRA_COMPILED"] = assignment
     random = Random(seed)
     victim, delay = random.randrange(runtime.ranks), random.uniform(0, 0.05)
     if runtime.rank == victim:
         threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    try:
-        for length in itertools.cycle((10, 30_000, 1_000_000)):
-            reduce(runtime, length, background=random.random() < 0.5)
-    except PeerLost as lost:
-        (folder / f"{seed} {runtime.rank}").write_text(str(lost.rank))
-        raise
+    for length in itertools.cycle((10, 30_000, 1_000_000)):
+        reduce(runtime, length, background=random.random() < 0.5)
 
 
 @pytest.mark.parametrize("runs", [4, pytest.param(500, marks=pytest.mark.matrix)])
 @pytest.mark.timeout(1800)
 @COMPILED
-def test_a_rank_that_is_killed_at_any_moment_is_named(
-    runs: int, compiled: str, tmp_path: Path
-) -> None:
-    """By the run, and by each rank that notices before it is told to leave."""
+def test_a_rank_that_is_killed_at_any_moment_is_named(runs: int, compiled: str) -> None:
+    """By the run, and by each rank that notices before any other one may leave."""
     for seed in range(runs):
-        victim = Random(seed).randrange(3)
+        victim, told = Random(seed).randrange(3), list[Event | Notice]()
         with pytest.raises(RunFailed, match=rf"^rank {victim} on \S+ was killed by SIGKILL$"):
-            launch(killed, (seed, tmp_path, compiled), 3)
-        assert {found.read_text() for found in tmp_path.glob(f"{seed} *")} <= {str(victim)}
+            launch(killed, (seed, compiled), 3, on_event=told.append)
+        before = itertools.takewhile(lambda event: not isinstance(event, Exited), told)
+        assert {event.failure.lost for event in before if isinstance(event, Failed)} <= {victim}
 
 
 def stuck(runtime: Runtime, how: tuple[bool, str]) -> None:
