@@ -46,6 +46,7 @@ CANDIDATES = {
     "local SGD, H=16": "LocalSGD(16)",
 }
 PLANNED, RING_FIRST = "Auto, from the plan's choice", "Auto, from the ring"
+AUTOS = (PLANNED, RING_FIRST)
 SEEDS, PLAN_SEEDS = (0, 1, 2), (100, 101)
 NEVER = 1e9
 """Samples to the target of a candidate that the plan has not seen there."""
@@ -63,40 +64,43 @@ def charged(name: str, flops: float) -> Task:
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, as a change of `TRAINING`, and until when."""
+    """What is trained, as changes of `TRAINING`, and until when."""
 
     name: str
     task: str
     target: Target
-    training: Training
+    changes: Mapping[str, Any]
+
+    @property
+    def training(self) -> Training:
+        return replace(TRAINING, **self.changes)
 
 
-def alike(optimizer: str, **settings: Any) -> Training:
-    """With data that all share, as with DistributedSampler."""
-    return replace(TRAINING, optimizer=Optimizer.parse(optimizer, where="optimizer"), **settings)
+def optimizer(text: str) -> Optimizer:
+    return Optimizer.parse(text, where="optimizer")
 
 
 DIGITS = 'studies.auto:charged("digits", 100e6)'
 # Digits on shards of few labels, the hardest for those who exchange little; the same on shards that
-# are alike; and two more tasks, with the rate and the batch of studies/tasks. A ring takes the same
-# part of a step everywhere. Targets lie before the plateau of a rate that stays; they and the
-# steps were set by seeds of the plan.
+# are alike; and two more tasks, whose data all share, as with DistributedSampler, with the rate and
+# the batch of studies/tasks. A ring takes the same part of a step everywhere. Targets lie before
+# the plateau of a rate that stays; they and the steps were set by seeds of the plan.
 CASES = (
     Case(
         "digits, few labels", DIGITS, Target("accuracy", at_least=0.94),
-        replace(TRAINING, sharding=Dirichlet(0.1)),
+        {"sharding": Dirichlet(0.1)},
     ),
     Case(
-        "digits, shards alike", DIGITS, Target("accuracy", at_least=0.94),
-        replace(TRAINING, sharding=IID()),
+        "digits, shards alike", DIGITS, Target("accuracy", at_least=0.94), {"sharding": IID()}
     ),
     Case(
         "digits28", 'studies.auto:charged("digits28", 21.5e6)', Target("accuracy", at_least=0.85),
-        alike("SGD(lr=0.05, momentum=0.9)", batch_size=32),
+        {"optimizer": optimizer("SGD(lr=0.05, momentum=0.9)"), "batch_size": 32},
     ),
     Case(
         "regression", 'studies.auto:charged("regression", 15.9e6)',
-        Target("r2_pooled", at_least=0.95), alike("Adam(lr=0.01)", batch_size=16, steps=800),
+        Target("r2_pooled", at_least=0.95),
+        {"optimizer": optimizer("Adam(lr=0.01)"), "batch_size": 16, "steps": 800},
     ),
 )  # fmt: skip
 
@@ -219,22 +223,21 @@ def auto(samples: Mapping[str, float], first: str) -> str:
     return f"Auto([{notations}], samples={counts})"
 
 
-def table(found: Mapping[tuple[str, str], Sequence[Result]]) -> list[str]:
+def rows(case: Case, found: Mapping[tuple[str, str], Sequence[Result]]) -> list[str]:
     """Seconds to the target, the mean over the seeds; of `Auto` over the best candidate, too."""
-    lines = [f"| strategy | {' | '.join(EVERYWHERE)} |", "| --- |" + " --- |" * len(EVERYWHERE)]
-    best = {c: min(mean(found[c, name]) for name in CANDIDATES) for c in EVERYWHERE}
-    for name in (*CANDIDATES, PLANNED, RING_FIRST):
-        cells = []
-        for cluster in EVERYWHERE:
-            results = found[cluster, name]
-            seconds = mean(results)
-            text = f"{seconds:.1f}" if seconds < float("inf") else "not reached"
-            text = f"**{text}**" if seconds == best[cluster] else text
-            if name not in CANDIDATES:
-                changes = " ".join(str(len(changes_in(r.record.decisions))) for r in results)
-                text += f" ({seconds / best[cluster] - 1:+.1%}; changes {changes})"
+    lines = []
+    for cluster in EVERYWHERE:
+        cells = [case.name, cluster]
+        best = min(mean(found[cluster, name]) for name in CANDIDATES)
+        for name in (*CANDIDATES, *AUTOS):
+            seconds = mean(found[cluster, name])
+            text = f"{seconds:.1f}" if seconds < float("inf") else "-"
+            text = f"**{text}**" if seconds == best else text
+            if name in AUTOS:
+                changes = (str(len(changes_in(r.record.decisions))) for r in found[cluster, name])
+                text += f" ({seconds / best - 1:+.1%}; {', '.join(changes)})"
             cells.append(text)
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -248,26 +251,25 @@ def picture(results: Mapping[str, tuple[Any, float]], path: Path) -> None:
     for case in CASES:
         found, at = results[case.name]
         runs = {name: found[DROP, name][0] for name in names}
-        values = [
-            {"strategy": name, "seconds": seconds, "error": 1 - value}
-            for name, run in runs.items()
-            for seconds, value in run.curve
-        ]
-        dots = [
-            {"strategy": name, "seconds": run.seconds, "error": 1 - case.target.bound}
-            for name, run in runs.items()
-            if run.seconds < float("inf")
-        ]
-        longest = 1.05 * max(dot["seconds"] for dot in dots)
+        target, metric = case.target.bound, case.target.metric
+        longest = 1.05 * max(r.seconds for r in runs.values() if r.seconds < float("inf"))
+        curves = [(name, *point) for name, run in runs.items() for point in run.curve]
+        dots = [(name, run.seconds, target) for name, run in runs.items() if run.seconds < longest]
+        lines, points = (
+            alt.Chart(
+                alt.Data(values=[{"strategy": n, "seconds": s, "error": 1 - v} for n, s, v in rows])
+            )
+            for rows in (curves, dots)
+        )
         x = alt.X("seconds:Q", scale=alt.Scale(domain=[0, longest]), title="virtual seconds")
-        y = alt.Y(
-            "error:Q", scale=alt.Scale(type="log", domain=[0.5 - case.target.bound / 2, 1]),
-            title=f"1 - {case.target.metric}",
-        )  # fmt: skip
-        lines = alt.Chart(alt.Data(values=values)).mark_line(clip=True).encode(x, y, colour)
-        points = alt.Chart(alt.Data(values=dots)).mark_point(filled=True, size=80)
+        scale = alt.Scale(type="log", domain=[(1 - target) / 2, 1])
+        y = alt.Y("error:Q", scale=scale, title=f"1 - {metric}")
         drop = alt.Chart(alt.Data(values=[{"seconds": at}])).mark_rule(strokeDash=[4, 4])
-        layers = lines + points.encode(x, y, colour) + drop.encode(x)
+        layers = (
+            lines.mark_line(clip=True).encode(x, y, colour)
+            + points.mark_point(filled=True, size=80).encode(x, y, colour)
+            + drop.encode(x)
+        )
         charts.append(layers.properties(width=420, height=260, title=case.name))
     title = "Four nodes; dashed: all links become 20 times slower. Dots: the target"
     chart = alt.concat(*charts, columns=2).properties(title=title, background="white")
@@ -307,11 +309,13 @@ def main() -> None:
     folder = parser.parse_args().folder
     with Pool(2, 0) as pool:
         results = {case.name: studied(case, folder / _plain(case.name), pool) for case in CASES}
-    lines = []
+    heads = ["task", "cluster", *CANDIDATES, *AUTOS]
+    lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     for case in CASES:
         found, at = results[case.name]
-        lines += [f"{case.name}; the bandwidth drops at {at} s", "", *table(found), ""]
-    (folder / "auto.md").write_text("\n".join(lines))
+        lines += rows(case, found)
+        print(f"{case.name}: the bandwidth drops at {at} s")
+    (folder / "auto.md").write_text("\n".join(lines) + "\n")
     print(*lines, sep="\n")
     picture(results, folder / "auto.png")
 
