@@ -21,6 +21,8 @@ OFTEN = 0.02
 """The part of the time that rehearsals may take while nothing changes."""
 AFTER_CHANGE = 0.2
 """The same where the seconds of a step have changed by more than the margin."""
+FIRST = 3
+"""Steps before the first decision, if `every` is more: on slow links ten of a ring are dear."""
 
 
 @dataclass
@@ -56,9 +58,10 @@ class AutoState:
 class Auto(Phased[AutoState]):
     """Train under the candidate that is predicted to reach the target first, as things are now.
 
-    It begins with the first of `candidates`. At least `every` steps later, at the end of a round
-    where the strategy under way has rounds, all workers compare the candidates, and go on with
-    another one if that is predicted to reach the target sooner by the `margin`. What is compared is
+    It begins with the first of `candidates`. After 3 steps, and then at least every `every` steps,
+    at the end of a round where the strategy under way has rounds, all workers compare the
+    candidates, and go on with another one if that is predicted to reach the target sooner by the
+    `margin`. What is compared is
 
         samples to the target x seconds a step,
 
@@ -182,7 +185,8 @@ class Auto(Phased[AutoState]):
         state.own.append(own)
         state.steps += 1
         steps, several = len(state.walls), len(worker.workers) > 1
-        if several and steps >= self.every and steps % phase.exchange_every == 0:
+        least = self.every if state.exchanges else min(self.every, FIRST)
+        if several and steps >= least and steps % phase.exchange_every == 0:
             self._decide(worker, state)
             state.watch.lap()  # what that took is nobody's step
 
@@ -201,7 +205,8 @@ class Auto(Phased[AutoState]):
         paces = self._paces(state, [row[1:] for row in table])
         if not changed:  # else some of these steps may be from before the change
             own = paces[state.current]
-            state.ratios[state.current] = seconds / own.predicted
+            if steps >= self.every:  # a few steps can be slow by chance
+                state.ratios[state.current] = seconds / own.predicted
             paces[state.current] = replace(own, ratio=seconds / own.predicted)
         new, reason = choose(paces, state.current, self.margin)
         worker.measures.decisions.append(
@@ -272,7 +277,13 @@ class Auto(Phased[AutoState]):
         worker.begin_phase(worker.workers.ranks)
         worker.snapshots.skip(worker.step.consumed)
         state.current, state.usual = new, 0.0
+        # Parameters are equal now: to broadcast them would take N - 1 times their size, and go on
+        # in the background of the first steps, which would be measured as slow.
+        exchange.broadcast_buffers(worker, worker.everyone)
+        agreed, worker.agrees = worker.agrees, True
         state.inner = then.start(worker)
+        worker.agrees = agreed
+        exchange.wait_for_workers(worker)
 
 
 # What it decides by: plain numbers
