@@ -154,12 +154,9 @@ def bench_fidelity(
         path = calibration or Path(name) / "calibration.json"
         if calibration is None:
             subjects = {case.subject.task: case.subject for case in chosen}
-            # Everything is predicted from one calibration made before; nothing is fitted afterwards
-            # Runs on emulated nodes are predicted from steps under such a node's quota
-            fresh = calibrate(
-                [*subjects.values()], seconds, on_progress, emulated=chosen[0].cluster
-            )
-            path.write_text(fresh.to_json())
+            # One calibration before all runs, for emulated ones under the quota of such a node
+            works, on = [*subjects.values()], chosen[0].cluster
+            path.write_text(calibrate(works, seconds, on_progress, emulated=on).to_json())
         measured = read_calibration(path)
         done = itertools.count(1)
 

@@ -37,7 +37,7 @@ from orchestra.worker.runtime import PassingReporter, Runtime, Work
 
 T = TypeVar("T")
 SLICES = (1, 2, 4, 8)
-"""The numbers of servers over which the parameters are divided to measure the optimizer."""
+"""Numbers of servers over which parameters are divided to measure the optimizer."""
 EXCHANGED = 65_536
 """The bytes of an exchange that takes turns with steps."""
 FIRST_STEPS = 3
@@ -80,11 +80,8 @@ class Workload:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The batch sizes to measure: those asked for, a quarter and half of the smallest, and
-        twice and four times the largest.
-
-        A quarter is a micro-batch of four; four times as many is the batch of one process in
-        place of four.
+        """The batch sizes to measure: those asked for, a quarter and half of the smallest (a
+        micro-batch of four), and twice and four times the largest (one process in place of four).
         """
         least, most = min(self.batch_sizes), max(self.batch_sizes)
         wanted = {*self.batch_sizes, least // 4, least // 2, 2 * most, 4 * most}
@@ -251,11 +248,10 @@ class _Meter:
             update += times["update"]
             self._done += 1
             self._runtime.reporter.progress(step=self._done, samples=0)
-        whole = trimmed_mean(update)
         # Slices are measured apart, and scaled to what an update takes inside a step
+        whole = trimmed_mean(update)
         updates = {size: [whole * part] for size, part in slices.items()} | {elements: update}
-        parts = (gradient, updates, step)
-        return Timing(threads, *(curve_of(times, trimmed_mean) for times in parts))
+        return Timing(threads, *(curve_of(x, trimmed_mean) for x in (gradient, updates, step)))
 
     def cold(self) -> float:
         """Return the surplus of a step followed by an exchange over both of them measured alone."""
@@ -278,10 +274,9 @@ class _Meter:
     def _steps(
         self, threads: int, size: int, exchange: Callable[[], object] = lambda: None
     ) -> dict[str, list[float]]:
-        """Return the seconds of the parts of a step, by their names, from as many steps as fit
-        into the time or as few as it took to find that out.
-
-        Those of one thread are processor seconds, those of more the seconds that pass.
+        """Return the seconds of the parts of a step, by their names: processor seconds of one
+        thread, seconds that pass of more. As many steps are made as fit into the time, or as few as
+        it took to find that out.
         """
         # What other programs take can be told from one thread's seconds, not from those of several
         clock = time.thread_time if threads == 1 else time.perf_counter
