@@ -1,4 +1,4 @@
-"""When flows end according to SimGrid, as its pure max-min fair model CM02: JSON in, JSON out.
+"""When flows end according to SimGrid 4, as its pure max-min fair model CM02: JSON in, JSON out.
 
 In a process of its own, since SimGrid has one engine a process:
 {"capacities": [bytes/s, ...], "flows": [[start, bytes, [link, ...]], ...]} gives [end, ...].
@@ -18,8 +18,8 @@ SETTINGS = {
     "network/bandwidth-factor": 1,
     "network/crosstraffic": 0,
     "network/weight-S": 0,
-    "surf/precision": 1e-12,
-    "maxmin/precision": 1e-12,
+    "precision/timing": 1e-12,
+    "precision/work-amount": 1e-12,
 }
 Flow = tuple[float, int, Sequence[int]]
 
@@ -28,8 +28,8 @@ def ends(capacities: Sequence[float], flows: Sequence[Flow]) -> list[float]:
     simgrid: Any = importlib.import_module("simgrid")
     settings = [f"--cfg={name}:{value}" for name, value in SETTINGS.items()]
     engine = simgrid.Engine(["flows", *settings])
-    zone = simgrid.NetZone.create_full_zone("zone")
-    links = [zone.create_link(f"link {n}", capacity) for n, capacity in enumerate(capacities)]
+    zone = engine.netzone_root.add_netzone_full("zone")
+    links = [zone.add_link(f"link {n}", capacity) for n, capacity in enumerate(capacities)]
     found = [0.0] * len(flows)
 
     def send(number: int, start: float, size: int) -> None:
@@ -41,11 +41,11 @@ def ends(capacities: Sequence[float], flows: Sequence[Flow]) -> list[float]:
         found[number] = simgrid.Engine.clock
 
     for number, (start, size, crossed) in enumerate(flows):
-        source, target = (zone.create_host(f"{side} {number}", 1e9) for side in ("from", "to"))
+        source, target = (zone.add_host(f"{side} {number}", 1e9) for side in ("from", "to"))
         way = [simgrid.LinkInRoute(links[link]) for link in crossed]
-        zone.add_route(source.netpoint, target.netpoint, None, None, way, False)
-        simgrid.Actor.create(f"sender {number}", source, send, number, start, size)
-        simgrid.Actor.create(f"receiver {number}", target, receive, number)
+        zone.add_route(source, target, way, False)
+        source.add_actor(f"sender {number}", send, number, start, size)
+        target.add_actor(f"receiver {number}", receive, number)
     zone.seal()
     engine.run()
     return found

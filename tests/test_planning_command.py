@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from tests.emulated import needs_emulation, small_cluster, written
 
 from orchestra.cli.main import main
 from orchestra.experiments.file import load
@@ -128,3 +129,47 @@ def test_a_short_time_gives_an_answer_and_says_what_was_left_out(
     if minutes == "0.001":
         assert "There was no time to simulate anything; give more minutes." in said
         assert f"note: no time for the speed of {len(record['rows'])} candidates" in said
+
+
+@needs_emulation
+@pytest.mark.matrix
+def test_a_plan_is_verified_on_emulated_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], two_candidates: Path
+) -> None:
+    cluster = written(small_cluster(2), tmp_path)
+    arguments = ("--cluster", cluster, "--minutes", "5", "--no-report", "--verify")
+    status, said = plan_of(two_candidates, capsys, *arguments)
+    assert status == 0
+    found = json.loads((tmp_path / "found" / "plan.json").read_text())["verified"]
+    assert {each["name"] for each in found} >= {"one process", "ring on 2 nodes"}
+    for each in found:
+        assert (each["engine"], each["failure"]) == ("emulation", None)
+        assert each["predicted"].keys() == each["measured"].keys() == {"3"}
+        assert each["measured"]["3"] > 0  # it has reached the target
+        assert each["computing"] > 0
+        predicted = significant(each["predicted"]["3"])
+        assert f"{each['name']}: predicted {predicted} s, measured " in said
+
+
+@needs_emulation
+@pytest.mark.matrix
+def test_points_of_a_map_are_verified_on_emulated_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], two_candidates: Path
+) -> None:
+    cluster = written(small_cluster(2), tmp_path)
+    status = main([
+        "map", str(two_candidates), "--cluster", cluster, "--x", "bandwidth=50 Mbit/s..200 Mbit/s",
+        "--y", "slowest_node=0.5,1", "--points", "2", "--minutes", "5", "--verify", "2", "--out",
+        "found",
+    ])  # fmt: skip
+    assert status == 0
+    record = json.loads((tmp_path / "found" / "map.json").read_text())
+    assert len(record["points"]) == 4
+    assert len(record["checks"]) == 2
+    said = " ".join(capsys.readouterr().out.split())
+    for check in record["checks"]:
+        assert check["failure"] is None
+        assert check["predicted"].keys() == check["measured"].keys() == {"one process", "ring"}
+        assert all(seconds > 0 for seconds in check["measured"].values())
+        assert check["agrees"] in (True, False)
+    assert said.count(" s, measured ") == 4

@@ -269,10 +269,10 @@ share, sizes = json.load(sys.stdin)
 names = {"network/model": "CM02", "network/latency-factor": 1, "network/bandwidth-factor": 1,
          "network/crosstraffic": 1, "network/weight-S": 0, "network/TCP-gamma": 0}
 engine = simgrid.Engine(["flows", *(f"--cfg={name}:{value}" for name, value in names.items())])
-zone = simgrid.NetZone.create_full_zone("zone")
-hosts = [zone.create_host(str(n), 1e9) for n in range(2)]
-link = zone.create_split_duplex_link("link", 5e6)
-zone.add_route(hosts[0].netpoint, hosts[1].netpoint, None, None,
+zone = engine.netzone_root.add_netzone_full("zone")
+hosts = [zone.add_host(str(n), 1e9) for n in range(2)]
+link = zone.add_split_duplex_link("link", 5e6)
+zone.add_route(hosts[0], hosts[1],
                [simgrid.LinkInRoute(link, simgrid.LinkInRoute.Direction.UP)], True)
 ends = {}
 def send(number, size):
@@ -282,8 +282,8 @@ def receive(number):
     ends[number] = simgrid.Engine.clock
 for number, size in enumerate(sizes):
     if size:
-        simgrid.Actor.create("s", hosts[number], send, number, size)
-        simgrid.Actor.create("r", hosts[1 - number], receive, number)
+        hosts[number].add_actor("s", send, number, size)
+        hosts[1 - number].add_actor("r", receive, number)
 zone.seal()
 engine.run()
 print(json.dumps([ends[n] for n in sorted(ends)]))
@@ -326,8 +326,8 @@ import json, sys, simgrid
 names = {"network/model": "CM02", "network/latency-factor": 1, "network/bandwidth-factor": 1,
          "network/crosstraffic": 0, "network/weight-S": 20537, "network/TCP-gamma": 0}
 engine = simgrid.Engine(["flows", *(f"--cfg={name}:{value}" for name, value in names.items())])
-zone = simgrid.NetZone.create_full_zone("zone")
-last, target = zone.create_link("last", 5e6), zone.create_host("target", 1e9)
+zone = engine.netzone_root.add_netzone_full("zone")
+last, target = zone.add_link("last", 5e6), zone.add_host("target", 1e9)
 ends = {}
 def send(number, size):
     simgrid.Mailbox.by_name(str(number)).put(number, size)
@@ -335,13 +335,13 @@ def receive(number):
     simgrid.Mailbox.by_name(str(number)).get()
     ends[number] = simgrid.Engine.clock
 for number, latency in enumerate(json.load(sys.stdin)):
-    host = zone.create_host(str(number), 1e9)
-    link = zone.create_link(f"first {number}", 50e6)
+    host = zone.add_host(str(number), 1e9)
+    link = zone.add_link(f"first {number}", 50e6)
     link.set_latency(latency)
     way = [simgrid.LinkInRoute(each) for each in (link, last)]
-    zone.add_route(host.netpoint, target.netpoint, None, None, way, False)
-    simgrid.Actor.create("s", host, send, number, 1_000_000)
-    simgrid.Actor.create("r", target, receive, number)
+    zone.add_route(host, target, way, False)
+    host.add_actor("s", send, number, 1_000_000)
+    target.add_actor("r", receive, number)
 zone.seal()
 engine.run()
 print(json.dumps([ends[n] for n in sorted(ends)]))

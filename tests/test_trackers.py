@@ -6,8 +6,10 @@ import importlib.util
 import json
 import shutil
 import struct
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +18,11 @@ from tests.comparisons import experiment
 from tests.simulated import simulated
 from tests.training import step_lines
 
-from orchestra.errors import RunFailed
+from orchestra.errors import InputError, RunFailed
 from orchestra.experiments import tracking
 from orchestra.experiments.experiment import Experiment, alone, only_run
 from orchestra.experiments.run import make_run
-from orchestra.experiments.tracking import About, Figures, Tracker
+from orchestra.experiments.tracking import About, Figures, Tracker, Tracking
 from orchestra.trainer.settings import Run
 
 
@@ -140,6 +142,27 @@ def test_a_failed_run_is_one_there_too(tmp_path: Path, noted: list[Noted]) -> No
     with pytest.raises(RunFailed):
         make_run(run, whole, tmp_path / "out", fail)
     assert noted[0].ended == ("failed", {})
+
+
+def test_a_client_that_mlflow_refuses_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mlflow-skinny does it where MLFLOW_TRACKING_URI names a database."""
+
+    class MlflowException(Exception):
+        pass
+
+    def refuse() -> None:
+        raise MlflowException("got unsupported URI 'sqlite:///mlflow.db'")
+
+    names = {"MlflowClient": refuse, "Param": None, "MlflowException": MlflowException}
+    for name in ("mlflow", "mlflow.entities", "mlflow.exceptions"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**names))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: importlib.util)
+    monkeypatch.setattr(importlib.util, "origin", "there", raising=False)
+    with pytest.raises(InputError, match=r"unsupported URI.*MLFLOW_TRACKING_URI") as error:
+        Tracking(*wanted(), tmp_path)
+    assert "\n" not in str(error.value)
 
 
 # With the libraries ------------------------------------------------------------------------------

@@ -98,9 +98,10 @@ class MLflowTracker:
         from mlflow.entities import Param
         from mlflow.exceptions import MlflowException
 
-        self._client = client = MlflowClient()
         self._folder = about.folder
         try:
+            # Refuses an address for which it lacks a library, as mlflow-skinny does SQLite
+            self._client = client = MlflowClient()
             if known is not None:
                 self.id = known
                 client.update_run(known, status="RUNNING")
