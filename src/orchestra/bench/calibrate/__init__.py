@@ -29,7 +29,7 @@ from orchestra.bench.calibrate.messages import (
     measure_near,
     messages_of,
 )
-from orchestra.bench.calibrate.training import Workload, measure_task
+from orchestra.bench.calibrate.training import ROUNDS, Workload, measure_task
 from orchestra.bench.timing import Progress, run_ranks, waited
 from orchestra.cluster import Cluster
 from orchestra.cluster.calibration import Calibration, TaskCosts
@@ -180,7 +180,7 @@ def _measurements(
     ]
     for subject in subjects:
         order = replace(subject, seconds=seconds, folder=folder, threads=threads, share=share)
-        figures = len(order.threads) * len(order.sizes) + 1
+        figures = ROUNDS * len(order.threads) * len(order.sizes) + 1
         found += [
             _measurement(subject.task, 4.0, measure_task, order.due, 2, figures, emulated=emulated),
             _measurement("cores at once", 2.5, measure_speeds, order.due, cores + 1, TURNS),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from orchestra.bench.calibrate.training import FIRST_STEPS, Profile, train_profiled
+from orchestra.bench.calibrate.profile import FIRST_STEPS, Profile, train_profiled
 from orchestra.bench.timing import (
     Budget,
     Kept,

@@ -5,18 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from orchestra.bench.calibrate.profile import FIRST_STEPS, Profile, train_profiled
 from orchestra.bench.timing import LEAST, MOST, Budget, Kept, curve_of, repeat, rounds, trimmed_mean
 from orchestra.cluster.calibration import Parameter, TaskCosts, Timing
 from orchestra.collectives import Group, all_reduce
@@ -29,19 +28,17 @@ from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.single import Single
 from orchestra.tasks.task import Task, load_task
-from orchestra.trainer.program import train
 from orchestra.trainer.settings import Run, Training
 from orchestra.transports.tags import Tag
 from orchestra.worker.layout import Layout
-from orchestra.worker.runtime import PassingReporter, Runtime, Work
+from orchestra.worker.runtime import Runtime
 
-T = TypeVar("T")
 SLICES = (1, 2, 4, 8)
 """Numbers of servers over which parameters are divided to measure the optimizer."""
 EXCHANGED = 65_536
 """The bytes of an exchange that takes turns with steps."""
-FIRST_STEPS = 3
-"""The first steps of a run, which do not count."""
+ROUNDS = 3
+"""Times that each size of a batch is measured; the middle one counts."""
 
 
 @dataclass(frozen=True)
@@ -86,55 +83,6 @@ class Workload:
         least, most = min(self.batch_sizes), max(self.batch_sizes)
         wanted = {*self.batch_sizes, least // 4, least // 2, 2 * most, 4 * most}
         return tuple(sorted(size for size in wanted if size > 0))
-
-
-@dataclass
-class Profile:
-    """Takes the place of a rank's compute, and records when each piece of work began and ended.
-
-    `exchange` is called after each update, as part of the next step.
-    """
-
-    clock: Callable[[], float]
-    exchange: Callable[[], object] = lambda: None
-    seconds: float = 0.0
-    main_seconds: float = 0.0
-    notes: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
-
-    def run(self, work: Work, function: Callable[[], T]) -> T:
-        began = self.clock()
-        result = function()
-        ended = self.clock()
-        self.seconds += ended - began
-        self.main_seconds = self.seconds
-        self.notes[work.kind].append((began, ended))
-        # After the update, so that the next step finds the caches as an exchange leaves them
-        if work.kind == "update":
-            self.exchange()
-        return result
-
-    def needs(self, slot: int, wait: Callable[[], object]) -> None:
-        wait()
-
-    def reached(self, slot: int) -> None:
-        """The clock knows."""
-
-    def steps(self) -> dict[str, list[float]]:
-        """Return, for each step but the first ones, the seconds of the gradient, the update, the
-        rest, and all three together.
-        """
-        times: dict[str, list[float]] = defaultdict(list)
-        ends = [ended for _, ended in self.notes["update"]]
-        # In the first ones memory is taken and kernels are chosen
-        for step in range(FIRST_STEPS, len(ends)):
-            whole = rest = ends[step] - ends[step - 1]
-            for kind in ("gradient", "update"):
-                began, ended = self.notes[kind][step]
-                times[kind].append(ended - began)
-                rest -= ended - began
-            times["step"].append(rest)
-            times["whole"].append(whole)
-        return times
 
 
 def measure_task(runtime: Runtime, order: Workload) -> tuple[TaskCosts, Kept] | None:
@@ -191,29 +139,6 @@ def _exchange(runtime: Runtime, last: float = 0.0) -> bool:
     return bool(vector[0])
 
 
-@dataclass
-class _Inner(PassingReporter):
-    """Reports of a training inside a measurement only that it is alive, with `done` figures."""
-
-    done: int
-
-    def progress(self, *, samples: int, **_: Any) -> None:
-        self.inner.progress(step=self.done, samples=samples)
-
-
-def train_profiled(
-    runtime: Runtime, run: Run, profile: Profile, done: int, folder: str | None
-) -> None:
-    """Train `run` with `profile` in place of the rank's compute; `done` figures are known so far.
-
-    Its files lie in `folder`, the launcher's, since ranks may be killed.
-    """
-    reporter = _Inner(runtime.reporter, done)
-    runtime = replace(runtime, ranks=run.training.ranks, compute=profile, reporter=reporter)
-    with tempfile.TemporaryDirectory(prefix="training-", dir=folder) as own:
-        train(runtime, (run, Path(own)))
-
-
 class _Meter:
     """Makes short trainings of one task on one worker, with batches of several sizes."""
 
@@ -223,9 +148,11 @@ class _Meter:
         self._task = task
         self._kept = kept
         self._done = 0
-        sizes = len(order.threads) * len(order.sizes)
-        figures = sizes + 3 + 1 + len(SLICES)  # cold, parameters, updates
-        self.budget = Budget(order.until, figures)
+        figures = ROUNDS * len(order.threads) * len(order.sizes)
+        self.budget = Budget(
+            order.until, figures + 3 + 1 + len(SLICES)
+        )  # cold, parameters, updates
+        self._each: dict[tuple[int, int], float] = {}  # seconds of a step, by threads and size
 
     def timing(self, threads: int, elements: int, slices: Mapping[int, float]) -> Timing:
         """Return the timings with `threads` threads. `slices` has, by number of elements, the
@@ -233,21 +160,23 @@ class _Meter:
 
         The batch that was asked for comes first; others are left out where there is no time.
         """
-        gradient: dict[int, list[float]] = {}
-        step: dict[int, list[float]] = {}
-        update: list[float] = []
+        found: dict[int, list[dict[str, list[float]]]] = defaultdict(list)
         asked = self._order.batch_size
         # If time is short, the batch that was asked for is there
-        for size in sorted(self._order.sizes, key=lambda size: (size != asked, size)):
-            if self.budget.over and gradient:
-                samples = f"{size} sample{'s' * (size > 1)}"
-                self._kept.left_out.append(f"a gradient of {samples}")
-                continue
-            times = self._steps(threads, size)
-            gradient[size], step[size] = times["gradient"], times["step"]
-            update += times["update"]
+        sizes = sorted(self._order.sizes, key=lambda size: (size != asked, size))
+        # In turns, so that seconds in which the machine is slower are not one size's alone
+        for turn, size in itertools.product(range(ROUNDS), sizes):
+            if not (self.budget.over and found):
+                found[size].append(self._steps(threads, size))
+            elif turn == 0:
+                self._kept.left_out.append(f"a gradient of {size} sample{'s' * (size > 1)}")
             self._done += 1
             self._runtime.reporter.progress(step=self._done, samples=0)
+        gradient, step = (
+            {size: _middle([each[part] for each in turns]) for size, turns in found.items()}
+            for part in ("gradient", "step")
+        )
+        update = _middle([each["update"] for turns in found.values() for each in turns])
         # Slices are measured apart, and scaled to what an update takes inside a step
         whole = trimmed_mean(update)
         updates = {size: [whole * part] for size, part in slices.items()} | {elements: update}
@@ -260,16 +189,18 @@ class _Meter:
             self._kept.left_out.append("what steps and exchanges in turn take more")
             _exchange(runtime, last=1.0)
             return 0.0
-        alone = self._steps(1, size)["whole"]
-        in_turn = self._steps(1, size, lambda: _exchange(runtime))["whole"]
+        more = []
+        for _ in range(ROUNDS):
+            alone = self._steps(1, size)["whole"]
+            in_turn = self._steps(1, size, lambda: _exchange(runtime))["whole"]
+            more.append(trimmed_mean(in_turn) - trimmed_mean(alone))
         seconds, most = self._order.seconds / 2, self.budget.share()
         exchanges = repeat(lambda: _exchange(runtime), seconds, Kept(), most)  # waits for a peer
         _exchange(runtime, last=1.0)
         self._done += 1
-        step, both = statistics.median(alone), statistics.median(in_turn)
         # Gradients and messages push each other out of the caches; measured one by one both are too
         # cheap (decision 30).
-        return max(both - step - statistics.median(exchanges), 0.0)
+        return max(statistics.median(more) - statistics.median(exchanges), 0.0)
 
     def _steps(
         self, threads: int, size: int, exchange: Callable[[], object] = lambda: None
@@ -284,14 +215,17 @@ class _Meter:
         # one process, which does not
         strategy: Strategy[Any] = AllReduce() if threads == 1 else Single()
         most, began = self.budget.share(), time.perf_counter()
-        times = self._train(strategy, size, FIRST_STEPS + 2, Profile(clock, exchange))
-        passed = time.perf_counter() - began
-        each = passed / (FIRST_STEPS + 2)
-        # The first short training has told what a step takes; with no time left it is the result
-        fit = int(min(max((most - passed) / each, 0.0), MOST)) - FIRST_STEPS
-        if fit <= 2:
-            return times
-        steps = FIRST_STEPS + min(max(int(self._order.seconds / each), LEAST), fit)
+        if (each := self._each.get((threads, size), 0.0)) == 0.0:
+            times = self._train(strategy, size, FIRST_STEPS + 2, Profile(clock, exchange))
+            passed = time.perf_counter() - began
+            each = self._each[threads, size] = passed / (FIRST_STEPS + 2)
+            # A short training tells what a step takes; with no time left it is the result
+            most -= passed
+            if most < (FIRST_STEPS + 3) * each:
+                return times
+        fit = int(min(most / each, MOST)) - FIRST_STEPS
+        wanted = max(int(self._order.seconds / ROUNDS / each), LEAST // ROUNDS)
+        steps = FIRST_STEPS + min(wanted, max(fit, 2))
         began, ran = time.perf_counter(), time.thread_time()
         times = self._train(strategy, size, steps, Profile(clock, exchange))
         if threads == 1:
@@ -319,6 +253,11 @@ class _Meter:
         runtime = replace(self._runtime, share=lambda make: self._task)
         train_profiled(runtime, run, profile, self._done, order.folder)
         return profile.steps()
+
+
+def _middle(turns: Sequence[list[float]]) -> list[float]:
+    """Return the durations of the turn with the middle mean."""
+    return sorted(turns, key=trimmed_mean)[len(turns) // 2]
 
 
 def _updates(module: nn.Module, order: Workload, kept: Kept, budget: Budget) -> dict[int, float]:
