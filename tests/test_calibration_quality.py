@@ -27,6 +27,7 @@ from orchestra.bench.calibrate import (
     Workload,
     measure_all,
     thread_counts,
+    training,
 )
 from orchestra.bench.calibrate.contention import measure_speeds
 from orchestra.bench.calibrate.training import measure_task
@@ -40,6 +41,8 @@ from orchestra.engines.processes.system import UsageMeter
 from orchestra.engines.simulation.cost_source import cost_source_of
 from orchestra.errors import RunFailed
 from orchestra.strategies.all_reduce import AllReduce
+from orchestra.tasks.task import load_task
+from orchestra.worker.runtime import SilentReporter
 
 DATE = "2026-11-21T10:00:00+00:00"
 GOOD = Quality(DATE, waited=0.02, spread=0.03)
@@ -163,6 +166,25 @@ def test_what_is_slow_is_repeated_less_often(
         clock.now += each
 
     assert repeat(call, seconds, Kept(), most) == pytest.approx([each] * repeats)
+
+
+def test_seconds_in_which_the_machine_is_slower_are_not_one_sizes_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+
+    def steps(meter: object, threads: int, size: int) -> dict[str, list[float]]:
+        made.append(size)
+        slow = 3.0 if 3 <= len(made) <= 5 else 1.0  # across the end of the first turn
+        return {part: [slow * size] * 4 for part in ("gradient", "step", "update")}
+
+    monkeypatch.setattr(training._Meter, "_steps", steps)
+    order = Workload(TASK, SGD, batch_sizes=(4,))
+    runtime: Any = SimpleNamespace(reporter=SilentReporter())
+    meter = training._Meter(runtime, order, load_task(TASK), Kept())
+    timing = meter.timing(1, 10, {})
+    assert timing.gradient.points == tuple((float(size), float(size)) for size in order.sizes)
+    assert made == [4, 1, 2, 8, 16] * training.ROUNDS
 
 
 def test_steps_without_time_are_of_the_batch_that_was_asked_for() -> None:
