@@ -169,7 +169,8 @@ def test_points_of_a_map_are_verified_on_emulated_nodes(
     said = " ".join(capsys.readouterr().out.split())
     for check in record["checks"]:
         assert check["failure"] is None
-        assert check["predicted"].keys() == check["measured"].keys() == {"one process", "ring"}
+        assert check["predicted"].keys() == check["measured"].keys()
+        assert len(check["measured"]) == 2  # of one process, ring, and ring with shares by speed
         assert all(seconds > 0 for seconds in check["measured"].values())
         assert check["agrees"] in (True, False)
     assert said.count(" s, measured ") == 4
