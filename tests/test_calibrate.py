@@ -154,6 +154,7 @@ def test_steps_with_cold_caches_count_and_single_outliers_do_not() -> None:
 def test_the_sizes_lie_around_those_asked_for() -> None:
     assert Workload(TASK, SGD).sizes == (8, 16, 32, 64, 128)
     assert Workload(TASK, SGD, batch_sizes=(1, 3)).sizes == (1, 3, 6, 12)
+    assert Workload(TASK, SGD, batch_sizes=(8, 1), around=False).sizes == (1, 8)
 
 
 # The file

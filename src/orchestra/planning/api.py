@@ -210,9 +210,13 @@ def calibrated(
     from orchestra.bench.calibrate import Workload, calibrate
 
     whole = training.ranks * training.batch_size
-    # From a worker among eight to one process with the largest batch; others are interpolated.
-    sizes = sorted({max(1, round(whole * times / 8)) for times in (*BATCHES, 8 * BATCHES[-1])})
-    work = Workload(experiment.task, training.optimizer, training.precision, tuple(sizes))
+    # Those of one process and of a worker among eight; others are interpolated
+    sizes = {max(1, round(whole * times / workers)) for times in BATCHES for workers in (1, 8)}
+    work = Workload(
+        experiment.task, training.optimizer, training.precision,
+        # Of the first one it is measured, too, when each layer is done
+        (whole, *sorted({1, *sizes} - {whole})), around=False,
+    )  # fmt: skip
 
     def show(what: str, part: float) -> None:
         tell(f"calibrating: {what}", part * 0.2)

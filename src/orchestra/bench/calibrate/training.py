@@ -51,6 +51,7 @@ class Workload:
         until: when it has to be done, by the clock of a `Budget`.
         folder: takes the files of what is trained; the launcher's, since ranks may be killed.
         share: of a core that a rank has, less than 1 under a quota.
+        around: whether smaller and larger batches than those are measured, too.
     """
 
     task: str
@@ -62,6 +63,7 @@ class Workload:
     until: float = math.inf
     folder: str | None = None
     share: float = 1.0
+    around: bool = True
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -81,7 +83,8 @@ class Workload:
         micro-batch of four), and twice and four times the largest (one process in place of four).
         """
         least, most = min(self.batch_sizes), max(self.batch_sizes)
-        wanted = {*self.batch_sizes, least // 4, least // 2, 2 * most, 4 * most}
+        around = (least // 4, least // 2, 2 * most, 4 * most) if self.around else ()
+        wanted = {*self.batch_sizes, *around}
         return tuple(sorted(size for size in wanted if size > 0))
 
 
@@ -224,7 +227,7 @@ class _Meter:
             if most < (FIRST_STEPS + 3) * each:
                 return times
         fit = int(min(most / each, MOST)) - FIRST_STEPS
-        wanted = max(int(self._order.seconds / ROUNDS / each), LEAST // ROUNDS)
+        wanted = max(int(self._order.seconds / each), LEAST // ROUNDS)
         steps = FIRST_STEPS + min(wanted, max(fit, 2))
         began, ran = time.perf_counter(), time.thread_time()
         times = self._train(strategy, size, steps, Profile(clock, exchange))
@@ -252,7 +255,8 @@ class _Meter:
         # Data that is loaded already
         runtime = replace(self._runtime, share=lambda make: self._task)
         train_profiled(runtime, run, profile, self._done, order.folder)
-        return profile.steps()
+        # Memory is taken for the first time in the first ones
+        return {part: times[len(times) // 3 :] for part, times in profile.steps().items()}
 
 
 def _middle(turns: Sequence[list[float]]) -> list[float]:
