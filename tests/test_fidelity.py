@@ -40,6 +40,7 @@ from orchestra.bench.fidelity import (
 )
 from orchestra.bench.verdicts import Block, markdown, ratio_errors, scatter, verdicts
 from orchestra.cli.main import main
+from orchestra.cluster import Cluster
 from orchestra.cluster.calibration import Calibration, Parameter, Timing
 from orchestra.engines.simulation.cost_source import key_of
 from orchestra.errors import InputError
@@ -381,7 +382,7 @@ def test_predictions_beside_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = cases(["ring", "asynchronous beside"], [small], [2])
     asked: list[Any] = []
 
-    def calibrate(*what: Any) -> Calibration:
+    def calibrate(*what: Any, emulated: None) -> Calibration:
         asked.append(what)
         return calibration()
 
@@ -400,7 +401,7 @@ def test_predictions_beside_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_stop_keeps_the_blocks_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestra.bench.fidelity.calibrate", lambda *_: calibration())
+    monkeypatch.setattr("orchestra.bench.fidelity.calibrate", lambda *_, **__: calibration())
     chosen = cases(["ring"], [CNN], [2, 3])
 
     def stopped(run: Any, keep: Path, pace: object = None) -> Observation:
@@ -429,10 +430,17 @@ def test_runs_on_an_emulated_cluster_take_some_seconds(
         return Observation(paces.get(run.name, 1.0), 100, {})
 
     monkeypatch.setattr("orchestra.bench.fidelity.observe", observed)
-    monkeypatch.setattr("orchestra.bench.fidelity.calibrate", lambda *_: calibration())
+    on: list[str] = []
+
+    def calibrate(*_: Any, emulated: Cluster) -> Calibration:
+        on.append(emulated.name)
+        return calibration()
+
+    monkeypatch.setattr("orchestra.bench.fidelity.calibrate", calibrate)
     monkeypatch.setattr("orchestra.bench.fidelity.largest_difference", lambda *_: 0.0)
     chosen = cases(paces, [CNN], clusters=[write_clusters(tmp_path)["equal"]])
     bench_fidelity(chosen, rounds=1)
+    assert on == ["equal"]  # steps are calibrated under the quota of its nodes
     assert seen["ring"] == [least, 100, 100, 100]  # short, predicted, real, replayed
     assert seen["gossip"] == [least, most, most, most]
     assert seen["server"] == [least, least, least]
