@@ -7,6 +7,7 @@ piece of them.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -24,7 +25,7 @@ from typing import Any
 import pytest
 from tests.commands import rank_pids
 from tests.training import settings
-from tests.waiting import descendants
+from tests.waiting import descendants, wait_until
 
 from orchestra.engines.events import Event, Exited, Failed, Finished, Heartbeat, Joined, Notice
 from orchestra.engines.processes import launch
@@ -191,12 +192,15 @@ def _descriptors(pid: int) -> Iterator[str]:
 
 def left(before: dict[str, Counter[Any]]) -> list[str]:
     """What there is in addition, once what is on its way out is gone."""
-    for _ in range(100):
+    found: list[str] = []
+
+    def gone() -> bool:
         more = {name: now - before[name] for name, now in held().items()}
-        found = [f"{name}: {dict(items)}" for name, items in more.items() if items]
-        if not found:
-            break
-        time.sleep(0.02)
+        found[:] = [f"{name}: {dict(items)}" for name, items in more.items() if items]
+        return not found
+
+    with contextlib.suppress(AssertionError):  # the caller says what is left
+        wait_until(gone, "nothing is left")
     return found
 
 

@@ -71,15 +71,21 @@ def test_a_target_out_of_reach_is_told_with_who_came_closest(
     assert not (tmp_path / "found" / "recommended.yaml").exists()
 
 
+def two_nodes(folder: Path, own: str) -> tuple[str, ...]:
+    """The arguments of a plan on two equal nodes, which have the line `own`."""
+    (folder / "two.yaml").write_text(
+        f"all_nodes:\n  cores: 1\n  speed: 1\n  {own}\n"
+        "  loopback: {bandwidth: 3 GB/s, latency: 15 us}\n"
+        "  link: {bandwidth: 1 Gbit/s, latency: 50 us}\n"
+        "nodes: {n: {count: 2}}\nranks: spread\n"
+    )
+    return "--cluster", "two.yaml", "--minutes", "5", "--no-report"
+
+
 def test_a_model_larger_than_every_node_is_told_in_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], two_candidates: Path
 ) -> None:
-    (tmp_path / "small.yaml").write_text(
-        "all_nodes:\n  cores: 1\n  memory: 10 kB\n  loopback: {bandwidth: 3 GB/s, latency: 15 us}\n"
-        "  link: {bandwidth: 1 Gbit/s, latency: 50 us}\n"
-        "nodes:\n  n: {count: 2, speed: 1}\nranks: spread\n"
-    )
-    arguments = ("--cluster", "small.yaml", "--minutes", "5", "--no-report")
+    arguments = two_nodes(tmp_path, "memory: 10 kB")
     status, said = plan_of(two_candidates, capsys, *arguments)
     assert status == 1
     answer = "None of the candidates can run here; the first: memory: n-0 has 10 kB, but rank 0"
@@ -92,13 +98,7 @@ def test_a_model_larger_than_every_node_is_told_in_one_sentence(
 def test_a_plan_on_nodes_with_prices_has_the_cost_to_the_target(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], two_candidates: Path
 ) -> None:
-    (tmp_path / "priced.yaml").write_text(
-        "all_nodes:\n  cores: 1\n  speed: 1\n  price: 3.60 EUR/h\n"
-        "  loopback: {bandwidth: 3 GB/s, latency: 15 us}\n"
-        "  link: {bandwidth: 1 Gbit/s, latency: 50 us}\n"
-        "nodes: {n: {count: 2}}\nranks: spread\n"
-    )
-    arguments = ("--cluster", "priced.yaml", "--minutes", "5", "--no-report")
+    arguments = two_nodes(tmp_path, "price: 3.60 EUR/h")
     status, said = plan_of(two_candidates, capsys, *arguments)
     assert status == 0
     assert "s to target loss EUR" in said

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestra.cluster import Cluster, load_cluster
+from orchestra.engines.emulation.training import on_best_node
 from orchestra.engines.processes.system import now
 from orchestra.engines.simulation.cost_source import cost_source_of
 from orchestra.errors import InputError, RunFailed
@@ -129,9 +130,8 @@ def carry_out(
     # The page, and judging runs that were cut off, take a time that does not grow with the budget.
     kept = min(60 * minutes * LAST_PART, LAST_SECONDS)
     budget = Budget(began, began + 60 * minutes - kept)
-    # Predictions for emulated nodes know what their quotas cost
-    emulated = cluster if verified and len(cluster.nodes) > 1 else None
-    experiment, costs, notes = calibrated(experiment, folder, budget, tell, emulated)
+    on = emulated_nodes(cluster) if verified else None
+    experiment, costs, notes = calibrated(experiment, folder, budget, tell, on)
     space = Space(experiment, cluster, folder / "clusters")
     search = Search(
         space.candidates(), experiment.training.target, length, folder / "runs", budget, tell,
@@ -182,6 +182,19 @@ def length_of(experiment: Experiment) -> Length:
     return Length(samples, min(MOST_SNAPSHOTS, max(FEWEST_SNAPSHOTS, wanted)))
 
 
+def emulated_nodes(cluster: Cluster) -> Cluster | None:
+    """Return `cluster` if predictions for it are verified on emulated nodes, whose quotas have a
+    cost that a calibration has to know; None if it is one node, or cannot be emulated here.
+    """
+    if len(cluster.nodes) == 1:
+        return None
+    try:
+        on_best_node(cluster, 1)
+    except InputError:  # the verification will say why
+        return None
+    return cluster
+
+
 def calibrated(
     experiment: Experiment,
     folder: Path,
@@ -193,7 +206,7 @@ def calibrated(
 
     They are measured if there are none, in a part of the budget; a budget too short for that leaves
     assumed figures, as the notes say. For runs on the nodes of an `emulated` cluster they are
-    measured in any case, on one of them if this machine can emulate it.
+    measured in any case, on one of them.
 
     Returns:
         The experiment; where the durations come from; notes.
@@ -222,11 +235,7 @@ def calibrated(
         tell(f"calibrating: {what}", part * 0.2)
 
     try:
-        try:
-            measured = calibrate([work], 0.2, show, seconds, emulated)
-        except InputError:
-            # The verification will say why these nodes cannot be emulated
-            measured = calibrate([work], 0.2, show, seconds)
+        measured = calibrate([work], 0.2, show, seconds, emulated)
     except RunFailed as failure:
         return experiment, source.text, [f"no calibration: {str(failure).splitlines()[0]}"]
     doubts = measured.quality_of(measured.tasks[0]).doubts

@@ -20,7 +20,7 @@ from orchestra.engines.processes.system import now
 from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.experiment import ONE_PROCESS, Experiment
 from orchestra.experiments.run import folder_for
-from orchestra.planning.api import calibrated, length_of
+from orchestra.planning.api import calibrated, emulated_nodes, length_of
 from orchestra.planning.axes import NAMED, Plane, loaded
 from orchestra.planning.candidates import Candidate, Space
 from orchestra.planning.map_survey import Place, Point, Survey, gap, learned_there
@@ -143,8 +143,8 @@ def draw_map(
     length = length_of(experiment)
     folder = folder_for(out, f"map-{experiment.name}", empty=True)
     budget = Budget(began, began + 60 * minutes * (1 - LAST_PART))
-    emulated = next(iter(clusters.values())) if checks else None
-    experiment, costs, notes = calibrated(experiment, folder, budget, tell, emulated)
+    on = emulated_nodes(next(iter(clusters.values()))) if checks else None
+    experiment, costs, notes = calibrated(experiment, folder, budget, tell, on)
 
     def there(place: Place, own: Path) -> list[Candidate]:
         return mapped(experiment, clusters[place], own)

@@ -35,7 +35,7 @@ from orchestra.cluster import Cluster
 from orchestra.cluster.calibration import Calibration, TaskCosts
 from orchestra.cluster.costs import MAX_WAITED, Quality
 from orchestra.engines.emulation.nodes import EmulatedCluster, share_of
-from orchestra.engines.emulation.training import best_node
+from orchestra.engines.emulation.training import on_best_node
 from orchestra.engines.processes.place import Place
 from orchestra.errors import RunFailed
 from orchestra.records.record import environment
@@ -154,11 +154,10 @@ def _measurements(
     cores = len(usable_cores())
     threads, share = thread_counts(cores), 1.0
     if emulated is not None:
-        name = best_node(emulated)
-        node = next(each for each in emulated.nodes if each.name == name)
-        threads, share = thread_counts(min(cores, node.cores)), min(share_of(node), 1.0)
         # Both ranks: one measures, the other mostly waits
-        emulated = replace(emulated, placement=(name, name), faults=())
+        emulated = on_best_node(emulated, 2)
+        node = emulated.nodes_of(2)[0]
+        threads, share = thread_counts(min(cores, node.cores)), min(share_of(node), 1.0)
 
     def general(until: float) -> tuple[float, float]:
         return seconds, until

@@ -152,9 +152,8 @@ class _Meter:
         self._kept = kept
         self._done = 0
         figures = ROUNDS * len(order.threads) * len(order.sizes)
-        self.budget = Budget(
-            order.until, figures + 3 + 1 + len(SLICES)
-        )  # cold, parameters, updates
+        # And those of `cold`, `_parameters` and `_updates`
+        self.budget = Budget(order.until, figures + 2 * ROUNDS + 1 + 1 + len(SLICES))
         self._each: dict[tuple[int, int], float] = {}  # seconds of a step, by threads and size
 
     def timing(self, threads: int, elements: int, slices: Mapping[int, float]) -> Timing:
@@ -218,7 +217,8 @@ class _Meter:
         # one process, which does not
         strategy: Strategy[Any] = AllReduce() if threads == 1 else Single()
         most, began = self.budget.share(), time.perf_counter()
-        if (each := self._each.get((threads, size), 0.0)) == 0.0:
+        each = self._each.get((threads, size))
+        if each is None:
             times = self._train(strategy, size, FIRST_STEPS + 2, Profile(clock, exchange))
             passed = time.perf_counter() - began
             each = self._each[threads, size] = passed / (FIRST_STEPS + 2)

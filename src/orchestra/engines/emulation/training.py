@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, cast
 from orchestra.cluster import Cluster, load_cluster
 from orchestra.cluster.file import cluster_text
 from orchestra.engines.emulation.network import LinkCounters, Meters
-from orchestra.engines.emulation.nodes import EmulatedCluster, Schedule, not_emulated
+from orchestra.engines.emulation.nodes import (
+    EmulatedCluster,
+    Schedule,
+    not_emulated,
+    require_emulation,
+    require_room,
+)
 from orchestra.engines.events import Event, Notice
 from orchestra.engines.processes import training as processes
 from orchestra.engines.processes.display import Display, Progress
@@ -115,6 +121,18 @@ def program(
 def best_node(cluster: Cluster) -> str:
     """Return where one process with all cores is fastest; of equal nodes the first by name."""
     return min(cluster.nodes, key=lambda node: (-node.cores * (node.speed or 0.0), node.name)).name
+
+
+def on_best_node(cluster: Cluster, ranks: int) -> Cluster:
+    """Return `cluster` with all ranks on the node where one process is fastest, without faults.
+
+    Raises:
+        InputError: this machine cannot emulate that node.
+    """
+    found = replace(cluster, placement=(best_node(cluster),) * ranks, faults=())
+    require_emulation()
+    require_room(found, found.nodes_of(ranks)[:1])
+    return found
 
 
 def keep_counters(
