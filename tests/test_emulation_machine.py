@@ -108,8 +108,8 @@ def train_for_long(folder: Path, cluster: Cluster) -> Any:
 def test_a_killed_launcher_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
     with train_for_long(tmp_path, small_cluster()) as command:
         pid = command.process.pid
-        steps = "runs/*/steps-rank-2.jsonl"
-        command.wait_until(lambda: any(tmp_path.glob(steps)), "training")
+        steps = [f"runs/*/steps-rank-{rank}.jsonl" for rank in range(3)]
+        command.wait_until(lambda: all(any(tmp_path.glob(name)) for name in steps), "training")
         assert len(groups(pid)) == 1
         assert len({*namespaces(tmp_path).values()}) == 4  # three nodes, and the launcher's
         os.kill(pid, number)
