@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from studies.regret_pairs import LINKS, SEEDS, TASKS, Pair, pairs
+from studies.regret_pairs import LINKS, SEED, SEEDS, TASKS, Pair, pairs
 
 from orchestra.bench.calibrate import Workload, calibrate
 from orchestra.cluster.calibration import read_calibration
@@ -38,7 +38,7 @@ from orchestra.engines.processes.system import now
 from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.experiment import ONE_PROCESS, Experiment
 from orchestra.planning.answer import RECORD
-from orchestra.planning.api import carry_out, length_of, planned
+from orchestra.planning.api import carry_out, emulated_nodes, length_of, planned
 from orchestra.planning.candidates import Space, with_rates
 from orchestra.planning.search import CONFIRMED_STEPS, Budget, Search
 from orchestra.planning.standing import Entry, Length
@@ -153,21 +153,23 @@ class Exhaustive(Search):
 # A pair
 
 
-def prepare(folder: Path) -> str:
-    """The path of a calibration that holds all tasks, which is made if there is none."""
-    path = folder / "calibration.json"
-    works = []
-    for settings in TASKS.values():
-        given = {key: Given(settings[key], key) for key in ("task", "optimizer")}
-        experiment = planned(None, (), given)
-        optimizer = experiment.training.optimizer
-        works.append(Workload(experiment.task, optimizer, batch_sizes=(8, 64, 128)))
-    known = {task.key for task in read_calibration(path).tasks} if path.exists() else set()
-    if missing := [work for work in works if work.key not in known]:
-        print(f"calibrating {len(missing)} tasks: leave the machine alone", file=sys.stderr)
-        found = calibrate(missing, 0.3, limit=45.0 * len(missing))
-        for task in read_calibration(path).tasks if path.exists() else ():
+def prepare(pair: Pair, folder: Path) -> str:
+    """The path of a calibration that holds the pair's task, which is made if there is none.
+
+    It is that of an emulated node for a pair that can be emulated, and one for all others.
+    """
+    emulated = emulated_nodes(pair.cluster) if pair.small else None
+    path = (folder / str(pair.number) if emulated else folder) / "calibration.json"
+    given = {key: Given(TASKS[pair.task][key], key) for key in ("task", "optimizer")}
+    experiment = planned(None, (), given)
+    work = Workload(experiment.task, experiment.training.optimizer, batch_sizes=(8, 64, 128))
+    known = read_calibration(path).tasks if path.exists() else ()
+    if work.key not in {task.key for task in known}:
+        print(f"calibrating {pair.task}: leave the machine alone", file=sys.stderr)
+        found = calibrate([work], 0.3, limit=90.0, emulated=emulated)
+        for task in known:
             found = found.with_task(task)
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, found.to_json())
     return str(path.absolute())
 
@@ -344,12 +346,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--out", type=Path, default=Path("runs/regret"))
     parser.add_argument("--list", action="store_true", help="only the pairs")
+    parser.add_argument("--draw", type=int, default=SEED, help="seed that draws the pairs")
     parser.add_argument("--pairs", default="", help="such as 1,3 (default: all)")
     parser.add_argument("--emulate", action="store_true", help="small pairs for real, too")
     parser.add_argument("--plan-only", action="store_true", help="do not simulate all candidates")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so long")
     options = parser.parse_args()
-    wanted = pairs()
+    wanted = pairs(options.draw)
     if options.list:
         for pair in wanted:
             print(pair)
@@ -358,9 +361,8 @@ def main() -> int:
     chosen = [pair for pair in wanted if not numbers or pair.number in numbers]
     until = min(now() + options.seconds, 1e12)
     options.out.mkdir(parents=True, exist_ok=True)
-    calibration = prepare(options.out)
     for pair in chosen:
-        folder = options.out / str(pair.number)
+        folder, calibration = options.out / str(pair.number), prepare(pair, options.out)
         if now() < until and not options.emulate:
             carry_out_pair(pair, folder, calibration, until, options.plan_only)
         elif now() < until and pair.small:
