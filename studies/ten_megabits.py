@@ -12,12 +12,13 @@ faster.
 Emulated nodes have a quarter of a core each, with links as much thinner, so that computing and
 sending take as long beside each other as on whole cores; no fewer bytes are sent. Those that
 exchange in each step, which takes seconds there, are emulated for some steps only: enough for their
-samples/s, and no accuracy.
+samples/s, and no accuracy. So is the second half of a switch, whose first half is emulated whole.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,7 @@ from orchestra.records.record import RunRecord
 SAMPLES, BATCH, EPOCHS = 20_000, 64, 4
 ASYNCHRONOUS = 'ParameterServer(consistency="asynchronous", learning_rate="divided")'
 SWITCH = f"""Switch(
-    LocalSGD({{epoch}}), {ASYNCHRONOUS}, when=AfterFraction(0.25), moments="reset",
+    LocalSGD({{epoch}}), {ASYNCHRONOUS}, when=AfterSteps({{epoch}}), moments="reset",
 )"""
 STRATEGIES: dict[str, tuple[str, int]] = {
     "all-reduce, each epoch": ("LocalSGD({epoch})", 0),
@@ -80,21 +81,37 @@ def lines(engine: str, workers: list[int], folder: Path) -> Iterator[str]:
     yield f"one worker: {one.train_seconds:.1f} s, accuracy {one.metrics['accuracy']:.3f}"
     yield f"{'':24} workers  times as fast (O.N.O.)  accuracy (O.N.O.)"
     for name, (notation, servers) in STRATEGIES.items():
-        if engine == "emulation" and notation == SWITCH:
-            continue  # its second half alone takes an hour
-        steps = EMULATED_STEPS if engine == "emulation" and name != ONCE_AN_EPOCH else None
         for count in workers:
-            text = notation.format(epoch=SAMPLES // (BATCH * count))
-            place = folder / f"{name}-{count}"
+            epoch, steps = SAMPLES // (BATCH * count), None
+            if engine == "emulation" and name != ONCE_AN_EPOCH:
+                steps = EMULATED_STEPS + (epoch if notation == SWITCH else 0)
+            text, place = notation.format(epoch=epoch), folder / f"{name}-{count}"
             run = trained(text, count + servers, engine, cluster, place, steps)
-            assert run.samples_per_second
+            speed: float | None = run.samples_per_second
+            if notation == SWITCH and steps is not None:
+                speed = speed_of_switch(run, epoch)
+            assert speed
             ratio, theirs = THEIRS.get(name, {}).get(count, (None, None))
             own = f"{run.metrics['accuracy']:9.3f}" if steps is None else " " * 9
             yield (
-                f"{name:24} {count:7}  {run.samples_per_second / one.samples_per_second:8.2f}"
+                f"{name:24} {count:7}  {speed / one.samples_per_second:8.2f}"
                 f"      {f'({ratio:.2f})' if ratio else '':8}"
                 f"  {own} {f'({theirs:.3f})' if theirs else ''}"
             )
+
+
+def speed_of_switch(run: RunRecord, first: int) -> float:
+    """Samples/s of all epochs, of which `run` made the `first` steps, those of its first phase, and
+    some of its second one, at whose speed the rest goes on.
+    """
+    files = [path.read_text().splitlines() for path in run.folder.glob("steps-rank-*.jsonl")]
+    lines = [json.loads(line) for file in files for line in file]
+    phase = [line for line in lines if line["step"] <= first]
+    seconds, consumed = (max(float(line[key]) for line in phase) for key in ("seconds", "consumed"))
+    assert run.train_seconds
+    second = (run.samples - consumed) / (run.train_seconds - seconds)
+    samples: int = SAMPLES * EPOCHS
+    return samples / (seconds + (samples - consumed) / second)
 
 
 def trained(
