@@ -10,7 +10,7 @@ beside it stands that of three rules that look at nothing: data-parallel trainin
 ring), one process, DiLoCo. With --emulate, candidates of pairs with up to eight nodes, which
 together have the cores of a small machine, are trained for real: the same list for each pair, the
 three rules among it, and the plan's first ones. All have the first seed, those that are less than
-twice the best the second one, too, and those that are then less than a quarter above the best two
+twice the best the second one, too, and those that still are so then, and the plan's choice, two
 more.
 
 Whatever is done is kept in the folder, and the same command goes on. --seconds ends it early.
@@ -23,7 +23,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,8 @@ EMULATED_ON_ALL = (
     "local SGD, H=16", "DiLoCo, H=32", "push-sum",
 )  # fmt: skip
 """Candidates that are trained for real on every small pair, beside the plan's first ones."""
-CLOSE, FURTHER_SEEDS = 1.25, (2, 3)
-"""Candidates up to so many times the least time are trained with these seeds, too."""
+FURTHER_SEEDS = (2, 3)
+"""Of candidates that are less than `FURTHER` times the least time after the first seeds."""
 LONGER = 1.6
 """Times the samples that the simulation needed, for a real run."""
 
@@ -213,6 +213,16 @@ def rules(pair: Pair) -> dict[str, str]:
     return {"DDP": f"ring{on}", "one machine": ONE_PROCESS, "DiLoCo": f"DiLoCo, H=32{on}"}
 
 
+def near(found: Mapping[str, Any], names: Iterable[str], seed: int) -> set[str]:
+    """Those of `names` that by the seeds before this one are not too far from the best."""
+    times = {}
+    for name in names:
+        by_seed = found.get(name, {}).get("by_seed", {})
+        known = [by_seed.get(str(earlier)) for earlier in range(seed)]
+        times[name] = math.inf if None in known else statistics.fmean(known or [0.0])
+    return {name for name in names if times[name] <= FURTHER * min(times.values())}
+
+
 def emulate(pair: Pair, folder: Path, calibration: str, until: float) -> None:
     """Train candidates for real on emulated nodes, until a moment.
 
@@ -233,13 +243,13 @@ def emulate(pair: Pair, folder: Path, calibration: str, until: float) -> None:
         + [f"{what} on {pair.nodes} nodes" for what in EMULATED_ON_ALL]
         + chosen_of(folder)
     )
+    wanted = {*names}
     for seed in (*SEEDS, *FURTHER_SEEDS):
-        least = min((own["seconds"] for own in found.values() if own["seconds"]), default=0)
-        near = (CLOSE if seed in FURTHER_SEEDS else FURTHER) * least
+        if seed != FURTHER_SEEDS[-1]:  # all of these seeds, or none
+            wanted = near(found, names, seed) | {*chosen_of(folder)[:1]}
         for number, name in enumerate(names, start=1):
             own = found.setdefault(name, {"seconds": None, "by_seed": {}, "failure": None})
-            is_far = seed != SEEDS[0] and (own["seconds"] is None or own["seconds"] > near)
-            if str(seed) in own["by_seed"] or is_far or now() > until:
+            if str(seed) in own["by_seed"] or name not in wanted or now() > until:
                 continue
             run, known = candidates[name].run, every.known.get(name, {})
             part = min(1.0, LONGER * (known.get("samples") or length.samples) / length.samples)
@@ -298,7 +308,9 @@ def row_of(pair: Pair, folder: Path, measured: str) -> Row | None:
     choice = plan["recommended"]["name"] if plan["recommended"] else ""
     if not times:
         return None
-    best = min(times, key=lambda name: times[name])
+    seeds = {name: len(known[name].get("by_seed", ())) for name in times}
+    # A mean of fewer seeds is the luck of those that were not tried again
+    best = min(times, key=lambda name: (-seeds[name], times[name]))
 
     def regret(name: str) -> float | None:
         return times[name] / times[best] - 1 if name in times else None

@@ -87,9 +87,8 @@ def lines(engine: str, workers: list[int], folder: Path) -> Iterator[str]:
                 steps = EMULATED_STEPS + (epoch if notation == SWITCH else 0)
             text, place = notation.format(epoch=epoch), folder / f"{name}-{count}"
             run = trained(text, count + servers, engine, cluster, place, steps)
-            speed: float | None = run.samples_per_second
-            if notation == SWITCH and steps is not None:
-                speed = speed_of_switch(run, epoch)
+            whole = steps is None or notation != SWITCH
+            speed = run.samples_per_second if whole else speed_of_switch(run, epoch)
             assert speed
             ratio, theirs = THEIRS.get(name, {}).get(count, (None, None))
             own = f"{run.metrics['accuracy']:9.3f}" if steps is None else " " * 9

@@ -39,8 +39,9 @@ NEARLY = 0.9
 """The part of a rung that counts as reaching it, since steps may not divide it evenly."""
 FINALISTS = 3
 """The number of candidates that are trained with further seeds."""
-MOST_SEEDS = 8
-"""The most seeds for these, if the experiment has fewer and the first candidates are close."""
+FEWEST_SEEDS, MOST_SEEDS = 4, 8
+"""The seeds for these, as time allows, if the experiment has fewer; the most if the first ones are
+close."""
 SPEED_PART, REFERENCE_PART, LATE_PART = 0.3, 0.6, 0.8
 """The parts of the budget by which speeds are known, the reference ends, late speeds are known."""
 RACE_PART = 0.85
@@ -292,12 +293,13 @@ class Search(Standing):
             self.notes.append(f"no time for seed {missing} of the first ones")
 
     def _train_first(self, until: float) -> int | None:
-        """Train the first ones with all seeds, and with more while they are close; return the
-        seed for which there was no time before `until`, if any.
+        """Train the first ones with all seeds and a few more, and with still more while they are
+        close; return the seed for which there was no time before `until`, if any.
         """
         while not self.stopped:
             if not (unfinished := self._unfinished()):
-                if len(self.seeds) >= MOST_SEEDS or not self.is_close():
+                enough = MOST_SEEDS if self.is_close() else FEWEST_SEEDS
+                if len(self.seeds) >= enough or not self._finalists():
                     break
                 # They follow the experiment's, so that a plan can be repeated
                 self.seeds = (*self.seeds, max(self.seeds) + 1)
