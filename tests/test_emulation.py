@@ -34,6 +34,7 @@ from orchestra.engines.emulation.network import Network
 from orchestra.engines.emulation.nodes import EmulatedCluster, Schedule
 from orchestra.engines.emulation.quota import Quotas
 from orchestra.engines.emulation.training import train_run
+from orchestra.engines.events import Heartbeat
 from orchestra.engines.processes import launch
 from orchestra.errors import RunFailed
 from orchestra.records.record import RunRecord, read_links
@@ -389,3 +390,37 @@ def test_an_error_in_a_change_is_told() -> None:
     wait_until(lambda: not schedule._thread.is_alive(), "the change")
     with pytest.raises(OSError, match="no such cable"):
         schedule.close()
+
+
+def test_quotas_are_lifted_when_all_evaluate() -> None:
+    ends: list[str] = []
+    schedule = Schedule([], 2, at_end=lambda: ends.append("end"))
+
+    def tell(rank: int, phase: str) -> None:
+        schedule.on_event(Heartbeat(rank, phase=phase))
+
+    tell(0, "set-up")
+    tell(0, "training")
+    tell(0, "evaluating")  # the other one has not even begun
+    tell(1, "training")
+    tell(0, "leaving")
+    tell(0, "evaluating")  # the other one trains
+    assert ends == []
+    tell(1, "leaving")  # and may still be timed
+    assert ends == []
+    tell(0, "evaluating")
+    tell(0, "evaluating")
+    assert ends == ["end"]
+    schedule.close()
+
+
+def test_evaluations_have_the_whole_machine() -> None:
+    with EmulatedCluster(small_cluster(), 3) as there:
+        quotas = there.quotas
+        limits = [*quotas.folder.glob("*/cpu.max"), *quotas.folder.glob("*/cpu.cfs_quota_us")]
+        before = [file.read_text().split()[0] for file in limits]
+        quotas.lift()
+        after = [file.read_text().split()[0] for file in limits]
+    assert len(limits) == 3
+    assert all(int(each) > 0 for each in before)
+    assert {*after} <= {"max", "-1"}

@@ -157,20 +157,35 @@ def _beginning_as_described(changes: Changes) -> Changes:
 
 
 class Schedule:
-    """Carries out `changes` in a thread, once all `ranks` have begun to train, until `close`."""
+    """Carries out `changes` in a thread, once all `ranks` have begun to train, until `close`.
 
-    def __init__(self, changes: Sequence[Change], ranks: int) -> None:
-        self._changes = changes
-        self._awaited = set(range(ranks))
+    When they evaluate and none trains any more, nothing more is changed, and `at_end` is called.
+    """
+
+    def __init__(
+        self, changes: Sequence[Change], ranks: int, at_end: Callable[[], None] = lambda: None
+    ) -> None:
+        self._changes, self._at_end = changes, at_end
+        self._awaited, self._training = set(range(ranks)), set[int]()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._carry_out, name="faults", daemon=True)
         self._error: BaseException | None = None
 
     def on_event(self, event: Event | Notice) -> None:
-        if isinstance(event, Heartbeat) and event.phase in TRAINING and self._awaited:
-            self._awaited.discard(event.rank)
-            if not self._awaited:
-                self.begin()
+        if not isinstance(event, Heartbeat):
+            return
+        if event.phase in TRAINING:
+            self._training.add(event.rank)
+            if event.rank in self._awaited:
+                self._awaited.remove(event.rank)
+                if not self._awaited:
+                    self.begin()
+            return
+        self._training.discard(event.rank)
+        over = event.phase == "evaluating" and not self._awaited and not self._training
+        if over and not self._closed.is_set():
+            self._closed.set()
+            self._at_end()
 
     def begin(self) -> None:
         self._thread.start()

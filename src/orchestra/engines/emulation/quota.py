@@ -67,6 +67,14 @@ class Quotas:
             self.close()
             raise
 
+    def lift(self) -> None:
+        """Let all nodes have as much of the processor as they can get."""
+        for group in self.folder.glob("*/"):
+            if self._version == 2:
+                (group / "cpu.max").write_text("max")
+            else:
+                (group / "cpu.cfs_quota_us").write_text("-1")
+
     def limit(self, node: str, cores: float) -> None:
         quota, period = quota_and_period(cores)
         group = self.folder / node

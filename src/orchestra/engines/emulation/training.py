@@ -63,7 +63,9 @@ def train_run(
     with EmulatedCluster(cluster, ranks, run.training.threads) as emulated:
         write_environment(folder)
         write_atomically(folder / CLUSTER, cluster_text(cluster))
-        schedule, meters = Schedule(emulated.changes(), ranks), emulated.network.meters()
+        # Nobody's stopwatch runs while snapshots are evaluated
+        schedule = Schedule(emulated.changes(), ranks, at_end=emulated.quotas.lift)
+        meters = emulated.network.meters()
         notices = not_emulated(emulated, native=run.strategy.native)
         with Display(run, roles, quiet=quiet, progress=progress, folder=folder) as display:
             for text in notices if progress is None else ():  # else it would say so with each run
