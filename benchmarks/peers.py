@@ -7,7 +7,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -115,27 +115,43 @@ def bench_peers(
 
     Raises KeyboardInterrupt where the user stopped it.
     """
-    contestants = len(OURS) + len(set(OURS.values())) + 1
     for subject in subjects:
         for count in ranks:
-            with tempfile.TemporaryDirectory(prefix="orchestra-bench-") as folder:
-                store = str(Path(folder) / "store")
-                contest = Contest(subject, rounds, store, torch.get_num_threads())
-                blocks, *_ = run_ranks(
-                    measure,
-                    contest,
-                    count,
-                    steps=(rounds + 1) * contestants,
-                    what=f"{subject.name}, {count} ranks",
-                    on_progress=on_progress,
-                )
-            yield from _rows(subject.name, count, blocks)
+            contestants = len(OURS) + len(set(OURS.values())) + 1
+            blocks = hold(measure, contestants, subject, count, rounds, on_progress)
+            pairs = list(OURS.items())
+            if ACCELERATE in blocks:
+                pairs.insert(-1, (f"LocalSGD({EVERY})", ACCELERATE))
+            yield from rows_of(subject.name, count, blocks, pairs)
 
 
-def _rows(model: str, ranks: int, blocks: Blocks) -> Iterator[PeerRow]:
-    pairs = list(OURS.items())
-    if ACCELERATE in blocks:
-        pairs.insert(-1, (f"LocalSGD({EVERY})", ACCELERATE))
+def hold(
+    program: Callable[[Runtime, Contest], Blocks],
+    contestants: int,
+    subject: BenchmarkModel,
+    ranks: int,
+    rounds: int,
+    on_progress: Progress | None,
+) -> Blocks:
+    """Let about that many contestants of `program` take turns on `ranks` processes."""
+    with tempfile.TemporaryDirectory(prefix="orchestra-bench-") as folder:
+        contest = Contest(subject, rounds, str(Path(folder) / "store"), torch.get_num_threads())
+        blocks: Blocks
+        blocks, *_ = run_ranks(
+            program,
+            contest,
+            ranks,
+            steps=(rounds + 1) * contestants,
+            what=f"{subject.name}, {ranks} ranks",
+            on_progress=on_progress,
+        )
+    return blocks
+
+
+def rows_of(
+    model: str, ranks: int, blocks: Blocks, pairs: Iterable[tuple[str, str]]
+) -> Iterator[PeerRow]:
+    """Yield a row for each of our techniques with its peer; blocks have `EVERY` steps."""
     for ours, peer in pairs:
         ratios = [a / b for a, b in zip(blocks[ours], blocks[peer], strict=True)]
         seconds, others = (statistics.median(blocks[name]) / EVERY for name in (ours, peer))
@@ -226,9 +242,6 @@ def print_rows(rows: Sequence[PeerRow]) -> None:
     for (model, ranks), group in groupby(rows, lambda row: (row.model, row.ranks)):
         lines = [_line(row) for row in group]
         print_table(f"{model}, {ranks} ranks", HEADINGS, lines)
-    print_remarks("DDP: DistributedDataParallel on gloo. Ratios below 1: faster than the peer.")
-    if importlib.util.find_spec("accelerate") is None:
-        print_remarks("Accelerate is not installed: no row for its LocalSGD.")
 
 
 def _line(row: PeerRow) -> tuple[str, ...]:
@@ -237,21 +250,31 @@ def _line(row: PeerRow) -> tuple[str, ...]:
         f"{1e3 * row.step_seconds:.3g}",
         row.peer,
         f"{1e3 * row.peer_seconds:.3g}",
-        f"{row.ratio:.2f}",
+        f"{row.ratio:.2f} ({row.least:.2f}-{row.most:.2f})",
     )
 
 
-def main(arguments: list[str]) -> int:
-    """Measure, and print the times."""
-    parser = bench_parser("python -m benchmarks.peers", DESCRIPTION, rounds=7)
+def compare_steps(
+    name: str, description: str, bench: Callable[..., Iterator[PeerRow]], arguments: list[str]
+) -> None:
+    """Measure as the command line of `benchmarks.<name>` says, and print the times."""
+    parser = bench_parser(f"python -m benchmarks.{name}", description, rounds=7)
     parser.option("--ranks", "N,...", "numbers of processes (default: 2,4)", default="2,4")
     parser.option("--models", "NAME,...", f"some of {', '.join(SUBJECTS)}")
     options = read_options(parser, arguments)
     subjects = list(listed("--models", options.models, SUBJECTS).values())
     with progress_line() as tell:
-        rows = list(bench_peers(rank_counts(options.ranks), options.rounds, subjects, tell))
+        rows = list(bench(rank_counts(options.ranks), options.rounds, subjects, tell))
     print_rows(rows)
-    write_figures(options.json, "peers", rows)
+    write_figures(options.json, name, rows)
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, and print the times."""
+    compare_steps("peers", DESCRIPTION, bench_peers, arguments)
+    if importlib.util.find_spec("accelerate") is None:
+        print("Accelerate is not installed: no row for its LocalSGD.")
+    print_remarks("DDP: DistributedDataParallel on gloo. Ratios below 1: faster than the peer.")
     return 0
 
 

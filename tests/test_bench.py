@@ -7,11 +7,12 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from benchmarks import collectives, mpi, server, shapes, simulation, suspend
+from benchmarks import averaging, collectives, mpi, server, shapes, simulation, suspend
 from benchmarks.server import ServerRow, bench_server
 from benchmarks.suspend import RankSteps, Window, row_of
 
@@ -249,3 +250,21 @@ def test_nothing_is_written_where_nothing_was_measured(
     with pytest.raises(KeyboardInterrupt):
         shapes.main(["--strategies", "ring", "--json", str(figures)])
     assert not figures.exists()
+
+
+def test_peers_that_are_not_installed_have_a_line_in_place_of_rows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(averaging, "is_installed", lambda package: False)
+    assert averaging.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "torchft is not installed: no row for it." in lines
+    assert "hivemind is not installed: no row for it." in lines
+
+
+def test_peers_that_are_installed_average_and_have_rows() -> None:
+    """Ranks fail where a peer does not average; without the packages there is nothing to see."""
+    installed = {peer for peer, package in averaging.PACKAGES.items() if find_spec(package)}
+    rows = list(averaging.bench_averaging((2,), 1, (SMALL,)))
+    assert {row.peer for row in rows} == installed
+    assert all(row.ratio == row.step_seconds / row.peer_seconds for row in rows)
