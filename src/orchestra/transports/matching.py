@@ -263,7 +263,9 @@ class Mailbox:
             self.lost.add(rank)
         if partial is not None and partial.receive is not None:
             self._fail_lost(partial.receive, rank)
-        elif partial is not None and partial in self._unexpected.get((None, partial.header.tag), ()):
+        elif partial is not None and partial in self._unexpected.get(
+            (None, partial.header.tag), ()
+        ):
             # Half a message will never be complete, and must not meet a later receive.
             self._forget(partial)  # it is not there where no receive could take it
         for key in [key for key in self._posted if key[0] == rank]:

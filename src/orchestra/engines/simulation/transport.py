@@ -64,7 +64,8 @@ class SimulatedTransport(Transport):
         port, traffic = self._port, self.traffic
         sending = Sending(self._flow, port, tensor, to)
         # The sender may change its tensor long before the message arrives in virtual time.
-        payload = _copy_of(tensor)
+        own = tensor.detach() if tensor.is_meta or tensor.requires_grad else tensor
+        payload = own if own.is_meta else own.clone()  # without values there is nothing to copy
         traffic.messages_sent += 1
         overhead = port.net.overhead
         if to == self.rank:
@@ -90,8 +91,8 @@ class SimulatedTransport(Transport):
         if self._sent is not None:
             both_ways = self._goes_both_ways(*self._sent, to)
             fair = self._sent[0].shares_fairly(self._sent[0].place[self.rank])
-        target = port.net.ports[to]
-        message = Message(header, size, payload, sending, target, both_ways, fair=fair)
+        ports = port.net.ports
+        message = Message(header, size, payload, sending, ports[to], both_ways, fair=fair)
         stream = port.net.stream(self.rank, to)
         port.keep_order()
         near = port.net.is_near(self.rank, to)
@@ -309,8 +310,8 @@ class SimulatedTransport(Transport):
 
     def _seconds_to_take(self, receive: matching.Receive) -> float:
         net = self._port.net
-        near = net.is_near(receive.source, self.rank)
-        return net.message_cost(receive.frame_bytes, near).receiving + self._handling
+        cost = net.message_cost(receive.frame_bytes, net.is_near(receive.source, self.rank))
+        return cost.receiving + self._handling
 
     @property
     def _handling(self) -> float:
@@ -370,11 +371,10 @@ class FlowHandOver(HandOver):
         traffic.seconds_waiting += self._port.sleep_until(condition, lambda: waits, self)
 
     def tell(self, change: Callable[[], None], traffic: Traffic) -> None:
-        port = self._port
-        port.spend(port.signal_seconds, traffic)
-        port.net.kernel.catch_up()
+        self._port.spend(self._port.signal_seconds, traffic)
+        self._port.net.kernel.catch_up()
         change()
-        port.wake(self)
+        self._port.wake(self)
 
 
 class FlowTask(Generic[T]):
@@ -398,9 +398,3 @@ class FlowTask(Generic[T]):
         if self._flow.error is not None:
             raise self._flow.error
         return self._flow.result  # type: ignore[no-any-return]
-
-
-def _copy_of(tensor: Tensor) -> Tensor:
-    if tensor.is_meta:
-        return tensor.detach()  # no values that could change
-    return (tensor.detach() if tensor.requires_grad else tensor).clone()
