@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,4 +60,4 @@ def test_request() -> None:
     assert (place, worker) == (1, 3)
     assert decode_request(torch.stack(message), 3) == request
     assert encode_request(request).tolist() == [Kind.PAUSE, -1]
-    assert decode_request(encode_request(request), 3, points=2) == replace(request, values=False)
+    assert decode_request(encode_request(request), 3, points=2) == request._replace(values=False)

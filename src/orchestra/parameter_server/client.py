@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -98,7 +97,7 @@ class Client:
         if self.encode is not None and gradient is not None:
             payloads = self.encode(push, gradient)
         for place, part in enumerate(self.slices):
-            own = replace(push, used=tuple(map(push.used.__getitem__, part.tensors)))
+            own = push._replace(used=tuple(map(push.used.__getitem__, part.tensors)))
             request = self._request(Kind.PUSH, own)
             vectors = [v if v is None else v[part.first : part.end] for v in (gradient, into)]
             if payloads is not None:

@@ -8,13 +8,10 @@ from __future__ import annotations
 import enum
 import functools
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from orchestra.schedules.work_queue import WorkItem, item_of
@@ -29,8 +26,10 @@ NOTHING = (-1, 0, 0, 0)
 """Stands in an answer for an item of work if there is none."""
 
 
-@dataclass(frozen=True)
-class Push:
+# Tuples: a message makes several of them, and a frozen dataclass takes five times as long to make.
+
+
+class Push(NamedTuple):
     """A worker's gradient of its step `clock` (from 1).
 
     `samples` are those behind the gradient; 0 where the worker had no data in this step.
@@ -51,8 +50,7 @@ class Push:
     report: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """The reply to a push, beside the values.
 
     `version` counts the updates applied when the answer leaves; `staleness` those applied between
@@ -74,8 +72,7 @@ class Answer:
     work: WorkItem | None = None
 
 
-@dataclass(frozen=True)
-class Pause:
+class Pause(NamedTuple):
     """A quiet point: nothing is in flight. All workers paused, the last one after `step`.
 
     `complete`: no worker of the phase has signed off; a lost worker does not count as one that has.
@@ -99,10 +96,10 @@ class Kind(enum.IntEnum):
 
 
 PUSH, PART = Kind.PUSH, Kind.PART  # attributes of an Enum are slow to look up
+_KINDS = tuple(Kind)
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """A request of `worker` to a slice, or the news that it is lost.
 
     `push` comes with PUSH, and with PART, where it tells of the tensors of that part alone. A PAUSE
@@ -124,9 +121,9 @@ def encode_request(request: Request, place: int | None = None) -> Tensor:
     push = request.push
     if push is not None:
         position = -1 if push.position is None else push.position
-        head = (Kind.PUSH, push.clock, push.samples, push.step_samples, push.loss, push.stop)
+        head = (PUSH, push.clock, push.samples, push.step_samples, push.loss, push.stop)
         counts = (len(push.rates), len(push.report))
-        part = (Kind.PART, request.step) if request.kind is Kind.PART else ()
+        part = (PART, request.step) if request.kind is PART else ()
         body = _vector((*part, *head, position, *counts, *push.rates, *push.report), push.used)
     elif place is None:
         body = _vector((request.kind, request.step))
@@ -140,29 +137,48 @@ def decode_request(message: Tensor, worker: int, points: int = 0) -> Request:
 
     A worker whose slices have no replica does not tell its quiet points so far: they are `points`.
     """
-    numbers = message.numpy()
-    kind = Kind(int(numbers[0]))
-    if kind == PART:
-        push = Push(worker, *_content_of_push(numbers[2:].tobytes()))
-        return Request(worker, kind, push, step=int(numbers[1]))
-    if kind == PUSH:
-        return Request(worker, kind, Push(worker, *_content_of_push(numbers.tobytes())))
-    _, step, *more = map(int, numbers.tolist())
+    numbers = tuple(message.tolist())
+    kind = _KINDS[int(numbers[0])]
+    if kind is PART:
+        push = Push(worker, *_content_of_push(numbers[2:]))
+        return Request(worker, kind, push, int(numbers[1]))
+    if kind is PUSH:
+        return Request(worker, kind, Push(worker, *_content_of_push(numbers)))
+    _, step, *more = map(int, numbers)
     points, values = more or (points, False)
     return Request(worker, kind, None, step, points, bool(values))
 
 
-@functools.lru_cache(maxsize=64)
-def _content_of_push(message: bytes) -> tuple[Any, ...]:
-    """Decode the fields of a `Push` behind its worker, which often are the same for all workers."""
-    numbers = np.frombuffer(message)
-    _, clock, samples, step_samples, loss, stop, position, *counts = numbers[:PUSH_HEAD].tolist()
+# What messages say is nearly always the same for all workers, and so made and read once.
+
+
+@functools.lru_cache(maxsize=256)
+def _vector(head: tuple[float, ...], used: tuple[bool, ...] = ()) -> Tensor:
+    """Encode numbers, and a flag for each tensor of the model; nobody may change the result."""
+    # NumPy takes a third of the time that torch takes for it.
+    return torch.from_numpy(np.array((*head, *used), np.float64))
+
+
+@functools.lru_cache(maxsize=256)
+def _content_of_push(numbers: tuple[float, ...]) -> tuple[Any, ...]:
+    """Decode the fields of a `Push` behind its worker."""
+    _, clock, samples, step_samples, loss, stop, position, *counts = numbers[:PUSH_HEAD]
     report = PUSH_HEAD + int(counts[0])
     used = report + int(counts[1])
     return (
-        int(clock), int(samples), int(step_samples), loss, bool(stop),
-        tuple(numbers[PUSH_HEAD:report].tolist()), _flags(numbers[used:].tobytes()),
-        int(position) if position >= 0 else None, tuple(numbers[report:used].tolist()),
+        int(clock), int(samples), int(step_samples), loss, bool(stop), numbers[PUSH_HEAD:report],
+        tuple(map(bool, numbers[used:])), int(position) if position >= 0 else None,
+        numbers[report:used],
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def _content_of_answer(numbers: tuple[float, ...]) -> tuple[Any, ...]:
+    """Decode the fields of an `Answer` behind its worker."""
+    version, staleness, loss, stop, consumed, clock, dropped, *work = numbers[:ANSWER_HEAD]
+    return (
+        int(version), int(staleness), loss, bool(stop), int(consumed), int(clock), bool(dropped),
+        tuple(map(bool, numbers[ANSWER_HEAD:])), item_of(work) if work[0] >= 0 else None,
     )  # fmt: skip
 
 
@@ -179,13 +195,7 @@ def encode_reply(content: Answer | Pause | WorkItem) -> Tensor:
 
 def decode_answer(worker: int, message: Tensor) -> Answer:
     """Decode the answer for `worker`."""
-    numbers = message.numpy()
-    version, staleness, loss, stop, consumed, clock, dropped, *work = numbers[:ANSWER_HEAD].tolist()
-    return Answer(
-        worker, int(version), int(staleness), loss, bool(stop), int(consumed), int(clock),
-        bool(dropped), _flags(numbers[ANSWER_HEAD:].tobytes()),
-        item_of(work) if work[0] >= 0 else None,
-    )  # fmt: skip
+    return Answer(worker, *_content_of_answer(tuple(message.tolist())))
 
 
 def decode_pause(message: Tensor) -> Pause:
@@ -194,26 +204,7 @@ def decode_pause(message: Tensor) -> Pause:
     return Pause(int(step), bool(complete))
 
 
-def _vector(head: Sequence[float], used: tuple[bool, ...] = ()) -> Tensor:
-    # NumPy takes a third of the time that torch takes for it.
-    return torch.from_numpy(np.concatenate([np.array(head, np.float64), _numbers(used)]))
-
-
-# One flag for each tensor of the model, and nearly always the same ones
-
-
-@functools.lru_cache(maxsize=64)
-def _numbers(used: tuple[bool, ...]) -> NDArray[np.float64]:
-    return np.array(used, np.float64)
-
-
-@functools.lru_cache(maxsize=64)
-def _flags(numbers: bytes) -> tuple[bool, ...]:
-    return tuple(np.frombuffer(numbers).astype(bool).tolist())
-
-
-@dataclass(frozen=True)
-class Reply:
+class Reply(NamedTuple):
     """The reply to `worker`: the answer to its push, a quiet point, its next work; None if all have
     left. With `values` the values come with it."""
 

@@ -52,15 +52,14 @@ class Server:
         for held in self.held:
             held.state.live.difference_update(lost)
         self._alone = alone
-        self._workers = frozenset(own.state.live)
+        self._expected = set(own.state.live)  # workers that may still want something
         self._lost = set(lost)
-        self._done: set[int] = set()
         self._points = 0  # quiet points that `serve` has returned
         self._early: list[tuple[Request, Tensor, Tensor | None]] = []  # of the slice before
 
     def serve_to_the_end(self, transport: Transport) -> None:
         """Serve until no worker needs anything more: the flow of a server beside a worker."""
-        while self._expected():
+        while self._expected:
             self.serve(transport)
 
     def serve(
@@ -70,7 +69,7 @@ class Server:
 
         `observe` is called after each request.
         """
-        while self._expected():
+        while self._expected:
             try:
                 # From any rank: a suspended worker must not hold up the others.
                 handle = transport.receive(None, Tag.REQUEST)
@@ -89,10 +88,6 @@ class Server:
         self._finish_sending()
         return None
 
-    def _expected(self) -> frozenset[int]:
-        """Return the workers that may still want something."""
-        return self._workers - self._done - self._lost
-
     def _finish_sending(self) -> None:
         for held in self.held:
             held.finish_sending()
@@ -102,14 +97,14 @@ class Server:
         if mirror is None:
             place, request = own.place, decode_request(message, source, own.log.points)
             if request.kind is Kind.LEAVE:
-                self._done.add(source)
+                self._expected.discard(source)
         else:
             place, request = int(message[0]), decode_request(message[2:], int(message[1]))
         if request.kind is Kind.CONFIRMED:
             own.send(transport, own.log.confirmed())
             return
         if request.kind is Kind.DONE:
-            self._done.add(source)
+            self._expected.discard(source)
             return
         if request.kind is Kind.PART:
             own.take_part(transport, request, transport.receive(source, Tag.GRADIENT).wait())
@@ -153,6 +148,7 @@ class Server:
     def _lose(self, transport: Transport, lost: PeerLost) -> None:
         rank = lost.rank
         self._lost.add(rank)
+        self._expected.discard(rank)
         if rank == self._after:
             self.own.send(transport, self.own.log.backup_lost())
             self._alone(f"the slice of rank {transport.rank} has no replica without rank {rank}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from orchestra.parameter_server.messages import Answer, Push
@@ -246,8 +246,7 @@ class ServerState:
                 near = [min(released, key=self._steps)]
             released = near
         return [
-            replace(
-                self.waiting.pop(worker),
+            self.waiting.pop(worker)._replace(
                 version=self.version,
                 consumed=self.consumed,
                 work=self._work_for(worker),

@@ -182,30 +182,30 @@ class Mailbox:
         self.blocked = 0.0
         self.arrived: dict[int, tuple[float, float]] = {}
         self._posted: dict[tuple[int | None, int], deque[Receive]] = {}
-        self._unexpected: dict[int, list[Incoming]] = {}
+        # By source (None: any) and tag, each a set in the order of insertion.
+        self._unexpected: dict[tuple[int | None, int], dict[Incoming, None]] = {}
         self._sequence = 0
         self._memory = KeptMemory()
 
     def post(self, receive: Receive) -> None:
         """Give `receive` its message, or queue it, or fail it where no message can come."""
-        source, tag = receive.requested, receive.tag
-        for message in self._unexpected.get(tag, ()):  # the oldest first
-            if source is None or message.source == source:
-                self._forget(message)
-                self._attach(message, receive)
-                return
-        if source is None:
-            # Whoever receives from any source learns of each loss once, and may then go on with the
-            # others.
-            departed = self.lost - receive.flow.reported
-        else:
-            departed = {source} & self.gone.keys()
-        if departed:
-            self._fail_lost(receive, min(departed))
+        source = receive.requested
+        key = source, receive.tag
+        if key in self._unexpected:
+            message = next(iter(self._unexpected[key]))  # the oldest
+            self._forget(message)
+            self._attach(message, receive)
             return
-        self._sequence += 1
-        receive.sequence = self._sequence
-        self._posted.setdefault((source, tag), deque()).append(receive)
+        # Whoever receives from any source learns of each loss once, and may then go on with the
+        # others.
+        if source is None and (unknown := self.lost - receive.flow.reported):
+            self._fail_lost(receive, min(unknown))
+        elif source is not None and source in self.gone:
+            self._fail_lost(receive, source)
+        else:
+            self._sequence += 1
+            receive.sequence = self._sequence
+            self._posted.setdefault(key, deque()).append(receive)
 
     def begin(self, source: int, header: Header, content: Tensor | None = None) -> Incoming:
         """Begin a message whose header has arrived, to be filled through its `view`.
@@ -230,7 +230,7 @@ class Mailbox:
             taker.frame_bytes = message.frame_bytes
         # One that claimed a receive without fitting is not kept: that receive has failed.
         elif receive is None:
-            self._unexpected.setdefault(header.tag, []).append(message)
+            self._keep(message)
         return message
 
     def complete(self, message: Incoming) -> None:
@@ -250,7 +250,7 @@ class Mailbox:
         message = Incoming(self.rank, header, tensor, complete=True)
         receive = self._claim(self.rank, tag)
         if receive is None:
-            self._unexpected.setdefault(tag, []).append(message)
+            self._keep(message)
         else:
             self._attach(message, receive)
 
@@ -263,7 +263,9 @@ class Mailbox:
             self.lost.add(rank)
         if partial is not None and partial.receive is not None:
             self._fail_lost(partial.receive, rank)
-        elif partial is not None and partial in self._unexpected.get(partial.header.tag, ()):
+        elif partial is not None and partial in self._unexpected.get(
+            (None, partial.header.tag), ()
+        ):
             # Half a message will never be complete, and must not meet a later receive.
             self._forget(partial)  # it is not there where no receive could take it
         for key in [key for key in self._posted if key[0] == rank]:
@@ -285,12 +287,18 @@ class Mailbox:
         receive.fail(error)
         self.news = self.news or receive.awaited
 
+    def _keep(self, message: Incoming) -> None:
+        """Keep `message`, which nobody has asked for yet."""
+        for source in (message.source, None):
+            self._unexpected.setdefault((source, message.header.tag), {})[message] = None
+
     def _forget(self, message: Incoming) -> None:
         """Take `message` out of the unexpected ones."""
-        tag = message.header.tag
-        self._unexpected[tag].remove(message)
-        if not self._unexpected[tag]:
-            del self._unexpected[tag]
+        for source in (message.source, None):
+            key = source, message.header.tag
+            del self._unexpected[key][message]
+            if not self._unexpected[key]:
+                del self._unexpected[key]
 
     def _claim(self, source: int, tag: int) -> Receive | None:
         """Remove and return the receive that was posted first for a message; None: none was."""
@@ -300,8 +308,9 @@ class Mailbox:
             queue = open_to_any
         if not queue:
             return None
-        receive = queue[0]
-        self._remove_posted(receive)
+        receive = queue.popleft()
+        if not queue:
+            del self._posted[receive.requested, tag]
         return receive
 
     def _remove_posted(self, receive: Receive) -> None:
