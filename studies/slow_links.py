@@ -54,7 +54,7 @@ def picture(found: Sequence[dict[str, Any]], path: Path) -> None:
         best[row["strategy"]] = min(own, best.get(row["strategy"], own))
     y = alt.Y("strategy:N", sort=sorted(best, key=lambda name: best[name]), title=None)
     title = "seconds to the target; crosses: missed with a seed"
-    x = alt.X("seconds:Q", scale=alt.Scale(type="log"), title=title)
+    x = alt.X("seconds:Q", scale=alt.Scale(type="log", nice=False), title=title)
     colour = alt.Color("links:N", title=None, legend=alt.Legend(orient="top"))
     ruled = alt.layer(
         alt.Chart().mark_rule(strokeWidth=2).encode(alt.X("least:Q"), y, colour, x2="most:Q"),
