@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import TCPStore
 from torch.nn.utils import parameters_to_vector
 
 from benchmarks.peers import EVERY, PeerRow, compare_steps, hold, rows_of
@@ -162,7 +163,7 @@ def _manager(runtime: Runtime, servers: ExitStack) -> Any:
     from torchft import Manager, ProcessGroupGloo
 
     logging.getLogger("torchft.manager").setLevel(logging.ERROR)  # it warns that there is no NCCL
-    store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
     manager = Manager(
         ProcessGroupGloo(), load_state_dict=None, state_dict=None, min_replica_size=runtime.ranks,
         use_async_quorum=False,  # as DiLoCo demands
@@ -170,7 +171,8 @@ def _manager(runtime: Runtime, servers: ExitStack) -> Any:
         rank=0, world_size=1, store_addr=LOOPBACK, store_port=store.port,
         replica_id=str(runtime.rank), hostname=LOOPBACK,
     )  # fmt: skip
-    servers.callback(manager.shutdown, wait=False)
+    # With the store, which serves for as long as somebody has it
+    servers.callback(lambda _: manager.shutdown(wait=False), store)
     return manager
 
 

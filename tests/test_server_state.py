@@ -6,7 +6,7 @@ Each test keeps books of its own beside the server's: who has read what, and wha
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
@@ -291,9 +291,9 @@ def test_loss_stop_and_used_of_the_pushes_applied_together() -> None:
     state = ServerState(Synchronous(), {0, 1, 2})
     push = Push(0, 1, 1, 4, 4.0, False, (0.1,), (True, False, False))
     state.push(push)
-    idle = replace(push, worker=1, samples=0, loss=99.0, used=(False, False, False))
+    idle = push._replace(worker=1, samples=0, loss=99.0, used=(False, False, False))
     state.push(idle)
-    last = replace(push, worker=2, samples=3, loss=2.0, stop=True, used=(False, False, True))
+    last = push._replace(worker=2, samples=3, loss=2.0, stop=True, used=(False, False, True))
     for answer in state.push(last).answers:
         assert answer.loss == (1 * 4.0 + 3 * 2.0) / 4
         assert answer.stop
