@@ -21,7 +21,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     powerSGD_hook,
 )
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from orchestra.bench.step import (
@@ -203,6 +202,8 @@ def _power_sgd() -> powerSGD_hook.PowerSGDState:
 
 def _post_local(subject: BenchmarkModel, runtime: Runtime) -> Callable[[], None]:
     """No gradient is averaged from the first step on; parameters are, every `EVERY` steps."""
+    from torch.distributed.optim import PostLocalSGDOptimizer  # warns of torch.jit
+
     torch.manual_seed(0)
     model = DistributedDataParallel(subject.build(), gradient_as_bucket_view=True)
     groups = [dist.new_group([rank]) for rank in range(runtime.ranks)]

@@ -25,7 +25,12 @@ FLAGS = st.lists(st.booleans(), max_size=6).map(tuple)
 RATES = st.lists(st.floats(0, 10), max_size=4).map(tuple)
 
 
-@given(st.builds(Push, COUNT, COUNT, COUNT, COUNT, LOSS, st.booleans(), RATES, FLAGS))
+POSITION = st.none() | COUNT
+
+
+@given(
+    st.builds(Push, COUNT, COUNT, COUNT, COUNT, LOSS, st.booleans(), RATES, FLAGS, POSITION, RATES)
+)
 def test_push(push: Push) -> None:
     message = encode_request(Request(push.worker, Kind.PUSH, push))
     assert message.dtype == torch.float64
@@ -34,7 +39,19 @@ def test_push(push: Push) -> None:
 
 
 @given(
-    st.builds(Answer, COUNT, COUNT, COUNT, LOSS, st.booleans(), COUNT, COUNT, st.booleans(), FLAGS)
+    st.builds(
+        Answer,
+        COUNT,
+        COUNT,
+        COUNT,
+        LOSS,
+        st.booleans(),
+        COUNT,
+        COUNT,
+        st.booleans(),
+        FLAGS,
+        st.none(),
+    )
 )
 def test_answer(answer: Answer) -> None:
     message = encode_reply(answer)

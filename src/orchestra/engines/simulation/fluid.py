@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from math import inf
 
 from orchestra.engines.simulation import sharing
-from orchestra.engines.simulation.kernel import Call, Events
+from orchestra.engines.simulation.kernel import Call, Events, Timer
 from orchestra.engines.simulation.sharing import (
     ROUNDING,
     Activity,
@@ -50,7 +50,7 @@ class Fluid:
         self._started = 0
         self._running = 0
         self._ends: list[tuple[float, int, Activity]] = []  # a heap; obsolete ones are left in it
-        self._alarm = 0  # the number of the one that counts
+        self._alarm: Timer | None = None
         self._alarm_at = inf
         self._dirty: dict[Resource, None] = {}  # a set in the order of insertion
         self._equal = 0  # how many resources are shared equally
@@ -220,10 +220,10 @@ class Fluid:
         if not self._dirty:
             # At the end of this instant, so that whatever else happens at it is shared out
             # together.
-            self._events.call_at(self._events.now(), self._solve, None)
+            self._events.at(self._events.now(), self._solve)
         self._dirty[resource] = None
 
-    def _solve(self, _: None) -> None:
+    def _solve(self) -> None:
         """Compute new shares for all activities connected with resources that have changed."""
         now = self._events.now()
         dirty, self._dirty = self._dirty, {}
@@ -343,17 +343,15 @@ class Fluid:
             heapq.heappop(ends)
         due = ends[0][0] if ends else inf
         if due != self._alarm_at:
+            if self._alarm is not None:
+                self._alarm.cancel()
             self._alarm_at = due
-            self._alarm += 1
-            if due < inf:
-                self._events.call_at(due, self._ring, self._alarm)
+            self._alarm = self._events.at(due, self._ring) if due < inf else None
 
-    def _ring(self, alarm: int) -> None:
+    def _ring(self) -> None:
         """End all that ends now; those that follow from it start at a later event."""
-        if alarm != self._alarm:
-            return  # it has been set to another time since
         now = self._events.now()
-        self._alarm_at = inf
+        self._alarm, self._alarm_at = None, inf
         ends = self._ends
         ended = []
         while ends and ends[0][0] <= now:

@@ -82,7 +82,7 @@ class Scene:
         """Replay up to the present time of `world`, and go on there."""
         self.events.run_until(world.now())
         # Only packets on their way move over. Other events are ends of computations (see below).
-        left = [event for event in self.events.left() if isinstance(event[2], Packet)]
+        left = [(time, call, packet) for time, call, packet in self.events.left() if packet]
         for stream in streams:  # all of them, before one crosses again: they may share links
             stream.suspend()
         for stream in streams:
