@@ -41,6 +41,7 @@ def reduce_for_ever(rank: int, ranks: int, file: Path, begun: Connection) -> Non
                 vector.fill_(1.0)
     except Exception as error:
         begun.send(f"{type(error).__name__}: {error}")
+        begun.recv()  # whoever left now could be found gone as well by one that still looks
 
 
 def once(folder: Path, ranks: int, draw: random.Random) -> str:
@@ -59,7 +60,10 @@ def once(folder: Path, ranks: int, draw: random.Random) -> str:
     assert pid is not None
     kill = threading.Timer(delay, os.kill, (pid, signal.SIGKILL))
     kill.start()
-    raised = [ours.recv() for rank, (ours, _) in enumerate(ends) if rank != victim]
+    left = [ours for rank, (ours, _) in enumerate(ends) if rank != victim]
+    raised = [ours.recv() for ours in left]
+    for ours in left:
+        ours.send("leave")
     for process in processes:
         process.join()
     (folder / "store").unlink(missing_ok=True)
