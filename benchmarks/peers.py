@@ -114,9 +114,9 @@ def bench_peers(
 
     Raises KeyboardInterrupt where the user stopped it.
     """
+    contestants = len(OURS) + len(set(OURS.values())) + 1
     for subject in subjects:
         for count in ranks:
-            contestants = len(OURS) + len(set(OURS.values())) + 1
             blocks = hold(measure, contestants, subject, count, rounds, on_progress)
             pairs = list(OURS.items())
             if ACCELERATE in blocks:

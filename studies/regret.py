@@ -243,7 +243,6 @@ def emulate(pair: Pair, folder: Path, calibration: str, until: float) -> None:
         + [f"{what} on {pair.nodes} nodes" for what in EMULATED_ON_ALL]
         + chosen_of(folder)
     )
-    wanted = {*names}
     for seed in (*SEEDS, *FURTHER_SEEDS):
         if seed != FURTHER_SEEDS[-1]:  # all of these seeds, or none
             wanted = near(found, names, seed) | {*chosen_of(folder)[:1]}

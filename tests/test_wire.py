@@ -23,8 +23,6 @@ COUNT = st.integers(0, 2**53)
 LOSS = st.floats(allow_nan=False)
 FLAGS = st.lists(st.booleans(), max_size=6).map(tuple)
 RATES = st.lists(st.floats(0, 10), max_size=4).map(tuple)
-
-
 POSITION = st.none() | COUNT
 
 

@@ -375,14 +375,13 @@ class Kernel(Events):
 
     def _next(self) -> Context:
         """Make due calls until a flow is ready: its context, or the launcher's after the end."""
-        ready, due = self._ready, self._due
         while (self._living or self.outstanding) and self.failure is None:
-            if ready:
-                return ready.popleft().context
-            if not due:
+            if self._ready:
+                return self._ready.popleft().context
+            if not self._due:
                 self.fail(Deadlock(describe(self.flows)))
                 break
-            self._now, _, call, argument = heapq.heappop(due)
+            self._now, _, call, argument = heapq.heappop(self._due)
             try:
                 call(argument)
             except Exception as error:

@@ -38,7 +38,6 @@ class Message:
     def __init__(
         self,
         header: Header,
-        frame_bytes: int,
         payload: Tensor,
         sending: Sending,
         target: Port,
@@ -47,7 +46,7 @@ class Message:
         fair: bool = False,
     ) -> None:
         self.header = header
-        self.frame_bytes = frame_bytes
+        self.frame_bytes = header.frame_bytes
         self.held_bytes = 0
         self.both_ways = both_ways
         self.fair = fair
@@ -170,6 +169,7 @@ class Net:
         self.ports: list[Port] = []
         self.nodes: list[str] = []
         self.hosts: list[Hashable] = []
+        self._host_numbers: list[int] = []
         self.shared: dict[tuple[tuple[int, ...], int, int], Tensor] = {}  # by ranks, tag, number
         self.shown: dict[Hashable, dict[int, Tensor]] = {}  # by stage and place
         self.streams: dict[tuple[int, int], Stream] = {}
@@ -177,17 +177,17 @@ class Net:
         self._delay = delay
         self._draw_share = draw_share
 
-    @functools.cached_property
-    def host_numbers(self) -> list[int]:
-        """Of each rank a number, equal for ranks that share memory."""
-        hosts = self.hosts or range(len(self.ports))
-        numbers = {host: number for number, host in enumerate(hosts)}
-        return [numbers[host] for host in hosts]
+    def host(self, rank: int) -> int:
+        """Return a number that is equal for ranks that share memory."""
+        if not self._host_numbers:
+            hosts = self.hosts or range(len(self.ports))
+            numbers = {host: number for number, host in enumerate(hosts)}
+            self._host_numbers = [numbers[host] for host in hosts]
+        return self._host_numbers[rank]
 
     def is_near(self, source: int, target: int) -> bool:
         """Return whether two ranks share memory."""
-        numbers = self.host_numbers
-        return numbers[source] == numbers[target]
+        return self.host(source) == self.host(target)
 
     def stream(self, source: int, target: int) -> Stream:
         """Return the stream from one rank to another; it is made when it is first used."""
@@ -217,9 +217,6 @@ class Port:
         self.new_processor = new_processor
         self.meter = meter
         self.mailbox = Mailbox(rank)
-        local = net.overhead.local
-        # Processor seconds for telling another flow of this rank a number of 8 bytes.
-        self.signal_seconds = 0.0 if local is None else local.at(8)
         self.bytes_sent = 0
         self.shares: Counter[tuple[tuple[int, ...], int]] = Counter()  # of memory, by ranks and tag
         self._cold = False
@@ -227,6 +224,12 @@ class Port:
         # of them after every message was slow (docs/decisions/0103-who-is-woken.md).
         self._asleep: dict[object, dict[Flow, Callable[[], bool]]] = {}  # by what they wait for
         net.ports.append(self)
+
+    @property
+    def signal_seconds(self) -> float:
+        """Processor seconds for telling another flow of this rank a number of 8 bytes."""
+        local = self.net.overhead.local
+        return 0.0 if local is None else local.at(8)
 
     def mark_caches_cold(self) -> None:
         """Let the next message of the rank pay `Overhead.cold`: a step has begun."""
@@ -277,7 +280,6 @@ class Port:
         flow, started = kernel.current, kernel.here()
         flow.waits = waits
         self._asleep.setdefault(what, {})[flow] = condition
-        kernel.park()
         while not condition():
             kernel.park()
         flow.waits = None

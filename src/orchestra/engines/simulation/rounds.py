@@ -93,8 +93,7 @@ class PlacedPlan:
         self.ranks = ranks
         self.plan = plan
         self.place = {rank: place for place, rank in enumerate(ranks)}
-        # equal: they share memory
-        self._host = np.array([net.host_numbers[rank] for rank in ranks])
+        self._host = np.array([net.host(rank) for rank in ranks])  # equal: they share memory
         self.streams = {
             (source, target): net.stream(ranks[source], ranks[target])
             for source, target in plan.streamed

@@ -61,11 +61,10 @@ class SimulatedTransport(Transport):
         """Start sending a contiguous `tensor`; see `Transport.send`."""
         assert tensor.is_contiguous(), "only contiguous tensors can be sent"
         assert 0 <= to < self.size, f"there is no rank {to} among {self.size}"
-        port, traffic = self._port, self.traffic
+        port, traffic = self._port, self._flow.traffic
         sending = Sending(self._flow, port, tensor, to)
         # The sender may change its tensor long before the message arrives in virtual time.
-        own = tensor.detach() if tensor.is_meta or tensor.requires_grad else tensor
-        payload = own if own.is_meta else own.clone()  # without values there is nothing to copy
+        payload = tensor.detach().clone()
         traffic.messages_sent += 1
         overhead = port.net.overhead
         if to == self.rank:
@@ -91,8 +90,7 @@ class SimulatedTransport(Transport):
         if self._sent is not None:
             both_ways = self._goes_both_ways(*self._sent, to)
             fair = self._sent[0].shares_fairly(self._sent[0].place[self.rank])
-        ports = port.net.ports
-        message = Message(header, size, payload, sending, ports[to], both_ways, fair=fair)
+        message = Message(header, payload, sending, port.net.ports[to], both_ways, fair=fair)
         stream = port.net.stream(self.rank, to)
         port.keep_order()
         near = port.net.is_near(self.rank, to)
@@ -288,10 +286,8 @@ class SimulatedTransport(Transport):
 
     def wait(self, operation: Operation) -> None:
         """Let virtual time pass until `operation` is finished, and take in what it brings."""
-        traffic = self.traffic
         if not isinstance(operation, matching.Receive):
-            if not operation.finished:
-                traffic.seconds_waiting += self._sleep(operation, lambda: operation.finished)
+            self.traffic.seconds_waiting += self._sleep(operation, lambda: operation.finished)
             return
         receive = operation
         if not receive.frame_bytes and not receive.finished:
@@ -299,18 +295,17 @@ class SimulatedTransport(Transport):
                 self._sleep_through(receive)
                 return
             begun = self._sleep(receive, lambda: receive.finished or receive.frame_bytes > 0)
-            traffic.seconds_waiting += begun
+            self.traffic.seconds_waiting += begun
         if receive.frame_bytes and receive.error is None:
             seconds = self._seconds_to_take(receive)
             self._port.keep_order()
-            self._port.spend(seconds + self._port.warm_up(), traffic)
+            self._port.spend(seconds + self._port.warm_up(), self.traffic)
             receive.frame_bytes = 0
-        if not receive.finished:
-            traffic.seconds_communicating += self._sleep(receive, lambda: receive.finished)
+        self.traffic.seconds_communicating += self._sleep(receive, lambda: receive.finished)
 
     def _seconds_to_take(self, receive: matching.Receive) -> float:
-        net = self._port.net
-        cost = net.message_cost(receive.frame_bytes, net.is_near(receive.source, self.rank))
+        near = self._port.net.is_near(receive.source, self.rank)
+        cost = self._port.net.message_cost(receive.frame_bytes, near)
         return cost.receiving + self._handling
 
     @property
