@@ -4,18 +4,24 @@ Each node is a namespace; veth pairs join them to a bridge, with a token bucket 
 In a round each node sends and receives as the pattern says; a round is over when all is received.
 Linux, root, iproute2; figures are the mean of later rounds over what the bytes and their headers
 take at the rate of the link.
+
+Then what a kernel takes in for a process that does not read, in MB: on a new connection, and after
+the process has read as many bytes as stand there.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import fcntl
 import multiprocessing
 import os
 import selectors
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -153,8 +159,53 @@ def measure(
     barrier.wait()
 
 
+READ_BEFORE = (0, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
+"""Bytes that node 1 reads before it stops to."""
+
+
+def fill(rank: int, before: int, control: str, barrier: Any, results: Any) -> None:
+    """Node 0 sends without end; node 1 reads `before` bytes, then none until nothing comes."""
+    connection = connect(rank, 2, control, barrier)[1 - rank]
+    connection.setblocking(True)
+    if rank == 0:
+        with suppress(ConnectionError):
+            while True:
+                connection.sendall(bytes(1 << 20))
+    while before:
+        before -= len(connection.recv(min(before, 1 << 20)))
+    unread, last = 0, -1
+    while unread > last:
+        time.sleep(0.5)  # longer than a link stalls for
+        held = fcntl.ioctl(connection, termios.FIONREAD, struct.pack("i", 0))
+        last, (unread,) = unread, struct.unpack("i", held)
+    results.put(unread)
+
+
+def fill_buffers(megabits: float, queue: str, control: str) -> list[float]:
+    """Return the bytes that nobody has read at the end of `fill`, for each of READ_BEFORE."""
+    unread = []
+    for before in READ_BEFORE:
+        results: multiprocessing.Queue[float] = multiprocessing.Queue()
+        set_up(2, megabits, queue)
+        try:
+            how = before, control, multiprocessing.Barrier(2), results
+            nodes = [
+                multiprocessing.Process(target=fill, args=(rank, *how), daemon=True)
+                for rank in range(2)
+            ]
+            for node in nodes:
+                node.start()
+            unread.append(results.get(timeout=600))
+            for node in nodes:
+                node.kill()
+                node.join()
+        finally:
+            clean_up(2)
+    return unread
+
+
 def main(arguments: list[str]) -> int:
-    """Measure all patterns, and print a line for each."""
+    """Measure all patterns, and print a line for each; then the buffers."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.links", description=__doc__)
     parser.add_argument("--megabits", type=float, default=40.0, help="a second, of each link")
     parser.add_argument("--control", default="cubic", help="TCP's congestion control")
@@ -184,6 +235,9 @@ def main(arguments: list[str]) -> int:
         ideal = size * FRAME / (options.megabits * 1e6 / 8) * messages
         later = options.rounds - options.rounds // 3
         print(f"{pattern:18} {sum(seconds) / ranks / later / ideal:.3f}", flush=True)
+    unread = fill_buffers(options.megabits, options.queue, options.control)
+    for before, held in zip(READ_BEFORE, unread, strict=True):
+        print(f"read {before / 1e6:5.2f} MB, then {held / 1e6:.2f} MB unread", flush=True)
     return 0
 
 

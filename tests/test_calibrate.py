@@ -502,6 +502,7 @@ def measured() -> Calibration:
         "messages in memory",
         "shared memory",
         "cores at once",
+        "other processes",
         "one thread more",
         TASK,
     }

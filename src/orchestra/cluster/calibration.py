@@ -11,7 +11,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -48,6 +48,10 @@ class Curve:
         # The simulation's compute refuses zero (decision 30)
         if not all(seconds > 0 and math.isfinite(seconds) for _, seconds in self.points):
             raise ValueError("the seconds of a curve have to be above 0")
+
+    def scaled(self, factor: float) -> Curve:
+        """Return the curve with `factor` times the seconds."""
+        return replace(self, points=tuple((n, seconds * factor) for n, seconds in self.points))
 
     def at(self, amount: float) -> float:
         """Return the seconds for `amount`, always above 0.
@@ -106,6 +110,11 @@ class Timing:
     gradient: Curve
     update: Curve
     step: Curve
+
+    def scaled(self, factor: float) -> Timing:
+        """Return the same where everything takes `factor` times as long."""
+        curves = (self.gradient, self.update, self.step)
+        return Timing(self.threads, *(curve.scaled(factor) for curve in curves))
 
 
 @dataclass(frozen=True)

@@ -87,41 +87,73 @@ def verify(
     # Several nodes of a described cluster cannot be had on one machine otherwise.
     engine: Engine = "emulation" if len(cluster.nodes) > 1 else "processes"
     rows = [row for row in plan.rows if row.seconds is not None][:VERIFIED]
-    found: list[Verified] = []
-    for number, row in enumerate(rows):
-        tell(f"verifying {row.name}", number / len(rows))
+    trials = [
+        _Trial(row.name, search, engine, plan.folder / "verified" / str(number))
+        for number, row in enumerate(rows, start=1)
+    ]
+    turns = [(trial, turn) for turn in range(SEEDS) for trial in trials]
+    stopped = False
+    for number, (trial, turn) in enumerate(turns):
+        tell(f"verifying {trial.name}", number / len(turns))
         try:
-            folder = plan.folder / "verified" / str(number + 1)
-            found.append(_verified(row.name, search, engine, folder))
+            trial.take_turn(turn)
         except KeyboardInterrupt:
-            return found, True
-    return found, False
+            stopped = True
+            break
+    return [trial.verified() for trial in trials if trial.is_known], stopped
 
 
-def _verified(name: str, search: Search, engine: Engine, folder: Path) -> Verified:
-    """Return the candidate `name`, trained with the first seeds known to reach the target."""
-    entry, target = search.entries[name], search.target
-    assert entry.record is not None
-    assert target is not None
-    # The same seeds: a mean over three simulated ones says nothing of one real run (decision 117).
-    known = sorted(search.times(entry).items())[:SEEDS]
-    predicted = {seed: each.seconds for seed, each in known}
-    measured: dict[int, Measured] = {}
-    failure = None
-    try:
-        for seed in predicted:
-            run = replace(entry.candidate.run, seed=seed)
-            measured[seed] = carried_out_for_real(
-                run, engine, search.length.snapshots, folder / f"seed-{seed}", target
+class _Trial:
+    """The candidate `name` with the first seeds known to reach the target, one in each turn.
+
+    Candidates take turns, so that a machine that becomes slower favours none of them.
+    """
+
+    def __init__(self, name: str, search: Search, engine: Engine, folder: Path) -> None:
+        self.name = name
+        self._entry, self._target = search.entries[name], search.target
+        self._snapshots = search.length.snapshots
+        self._engine = engine
+        self._folder = folder
+        # The same seeds: a mean over three simulated ones says nothing of one real run (decision
+        # 117).
+        known = sorted(search.times(self._entry).items())[:SEEDS]
+        self._predicted = {seed: each.seconds for seed, each in known}
+        self._measured: dict[int, Measured] = {}
+        self._failure: str | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """True if it has been carried out, or could not be."""
+        return bool(self._measured or self._failure)
+
+    def take_turn(self, turn: int) -> None:
+        """Train it with the seed of this turn, if it has one."""
+        if self._failure is not None or turn >= len(self._predicted):
+            return
+        assert self._target is not None
+        seed = list(self._predicted)[turn]
+        run = replace(self._entry.candidate.run, seed=seed)
+        try:
+            self._measured[seed] = carried_out_for_real(
+                run, self._engine, self._snapshots, self._folder / f"seed-{seed}", self._target
             )
-    except (InputError, RunFailed) as error:
-        failure = str(error).splitlines()[0]
-    expected = computing(entry.record)
-    slower = [each.computing / expected for each in measured.values()] if expected else []
-    return Verified(
-        name, predicted, {seed: each.seconds for seed, each in measured.items()}, engine, failure,
-        fmean(slower) if slower else None,
-    )  # fmt: skip
+        except (InputError, RunFailed) as error:
+            self._failure = str(error).splitlines()[0]
+
+    def verified(self) -> Verified:
+        """Return the times of those seeds with which it was carried out."""
+        assert self._entry.record is not None
+        expected, measured = computing(self._entry.record), self._measured
+        slower = [each.computing / expected for each in measured.values()] if expected else []
+        return Verified(
+            self.name,
+            {s: time for s, time in self._predicted.items() if s in measured or self._failure},
+            {seed: each.seconds for seed, each in measured.items()},
+            self._engine,
+            self._failure,
+            fmean(slower) if slower else None,
+        )
 
 
 class Measured(NamedTuple):

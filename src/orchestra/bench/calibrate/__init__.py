@@ -29,8 +29,14 @@ from orchestra.bench.calibrate.messages import (
     measure_near,
     messages_of,
 )
-from orchestra.bench.calibrate.training import ROUNDS, Workload, measure_task
-from orchestra.bench.timing import Progress, run_ranks, waited
+from orchestra.bench.calibrate.training import (
+    OTHERS,
+    ROUNDS,
+    Workload,
+    measure_gradient,
+    measure_task,
+)
+from orchestra.bench.timing import Progress, run_ranks, spread, trimmed_mean, waited
 from orchestra.cluster import Cluster
 from orchestra.cluster.calibration import Calibration, TaskCosts
 from orchestra.cluster.costs import MAX_WAITED, Quality
@@ -124,8 +130,8 @@ def calibrate(
     machine = environment()
     # How the calibration was started is no property of the machine
     del machine["command"], machine["modules"]
-    spread = statistics.median((*first.times.send.spread, *first.times.receive.spread))
-    quality = _quality([messages, near_messages, memory, slices], spread)
+    scattered = statistics.median((*first.times.send.spread, *first.times.receive.spread))
+    quality = _quality([messages, near_messages, memory, slices], scattered)
     return Calibration(
         measured_at=quality.measured_at,
         machine=machine,
@@ -137,9 +143,9 @@ def calibrate(
         near=near,
         in_memory=memory_costs(memory.value),
         tasks=tuple(
-            _costs(steps, speeds, time_slice)
-            # Four general measurements come first, then two of each task
-            for steps, speeds in zip(kept[4::2], kept[5::2], strict=True)
+            _costs(steps, others, speeds, time_slice)
+            # Four general measurements come first, then three of each task
+            for steps, others, speeds in zip(kept[4::3], kept[5::3], kept[6::3], strict=True)
         ),
         quality=quality,
     )
@@ -148,15 +154,13 @@ def calibrate(
 def _measurements(
     subjects: Sequence[Workload], seconds: float, folder: str, emulated: Cluster | None
 ) -> list[Measurement]:
-    """Return the measurements that are the same for every task, then two for each of `subjects`:
-    its steps, and these on all cores at once.
+    """Return the measurements that are the same for every task, then three for each of `subjects`:
+    its steps, a gradient in further processes, and steps on all cores at once.
     """
     cores = len(usable_cores())
     threads, share = thread_counts(cores), 1.0
     if emulated is not None:
-        # Both ranks: one measures, the other mostly waits
-        emulated = on_best_node(emulated, 2)
-        node = emulated.nodes_of(2)[0]
+        node = on_best_node(emulated, 1).nodes_of(1)[0]
         threads, share = thread_counts(min(cores, node.cores)), min(share_of(node), 1.0)
 
     def general(until: float) -> tuple[float, float]:
@@ -182,6 +186,9 @@ def _measurements(
         figures = ROUNDS * len(order.threads) * len(order.sizes) + 1
         found += [
             _measurement(subject.task, 4.0, measure_task, order.due, 2, figures, emulated=emulated),
+            _measurement(
+                "other processes", 2.0, measure_gradient, order.due, 1, 1, OTHERS, emulated=emulated
+            ),
             _measurement("cores at once", 2.5, measure_speeds, order.due, cores + 1, TURNS),
         ]
     return found
@@ -194,20 +201,23 @@ def _measurement(
     argument: Callable[[float], Any],
     ranks: int,
     total: int,
+    times: int = 1,
     shared_memory: bool = True,
     emulated: Cluster | None = None,
 ) -> Measurement:
     """Return a measurement that runs `program`, which counts up to `total`, on `ranks` ranks, on
-    nodes that are `emulated` if given. Each rank that measures returns a value and its conditions
-    (`Kept`), the others None.
+    nodes that are `emulated` if given, and does so `times` times. Each rank that measures returns a
+    value and its conditions (`Kept`), the others None.
     """
 
-    def measure(until: float, end: float, tell: Callable[[float], None]) -> Attempt | None:
+    def launch(until: float, end: float, tell: Callable[[float], None]) -> Sequence[Any]:
         with contextlib.ExitStack() as stack:
             places: Sequence[Place] = ()
             if emulated is not None:
-                places = stack.enter_context(EmulatedCluster(emulated, ranks, 1)).places()
-            results = run_ranks(
+                # All of them: one measures, the others mostly wait
+                on_one = EmulatedCluster(on_best_node(emulated, ranks), ranks, 1)
+                places = stack.enter_context(on_one).places()
+            return run_ranks(
                 program,
                 argument(until),
                 ranks,
@@ -218,9 +228,19 @@ def _measurement(
                 shared_memory=shared_memory,
                 places=places,
             )
+
+    def measure(until: float, end: float, tell: Callable[[float], None]) -> Attempt | None:
+        results: list[Any] = []
+        for turn in range(times):
+            now = time.monotonic()
+            results += launch(
+                now + (until - now) / (times - turn),
+                end,
+                lambda part, turn=turn: tell((turn + part) / times),  # type: ignore[misc]
+            )
         found = [result for result in results if result is not None]
         # Of a task only the first of two ranks measures; elsewhere one that is missing was killed
-        if not found or (len(found) < ranks and program is not measure_task):
+        if not found or (len(found) < len(results) and program is not measure_task):
             return None
         conditions = [own for _, own in found]
         left_out = tuple(itertools.chain(*(own.left_out for own in conditions)))
@@ -229,18 +249,25 @@ def _measurement(
     return Measurement(name, weight, measure)
 
 
-def _costs(steps: Attempt, speeds: Attempt, time_slice: float) -> TaskCosts:
-    """Return a task's costs, from the measurement of its steps and of those on all cores."""
+def _costs(steps: Attempt, others: Attempt, speeds: Attempt, time_slice: float) -> TaskCosts:
+    """Return a task's costs, from the measurements of its steps, of a gradient in other processes,
+    and of steps on all cores.
+    """
     costs: TaskCosts = steps.value[0]
     shared, turns = speeds.value[0]
-    spread = max(t.gradient.spread_at(costs.batch_size) for t in (costs.one, costs.all))
+    own = costs.one.gradient.at(costs.batch_size)
+    gradients = [own, *map(trimmed_mean, others.value)]
+    # Its own process may be a slow one, or a fast one: the middle one stands for them all.
+    factor = statistics.median(gradients) / own
+    scattered = max(t.gradient.spread_at(costs.batch_size) for t in (costs.one, costs.all))
     return replace(
         costs,
+        timings=tuple(timing.scaled(factor) for timing in costs.timings),
         shared_speed=shared,
         # Measured as a part of a step; what a thread loses each time that it gets a core back is
         # that part of the time that it keeps one.
         refill=turns * time_slice,
-        quality=_quality([steps, speeds], spread),
+        quality=_quality([steps, others, speeds], max(scattered, spread(gradients))),
     )
 
 

@@ -16,7 +16,16 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from orchestra.bench.calibrate.profile import FIRST_STEPS, Profile, train_profiled
-from orchestra.bench.timing import LEAST, MOST, Budget, Kept, curve_of, repeat, rounds, trimmed_mean
+from orchestra.bench.timing import (
+    LEAST,
+    MOST,
+    Budget,
+    Kept,
+    curve_of,
+    repeat,
+    rounds,
+    trimmed_mean,
+)
 from orchestra.cluster.calibration import Parameter, TaskCosts, Timing
 from orchestra.collectives import Group, all_reduce
 from orchestra.data.feed import open_samples
@@ -39,6 +48,9 @@ EXCHANGED = 65_536
 """The bytes of an exchange that takes turns with steps."""
 ROUNDS = 3
 """Times that each size of a batch is measured; the middle one counts."""
+OTHERS = 4
+"""Further processes in which a gradient is measured, one after the other: some take a third longer
+for the same steps than others, from their beginning to their end."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +146,18 @@ def measure_task(runtime: Runtime, order: Workload) -> tuple[TaskCosts, Kept] | 
     return costs, kept
 
 
+def measure_gradient(runtime: Runtime, order: Workload) -> tuple[list[float], Kept]:
+    """Measure a gradient of the batch asked for, with one thread, on the only rank."""
+    torch.set_num_threads(1)
+    kept = Kept(share=order.share)
+    task = replace(load_task(order.task), test=None, validation=None)
+    runtime.reporter.phase("training")
+    meter = _Meter(runtime, order, task, kept)
+    meter.budget = Budget(order.until, 1)
+    with kept.watched(1):
+        return meter.gradient(), kept
+
+
 def _exchange(runtime: Runtime, last: float = 0.0) -> bool:
     """Make an all-reduce of both ranks; return whether it is the last one."""
     vector = torch.zeros(EXCHANGED // 4)
@@ -183,6 +207,10 @@ class _Meter:
         whole = trimmed_mean(update)
         updates = {size: [whole * part] for size, part in slices.items()} | {elements: update}
         return Timing(threads, *(curve_of(x, trimmed_mean) for x in (gradient, updates, step)))
+
+    def gradient(self) -> list[float]:
+        """Return the seconds of gradients of the batch asked for, with one thread."""
+        return self._steps(1, self._order.batch_size)["gradient"]
 
     def cold(self) -> float:
         """Return the surplus of a step followed by an exchange over both of them measured alone."""

@@ -23,7 +23,7 @@ from orchestra.engines.simulation.network import Port
 from orchestra.engines.simulation.participant import Messages, Participant, Scene
 from orchestra.engines.simulation.round_state import Usage
 from orchestra.engines.simulation.rounds import Ends, PlacedPlan, Ranks
-from orchestra.engines.simulation.stream import SlowStart
+from orchestra.engines.simulation.route import SlowStart
 from orchestra.schedules.sums import add_up
 from orchestra.transports.protocol import CollectiveCall, Traffic
 
@@ -46,7 +46,7 @@ class Member:
     """A rank that takes part; `then` is called when it is through."""
 
     __slots__ = (
-        *("_at_once", "_collective", "_placed", "_then"),
+        *("_at_once", "_collective", "_placed", "_reader", "_then"),
         *("arrived", "done", "index", "processor", "seconds"),
     )
 
@@ -67,6 +67,8 @@ class Member:
         self._placed = collective.placed
         self._at_once = False
         self._then = then
+        self._reader = self._placed.net.ports[self._placed.ranks[index]].reader
+        self._reader.begin(self, arrived)
 
     def waits(self) -> tuple[Ranks, str]:
         """Whom it waits for, and for what."""
@@ -84,6 +86,7 @@ class Member:
 
     def leave(self) -> None:
         """Detach from the collective."""
+        self._reader.end(self)
         self.done = True
         self._collective = None  # a cycle would be left to the garbage collector
 

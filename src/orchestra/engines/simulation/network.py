@@ -19,7 +19,8 @@ from torch import Tensor
 from orchestra.cluster.costs import Overhead
 from orchestra.engines.simulation.fluid import Fluid, Resource
 from orchestra.engines.simulation.kernel import Flow, Kernel, Processor, Wait
-from orchestra.engines.simulation.stream import Route, Stream
+from orchestra.engines.simulation.route import Reader, Route
+from orchestra.engines.simulation.stream import Stream
 from orchestra.transports import matching
 from orchestra.transports.framing import Header
 from orchestra.transports.matching import Incoming, Mailbox
@@ -216,6 +217,7 @@ class Port:
         self.rank = rank
         self.new_processor = new_processor
         self.meter = meter
+        self.reader = Reader()
         self.mailbox = Mailbox(rank)
         self.bytes_sent = 0
         self.shares: Counter[tuple[tuple[int, ...], int]] = Counter()  # of memory, by ranks and tag

@@ -7,100 +7,16 @@ connection starts slowly. Then the message crosses the links of its way, behind 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING, Protocol
 
-from orchestra.cluster.costs import Tcp
 from orchestra.engines.simulation.fluid import Activity, Fluid, Resource
 from orchestra.engines.simulation.kernel import Events
+from orchestra.engines.simulation.route import Route
 
 if TYPE_CHECKING:
     from orchestra.engines.simulation.network import Net
-
-LONG = 1 << 17
-"""Bytes: a connection that needs fewer in flight has started within three round trips."""
-
-IDLE = 0.2
-"""Seconds beyond a round trip without a message after which a connection starts again: Linux's
-least retransmission timeout (RFC 2861; net.ipv4.tcp_slow_start_after_idle)."""
-
-
-class SlowStart:
-    """What one connection may have in flight: at first little, then more with each byte that has
-    been acknowledged (RFC 5681, section 3.1).
-
-    Args:
-        bandwidth: bytes/s of its way.
-        round_trip: seconds until a byte is acknowledged.
-
-    Attributes:
-        pause: seconds without a message after which it starts again.
-        used_at: until when it has carried something.
-    """
-
-    def __init__(self, tcp: Tcp, bandwidth: float, round_trip: float) -> None:
-        self._first = tcp.first_window
-        self._bandwidth = bandwidth
-        self._round_trip = round_trip
-        self._window = tcp.first_window
-        self.pause = round_trip + IDLE
-        self.used_at = -inf
-
-    def is_over(self, time: float) -> bool:
-        """Return whether a message that is sent at `time` has the whole bandwidth."""
-        has_started = self._window >= self._bandwidth * self._round_trip
-        return has_started and time - self.used_at <= self.pause
-
-    def stall(self, size: float, time: float) -> float:
-        """Send `size` bytes (on the wire) at `time`.
-
-        Returns the seconds that they wait for acknowledgements, in all.
-        """
-        if time - self.used_at > self.pause:
-            self._window = self._first
-        self.use(time)
-        window, seconds, rest = self._window, 0.0, size
-        # Each round trip: a window's bytes leave, then the sender waits for the first
-        # acknowledgement. Every byte acknowledged lets two follow, until the window is bandwidth x
-        # round trip, from where on acknowledgements come in time.
-        while window < self._bandwidth * self._round_trip and rest > window:
-            seconds += self._round_trip - window / self._bandwidth
-            rest -= window
-            window *= 2
-        # It grows by each byte that was acknowledged: by all of this message's, once it is through.
-        self._window = min(self._window + size, self._bandwidth * self._round_trip)
-        return seconds
-
-    def use(self, time: float) -> None:
-        """Note that the connection carries something until `time`."""
-        self.used_at = max(self.used_at, time)
-
-
-@dataclass(frozen=True)
-class Route:
-    """The way of a message.
-
-    Attributes:
-        resources: that it crosses.
-        latency: seconds that its first byte takes.
-        back: the resources that its acknowledgements cross.
-        wire: bytes on each resource for each byte of the message.
-        acknowledgements: bytes on the way back for each of these.
-        slow_start: of the connection, where it takes long.
-        weight: of its shares.
-        tcp: whether it is a TCP connection between nodes.
-    """
-
-    resources: Sequence[Resource]
-    latency: float
-    back: tuple[Resource, ...] = ()
-    wire: float = 1.0
-    acknowledgements: float = 0.0
-    slow_start: SlowStart | None = None
-    weight: float = 1.0
-    tcp: bool = False
 
 
 class Load(Protocol):
@@ -108,9 +24,9 @@ class Load(Protocol):
 
     `frame_bytes` include its header. The sender has done its part at the time `left_at`, infinite
     until that is known; `crossed` tells whether the network has. `both_ways` tells whether others
-    of the same round of a collective go the other way; None: it is none of a collective. Its share
-    of a link is `fair`, or depends on chance. Once the first `held_bytes` have crossed, what is
-    left is in the kernel's buffer, and the sender is free.
+    of the same round of a collective go the other way; None: it is none of a collective. A `fair`
+    one has an equal share of a link, whatever chance says, and room at its target. Once the first
+    `held_bytes` have crossed, what is left is in the kernel's buffer, and the sender is free.
     """
 
     left_at: float
@@ -174,6 +90,11 @@ class Stream:
         self._target = target
         self._delay = delay
         self._draw_share = draw_share if route.tcp else None
+        self._reader = net.ports[target].reader
+        self._unread = 0.0  # bytes on the wire, since the target has `_read` for the last time
+        self._read = 0
+        self._barred = 0.0  # of what crosses, until the target takes it in
+        self._full_at = 0.0  # when the target's buffer was full
         self._began = 0.0  # when the first byte of what crosses was there
         self._last = 0.0  # when the last one arrives
         self._queue: deque[Load] = deque()
@@ -227,9 +148,8 @@ class Stream:
     def suspend(self) -> None:
         """Take the message that crosses off the links, until `enter` lets its rest cross."""
         # One that has crossed only waits for its sender, and uses no link.
-        if self._crossing is not None and not self._queue[0].crossed:
-            self._rest = self._crossing.left_at(self._events.now())
-            self._fluid.cancel(self._crossing)
+        if self._is_under_way and not self._queue[0].crossed:
+            self._rest = self._take_off()
 
     def enter(self, events: Events, fluid: Fluid) -> None:
         """Continue on `events` and `fluid`, whose present time is the same."""
@@ -246,7 +166,7 @@ class Stream:
 
     def go_on(self) -> None:
         """Continue after the target was held: it takes in messages again."""
-        if self._queue and self._crossing is None:
+        if self._queue and not self._is_under_way:
             self._begin(self._queue[0])
 
     def close(self, error: Exception) -> Load | None:
@@ -256,8 +176,9 @@ class Stream:
         """
         self._closed = error
         cut_off = None
-        if self._crossing is not None:
-            self._fluid.cancel(self._crossing)
+        if self._is_under_way:
+            self._take_off()
+            self._reader.concerned.pop(self, None)
             cut_off = self._queue[0]
         for load in self._queue:
             load.fail(error)
@@ -266,10 +187,58 @@ class Stream:
 
     def moved(self) -> float:
         """Return the bytes on the wire of the message under way that have crossed until now."""
-        if self._crossing is None:
+        if not self._is_under_way:
             return 0.0
-        load, left = self._queue[0], self._crossing.left_at(self._events.now())
-        return self.on_wire(load.frame_bytes, load.both_ways) - self._after - left
+        load, left = self._queue[0], self._barred + self._after
+        if self._crossing is not None:
+            left += self._crossing.left_at(self._events.now())
+        return self.on_wire(load.frame_bytes, load.both_ways) - left
+
+    # A target that computes
+
+    def resume_at(self, time: float) -> None:
+        """The target takes in messages from `time` on, now or later."""
+        if time > self._events.now():
+            self._events.call_at(time, self._resume, None)
+        else:
+            self._resume()
+
+    def bar(self) -> None:
+        """The target computes: only what its kernel has room for goes on crossing."""
+        if self._crossing is not None and not self._queue[0].crossed:
+            left = self._crossing.left_at(self._events.now())
+            if left + self._after > self._route.buffer:
+                self._cross(self._take_off())
+
+    def _resume(self, _: None = None) -> None:
+        if self._barred and self._reader.since() <= self._events.now():
+            if self._crossing is None:
+                self._began += self._events.now() - self._full_at  # nobody was there to read
+            self._cross(self._take_off())
+
+    @property
+    def _is_under_way(self) -> bool:
+        return self._crossing is not None or self._barred > 0
+
+    def _take_off(self) -> float:
+        """Take what crosses off the links; return the bytes left of it."""
+        left, self._barred = self._barred, 0.0
+        if self._crossing is not None:
+            left += self._crossing.left_at(self._events.now())
+            self._fluid.cancel(self._crossing)
+            self._crossing = None
+        return left
+
+    def _room(self) -> float:
+        """Return the bytes on the wire that the target takes in by now."""
+        if self._reader.since() <= self._events.now():
+            return inf
+        if self._read != self._reader.count:
+            self._read, self._unread = self._reader.count, 0.0
+        return max(self._route.buffer - self._unread, 0.0)
+
+    def _fill(self) -> None:
+        self._crossing, self._full_at = None, self._events.now()
 
     def _begin(self, load: Load) -> None:
         if self._net.kernel.is_held(self._target):
@@ -288,6 +257,8 @@ class Stream:
         if load.held_bytes:
             first *= load.held_bytes / load.frame_bytes
         self._after = whole - first
+        if whole > self._route.buffer and not load.fair:
+            self._reader.concerned[self] = None
         self._cross(first)
 
     def on_wire(self, frame_bytes: int, both_ways: bool | None) -> float:
@@ -302,6 +273,15 @@ class Stream:
 
     def _cross(self, wire_bytes: float) -> None:
         then = self._on_free if self._after else self._on_crossed
+        if self._route.buffer < inf and not self._queue[0].fair:
+            room = self._room()
+            if wire_bytes > room:
+                self._barred, wire_bytes, then = wire_bytes - room, room, self._fill
+                self._reader.concerned[self] = None
+                if self._reader.since() < inf:
+                    self.resume_at(self._reader.since())
+            if room < inf:
+                self._unread += wire_bytes
         self._crossing = self._fluid.start(
             wire_bytes, self.resources, then, self._back, self._weight
         )
@@ -314,6 +294,7 @@ class Stream:
     def _crossed(self) -> None:
         load = self._queue[0]
         load.crossed = True
+        self._reader.concerned.pop(self, None)
         if self._events is self._net.kernel:  # else it was counted when all of it was evaluated
             seconds = self._events.now() - self._began
             self._net.ports[self._target].mailbox.count(self._source, load.frame_bytes, seconds)

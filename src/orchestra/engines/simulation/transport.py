@@ -286,6 +286,14 @@ class SimulatedTransport(Transport):
 
     def wait(self, operation: Operation) -> None:
         """Let virtual time pass until `operation` is finished, and take in what it brings."""
+        reader = self._port.reader
+        reader.begin(self, self._kernel.here())
+        try:
+            self._wait(operation)
+        finally:
+            reader.end(self)
+
+    def _wait(self, operation: Operation) -> None:
         if not isinstance(operation, matching.Receive):
             self.traffic.seconds_waiting += self._sleep(operation, lambda: operation.finished)
             return
@@ -340,6 +348,10 @@ class SimulatedTransport(Transport):
     def test(self, operation: Operation) -> bool:
         """Return whether `operation` is finished."""
         self._kernel.catch_up()
+        reader = self._port.reader
+        if reader.concerned and not operation.finished:  # what has arrived is taken in
+            reader.begin(self, self._kernel.now())
+            reader.end(self)
         return operation.finished
 
     def _signs(self, operation: Operation) -> tuple[tuple[int, ...], str]:

@@ -24,8 +24,9 @@ from orchestra.engines.simulation.network import (
 from orchestra.engines.simulation.processor import Cores, Team, Thread
 from orchestra.engines.simulation.rendezvous import Rendezvous
 from orchestra.engines.simulation.rounds import Ranks
+from orchestra.engines.simulation.route import LONG, Route, SlowStart
 from orchestra.engines.simulation.sharing import ROUNDING
-from orchestra.engines.simulation.stream import LONG, Load, Route, SlowStart, Stream
+from orchestra.engines.simulation.stream import Load, Stream
 from orchestra.engines.simulation.transport import SimulatedTransport
 from orchestra.errors import PeerLost
 from orchestra.schedules import ALL_REDUCE
@@ -238,6 +239,7 @@ class World:
             SlowStart(tcp, bandwidth, round_trip) if is_long else None,
             weight=1 / delay if delay else 1.0,
             tcp=True,
+            buffer=tcp.unread * self._overhead.wire,
         )
 
     def _resource(self, channel: Channel) -> Resource:
