@@ -107,6 +107,23 @@ def kept(calibration: Calibration, folder: Path) -> Path:
     return path
 
 
+def test_of_several_processes_the_middle_one_counts() -> None:
+    """One of them measures everything; where it is slow or fast, all its steps are."""
+    steps = bench.Attempt([COSTS], 0.1)
+    speeds = bench.Attempt([(0.8, 0.01)], 0.0)
+    others = bench.Attempt([[0.5, 0.7], [0.8] * 3, [0.9], [2.0]], 0.2)
+    found = bench._costs(steps, others, speeds, 0.004)
+    for now, before in zip(found.timings, COSTS.timings, strict=True):
+        assert now.threads == before.threads
+        for part in ("gradient", "update", "step"):
+            amount = getattr(before, part).points[0][0]
+            seconds = getattr(before, part).at(amount)
+            assert getattr(now, part).at(amount) == pytest.approx(0.9 * seconds)
+    assert found.quality is not None
+    assert found.quality.waited == 0.2
+    assert found.quality.spread == pytest.approx(spread([1.0, 0.6, 0.8, 0.9, 2.0]), abs=1e-3)
+
+
 # Curves
 
 

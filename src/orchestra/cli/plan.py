@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import shlex
+import textwrap
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -225,11 +226,15 @@ def print_plan(plan: Plan) -> None:
 
 
 def _table(plan: Plan, rows: Sequence[Row]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
     columns = ["candidate", "nodes", "batch", "samples/s", "s to target"]
-    columns.append("best" if plan.target is None else plan.target.metric)
+    metric = "best" if plan.target is None else plan.target.metric
+    lines = textwrap.wrap(metric.replace("_", "_ "), 12)  # long names of metrics, between words
+    columns.append("\n".join(line.replace(" ", "") for line in lines))
     priced = next((row.currency for row in rows if row.cost is not None), None)
     columns += [*([priced] if priced else []), "bottleneck"]
+    # With a price, a terminal of 80 columns is full
+    gap = 1 if priced else 2
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
     for name in columns:
         justify: Literal["left", "right"] = (
             "left" if name in ("candidate", "bottleneck") else "right"
