@@ -20,7 +20,7 @@ class Usage:
     """Processor seconds of a process and of its machine, over the same stretch of time.
 
     Attributes:
-        machine: equal for processes of one machine.
+        machine: equal for processes that may run on the same cores of one machine.
         cores: those that the process may run on.
         passed: seconds on the clock.
         own: processor seconds of the process, all of its threads.

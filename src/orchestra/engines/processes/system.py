@@ -150,8 +150,12 @@ class UsageMeter:
 
     def usage(self) -> Usage:
         """Return all use so far; not while it runs."""
-        cores = len(allowed_cores())
-        return Usage(machine(), cores, self.passed, self.own, self.busy, self.stolen, self.switches)
+        cores = allowed_cores()
+        # Processes that are bound to other cores say nothing of these
+        where = f"{machine()}:{','.join(map(str, cores))}"
+        return Usage(
+            where, len(cores), self.passed, self.own, self.busy, self.stolen, self.switches
+        )
 
 
 @dataclass
