@@ -107,8 +107,8 @@ def kept(calibration: Calibration, folder: Path) -> Path:
     return path
 
 
-def test_of_several_processes_the_middle_one_counts() -> None:
-    """One of them measures everything; where it is slow or fast, all its steps are."""
+def test_of_five_measurements_the_middle_one_counts() -> None:
+    """The first has all figures; where the machine was slow just then, all of them are scaled."""
     steps = bench.Attempt([COSTS], 0.1)
     speeds = bench.Attempt([(0.8, 0.01)], 0.0)
     others = bench.Attempt([[0.5, 0.7], [0.8] * 3, [0.9], [2.0]], 0.2)

@@ -257,7 +257,7 @@ def _costs(steps: Attempt, others: Attempt, speeds: Attempt, time_slice: float) 
     shared, turns = speeds.value[0]
     own = costs.one.gradient.at(costs.batch_size)
     gradients = [own, *map(trimmed_mean, others.value)]
-    # Its own process may be a slow one, or a fast one: the middle one stands for them all.
+    # The machine may have been slow just then, or fast: the middle one stands for them all.
     factor = statistics.median(gradients) / own
     scattered = max(t.gradient.spread_at(costs.batch_size) for t in (costs.one, costs.all))
     return replace(

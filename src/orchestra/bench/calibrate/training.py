@@ -49,8 +49,8 @@ EXCHANGED = 65_536
 ROUNDS = 3
 """Times that each size of a batch is measured; the middle one counts."""
 OTHERS = 4
-"""Further processes in which a gradient is measured, one after the other: some take a third longer
-for the same steps than others, from their beginning to their end."""
+"""Further processes in which a gradient is measured, one after the other: a virtual machine may be
+a third slower for some seconds (docs/decisions/0132-five-measurements.md)."""
 
 
 @dataclass(frozen=True)
