@@ -20,8 +20,8 @@ class Usage:
     """Processor seconds of a process and of its machine, over the same stretch of time.
 
     Attributes:
-        machine: equal for processes that may run on the same cores of one machine.
-        cores: those that the process may run on.
+        machine: equal for processes of one machine.
+        cores: those that the ranks of the machine may run on.
         passed: seconds on the clock.
         own: processor seconds of the process, all of its threads.
         busy: processor seconds of all programs on those cores, what a hypervisor gave to other
