@@ -31,7 +31,7 @@ from orchestra.cluster import (
 from orchestra.cluster import Delay as DelayFault
 from orchestra.engines.emulation.check import connected
 from orchestra.engines.emulation.network import Network
-from orchestra.engines.emulation.nodes import EmulatedCluster, Schedule, cores_of
+from orchestra.engines.emulation.nodes import EmulatedCluster, Schedule
 from orchestra.engines.emulation.quota import Quotas
 from orchestra.engines.emulation.training import train_run
 from orchestra.engines.events import Heartbeat
@@ -43,7 +43,6 @@ from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.transports.shared_memory import host_key
 from orchestra.worker.runtime import Runtime
-from orchestra.worker.threads import usable_cores
 
 TASK = "digits_in_one_thread()"
 COMPRESSORS = ("FP16()", "TopK(0.05)", "QSGD(7)", "PowerSGD(2)", "SignSGD()")
@@ -263,38 +262,7 @@ def test_ranks_know_their_node(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-# Quotas, and cores
-
-
-def cores_of_thread(runtime: Runtime, _: object) -> list[set[int]]:
-    """Those of the main flow, and of a background flow."""
-    flow = runtime.transport.spawn(lambda _: os.sched_getaffinity(0))
-    return [os.sched_getaffinity(0), flow.wait()]
-
-
-@pytest.mark.skipif(len(usable_cores()) < 2, reason="needs two cores")
-def test_a_node_of_one_core_has_one() -> None:
-    cluster = replace(small_cluster(3), placement=("a", "a", "b", "c"))
-    with EmulatedCluster(cluster, 4) as there:
-        found = launch(cores_of_thread, None, 4, places=there.places()).results
-    assert all(main == background and len(main) == 1 for main, background in found)
-    assert found[0] == found[1]  # one node
-    assert found[0] != found[2]  # 0.6 each: there is no room for both
-
-
-def node_of(name: str, share: float, cores: int = 1) -> Node:
-    return Node(name, cores, speed=share / cores, switch="s", up=LINK, down=LINK, loopback=LINK)
-
-
-def test_nodes_are_bound_only_where_all_fit() -> None:
-    nodes = [node_of("a", 0.12), node_of("b", 0.48), node_of("c", 0.48), node_of("d", 0.48)]
-    bound = cores_of(nodes, (2, 5))
-    assert bound == {
-        "b": frozenset({2}), "c": frozenset({5}), "d": frozenset({2}), "a": frozenset({5})
-    }  # fmt: skip
-    # 1.8 of two cores, and each more than half of one
-    assert cores_of([node_of(name, 0.6) for name in "abc"], (0, 1)) == {}
-    assert cores_of([*nodes[:2], node_of("wide", 0.8, cores=2)], (0, 1)) == {}
+# Quotas
 
 
 def test_a_quota_holds_up_a_busy_process() -> None:

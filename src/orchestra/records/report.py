@@ -21,7 +21,7 @@ class Usage:
 
     Attributes:
         machine: equal for processes of one machine.
-        cores: those that the ranks of the machine may run on.
+        cores: those that the process may run on.
         passed: seconds on the clock.
         own: processor seconds of the process, all of its threads.
         busy: processor seconds of all programs on those cores, what a hypervisor gave to other

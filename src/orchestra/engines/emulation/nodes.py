@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -83,7 +83,6 @@ class EmulatedCluster:
         seen: Counter[str] = Counter()
         found = []
         threads = self.cluster.threads_of(self.ranks, self._threads)
-        cores = cores_of({node.name: node for node in self.nodes}.values(), usable_cores())
         for rank, node in enumerate(self.nodes):
             found.append(
                 Place(
@@ -97,7 +96,6 @@ class EmulatedCluster:
                     tuple(self._latency(node, other) for other in self.nodes),
                     tuple(self._delays(rank)),
                     node.shared_memory,
-                    cores.get(node.name, frozenset()),
                 )
             )
             seen[node.name] += 1
@@ -215,24 +213,6 @@ def share_of(node: Node) -> float:
     """Return how much of the processor a node has, in cores of this machine."""
     assert node.speed is not None  # see require_room
     return node.cores * node.speed
-
-
-def cores_of(nodes: Collection[Node], usable: Collection[int]) -> dict[str, frozenset[int]]:
-    """Return the one of the `usable` cores that each node of one core gets, if all nodes are such
-    and fit. Empty where they do not: the quotas alone hold then.
-
-    A quota counts seconds, wherever they are spent: without a core of its own two threads of such a
-    node would run at the same time (docs/decisions/0133-a-core-for-a-node.md).
-    """
-    left = dict.fromkeys(sorted(usable), 1 + 1e-9)
-    found = {}
-    for node in sorted(nodes, key=share_of, reverse=True):
-        core = max(left, key=lambda core: left[core])
-        left[core] -= share_of(node)
-        if node.cores > 1 or left[core] < 0:
-            return {}
-        found[node.name] = frozenset({core})
-    return found
 
 
 def require_emulation() -> None:

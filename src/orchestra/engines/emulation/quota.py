@@ -68,12 +68,7 @@ class Quotas:
             raise
 
     def lift(self) -> None:
-        """Let all nodes have as much of the processor as they can get, on any core."""
-        for members in self.folder.glob("*/*/cgroup.procs"):
-            for process in members.read_text().split():
-                for thread in Path(f"/proc/{process}/task").glob("*"):
-                    with contextlib.suppress(OSError):  # it has ended
-                        os.sched_setaffinity(int(thread.name), os.sched_getaffinity(0))
+        """Let all nodes have as much of the processor as they can get."""
         for group in self.folder.glob("*/"):
             if self._version == 2:
                 (group / "cpu.max").write_text("max")

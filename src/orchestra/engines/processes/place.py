@@ -40,7 +40,6 @@ class Place:
         latencies: seconds that a message to each rank waits before it leaves.
         delays: what is added to them for a while.
         shared_memory: whether ranks of the node may share memory.
-        cores: of this machine that its threads run on; empty: all.
     """
 
     node: str
@@ -53,16 +52,13 @@ class Place:
     latencies: tuple[float, ...]
     delays: tuple[Delay, ...] = ()
     shared_memory: bool = True
-    cores: frozenset[int] = frozenset()
 
     def enter(self) -> None:
         """Move this thread, and all processes and threads that it will start, to the node.
 
-        The control group takes all threads of the process, the namespace and cores only this one.
+        The control group takes all threads of the process, the namespace only this one.
         """
         Path(self.members).write_text(str(os.getpid()))
-        if self.cores:
-            os.sched_setaffinity(0, self.cores)
         descriptor = os.open(self.namespace, os.O_RDONLY)
         try:
             set_namespace(descriptor)

@@ -123,16 +123,6 @@ def busy_seconds(
     return sum(int(line[place]) for line in fields for place in places) / ticks
 
 
-def cores_of_run() -> tuple[int, ...]:
-    """Return the cores that this process and its siblings may run on.
-
-    A rank may be bound to one of them, and its own processor time belongs to that of all.
-    """
-    with suppress(AttributeError, OSError):
-        return tuple(sorted({*allowed_cores(), *os.sched_getaffinity(os.getppid())}))
-    return allowed_cores()
-
-
 @dataclass
 class UsageMeter:
     """Adds up what this process and its machine use between `start` and `stop`."""
@@ -151,8 +141,8 @@ class UsageMeter:
         self.switches += sign * resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
         try:
             text, ticks = _STAT.read_text(), os.sysconf("SC_CLK_TCK")
-            busy = busy_seconds(text, cores_of_run(), ticks)
-            stolen = busy_seconds(text, cores_of_run(), ticks, _STOLEN)
+            busy = busy_seconds(text, allowed_cores(), ticks)
+            stolen = busy_seconds(text, allowed_cores(), ticks, _STOLEN)
             self.busy = None if self.busy is None else self.busy + sign * busy
             self.stolen = None if self.stolen is None else self.stolen + sign * stolen
         except (OSError, ValueError, IndexError):
@@ -160,7 +150,7 @@ class UsageMeter:
 
     def usage(self) -> Usage:
         """Return all use so far; not while it runs."""
-        cores = len(cores_of_run())
+        cores = len(allowed_cores())
         return Usage(machine(), cores, self.passed, self.own, self.busy, self.stolen, self.switches)
 
 
