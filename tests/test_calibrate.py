@@ -109,9 +109,11 @@ def kept(calibration: Calibration, folder: Path) -> Path:
 
 def test_of_five_measurements_the_middle_one_counts() -> None:
     """The first has all figures; where the machine was slow just then, all of them are scaled."""
+    own = COSTS.one.gradient.at(COSTS.batch_size)
     steps = bench.Attempt([COSTS], 0.1)
     speeds = bench.Attempt([(0.8, 0.01)], 0.0)
-    others = bench.Attempt([[0.5, 0.7], [0.8] * 3, [0.9], [2.0]], 0.2)
+    times = [[0.5, 0.7], [0.8] * 3, [0.9], [2.0]]
+    others = bench.Attempt([[own * each for each in one] for one in times], 0.2)
     found = bench._costs(steps, others, speeds, 0.004)
     for now, before in zip(found.timings, COSTS.timings, strict=True):
         assert now.threads == before.threads
