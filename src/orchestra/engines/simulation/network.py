@@ -217,7 +217,7 @@ class Port:
         self.rank = rank
         self.new_processor = new_processor
         self.meter = meter
-        self.reader = Reader()
+        self.reader = Reader(net.kernel)
         self.mailbox = Mailbox(rank)
         self.bytes_sent = 0
         self.shares: Counter[tuple[tuple[int, ...], int]] = Counter()  # of memory, by ranks and tag

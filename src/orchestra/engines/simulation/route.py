@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from orchestra.cluster.costs import Tcp
 from orchestra.engines.simulation.fluid import Resource
+from orchestra.engines.simulation.kernel import Events
 
 if TYPE_CHECKING:
     from orchestra.engines.simulation.stream import Stream
@@ -102,32 +103,64 @@ class Route:
 class Reader:
     """Whether a rank takes in what arrives: only while one of its flows waits for messages.
 
-    Meanwhile its kernel takes in what the buffer of a connection holds.
+    Meanwhile its kernel takes in what the buffer of a connection holds. A server turns away for
+    each message and comes back soon, with a thousand connections: nothing is done for these until a
+    buffer might be full.
 
     Attributes:
-        count: how often a flow has begun to wait.
-        concerned: streams whose message is larger than the buffer, or waits for room.
+        period: a number for each time for which nobody waits.
+        away_since: when the last of them began.
+        large: streams with a message under way that is larger than the buffer.
+        barred: streams that wait until the rank reads.
+        fill_seconds: in which no buffer of its connections can be filled.
     """
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.concerned: dict[Stream, None] = {}
+    def __init__(self, events: Events) -> None:
+        self.period = 0
+        self.away_since = 0.0
+        self.large: dict[Stream, None] = {}
+        self.barred: dict[Stream, None] = {}
+        self.fill_seconds = inf
+        self._events = events
         self._since: dict[object, float] = {}
+        self._will_look = False
 
     def begin(self, who: object, time: float) -> None:
         """Note that `who` waits from `time` on, now or later."""
         self._since[who] = time
-        self.count += 1
-        for stream in list(self.concerned):
+        for stream in list(self.barred):
             stream.resume_at(time)
 
     def end(self, who: object) -> None:
         """Note that `who` has what it waited for."""
         del self._since[who]
         if not self._since:
-            for stream in list(self.concerned):
-                stream.bar()
+            self.period += 1
+            self.away_since = self._events.now()
+            if self.large:
+                self.watch()
+
+    def watch(self) -> None:
+        """Look again when the buffer of a message that is under way by now might be full."""
+        if not self._will_look:  # one call for all streams, whatever the rank does until then
+            self._will_look = True
+            self._events.call_at(self._events.now() + self.fill_seconds, self._look, None)
 
     def since(self) -> float:
         """Return from when on the rank takes in messages; infinite as long as that is not known."""
         return min(self._since.values(), default=inf)
+
+    def is_away(self) -> bool:
+        """Return whether nobody reads at the present time."""
+        return self.since() > self._events.now()
+
+    def _look(self, _: None) -> None:
+        self._will_look = False
+        if self.large and self.is_away():
+            full_at = self.away_since + self.fill_seconds
+            if full_at > self._events.now():  # it has read since `watch`
+                self._will_look = True
+                self._events.call_at(full_at, self._look, None)
+            else:
+                for stream in list(self.large):
+                    stream.bar()

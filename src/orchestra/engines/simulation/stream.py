@@ -90,7 +90,8 @@ class Stream:
         self._target = target
         self._delay = delay
         self._draw_share = draw_share if route.tcp else None
-        self._reader = net.ports[target].reader
+        self._reader = reader = net.ports[target].reader
+        reader.fill_seconds = min(reader.fill_seconds, route.buffer / self.bandwidth)
         self._unread = 0.0  # bytes on the wire, since the target has `_read` for the last time
         self._read = 0
         self._barred = 0.0  # of what crosses, until the target takes it in
@@ -178,7 +179,7 @@ class Stream:
         cut_off = None
         if self._is_under_way:
             self._take_off()
-            self._reader.concerned.pop(self, None)
+            self._reader.large.pop(self, None)
             cut_off = self._queue[0]
         for load in self._queue:
             load.fail(error)
@@ -204,11 +205,17 @@ class Stream:
             self._resume()
 
     def bar(self) -> None:
-        """The target computes: only what its kernel has room for goes on crossing."""
-        if self._crossing is not None and not self._queue[0].crossed:
-            left = self._crossing.left_at(self._events.now())
-            if left + self._after > self._route.buffer:
-                self._cross(self._take_off())
+        """The target is away: let no more cross than its kernel has room for."""
+        crossing = self._crossing
+        if crossing is None or self._barred or self._queue[0].crossed:
+            return
+        now, reader = self._events.now(), self._reader
+        # As if it had always crossed at its present rate.
+        self._read = reader.period
+        self._unread = crossing.present_rate * (now - max(reader.away_since, self._began))
+        room = max(self._route.buffer - self._unread, 0.0)
+        if crossing.left_at(now) + self._after > room:
+            self._cross(self._take_off(), room)
 
     def _resume(self, _: None = None) -> None:
         if self._barred and self._reader.since() <= self._events.now():
@@ -223,19 +230,24 @@ class Stream:
     def _take_off(self) -> float:
         """Take what crosses off the links; return the bytes left of it."""
         left, self._barred = self._barred, 0.0
+        self._reader.barred.pop(self, None)
         if self._crossing is not None:
             left += self._crossing.left_at(self._events.now())
             self._fluid.cancel(self._crossing)
             self._crossing = None
         return left
 
-    def _room(self) -> float:
-        """Return the bytes on the wire that the target takes in by now."""
-        if self._reader.since() <= self._events.now():
+    def _room(self, load: Load) -> float:
+        """Return the bytes on the wire that the target takes in of `load`, if it is known."""
+        reader, buffer = self._reader, self._route.buffer
+        if load.fair or buffer == inf or not reader.is_away():
             return inf
-        if self._read != self._reader.count:
-            self._read, self._unread = self._reader.count, 0.0
-        return max(self._route.buffer - self._unread, 0.0)
+        if self in reader.large:
+            reader.watch()  # it may read again long before its buffer is full
+            return inf
+        if self._read != reader.period:
+            self._read, self._unread = reader.period, 0.0
+        return max(buffer - self._unread, 0.0)
 
     def _fill(self) -> None:
         self._crossing, self._full_at = None, self._events.now()
@@ -258,8 +270,8 @@ class Stream:
             first *= load.held_bytes / load.frame_bytes
         self._after = whole - first
         if whole > self._route.buffer and not load.fair:
-            self._reader.concerned[self] = None
-        self._cross(first)
+            self._reader.large[self] = None
+        self._cross(first, self._room(load))
 
     def on_wire(self, frame_bytes: int, both_ways: bool | None) -> float:
         """Return the bytes of a frame on each link.
@@ -271,30 +283,30 @@ class Stream:
         others = self._route.acknowledgements if counted else 0.0
         return frame_bytes * self._route.wire * (1 + others)
 
-    def _cross(self, wire_bytes: float) -> None:
+    def _cross(self, wire_bytes: float, room: float = inf) -> None:
+        """Let `wire_bytes` cross, of which the target has `room` for so many until it reads."""
         then = self._on_free if self._after else self._on_crossed
-        if self._route.buffer < inf and not self._queue[0].fair:
-            room = self._room()
-            if wire_bytes > room:
-                self._barred, wire_bytes, then = wire_bytes - room, room, self._fill
-                self._reader.concerned[self] = None
-                if self._reader.since() < inf:
-                    self.resume_at(self._reader.since())
-            if room < inf:
-                self._unread += wire_bytes
+        if wire_bytes > room:
+            self._barred, wire_bytes, then = wire_bytes - room, room, self._fill
+            self._reader.barred[self] = None
+            if self._reader.since() < inf:
+                self.resume_at(self._reader.since())
+        if room < inf:
+            self._unread += wire_bytes
         self._crossing = self._fluid.start(
             wire_bytes, self.resources, then, self._back, self._weight
         )
 
     def _free(self) -> None:
         after, self._after = self._after, 0.0
-        self._queue[0].free()
-        self._cross(after)
+        load = self._queue[0]
+        load.free()
+        self._cross(after, self._room(load))
 
     def _crossed(self) -> None:
         load = self._queue[0]
         load.crossed = True
-        self._reader.concerned.pop(self, None)
+        self._reader.large.pop(self, None)
         if self._events is self._net.kernel:  # else it was counted when all of it was evaluated
             seconds = self._events.now() - self._began
             self._net.ports[self._target].mailbox.count(self._source, load.frame_bytes, seconds)

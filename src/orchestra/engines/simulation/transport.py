@@ -286,6 +286,9 @@ class SimulatedTransport(Transport):
 
     def wait(self, operation: Operation) -> None:
         """Let virtual time pass until `operation` is finished, and take in what it brings."""
+        if operation.finished:
+            self._wait(operation)
+            return
         reader = self._port.reader
         reader.begin(self, self._kernel.here())
         try:
@@ -349,7 +352,9 @@ class SimulatedTransport(Transport):
         """Return whether `operation` is finished."""
         self._kernel.catch_up()
         reader = self._port.reader
-        if reader.concerned and not operation.finished:  # what has arrived is taken in
+        if (
+            reader.large or reader.barred
+        ) and not operation.finished:  # what has arrived is taken in
             reader.begin(self, self._kernel.now())
             reader.end(self)
         return operation.finished
