@@ -142,7 +142,8 @@ class Reader:
 
     def watch(self) -> None:
         """Look again when the buffer of a message that is under way by now might be full."""
-        if not self._will_look:  # one call for all streams, whatever the rank does until then
+        # One call for all streams, whatever the rank does until then.
+        if not self._will_look and self.fill_seconds < inf:
             self._will_look = True
             self._events.call_at(self._events.now() + self.fill_seconds, self._look, None)
 

@@ -91,7 +91,8 @@ class Stream:
         self._delay = delay
         self._draw_share = draw_share if route.tcp else None
         self._reader = reader = net.ports[target].reader
-        reader.fill_seconds = min(reader.fill_seconds, route.buffer / self.bandwidth)
+        if self.bandwidth:  # else a link on its way is cut just now
+            reader.fill_seconds = min(reader.fill_seconds, route.buffer / self.bandwidth)
         self._unread = 0.0  # bytes on the wire, since the target has `_read` for the last time
         self._read = 0
         self._barred = 0.0  # of what crosses, until the target takes it in
