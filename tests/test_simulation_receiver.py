@@ -9,6 +9,7 @@ import torch
 from tests.simulated import FREE, run_ranks
 from tests.test_simulation_tcp import BANDWIDTH, LATENCY, TAG, nodes
 
+from orchestra.engines.simulation.stream import Stream
 from orchestra.transports.framing import header_bytes
 from orchestra.transports.protocol import Transport
 from orchestra.worker.runtime import Runtime, Work
@@ -133,3 +134,31 @@ def test_a_background_flow_that_waits_takes_in_for_all() -> None:
     outcome = run_ranks(2, program, nodes(2), OVERHEAD)
     assert outcome.failure is None, outcome.failure
     assert outcome.results[1] == pytest.approx(5)
+
+
+def test_who_turns_away_for_a_moment_stops_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It does so for each message: to look at all of its connections then would take too long."""
+    looks: list[Stream] = []
+    monkeypatch.setattr(Stream, "bar", looks.append)
+
+    def program(runtime: Runtime) -> float:
+        transport: Transport = runtime.transport
+        runtime.stopwatch(True)
+        if runtime.rank == 0:
+            transport.send(message(10_000_000), 1, TAG).wait()
+        for _ in range(200 if runtime.rank else 0):
+            if runtime.rank == 2:
+                transport.send(torch.zeros(1), 1, TAG + 1).wait()
+            else:
+                transport.receive(2, TAG + 1).wait()
+            runtime.compute.run(Work("gradient", 0.01), lambda: None)  # type: ignore[arg-type]
+        if runtime.rank == 1:
+            transport.receive(0, TAG).wait()
+        return transport.now()
+
+    outcome = run_ranks(3, program, nodes(3), OVERHEAD)
+    assert outcome.failure is None, outcome.failure
+    assert looks == []
+    assert outcome.results[1] == pytest.approx(FIRST + crossing(10_000_000), rel=1e-2)

@@ -140,6 +140,12 @@ class Reader:
             if self.large:
                 self.watch()
 
+    def glance(self) -> None:
+        """Note that somebody reads what is there, and does not wait."""
+        if self.large or self.barred:
+            self.begin(self, self._events.now())
+            self.end(self)
+
     def watch(self) -> None:
         """Look again when the buffer of a message that is under way by now might be full."""
         # One call for all streams, whatever the rank does until then.

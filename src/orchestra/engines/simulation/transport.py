@@ -351,12 +351,7 @@ class SimulatedTransport(Transport):
     def test(self, operation: Operation) -> bool:
         """Return whether `operation` is finished."""
         self._kernel.catch_up()
-        reader = self._port.reader
-        if (
-            reader.large or reader.barred
-        ) and not operation.finished:  # what has arrived is taken in
-            reader.begin(self, self._kernel.now())
-            reader.end(self)
+        self._port.reader.glance()
         return operation.finished
 
     def _signs(self, operation: Operation) -> tuple[tuple[int, ...], str]:
