@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import itertools
@@ -10,7 +11,8 @@ import statistics
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,17 +160,14 @@ def measure(runtime: Runtime, assignment: Assignment) -> dict[str, dict[str, lis
     """On each rank, the last being the server: the seconds of each contestant's blocks, by size."""
     runtime.reporter.phase("training")  # so that memory is kept as it is there
     join_gloo(runtime, str(Path(assignment.store) / "gloo"))
-    if RPC in assignment.peers:
-        _join_rpc(runtime, str(Path(assignment.store) / "rpc"))
+    agents = functools.partial(_rpc_agents, runtime, assignment.store, itertools.count())
     make = {GLOO: _gloo, RPC: _rpc, RAY: _ray}
     found = {}
     for size in assignment.sizes:
         pushes = pushes_of(size, assignment.block_bytes)
         contestants = {repr(OURS): _ours(runtime, size, pushes)}
         contestants |= {name: make[name](runtime, size, pushes) for name in assignment.peers}
-        found[size] = take_turns(runtime, contestants, assignment.rounds)
-    if RPC in assignment.peers:
-        rpc.shutdown()
+        found[size] = take_turns(runtime, contestants, assignment.rounds, {RPC: agents})
     return found
 
 
@@ -243,12 +242,22 @@ def push_and_pull(size: str, gradient: torch.Tensor) -> torch.Tensor:
         return values.clone()  # the next push comes while this is still being sent
 
 
-def _join_rpc(runtime: Runtime, store: str) -> None:
+@contextmanager
+def _rpc_agents(runtime: Runtime, store: str, numbers: Iterator[int]) -> Iterator[None]:
+    """Have agents of torch.distributed.rpc on all ranks, for one block.
+
+    An agent polls its queues without a pause, also when it has nothing to do: half a core of each
+    rank, which is missing from whoever has the next block.
+    """
     os.environ.setdefault("TP_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}")
+    place = f"file://{store}/rpc-{next(numbers)}"
+    options = rpc.TensorPipeRpcBackendOptions(init_method=place)
     rpc.init_rpc(
         str(runtime.rank), rank=runtime.rank, world_size=runtime.ranks, rpc_backend_options=options
     )
+    dist.barrier()
+    yield
+    rpc.shutdown()
 
 
 def _rpc(runtime: Runtime, size: str, pushes: int) -> Callable[[], None]:

@@ -17,7 +17,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -63,12 +63,17 @@ def join_gloo(runtime: Runtime, store: str, interface: str = "") -> None:
 
 
 def take_turns(
-    runtime: Runtime, contestants: Mapping[str, Callable[[], None]], rounds: int
+    runtime: Runtime,
+    contestants: Mapping[str, Callable[[], None]],
+    rounds: int,
+    surroundings: Mapping[str, Callable[[], AbstractContextManager[object]]] = {},  # noqa: B006
 ) -> Blocks:
     """Run a block of each contestant in each of `rounds` rounds, after one round of warm-up.
     Return the seconds of the blocks.
 
-    All ranks begin each block together. Ends early where the user asks for a stop.
+    All ranks begin each block together. Ends early where the user asks for a stop. A contestant's
+    `surroundings` are entered before its block, and left after it, by a clock that stands: what
+    goes on in the background of one contestant may not slow the others.
     """
     blocks: Blocks = {name: [] for name in contestants}
     done = 0
@@ -77,11 +82,13 @@ def take_turns(
             # Agreed on, since a rank that ended alone would leave the others at the next barrier
             if _somebody_stops(runtime):
                 return blocks
-            started = time.perf_counter()
-            contestants[name]()
+            with surroundings.get(name, nullcontext)():
+                started = time.perf_counter()
+                contestants[name]()
+                passed = time.perf_counter() - started
             # The first round warms up
             if number:
-                blocks[name].append(time.perf_counter() - started)
+                blocks[name].append(passed)
             done += 1
             runtime.reporter.progress(step=done, samples=0)
     return blocks

@@ -75,8 +75,8 @@ class ProgressEngine:
         if stream is None or stream.outbox is None:
             return None
         with self._lock:
-            segment = stream.segment(length)
-            if stream.wants_write and to in self._streams:  # the other end is told of a new one
+            segment, is_new = stream.segment(length)
+            if is_new and stream.wants_write and to in self._streams:
                 self._serve(stream, selectors.EVENT_WRITE)
             return segment
 
