@@ -7,6 +7,8 @@ import importlib
 import importlib.util
 import itertools
 import os
+import selectors
+import socket
 import statistics
 import sys
 import tempfile
@@ -35,11 +37,13 @@ from orchestra.cli.bench import (
 from orchestra.cli.main import guarded
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.parameter_server import ParameterServer
+from orchestra.transports.protocol import Group
+from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.worker import Step, Worker
 
 OURS = ParameterServer(consistency="asynchronous")
-GLOO, RPC, RAY = "gloo", "rpc", "Ray"
+GLOO, RPC, RAY, BARE = "gloo", "rpc", "Ray", "bare"
 SHAPES = {"0.25 MB": (250, 250), "4 MB": (1_000, 1_000), "40 MB": (2_500, 4_000)}
 """Of the one matrix of each model, in float32."""
 BLOCK_BYTES = 100_000_000
@@ -50,8 +54,8 @@ RATE = 0.01
 DESCRIPTION = """\
 Count the pushes with their pulls a second of an asynchronous ParameterServer with 2 and 4 workers
 and models of 0.25, 4 and 40 MB; of the same messages by gloo's send and receive; of a server
-behind torch.distributed.rpc; and of an actor of Ray where that is installed, in turn. Then once
-more with messages over sockets, beside gloo alone.
+behind torch.distributed.rpc; of an actor of Ray where that is installed; and of a bare loop that
+copies, adds and wakes, in turn. Then once more with messages over sockets, beside gloo alone.
 """
 
 
@@ -73,8 +77,8 @@ class ServerRow:
     Attributes:
         over: memory or sockets.
         gigabytes_per_second: that ours moves, both ways together.
-        to_gloo, to_rpc, to_ray: medians of the ratios within a round, and the least and the most of
-            them; above 1 ours is faster. There is no rpc and no Ray beside sockets.
+        to_gloo, to_rpc, to_ray, to_bare: medians of the ratios within a round, and the least and
+            the most of them; above 1 ours is faster. Beside sockets there is gloo alone.
     """
 
     workers: int
@@ -88,6 +92,8 @@ class ServerRow:
     to_rpc: tuple[float, float, float] | None = None
     ray_per_second: float | None = None
     to_ray: tuple[float, float, float] | None = None
+    bare_per_second: float | None = None
+    to_bare: tuple[float, float, float] | None = None
 
 
 def bench_server(
@@ -104,7 +110,7 @@ def bench_server(
     """
     rows = []
     for count, way in itertools.product(workers, ways):
-        peers = (GLOO, RPC, *_ray_if_there()) if way == "memory" else (GLOO,)
+        peers = (GLOO, RPC, BARE, *_ray_if_there()) if way == "memory" else (GLOO,)
         with tempfile.TemporaryDirectory(prefix="orchestra-bench-") as folder:
             assignment = Assignment(rounds, folder, tuple(sizes), peers, block_bytes)
             results = run_ranks(
@@ -137,6 +143,8 @@ def _row(
         _ratios(blocks[RPC], ours) if RPC in blocks else None,
         rates.get(RAY),
         _ratios(blocks[RAY], ours) if RAY in blocks else None,
+        rates.get(BARE),
+        _ratios(blocks[BARE], ours) if BARE in blocks else None,
     )
 
 
@@ -161,7 +169,7 @@ def measure(runtime: Runtime, assignment: Assignment) -> dict[str, dict[str, lis
     runtime.reporter.phase("training")  # so that memory is kept as it is there
     join_gloo(runtime, str(Path(assignment.store) / "gloo"))
     agents = functools.partial(_rpc_agents, runtime, assignment.store, itertools.count())
-    make = {GLOO: _gloo, RPC: _rpc, RAY: _ray}
+    make = {GLOO: _gloo, RPC: _rpc, RAY: _ray, BARE: _bare}
     found = {}
     for size in assignment.sizes:
         pushes = pushes_of(size, assignment.block_bytes)
@@ -278,6 +286,64 @@ def _rpc(runtime: Runtime, size: str, pushes: int) -> Callable[[], None]:
     return block
 
 
+def _bare(runtime: Runtime, size: str, pushes: int) -> Callable[[], None]:
+    """The least that a push costs on one host: copies, one addition, and a byte that wakes.
+
+    No messages, optimizer, versions or losses: nobody trains with it. It shows what is left to
+    gain.
+    """
+    values = torch.zeros(bytes_of(size) // 4)
+    gradient = torch.zeros_like(values)
+    server = runtime.ranks - 1
+    group = Group(tuple(range(runtime.ranks)))
+    like = torch.zeros(server * 2 * values.numel())
+    shared = runtime.transport.share(like, group, Tag.SHARED).values
+    places = shared.view(server, 2, values.numel())  # of each worker: its gradient, the values
+    bells = _bells(runtime)
+
+    def push() -> None:
+        (bell,), (given, taken) = bells, places[runtime.rank]
+        for _ in range(pushes):
+            given.copy_(gradient)
+            bell.send(b"!")
+            bell.recv(1)
+            values.copy_(taken)
+
+    def serve() -> None:
+        with selectors.DefaultSelector() as selector:
+            for worker, bell in enumerate(bells):
+                selector.register(bell, selectors.EVENT_READ, (bell, *places[worker]))
+            answered = 0
+            while answered < pushes * server:
+                for key, _ in selector.select():
+                    bell, given, taken = key.data
+                    bell.recv(1)
+                    values.add_(given, alpha=-RATE)
+                    taken.copy_(values)
+                    bell.send(b"!")
+                    answered += 1
+
+    return serve if runtime.rank == server else push
+
+
+def _bells(runtime: Runtime) -> list[socket.socket]:
+    """Unix sockets between each worker and the server, which has them in the order of the ranks."""
+    server = runtime.ranks - 1
+    number = torch.randint(1 << 62, (1,))
+    with socket.socket(socket.AF_UNIX) as listener:
+        if runtime.rank == server:
+            listener.bind(f"\0orchestra-bench-{int(number)}")
+            listener.listen(server)
+        dist.broadcast(number, server)
+        if runtime.rank != server:
+            bell = socket.socket(socket.AF_UNIX)
+            bell.connect(f"\0orchestra-bench-{int(number)}")
+            bell.send(bytes([runtime.rank]))
+            return [bell]
+        accepted = [listener.accept()[0] for _ in range(server)]
+    return sorted(accepted, key=lambda bell: bell.recv(1))
+
+
 def _ray_if_there() -> tuple[str, ...]:
     return (RAY,) if importlib.util.find_spec("ray") is not None else ()
 
@@ -337,17 +403,19 @@ def print_rates(rows: Iterable[ServerRow]) -> None:
             _shown(row.to_rpc),
             "" if row.ray_per_second is None else f"{row.ray_per_second:.0f}",
             _shown(row.to_ray),
+            "" if row.bare_per_second is None else f"{row.bare_per_second:.0f}",
+            _shown(row.to_bare),
         )
         for row in rows
     ]
     headings = (
         "workers", "size", "over", "a second", "GB/s",
-        "gloo", "ratio", "rpc", "ratio", "Ray", "ratio",
+        "gloo", "ratio", "rpc", "ratio", "Ray", "ratio", "bare", "ratio",
     )  # fmt: skip
     print_table("pushes with pulls a second, asynchronous server", headings, lines)
     print_remarks(
-        "Ratios above 1: faster than gloo's send and receive, torch.distributed.rpc, or Ray; in "
-        "brackets the least and the most of a round."
+        "Ratios above 1: faster than gloo's send and receive, torch.distributed.rpc, Ray, or the "
+        "bare loop; in brackets the least and the most of a round."
     )
     if not _ray_if_there():
         print_remarks("No figures of a Ray actor: install ray.")
