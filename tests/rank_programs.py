@@ -17,8 +17,8 @@ from tests.waiting import wait_until
 from torch import Tensor
 
 from orchestra.collectives import Group
+from orchestra.engines.live import print_notice
 from orchestra.engines.processes import Outcome, launch
-from orchestra.engines.processes.display import print_notice
 from orchestra.transports import compiled
 from orchestra.transports.protocol import CollectiveCall, Task
 from orchestra.worker.runtime import Runtime, Work

@@ -24,7 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestra.cluster import Channel, Cluster, Node, Switch
-from orchestra.engines.processes.place import leave_namespace, set_namespace
+from orchestra.engines.processes.system import (
+    enter_namespace,
+    leave_namespace,
+    set_namespace,
+)
 from orchestra.errors import RunFailed
 
 NODE_END = "eth0"
@@ -51,15 +55,20 @@ _MOST_RATE = 4e9  # bytes/s: tbf counts in 32 bits of 64 ns, and no cable here i
 
 
 @contextmanager
-def inside(path: str) -> Iterator[None]:
-    """Sockets and processes that this thread makes inside belong to the namespace at `path`."""
+def _returning() -> Iterator[None]:
+    """Bring this thread back into its network namespace at the end of the block."""
     with ExitStack() as held:
         before = os.open(_OWN_NAMESPACE, os.O_RDONLY)
         held.callback(os.close, before)
-        there = os.open(path, os.O_RDONLY)
-        held.callback(os.close, there)
-        set_namespace(there)
         held.callback(set_namespace, before)
+        yield
+
+
+@contextmanager
+def inside(path: str) -> Iterator[None]:
+    """Sockets and processes that this thread makes inside belong to the namespace at `path`."""
+    with _returning():
+        enter_namespace(path)
         yield
 
 
@@ -67,16 +76,9 @@ class Namespace:
     """A network namespace, until `close`."""
 
     def __init__(self) -> None:
-        before = os.open(_OWN_NAMESPACE, os.O_RDONLY)
-        try:
-            # `unshare` moves the calling thread: it goes back as soon as the new one is open.
-            leave_namespace()
-            try:
-                self.descriptor = os.open(_OWN_NAMESPACE, os.O_RDONLY)
-            finally:
-                set_namespace(before)
-        finally:
-            os.close(before)
+        with _returning():
+            leave_namespace()  # which moves this thread
+            self.descriptor = os.open(_OWN_NAMESPACE, os.O_RDONLY)
 
     @property
     def path(self) -> str:
@@ -94,10 +96,6 @@ class Namespace:
     def tc(self, lines: Sequence[str]) -> None:
         """Carry out commands of tc(8). Raises `RunFailed`."""
         self._batch("tc", lines)
-
-    def output(self, *command: str) -> str:
-        with self.inside():
-            return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     def _batch(self, program: str, lines: Sequence[str]) -> None:
         with self.inside():
@@ -181,7 +179,7 @@ class Network:
         self._ports: dict[str, list[str]] = {}  # of each bridge
         try:
             self._fabric = self._namespace()
-            self.netem = _has_netem(self._fabric)
+            self.netem = self._has_netem()
             self._build(cluster)
         except BaseException:
             self.close()
@@ -193,7 +191,7 @@ class Network:
 
     def shape(self, channel: str, factor: float = 1.0) -> None:
         end = self.ends[channel]
-        end.namespace.tc([self._tbf("change", end, factor)])
+        end.namespace.tc([_tbf("change", end, factor)])
 
     def cut(self, owner: str, *, cut: bool) -> None:
         """Pull the cable of `owner`, a node or switch, towards its switch; or plug it in again."""
@@ -237,6 +235,12 @@ class Network:
         for index, switch in enumerate(cluster.switches):
             if switch.shared is not None:
                 self._fabric.tc(self._through(f"shared-{index}", self._bridges[switch.name]))
+
+    def _has_netem(self) -> bool:
+        with suppress(RunFailed):
+            self._fabric.tc(["qdisc add dev lo root netem delay 1us", "qdisc del dev lo root"])
+            return True
+        return False
 
     def _join(self, cluster: Cluster, index: int, switch: Switch) -> list[str]:
         """Commands that join a switch to the one above it, and make what all its traffic shares."""
@@ -295,7 +299,7 @@ class Network:
         lines: dict[Namespace, list[str]] = {}
         for end in self.ends.values():
             own = lines.setdefault(end.namespace, [])
-            own.append(self._tbf("add", end))
+            own.append(_tbf("add", end))
             if self.netem and end.channel.latency > 0:
                 microseconds = max(1, round(end.channel.latency * 1e6))
                 own.append(
@@ -305,9 +309,10 @@ class Network:
         for namespace, own in lines.items():
             namespace.tc(own)
 
-    def _tbf(self, verb: str, end: End, factor: float = 1.0) -> str:
-        bucket = token_bucket(end.channel.bandwidth * factor)
-        return f"qdisc {verb} dev {end.interface} root handle 1: {bucket}"
+
+def _tbf(verb: str, end: End, factor: float = 1.0) -> str:
+    bucket = token_bucket(end.channel.bandwidth * factor)
+    return f"qdisc {verb} dev {end.interface} root handle 1: {bucket}"
 
 
 def token_bucket(bandwidth: float) -> str:
@@ -323,11 +328,3 @@ def _up(interface: str) -> list[str]:
     """Return commands that bring `interface` up, without IPv6, whose announcements would count."""
     quiet = [f"link set {interface} addrgenmode none"] if _IPV6.exists() else []
     return [*quiet, f"link set {interface} up"]
-
-
-def _has_netem(namespace: Namespace) -> bool:
-    try:
-        namespace.tc(["qdisc add dev lo root netem delay 1us", "qdisc del dev lo root"])
-    except RunFailed:
-        return False
-    return True

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestra.engines.events import BEAT_SECONDS, Failure, Heartbeat
 from orchestra.engines.failure_detector import Limits
-from orchestra.engines.processes.place import Latencies, Place
-from orchestra.engines.processes.system import keep_freed_memory
+from orchestra.engines.processes.system import Latencies, Place, keep_freed_memory
 from orchestra.errors import RunAborted, RunEnded, RunFailed
 from orchestra.transports.handshake import TLS, WATCHER, connect
 

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils.data import DataLoader
 
 from orchestra.engines.events import Notice
-from orchestra.engines.processes.display import print_notice
+from orchestra.engines.live import print_notice
 from orchestra.engines.processes.environment import detect
 from orchestra.engines.processes.rank import join
 from orchestra.engines.processes.system import TimedCompute

@@ -23,8 +23,7 @@ from orchestra.engines.events import Event, Notice
 from orchestra.engines.failure_detector import Limits
 from orchestra.engines.processes.control import RankSpec
 from orchestra.engines.processes.environment import memory_is_shared
-from orchestra.engines.processes.place import Place
-from orchestra.engines.processes.system import die_with_parent, handling, keep_one_arena
+from orchestra.engines.processes.system import Place, die_with_parent, handling, keep_one_arena
 from orchestra.engines.processes.watcher import Outcome, Watcher
 from orchestra.errors import InputError, RunFailed
 from orchestra.transports.handshake import from_environment

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestra.engines.processes.display import Display, Progress
+from orchestra.engines.live import Display, Progress
 from orchestra.engines.processes.launch import launch
 from orchestra.engines.processes.system import UsageMeter
 from orchestra.engines.run import record_of, write_environment
