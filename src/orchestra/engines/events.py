@@ -199,30 +199,22 @@ def exit_text(status: int) -> str:
 def stuck(
     waiting: Mapping[int, tuple[int, ...]], alive: Collection[int]
 ) -> dict[int, tuple[int, ...]]:
-    """Find the ranks of `waiting` that no living rank outside can release.
+    """Return the largest part of `waiting` in which every wait leads to a rank of that part, or to
+    one that is no longer `alive`: no living rank outside can release them.
 
-    Args:
-        waiting: for each rank that has been blocked for long, the ranks any of which may
-            release it.
-        alive: the ranks that still take part.
-
-    Returns:
-        The largest part of `waiting` in which every wait leads to a rank of that part, or to
-        one that no longer takes part.
+    `waiting` has, for each rank that has been blocked for long, the ranks any of which may release
+    it.
     """
-    blocked = dict(waiting)
-    while True:
-        # Remove whoever may be released by a rank that is not blocked, until nothing changes: the
-        # fixed point is the largest deadlocked set.
-        free = [
-            rank
-            for rank, targets in blocked.items()
-            if any(target in alive and target not in blocked for target in targets)
-        ]
-        if not free:
-            return blocked
-        for rank in free:
-            del blocked[rank]
+    blocked, before = dict(waiting), -1
+    # Remove whoever may be released by a rank that is not blocked, until nothing changes: the fixed
+    # point is the largest deadlocked set.
+    while len(blocked) != before:
+        before = len(blocked)
+        releasing = set(alive).difference(blocked)
+        blocked = {
+            rank: targets for rank, targets in blocked.items() if releasing.isdisjoint(targets)
+        }
+    return blocked
 
 
 def follow_waits(

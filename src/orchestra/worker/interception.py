@@ -49,8 +49,8 @@ class Flow:
     numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def begin(self, function: Callable[..., Any]) -> Flow:
-        name = getattr(function, "__name__", "background").strip("_").replace("_", " ")
-        return Flow(f"{self.name}.{next(self.numbers)}", name)
+        label = getattr(function, "__name__", "background").strip("_").replace("_", " ")
+        return Flow(f"{self.name}.{next(self.numbers)}", label)
 
 
 @dataclass(eq=False)
@@ -90,11 +90,7 @@ class Operation:
 
 
 class Interceptor:
-    """The base of interceptors: lets everything proceed.
-
-    Attributes:
-        detach: takes it out of the chain that it is in.
-    """
+    """The base of interceptors: lets everything proceed. `detach` takes it out of its chain."""
 
     detach: Callable[[], None] = staticmethod(lambda: None)
 
@@ -120,11 +116,8 @@ class Interceptor:
     def ask(
         self, flow: Flow, what: str, proceed: Callable[[], T], operation: Operation | None = None
     ) -> T:
-        """Called when `flow` asks for what depends on chance.
-
-        That is "now", "lost", "done" (of `operation`), "stop", "seconds" (of computation), or
-        "memory" (that ranks share).
-        """
+        """Called when `flow` asks for what depends on chance: "now", "lost", "done" (of
+        `operation`), "stop", "seconds" (of computation), or "memory" (that ranks share)."""
         return proceed()
 
     def progress(self, step: int) -> None:
@@ -148,9 +141,8 @@ class Chain:
         """Call `proceed` through `method` of every interceptor, the outermost first."""
         # From the inside out: each one's `proceed` is the rest of the chain.
         for interceptor in reversed(self.interceptors):
-            proceed = functools.partial(
-                getattr(interceptor, method), *given, proceed=proceed, **more
-            )
+            own = getattr(interceptor, method)
+            proceed = functools.partial(own, *given, proceed=proceed, **more)
         return proceed()
 
     @property
@@ -166,9 +158,7 @@ class InterceptedTransport(Transport):
     """The transport `inner` of `flow`, behind the interceptors of `chain`."""
 
     def __init__(self, inner: Transport, chain: Chain, flow: Flow) -> None:
-        self.inner = inner
-        self.chain = chain
-        self.flow = flow
+        self.inner, self.chain, self.flow = inner, chain, flow
         self.rank, self.size, self.traffic = inner.rank, inner.size, inner.traffic
         flow.transport = inner
 
@@ -181,10 +171,8 @@ class InterceptedTransport(Transport):
         return self._begun(operation, lambda: self.inner.send(tensor, to, operation.tag, **options))
 
     def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> Handle:
-        operation = Operation("receive", source, tag)
-        return self._begun(
-            operation, lambda: self.inner.receive(operation.peer, operation.tag, into)
-        )
+        asked = Operation("receive", source, tag)
+        return self._begun(asked, lambda: self.inner.receive(asked.peer, asked.tag, into))
 
     def collective(self, call: CollectiveCall) -> Task[int]:
         if not (self.chain.interceptors or self._foreground or self._background):
@@ -197,12 +185,12 @@ class InterceptedTransport(Transport):
             message_by_message=call.message_by_message,
         )
         begin = super().collective
-        return self._begun_behind(
-            operation,
-            lambda: begin(
-                replace(call, tag=operation.tag, message_by_message=operation.message_by_message)
-            ),
-        )
+
+        def proceed() -> Task[int]:
+            messages = operation.message_by_message
+            return begin(replace(call, tag=operation.tag, message_by_message=messages))
+
+        return self._begun_behind(operation, proceed)
 
     def in_background(self, function: Callable[[Transport], T], lane: int = 0) -> Task[T]:
         begin = super().in_background
@@ -210,11 +198,10 @@ class InterceptedTransport(Transport):
 
     def _begun_behind(self, operation: Operation, proceed: Callable[[], Task[T]]) -> Task[T]:
         begun = self._begun(operation, proceed)
-        if isinstance(operation.begun, Begun):
-            executing = operation.begun.flow
-            # The flow behind this one, whose waits the watcher can follow to what it waits for.
-            if isinstance(executing, InterceptedHandle):
-                operation.flow = executing.operation.flow
+        executing = operation.begun.flow if isinstance(operation.begun, Begun) else None
+        # The flow behind this one, whose waits the watcher can follow to what it waits for.
+        if isinstance(executing, InterceptedHandle):
+            operation.flow = executing.operation.flow
         return begun
 
     def end_background(self) -> None:
@@ -237,8 +224,9 @@ class InterceptedTransport(Transport):
     def executed(self, call: CollectiveCall, start: float, moving: float, sent: int) -> None:
         """From the engine: see `Transport.executed`."""
         assert call.schedule is not None
-        label = call.schedule.name
-        operation = Operation("collective", tag=call.tag, size=call.vector.nbytes, label=label)
+        operation = Operation(
+            "collective", tag=call.tag, size=call.vector.nbytes, label=call.schedule.name
+        )
         for interceptor in self.chain.interceptors:
             interceptor.executed(self.flow, operation, start, moving, sent)
 
@@ -308,9 +296,8 @@ class InterceptedCompute:
 
     @property
     def seconds(self) -> float:
-        return self.chain.call(
-            "ask", self.chain.flow, "seconds", proceed=lambda: self.inner.seconds
-        )
+        inner = self.inner
+        return self.chain.call("ask", self.chain.flow, "seconds", proceed=lambda: inner.seconds)
 
     @property
     def main_seconds(self) -> float:
@@ -339,8 +326,8 @@ class InterceptedReporter(PassingReporter):
             interceptor.progress(step)
 
     def stop_requested(self) -> bool:
-        ask = self.inner.stop_requested
-        return self.chain.call("ask", self.chain.flow, "stop", proceed=ask)
+        proceed = self.inner.stop_requested
+        return self.chain.call("ask", self.chain.flow, "stop", proceed=proceed)
 
 
 def intercepted(runtime: Runtime, *interceptors: Interceptor) -> Runtime:

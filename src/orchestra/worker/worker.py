@@ -129,10 +129,8 @@ class Worker(FlatModel):
         snapshots: Snapshots | None = None,
         own_optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        self.runtime = runtime
-        self.rank = runtime.rank
-        self.transport = runtime.transport
-        self.compute = runtime.compute
+        self.runtime, self.rank = runtime, runtime.rank
+        self.transport, self.compute = runtime.transport, runtime.compute
         self.reporter = runtime.reporter
         self._lay_out(module)
         self.optimizer = optimizer
@@ -163,11 +161,8 @@ class Worker(FlatModel):
     def lay_out_gradients(self, units: Sequence[Unit] | None) -> None:
         """From now on gradients of `units` have memory until they are summed; None: always."""
         self.gradients.close()
-        ranks = self.runtime.ranks
-        if units is None:
-            self.gradients = Gradients(self.module, self.layout, ranks)
-        else:
-            self.gradients = ShardedGradients(self.module, self.layout, ranks, units)
+        given = self.module, self.layout, self.runtime.ranks
+        self.gradients = Gradients(*given) if units is None else ShardedGradients(*given, units)
 
     @property
     def everyone(self) -> Group:
@@ -210,9 +205,8 @@ class Worker(FlatModel):
         """
         assert not self.own_loop
         before, self.parameters = self.parameters, vector
-        for parameter, view in zip(
-            self.gradients.parameters, self.layout.views(vector), strict=True
-        ):
+        views = self.layout.views(vector)
+        for parameter, view in zip(self.gradients.parameters, views, strict=True):
             # The parameters stay the same objects, to which hooks and optimizers refer.
             parameter.data = view
         return before
@@ -232,12 +226,10 @@ class Worker(FlatModel):
     def backward(self, batch: Batch | None) -> None:
         """Compute the gradient of the mean loss over `batch`; it stays where autograd puts it."""
         self.gradients.clear()
-        if batch is None:
-            return
-        assert self._loss is not None
-        work = Work("gradient", self.step.samples)
-        self.step.loss = self.compute.run(work, lambda: self._accumulate(batch))
-        self.check_loss(self.step.loss)
+        if batch is not None:
+            work = Work("gradient", self.step.samples)
+            self.step.loss = self.compute.run(work, lambda: self._accumulate(batch))
+            self.check_loss(self.step.loss)
 
     def micro_batches(self, batch: Batch) -> list[tuple[Batch, int]]:
         """Split `batch` for accumulation; return each part with its number of samples."""
@@ -306,10 +298,8 @@ class Arriving(Protocol):
     """Values of the parameters that are on their way."""
 
     def await_for(self, slot: int) -> None:
-        """Return when those of the parameter `slot` of the layout, and of all after it, are there.
-
-        That is the order in which a forward pass needs them.
-        """
+        """Return when those of the parameter `slot` of the layout, and of all after it, are there:
+        a forward pass needs the last ones first."""
 
 
 class AwaitParameters(TorchDispatchMode):

@@ -45,7 +45,7 @@ from orchestra.engines.emulation.training import on_best_node
 from orchestra.engines.processes.system import Place
 from orchestra.errors import RunFailed
 from orchestra.records.record import environment
-from orchestra.worker.threads import usable_cores
+from orchestra.worker.runtime import usable_cores
 
 __all__ = ["LIMIT", "Workload", "calibrate"]
 

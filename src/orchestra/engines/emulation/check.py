@@ -16,7 +16,7 @@ from orchestra.cluster import Cluster, Node
 from orchestra.cluster.units import BANDWIDTH, SECONDS
 from orchestra.engines.emulation.network import HEADERS_BYTES, WIRE_BYTES, Network
 from orchestra.engines.emulation.nodes import Quotas, require_emulation, require_room, share_of
-from orchestra.worker.threads import usable_cores
+from orchestra.worker.runtime import usable_cores
 
 TOLERANCE = 0.1
 

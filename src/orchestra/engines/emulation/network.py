@@ -24,11 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestra.cluster import Channel, Cluster, Node, Switch
-from orchestra.engines.processes.system import (
-    enter_namespace,
-    leave_namespace,
-    set_namespace,
-)
+from orchestra.engines.processes.system import enter_namespace, leave_namespace, set_namespace
 from orchestra.errors import RunFailed
 
 NODE_END = "eth0"

@@ -33,7 +33,7 @@ from orchestra.cluster.faults import Delay as DelayFault
 from orchestra.engines.emulation.network import NODE_END, Namespace, Network
 from orchestra.engines.processes.system import Delay, Place
 from orchestra.errors import InputError, RunFailed
-from orchestra.worker.threads import chosen_threads, usable_cores
+from orchestra.worker.runtime import chosen_threads, usable_cores
 
 INSTEAD = "or predict the same with --engine simulation"
 
@@ -71,12 +71,8 @@ class EmulatedCluster:
     Only nodes with ranks are there. `threads` are those that each rank is to compute with; by
     default `OMP_NUM_THREADS`, else its share of the cores of its node.
 
-    Attributes:
-        nodes: of each rank.
-        network, quotas: what they are made of.
-
-    Raises:
-        InputError: this machine cannot emulate it; says why, and what to do.
+    `nodes` has that of each rank. Raises `InputError` where this machine cannot emulate it; the
+    error says why, and what to do.
     """
 
     def __init__(self, cluster: Cluster, ranks: int, threads: int | None = None) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from orchestra.cluster import Cluster, load_cluster
 from orchestra.cluster.file import cluster_text
@@ -38,9 +38,7 @@ from orchestra.records.report import RankReport
 from orchestra.strategies.base import roles_of
 from orchestra.strategies.single import Single
 from orchestra.trainer.settings import Run
-
-if TYPE_CHECKING:
-    from orchestra.worker.runtime import Runtime
+from orchestra.worker.runtime import PassingReporter, Runtime
 
 TRAINING = ("training", "serving")
 """The phases of a rank while the stopwatch runs."""
@@ -84,28 +82,19 @@ def train_run(
 
             try:
                 outcome = launch(
-                    program,
-                    (run, folder.absolute(), cluster.bandwidths_of(ranks), meters),
-                    ranks,
-                    patience=run.training.patience,
-                    on_event=on_event,
-                    places=emulated.places(),
-                )
+                    program, (run, folder.absolute(), cluster.bandwidths_of(ranks), meters), ranks,
+                    patience=run.training.patience, on_event=on_event, places=emulated.places(),
+                )  # fmt: skip
             finally:
                 schedule.close()
         results = cast("tuple[RankResult | None, ...]", outcome.results)
         write_links(folder, carried(emulated, [each for each in results if each is not None]))
         keep_counters(folder, emulated, results)
     return record_of(
-        run,
-        [None if each is None else each.report for each in results],
-        folder,
-        outcome.setup,
-        left_out=outcome.left_out,
-        notices=(*notices, *outcome.notices),
+        run, [None if each is None else each.report for each in results], folder, outcome.setup,
+        left_out=outcome.left_out, notices=(*notices, *outcome.notices), nodes=emulated.nodes,
         node=emulated.nodes[0].name if alone else None,
-        nodes=emulated.nodes,
-    )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -128,8 +117,6 @@ def program(
     have said so (`start_together`): the highest readings are those at the start, however late the
     launcher hears of it.
     """
-    from orchestra.worker.runtime import PassingReporter
-
     run, folder, bandwidths, meters = assignment
     before, after = Readings(), Readings()
 

@@ -42,10 +42,9 @@ _CHUNK = 1 << 16  # little enough to be there for a rank that is short of memory
 
 @dataclass(frozen=True)
 class RankSpec:
-    """A rank as its launcher describes it.
+    """The rank `rank` of `ranks`, as its launcher describes it.
 
     Attributes:
-        rank: which of the `ranks`.
         local_rank: its index among the ranks of its host.
         watcher: host and port of the control connections.
         host: the address on which this rank listens for the others.
@@ -141,11 +140,8 @@ class Control:
     When the connection ends, the watcher is gone: this process then leaves at once, whatever its
     program is doing. It is also the `Reporter` of the rank's program.
 
-    Args:
-        spec: this rank.
-        on_orphaned: called with the reason, from the thread, before this process leaves because
-            the watcher is gone.
-        on_cause: called with the first cause, from the thread, when the run ends by it.
+    From the thread, `on_orphaned` is called with the reason before this process leaves because the
+    watcher is gone, and `on_cause` with the first cause, when the run ends by it.
     """
 
     def __init__(
@@ -324,10 +320,9 @@ class Control:
         self._on_cause(cause)
         if self._transport is not None:
             self._transport.abort(RunAborted(cause.split("\n", 1)[0]))
-        limits = self._spec.limits
-        seconds = limits.unwinding
+        seconds = self._spec.limits.unwinding
         if not self._spec.local and self._spec.rank == 0:
-            seconds += limits.leaving  # the watcher sees the others off first
+            seconds += self._spec.limits.leaving  # the watcher sees the others off first
         elif self._transport is None and not self._failing:
             seconds = 0.0  # nothing to save, and connecting cannot be interrupted
         self._leave_at = time.monotonic() + seconds
@@ -369,11 +364,9 @@ class Control:
 def _connect(spec: RankSpec) -> socket.socket:
     host, port = spec.watcher
     deadline = time.perf_counter() + spec.limits.joining
-    token = spec.token.encode()
+    identity = spec.rank, WATCHER, spec.token.encode()
     try:
-        connection = connect(
-            (host, port), spec.rank, WATCHER, token, tls=spec.tls, deadline=deadline
-        )
+        connection = connect((host, port), *identity, tls=spec.tls, deadline=deadline)
     except ConnectionError as error:
         raise RunFailed(
             f"rank {spec.rank} cannot reach the watcher at {host}:{port}: {error}; where rank 0's "

@@ -51,14 +51,12 @@ def latencies_of(environ: Mapping[str, str], ranks: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Launched:
-    """A process of a run that another launcher started.
+    """A process of a run that another launcher started: `rank` of `ranks`.
 
     Attributes:
         launcher: its name, for messages.
-        rank: which of the `ranks`.
         local_rank: its index among the `local_ranks` on its node.
-        address: host name or address where rank 0, or the launcher, waits for all.
-        port: the TCP port there.
+        address, port: where rank 0, or the launcher, waits for all.
         hosted: the launcher already holds a store there.
         supervised: the launcher stays the parent of this process to its end.
     """

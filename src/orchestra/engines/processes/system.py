@@ -17,13 +17,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from orchestra.records.report import Usage
-from orchestra.worker.threads import allowed_cores
-
-if TYPE_CHECKING:
-    from orchestra.worker.runtime import Work
+from orchestra.worker.runtime import Work, allowed_cores
 
 T = TypeVar("T")
 

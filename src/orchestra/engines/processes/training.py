@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from orchestra.engines.live import Display, Progress
+from orchestra.engines.processes.environment import Launched
 from orchestra.engines.processes.launch import launch
 from orchestra.engines.processes.system import UsageMeter
 from orchestra.engines.run import record_of, write_environment
@@ -18,10 +19,7 @@ from orchestra.settings.base import from_plain, to_plain
 from orchestra.strategies.base import roles_of
 from orchestra.trainer.settings import Run
 from orchestra.transports.tags import Tag
-
-if TYPE_CHECKING:
-    from orchestra.engines.processes.environment import Launched
-    from orchestra.worker.runtime import Runtime
+from orchestra.worker.runtime import Runtime
 
 
 def program(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
@@ -51,13 +49,9 @@ def train_run(
     write_environment(folder)
     with Display(run, roles, quiet=quiet, progress=progress, folder=folder) as display:
         outcome = launch(
-            program,
-            (run, folder.absolute()),
-            len(roles.shares),
-            patience=run.training.patience,
-            threads=run.training.threads,
-            on_event=display.on_event,
-        )
+            program, (run, folder.absolute()), len(roles.shares), patience=run.training.patience,
+            threads=run.training.threads, on_event=display.on_event,
+        )  # fmt: skip
     left_out, notices = outcome.left_out, outcome.notices
     return record_of(
         run, outcome.results, folder, outcome.setup, left_out=left_out, notices=notices
@@ -96,9 +90,8 @@ def take_part(
     was `completed` before, all ranks leave at once. Where rank 0 is gone, the others leave their
     processes, after a call of `first_is_gone` with the reason.
 
-    Raises:
-        InputError: as many processes were started as the strategy cannot use.
-        RunFailed: on every rank, with the first cause.
+    Raises `InputError` where as many processes were started as the strategy cannot use, and
+    `RunFailed` on every rank, with the first cause.
     """
     from orchestra.engines.processes.rank import join
 
@@ -114,14 +107,10 @@ def take_part(
     watched = folder if first and completed is None else None
     with Display(run, roles, quiet=not first, folder=watched) as display:
         outcome = join(
-            program_unless_completed,
-            (run, folder.absolute(), completed is not None),
-            launched,
-            patience=run.training.patience,
-            threads=run.training.threads,
-            on_event=display.on_event,
-            on_orphaned=first_is_gone,
-        )
+            program_unless_completed, (run, folder.absolute(), completed is not None), launched,
+            patience=run.training.patience, threads=run.training.threads,
+            on_event=display.on_event, on_orphaned=first_is_gone,
+        )  # fmt: skip
     if completed is not None or not first:
         return completed
     reports = [from_plain(RankReport | None, report) for report in outcome.results]

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -23,7 +24,7 @@ from orchestra.errors import InputError, RunFailed
 from orchestra.records.report import Counters
 from orchestra.settings.base import from_plain
 from orchestra.transports.handshake import TLS, WATCHER, Reception, address_of, listen
-from orchestra.worker.threads import shares_of_cores
+from orchestra.worker.runtime import shares_of_cores
 
 SERVER = "the fork server, from which the ranks are started,"
 NOT_KNOWN = 255  # multiprocessing's status of a process whose fork server is gone
@@ -77,9 +78,9 @@ class _Link:
 class Watcher:
     """Runs in a thread from `start` until every rank is gone, which `join` waits for.
 
+    The ranks reach it at `address`.
+
     Args:
-        ranks: how many ranks the run has.
-        limits: how long to wait for what.
         host: the address to listen on.
         token: the secret that a rank has to show.
         children: the ranks are child processes, each given to `adopt` once started.
@@ -88,9 +89,6 @@ class Watcher:
         on_event: called from the thread with each event, and each notice.
         on_cause: called from the thread with the cause of a failure, before any rank hears of it:
             once one has left, its launcher may end the others, this process too.
-
-    Attributes:
-        address: where the ranks reach the watcher.
     """
 
     def __init__(
@@ -145,9 +143,8 @@ class Watcher:
     def adopt(self, rank: int, process: BaseProcess) -> None:
         def watch() -> None:
             self._children[rank] = process
-            self._selector.register(
-                process.sentinel, selectors.EVENT_READ, lambda: self._reap(rank)
-            )
+            reap = partial(self._reap, rank)
+            self._selector.register(process.sentinel, selectors.EVENT_READ, reap)
 
         self._order(watch)
 
@@ -197,13 +194,9 @@ class Watcher:
             imported = min(self.imported, setup["processes"])
             setup = {"import": imported, **setup, "processes": setup["processes"] - imported}
         results = {rank: read(result) for rank, result in self.results.items()}
-        return Outcome(
-            results=tuple(results.get(rank) for rank in range(self._ranks)),
-            left_out=detector.left_out,
-            stopped=detector.stopped,
-            notices=tuple(detector.notices),
-            setup=setup,
-        )
+        in_order = tuple(results.get(rank) for rank in range(self._ranks))
+        notices = tuple(detector.notices)
+        return Outcome(in_order, detector.left_out, detector.stopped, notices, setup)
 
     def _order(self, order: Callable[[], None]) -> None:
         self._orders.append(order)  # first, so that the byte below finds it
