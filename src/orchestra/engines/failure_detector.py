@@ -25,8 +25,7 @@ from dataclasses import dataclass
 from orchestra.engines import events
 from orchestra.engines.events import Instruction
 
-REFUSALS = 8
-"""Refused connections that a run reports at most: strangers cause them, too."""
+REFUSALS = 8  # that a run reports at most: strangers cause them, too
 
 
 @dataclass(frozen=True)
@@ -85,22 +84,15 @@ class FailureDetector:
 
     Where the ranks are `children` of the watcher's process, their exit status will be reported.
     Otherwise the end of its connection is all that is known of a rank's end.
-
-    Attributes:
-        cause: why the run fails.
-        bad_input: the cause, where it is an input error, and nothing had begun but set-up.
-        left_out: why, for each rank that the run goes on without.
-        notices: one line each, for the user.
-        stopped: the user asked for an orderly stop.
     """
 
     def __init__(self, ranks: int, limits: Limits, *, start: float, children: bool) -> None:
         self.limits = limits
-        self.cause: str | None = None
-        self.bad_input: str | None = None
-        self.left_out: dict[int, str] = {}
-        self.notices: list[str] = []
-        self.stopped = False
+        self.cause: str | None = None  # why the run fails
+        self.bad_input: str | None = None  # the same, for an input error of the set-up
+        self.left_out: dict[int, str] = {}  # why, for each rank that the run goes on without
+        self.notices: list[str] = []  # one line each, for the user
+        self.stopped = False  # the user asked for an orderly stop
         self._children = children
         self._started_at = self._ticked_at = self._now = start
         self._failed_at = 0.0

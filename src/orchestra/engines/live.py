@@ -46,10 +46,6 @@ class SlowRanks:
     `tell` is called with a line when a straggler is first found, and when it has recovered; once
     for each of its stretches, however often the figures change. Ranks that have not `alike` work
     are not compared.
-
-    Attributes:
-        hosts: of the ranks, as they join.
-        present: the stragglers of this moment.
     """
 
     def __init__(
@@ -60,8 +56,8 @@ class SlowRanks:
         *,
         alike: bool = True,
     ) -> None:
-        self.hosts: dict[int, str] = {}
-        self.present: list[Straggler] = []
+        self.hosts: dict[int, str] = {}  # of the ranks, as they join
+        self.present: list[Straggler] = []  # of this moment
         self._servers = servers
         self._alike = alike
         self._tell = tell
@@ -184,16 +180,12 @@ class Progress:
 
     On a terminal a bar over all runs stands above that of the run under way; elsewhere each
     finished run is one line. Silent with `quiet`.
-
-    Attributes:
-        interrupted: Ctrl-C was pressed during a run.
-        what: names the run under way.
     """
 
     def __init__(self, total: int, *, quiet: bool = False) -> None:
         self.quiet = quiet
-        self.interrupted = False
-        self.what = ""
+        self.interrupted = False  # by Ctrl-C during a run
+        self.what = ""  # the name of the run under way
         self._total = total
         self._done = 0
         self._seconds: list[float] = []

@@ -33,19 +33,12 @@ Begins = TypeVar("Begins", bound=Handle | Task[Any])
 
 @dataclass(eq=False)
 class Flow:
-    """A flow of a rank: the main one, or one in the background.
+    """A flow of a rank: the main one, or one in the background."""
 
-    Attributes:
-        name: "main", and for the n-th flow that a flow has begun its name with ".n".
-        label: what it does, in words.
-        transport: its transport, without interceptors.
-        waiting: the operation that it is blocked on, where somebody keeps an eye on that.
-    """
-
-    name: str = "main"
-    label: str = "main"
-    transport: Transport = field(init=False)
-    waiting: Operation | None = None
+    name: str = "main"  # for the n-th flow that a flow has begun: that one's name with ".n"
+    label: str = "main"  # what it does, in words
+    transport: Transport = field(init=False)  # without interceptors
+    waiting: Operation | None = None  # what it is blocked on, where somebody keeps an eye on that
     numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def begin(self, function: Callable[..., Any]) -> Flow:
@@ -57,31 +50,22 @@ class Flow:
 class Operation:
     """A message, a collective or a background flow that a flow has begun, and may wait for.
 
-    Attributes:
-        kind: "send", "receive", "collective" (or what else the background flow executes), "native"
-            (a collective of torch.distributed) or "flow".
-        peer: the rank at the other end; None: any rank. Interceptors may change it, and `tag`,
-            before a message begins, and the `tag` of a collective.
-        size: bytes that are sent, or those of a collective's vector.
-        ranks: how many take part in a collective.
-        message_by_message: whether the messages of a collective should be sent even where an engine
-            could do without them. Interceptors may set it.
-        label: the name of a collective's schedule.
-        flow: the background flow that has begun, or that executes a collective.
-        begun: the handle, once it has begun.
-        marks: what interceptors remember of it, by interceptor.
+    Its kind is "send", "receive", "collective" (or what else the background flow executes),
+    "native" (a collective of torch.distributed) or "flow". Interceptors may change `peer` and `tag`
+    before a message begins, and the `tag` of a collective; and set `message_by_message`: whether
+    the messages of a collective should be sent even where an engine could do without them.
     """
 
     kind: str
-    peer: int | None = None
+    peer: int | None = None  # the rank at the other end; None: any rank
     tag: int = 0
-    size: int = 0
-    ranks: int = 0
+    size: int = 0  # bytes that are sent, or those of a collective's vector
+    ranks: int = 0  # how many take part in a collective
     message_by_message: bool = False
-    label: str = ""
-    flow: Flow | None = None
-    begun: Handle | Task[Any] | None = None
-    marks: dict[Interceptor, int] = field(default_factory=dict)
+    label: str = ""  # the name of a collective's schedule
+    flow: Flow | None = None  # the background flow that has begun, or that executes a collective
+    begun: Handle | Task[Any] | None = None  # the handle, once it has begun
+    marks: dict[Interceptor, int] = field(default_factory=dict)  # what interceptors remember of it
 
     @property
     def source(self) -> int:

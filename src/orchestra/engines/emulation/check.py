@@ -20,8 +20,7 @@ from orchestra.worker.runtime import usable_cores
 
 TOLERANCE = 0.1
 
-_SEGMENT_BYTES = 1500 - 20 - 32
-"""Of a message, in each frame."""
+_SEGMENT_BYTES = 1500 - 20 - 32  # of a message, in each frame
 _UNSHAPED = 1e9
 _SENDING_SECONDS = 1.0
 _LEAST_SENT, _MOST_SENT = 1 << 17, 1 << 28

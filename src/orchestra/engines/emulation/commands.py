@@ -20,7 +20,7 @@ from contextlib import ExitStack, suppress
 from typing import IO, Any
 
 from orchestra.cluster import Cluster, Link, Node
-from orchestra.engines.emulation.network import NODE_END, token_bucket
+from orchestra.engines.emulation.network import NODE_END, redirected, token_bucket
 from orchestra.engines.emulation.nodes import (
     EmulatedCluster,
     quota_and_period,
@@ -33,8 +33,7 @@ from orchestra.engines.processes.system import Place
 from orchestra.errors import InputError, RunFailed
 from orchestra.settings.reading import yaml_text
 
-PORT = 29500
-"""For torch.distributed, on the first rank's node, where nothing else listens."""
+PORT = 29500  # for torch.distributed, on the first rank's node, where nothing else listens
 HEAD = """\
 # Cluster {name}, written by `orchestra emulation compose`; docs/emulation.md says what it gives.
 # Checked by the schema of the compose specification, and not run by its authors.
@@ -213,9 +212,7 @@ def shaping_script(node: Node) -> str:
             *_shaped(NODE_END, node.up),
             f"ip link add {ARRIVING} type ifb",
             f"ip link set {ARRIVING} up",
-            f"tc qdisc add dev {NODE_END} handle ffff: ingress",
-            f"tc filter add dev {NODE_END} parent ffff: protocol all u32 match u32 0 0 "
-            f"action mirred egress redirect dev {ARRIVING}",
+            *(f"tc {line}" for line in redirected(NODE_END, ARRIVING)),
             *_shaped(ARRIVING, node.down),
         ]
     return "; ".join([*lines, 'exec "$@"'])

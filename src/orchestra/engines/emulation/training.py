@@ -40,11 +40,8 @@ from orchestra.strategies.single import Single
 from orchestra.trainer.settings import Run
 from orchestra.worker.runtime import PassingReporter, Runtime
 
-TRAINING = ("training", "serving")
-"""The phases of a rank while the stopwatch runs."""
-
-Readings = dict[str, LinkCounters]
-"""By the name of a link."""
+TRAINING = ("training", "serving")  # the phases of a rank while the stopwatch runs
+Readings = dict[str, LinkCounters]  # by the name of a link
 
 
 def train_run(

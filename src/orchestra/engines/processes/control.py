@@ -44,35 +44,24 @@ _CHUNK = 1 << 16  # little enough to be there for a rank that is short of memory
 class RankSpec:
     """The rank `rank` of `ranks`, as its launcher describes it.
 
-    Attributes:
-        local_rank: its index among the ranks of its host.
-        watcher: host and port of the control connections.
-        host: the address on which this rank listens for the others.
-        token: the secret that the members of this run share.
-        local: the watcher lives in the launcher on this host. Otherwise rank 0 holds it, and ranks
-            report the end of the run on standard error.
-        tls: encrypts all connections, where given.
-        supervised: this process leaves when its parent process is gone.
-        threads: intra-op threads of its program; None: `OMP_NUM_THREADS`, or its share of cores.
-        shared_memory: carry out collectives with ranks of this host in shared memory.
-        place: the node that this process moves to, where it is an emulated one.
-        latencies: seconds that a message to each rank waits, where a command was started there.
+    Where it is `local`, the watcher lives in the launcher on this host. Otherwise rank 0 holds it,
+    and ranks report the end of the run on standard error.
     """
 
     rank: int
     ranks: int
-    local_rank: int
-    watcher: tuple[str, int]
-    host: str
-    token: str
+    local_rank: int  # its index among the ranks of its host
+    watcher: tuple[str, int]  # host and port of the control connections
+    host: str  # the address on which this rank listens for the others
+    token: str  # the secret that the members of this run share
     limits: Limits
     local: bool = True
-    supervised: bool = True
-    tls: TLS | None = None
-    threads: int | None = None
-    shared_memory: bool = True
-    place: Place | None = None
-    latencies: tuple[float, ...] = ()
+    supervised: bool = True  # this process leaves when its parent process is gone
+    tls: TLS | None = None  # encrypts all connections, where given
+    threads: int | None = None  # of its program; None: `OMP_NUM_THREADS`, or its share of cores
+    shared_memory: bool = True  # carry out collectives with ranks of this host there
+    place: Place | None = None  # the node that this process moves to, where it is an emulated one
+    latencies: tuple[float, ...] = ()  # as of a `Place`, where a command was started there
 
     @property
     def held(self) -> Latencies | None:

@@ -108,8 +108,7 @@ def distribute(
     return model, optimizer, loop.batches
 
 
-TAGS = 1 << 20
-"""Of one channel: all that programs use lie below."""
+TAGS = 1 << 20  # of one channel: all that programs use lie below
 
 
 @dataclass(eq=False)

@@ -17,8 +17,7 @@ _FIRST_PORT = 15000  # below the ports that systems hand out by themselves
 _PORTS = 15000
 
 _SHARED_MEMORY = "ORCHESTRA_SHARED_MEMORY"
-LATENCIES = "ORCHESTRA_LATENCIES"
-"""Of an emulated node: seconds that a message to each rank waits before it leaves."""
+LATENCIES = "ORCHESTRA_LATENCIES"  # of an emulated node: see `Place`
 
 
 def memory_is_shared(environ: Mapping[str, str]) -> bool:
@@ -51,25 +50,17 @@ def latencies_of(environ: Mapping[str, str], ranks: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Launched:
-    """A process of a run that another launcher started: `rank` of `ranks`.
+    """A process of a run that another launcher started: `rank` of `ranks`."""
 
-    Attributes:
-        launcher: its name, for messages.
-        local_rank: its index among the `local_ranks` on its node.
-        address, port: where rank 0, or the launcher, waits for all.
-        hosted: the launcher already holds a store there.
-        supervised: the launcher stays the parent of this process to its end.
-    """
-
-    launcher: str
+    launcher: str  # its name, for messages
     rank: int
     ranks: int
-    local_rank: int
+    local_rank: int  # among those of its node
     local_ranks: int
-    address: str
+    address: str  # host name or address where rank 0, or the launcher, waits for all
     port: int
-    hosted: bool = False
-    supervised: bool = False
+    hosted: bool = False  # the launcher already holds a store there
+    supervised: bool = False  # the launcher stays the parent of this process to its end
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.ranks:

@@ -45,19 +45,12 @@ _is_rank = False
 
 @dataclass(frozen=True)
 class Job:
-    """The program of a rank, and what it needs to start.
+    """The program of a rank, and what it needs to start."""
 
-    Attributes:
-        payload: the pickled program and argument.
-        main: where to import the launcher's main module from, if the payload refers to it.
-        environment: the launcher's variables now; the fork server's are those of the first run.
-        store_path: the file through which the process groups of torch.distributed are made.
-    """
-
-    payload: bytes
-    main: dict[str, str]
-    environment: dict[str, str]
-    store_path: str
+    payload: bytes  # the pickled program and argument
+    main: dict[str, str]  # where to import the launcher's main module from, if that refers to it
+    environment: dict[str, str]  # the launcher's now; the fork server's is that of the first run
+    store_path: str  # of the file through which process groups of torch.distributed are made
 
     def load(self) -> Any:
         spawn.prepare(self.main)

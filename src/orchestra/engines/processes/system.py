@@ -244,30 +244,18 @@ class Place:
     The rank's process moves there before it listens for the others. A socket stays in the network
     namespace in which it was made, so the connection to the watcher, which is made first, is out of
     band: neither shaped nor cut with the node's link.
-
-    Attributes:
-        node: its name.
-        address: of the node; ranks listen there.
-        interface: which has it.
-        namespace: a path to its network namespace.
-        members: the file of a control group, which takes process ids.
-        threads: its share of the node's cores.
-        local_rank: its index among the ranks of the node.
-        latencies: seconds that a message to each rank waits before it leaves.
-        delays: what is added to them for a while.
-        shared_memory: whether ranks of the node may share memory.
     """
 
-    node: str
-    address: str
-    interface: str
-    namespace: str
-    members: str
-    threads: int
-    local_rank: int
-    latencies: tuple[float, ...]
-    delays: tuple[Delay, ...] = ()
-    shared_memory: bool = True
+    node: str  # its name
+    address: str  # of the node; ranks listen there
+    interface: str  # which has it
+    namespace: str  # a path to its network namespace
+    members: str  # the file of a control group, which takes process ids
+    threads: int  # its share of the node's cores
+    local_rank: int  # its index among the ranks of the node
+    latencies: tuple[float, ...]  # seconds that a message to each rank waits before it leaves
+    delays: tuple[Delay, ...] = ()  # what is added to them for a while
+    shared_memory: bool = True  # whether ranks of the node may share it
 
     def enter(self) -> None:
         """Move this thread, and all processes and threads that it will start, to the node.

@@ -38,20 +38,15 @@ STRANGERS = 32  # such connections, beside those of the ranks; more push out the
 class Outcome:
     """A run that ended well.
 
-    Attributes:
-        results: what the program returned, by rank; None for a rank that was left out.
-        left_out: why, for each rank that the run went on without.
-        stopped: the user asked for an orderly stop.
-        notices: messages for the user on the way, one line each.
-        setup: seconds before the program began: `import`, only in the first launch of a process,
-            until the process that all ranks are forked from had imported torch; `processes`, from
-            there until every rank was there; `connections`, until all were connected to each other.
+    `setup` has the seconds before the program began: `import`, only in the first launch of a
+    process, until the process that all ranks are forked from had imported torch; `processes`, from
+    there until every rank was there; `connections`, until all were connected to each other.
     """
 
-    results: tuple[Any, ...]
-    left_out: dict[int, str]
-    stopped: bool
-    notices: tuple[str, ...]
+    results: tuple[Any, ...]  # of the program, by rank; None for a rank that was left out
+    left_out: dict[int, str]  # why, for each rank that the run went on without
+    stopped: bool  # the user asked for an orderly stop
+    notices: tuple[str, ...]  # for the user on the way, one line each
     setup: dict[str, float]
 
 
@@ -78,17 +73,9 @@ class _Link:
 class Watcher:
     """Runs in a thread from `start` until every rank is gone, which `join` waits for.
 
-    The ranks reach it at `address`.
-
-    Args:
-        host: the address to listen on.
-        token: the secret that a rank has to show.
-        children: the ranks are child processes, each given to `adopt` once started.
-        limit: seconds after which all ranks are killed.
-        tls: encrypts the control connections.
-        on_event: called from the thread with each event, and each notice.
-        on_cause: called from the thread with the cause of a failure, before any rank hears of it:
-            once one has left, its launcher may end the others, this process too.
+    The ranks reach it at `address`. From the thread, `on_event` is called with each event and each
+    notice, and `on_cause` with the cause of a failure, before any rank hears of it: once one has
+    left, its launcher may end the others, this process too.
     """
 
     def __init__(
@@ -96,11 +83,11 @@ class Watcher:
         ranks: int,
         limits: Limits,
         *,
-        host: str,
-        token: str,
-        children: bool,
-        limit: float | None = None,
-        tls: TLS | None = None,
+        host: str,  # the address to listen on
+        token: str,  # the secret that a rank has to show
+        children: bool,  # the ranks are child processes, each given to `adopt` once started
+        limit: float | None = None,  # seconds after which all ranks are killed
+        tls: TLS | None = None,  # encrypts the control connections
         on_event: Callable[[events.Event | events.Notice], None] | None = None,
         on_cause: Callable[[str], None] | None = None,
     ) -> None:
