@@ -146,17 +146,13 @@ class _Variables:
 def _torchrun(variables: _Variables) -> Launched:
     local_rank = variables.default("LOCAL_RANK", 0)
     return Launched(
-        "torchrun",
-        rank=variables.number("RANK"),
-        ranks=variables.number("WORLD_SIZE"),
-        local_rank=local_rank,
+        "torchrun", rank=variables.number("RANK"), ranks=variables.number("WORLD_SIZE"),
         # Where it is not set, the least that LOCAL_RANK allows.
-        local_ranks=variables.default("LOCAL_WORLD_SIZE", local_rank + 1),
-        address=variables.text("MASTER_ADDR"),
-        port=variables.number("MASTER_PORT"),
+        local_rank=local_rank, local_ranks=variables.default("LOCAL_WORLD_SIZE", local_rank + 1),
+        address=variables.text("MASTER_ADDR"), port=variables.number("MASTER_PORT"),
         hosted=variables.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         supervised="TORCHELASTIC_RUN_ID" in variables.environ,
-    )
+    )  # fmt: skip
 
 
 def _one_a_pod(variables: _Variables, rank: str, ranks: str, prefix: str) -> Launched:
@@ -168,14 +164,10 @@ def _one_a_pod(variables: _Variables, rank: str, ranks: str, prefix: str) -> Lau
             "let the job's command begin with torchrun"
         )
     return Launched(
-        "PyTorchJob",
-        rank=variables.number(rank),
-        ranks=variables.number(ranks),
-        local_rank=0,
-        local_ranks=1,
+        "PyTorchJob", variables.number(rank), variables.number(ranks), local_rank=0, local_ranks=1,
         address=variables.text(*dict.fromkeys([f"{prefix}MASTER_ADDR", "MASTER_ADDR"])),
         port=variables.number(*dict.fromkeys([f"{prefix}MASTER_PORT", "MASTER_PORT"])),
-    )
+    )  # fmt: skip
 
 
 def _open_mpi(variables: _Variables) -> Launched:
