@@ -89,10 +89,8 @@ class Interceptor:
     def executed(
         self, flow: Flow, operation: Operation, start: float, moving: float, sent: int
     ) -> None:
-        """Called when the engine has executed a collective on `flow` without messages.
-
-        See `Transport.executed`. The operation is none that was begun.
-        """
+        """Called when the engine has executed a collective on `flow` without messages. See
+        `Transport.executed`. The operation is none that was begun."""
 
     def compute(self, flow: Flow, work: Work, proceed: Callable[[], T]) -> T:
         return proceed()

@@ -174,9 +174,7 @@ class Share:
 
 def bucket_edges(layout: Layout, limit: int | None) -> list[tuple[int, int]]:
     """Return the starts (slot, element) of runs of whole slots of about `limit` bytes, and the end.
-
-    None: one run.
-    """
+    None: one run."""
     edges = [(0, 0)]
     for index, slot in enumerate(layout.slots):
         size = (slot.offset - edges[-1][1]) * layout.dtype.itemsize

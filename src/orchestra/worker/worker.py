@@ -157,10 +157,8 @@ class Worker(FlatModel):
         return self._own_optimizer is not None
 
     def make_queue(self, shares: tuple[float, ...]) -> WorkQueue | None:
-        """Make a queue of what is left of the data, for ranks with these shares of a step.
-
-        None where each worker gets a part of its own in place of it.
-        """
+        """Make a queue of what is left of the data, for ranks with these shares of a step. None
+        where each worker gets a part of its own in place of it."""
         return None if self.queue_of is None else self.queue_of(self.step.consumed, shares)
 
     def set_workers(self, ranks: Sequence[int]) -> None:

@@ -148,10 +148,8 @@ def torchrun_variables(rank: int, ranks: int, master: str, interface: str) -> di
 
 
 def compose_text(cluster: Cluster, ranks: int, command: Sequence[str]) -> str:
-    """Write the compose file: a service for each node, which runs `command` as its rank.
-
-    Raises `InputError` where several ranks share a node, or the nodes are not all at one switch.
-    """
+    """Write the compose file: a service for each node, which runs `command` as its rank. Raises
+    `InputError` where several ranks share a node, or the nodes are not all at one switch."""
     nodes = cluster.nodes_of(ranks)
     where = f"cluster {cluster.name}"
     require_plain(cluster, nodes)

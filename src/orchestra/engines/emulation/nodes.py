@@ -306,10 +306,8 @@ def quota_and_period(cores: float) -> tuple[int, int]:
 
 
 def hierarchy() -> tuple[Path, int]:
-    """Return the folder for the groups of runs, and the version of control groups.
-
-    Raises `InputError` where there are none that limit the processor.
-    """
+    """Return the folder for the groups of runs, and the version of control groups. Raises
+    `InputError` where there are none that limit the processor."""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
         mount = Path(before.split()[4])
@@ -341,10 +339,8 @@ def sweep(root: Path | None = None) -> list[str]:
 
 
 def remove(folder: Path) -> int:
-    """End the processes in the group of a run, and remove it; return how many there were.
-
-    Raises `RunFailed` for one that does not end.
-    """
+    """End the processes in the group of a run, and remove it; return how many there were. Raises
+    `RunFailed` for one that does not end."""
     done = subprocess.run(
         ["sh", "-c", _REMOVE, str(folder)], capture_output=True, text=True, check=False
     )

@@ -191,9 +191,7 @@ def best_node(cluster: Cluster) -> str:
 
 def on_best_node(cluster: Cluster, ranks: int) -> Cluster:
     """Return `cluster` with all ranks on the node where one process is fastest, without faults.
-
-    Raises `InputError` where this machine cannot emulate that node.
-    """
+    Raises `InputError` where this machine cannot emulate that node."""
     found = replace(cluster, placement=(best_node(cluster),) * ranks, faults=())
     require_emulation()
     require_room(found, found.nodes_of(ranks)[:1])

@@ -195,10 +195,8 @@ class Control:
     # The way out
 
     def finish(self, result: bytes) -> None:
-        """Deliver the result; returns when the watcher has it.
-
-        Raises `RunFailed` if the run has ended for another rank's failure meanwhile.
-        """
+        """Deliver the result; returns when the watcher has it. Raises `RunFailed` if the run has
+        ended for another rank's failure meanwhile."""
         self._send({"kind": "result"}, result)
         self._wait_for(lambda: self._dismissed)
         cause = self._cause

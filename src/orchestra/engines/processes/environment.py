@@ -22,9 +22,7 @@ LATENCIES = "ORCHESTRA_LATENCIES"  # of an emulated node: see `Place`
 
 def memory_is_shared(environ: Mapping[str, str]) -> bool:
     """False if `ORCHESTRA_SHARED_MEMORY` is 0: then ranks of one host use sockets as others do.
-
-    Raises `InputError` where it is something else than 0 or 1.
-    """
+    Raises `InputError` where it is something else than 0 or 1."""
     wanted = environ.get(_SHARED_MEMORY, "1")
     if wanted not in ("0", "1"):
         raise InputError(f"{_SHARED_MEMORY} is {wanted!r}: set it to 1, or to 0 for sockets")
@@ -33,9 +31,7 @@ def memory_is_shared(environ: Mapping[str, str]) -> bool:
 
 def latencies_of(environ: Mapping[str, str], ranks: int) -> tuple[float, ...]:
     """Return the seconds that a message to each rank waits, as `orchestra emulation run` says.
-
-    Raises `InputError` where they are no such numbers.
-    """
+    Raises `InputError` where they are no such numbers."""
     text = environ.get(LATENCIES, "")
     try:
         found = tuple(float(part) for part in text.split(",")) if text else ()
@@ -75,10 +71,8 @@ class Launched:
 
 
 def detect(environ: Mapping[str, str]) -> Launched | None:
-    """Return this process as the environment variables describe it; None if they do not.
-
-    Raises `InputError` if they are incomplete, or contradict each other.
-    """
+    """Return this process as the environment variables describe it; None if they do not. Raises
+    `InputError` if they are incomplete, or contradict each other."""
     if "RANK" in environ or "WORLD_SIZE" in environ:
         if "LOCAL_RANK" in environ:
             return _torchrun(_Variables(environ, "the environment"))

@@ -39,10 +39,8 @@ def program(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
 def train_run(
     run: Run, folder: Path, *, quiet: bool = False, progress: Progress | None = None
 ) -> RunRecord:
-    """Train `run` on processes of this machine; its records go into `folder`.
-
-    See `orchestra.engines.run.train_run`; raises `InputError` also where GPUs are missing.
-    """
+    """Train `run` on processes of this machine; its records go into `folder`. See
+    `orchestra.engines.run.train_run`; raises `InputError` also where GPUs are missing."""
     roles = roles_of(run.strategy, run.training.ranks)
     if (lack := lacking(run)) is not None:
         raise InputError(f"device: {run.strategy!r} {lack}")
@@ -59,10 +57,8 @@ def train_run(
 
 
 def has_validation(task: str) -> bool:
-    """Return whether the task has validation data; asks a rank, as torch stays out of here.
-
-    Raises `InputError` for a task that cannot be made.
-    """
+    """Return whether the task has validation data; asks a rank, as torch stays out of here. Raises
+    `InputError` for a task that cannot be made."""
     outcome = launch(_has_validation, task, 1)
     if outcome.stopped:
         raise KeyboardInterrupt

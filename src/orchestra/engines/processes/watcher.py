@@ -167,10 +167,8 @@ class Watcher:
             raise self._crash
 
     def outcome(self, read: Callable[[bytes], Any]) -> Outcome:
-        """Return the outcome of a run whose ranks are gone; `read` decodes a rank's result.
-
-        Raises `InputError` or `RunFailed` with the cause, where it has failed.
-        """
+        """Return the outcome of a run whose ranks are gone; `read` decodes a rank's result. Raises
+        `InputError` or `RunFailed` with the cause, where it has failed."""
         detector, setup = self.detector, dict(self.setup)
         if detector.bad_input is not None:
             raise InputError(detector.bad_input)
