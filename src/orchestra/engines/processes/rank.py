@@ -89,7 +89,7 @@ class Watched(Interceptor):
             if (memory := flow.transport.memory) is not None:
                 awaited = memory.awaited
                 return self._completed, () if awaited is None else (awaited,), "in a collective"
-        if waiting is None:  # it is about to begin, or at its end
+        if waiting is None:  # it computes, or a flow behind it is about to begin, or at its end
             return self._completed, (), ""
         peers = self.others if waiting.peer is None else (waiting.peer,)
         if waiting.kind == "native":
