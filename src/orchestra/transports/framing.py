@@ -222,8 +222,8 @@ class Stream:
         return self.shared_bytes + int(struct.unpack_from("Q", info, TCP_INFO_BYTES_ACKED)[0])
 
     def segment(self, length: int) -> Segment | None:
-        """Return a segment for a message of `length` bytes, now this message's; None: it has to
-        go over the socket."""
+        """Return a segment for a message of `length` bytes, now this message's, and whether the
+        other end has to be told of a new one. Without a segment it goes over the socket."""
         if self.outbox is None:
             return None
         segment = self.outbox.take(length)

@@ -74,7 +74,11 @@ class Operation:
 
 
 class Interceptor:
-    """The base of interceptors: lets everything proceed. `detach` takes it out of its chain."""
+    """The base of interceptors: lets everything proceed.
+
+    Attributes:
+        detach: takes it out of the chain that it is in.
+    """
 
     detach: Callable[[], None] = staticmethod(lambda: None)
 

@@ -226,7 +226,11 @@ def require_room(cluster: Cluster, nodes: Sequence[Node]) -> None:
 
 
 class Quotas:
-    """The control groups of a run, until `close`; `cores` of this machine are each node's share."""
+    """The control groups of a run, until `close`.
+
+    Args:
+        cores: how much of the processor each node has, in cores of this machine.
+    """
 
     def __init__(self, cores: Mapping[str, float]) -> None:
         root, self._version = hierarchy()
