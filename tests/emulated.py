@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from orchestra.cluster import Cluster, Fault, Link, Node, Switch, cluster_text
+from orchestra.engines.emulation.network import Namespace
 from orchestra.engines.emulation.nodes import require_emulation
 from orchestra.errors import InputError
 
@@ -43,6 +45,12 @@ def small_cluster(
         placement="spread",
         faults=tuple(faults),
     )  # fmt: skip
+
+
+def output(namespace: Namespace, *command: str) -> str:
+    """Return what `command` prints inside `namespace`."""
+    with namespace.inside():
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def written(cluster: Cluster, folder: Path) -> str:

@@ -17,12 +17,11 @@ from tests.waiting import wait_until
 from torch import Tensor
 
 from orchestra.collectives import Group
+from orchestra.engines.live import print_notice
 from orchestra.engines.processes import Outcome, launch
-from orchestra.engines.processes.display import print_notice
 from orchestra.transports import compiled
 from orchestra.transports.protocol import CollectiveCall, Task
-from orchestra.worker.runtime import Runtime, Work
-from orchestra.worker.threads import chosen_threads, cpu_quota
+from orchestra.worker.runtime import Runtime, Work, chosen_threads, cpu_quota
 
 TAG = 7
 WHERE_COMPILED = pytest.mark.skipif(not compiled.is_there(), reason="nothing was compiled")

@@ -35,8 +35,8 @@ from orchestra.bench.timing import LEAST, Budget, Kept, repeat, waited
 from orchestra.cli.main import main
 from orchestra.cluster.calibration import Calibration, read_calibration
 from orchestra.cluster.costs import Quality, together
+from orchestra.engines.live import LINE_SECONDS, Lines
 from orchestra.engines.processes import launch
-from orchestra.engines.processes.display import LINE_SECONDS, Lines
 from orchestra.engines.processes.system import UsageMeter
 from orchestra.engines.simulation.cost_source import cost_source_of
 from orchestra.errors import RunFailed

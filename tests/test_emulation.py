@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.emulated import LINK, needs_emulation, small_cluster, written
+from tests.emulated import LINK, needs_emulation, output, small_cluster, written
 from tests.test_contract import TABLE
 from tests.training import settings, train_processes
 from tests.waiting import wait_until
@@ -31,9 +31,8 @@ from orchestra.cluster import (
 from orchestra.cluster import Delay as DelayFault
 from orchestra.engines.emulation.check import connected
 from orchestra.engines.emulation.network import Network
-from orchestra.engines.emulation.nodes import EmulatedCluster, Schedule
-from orchestra.engines.emulation.quota import Quotas
-from orchestra.engines.emulation.training import train_run
+from orchestra.engines.emulation.nodes import Change, EmulatedCluster, Quotas
+from orchestra.engines.emulation.training import Schedule, train_run
 from orchestra.engines.events import Heartbeat
 from orchestra.engines.processes import launch
 from orchestra.errors import RunFailed
@@ -314,10 +313,10 @@ def test_faults_change_quotas_and_cables() -> None:
 
         def state() -> tuple[float, bool, bool]:
             slow, b = there.network.ends["b up"], there.network.ends["b down"]
-            rates = [end.namespace.output("tc", "qdisc", "show", "dev", end.interface)
+            rates = [output(end.namespace, "tc", "qdisc", "show", "dev", end.interface)
                      for end in (slow, b)]  # fmt: skip
             c = there.network.ends["c up"]
-            link = c.namespace.output("ip", "link", "show", c.interface)
+            link = output(c.namespace, "ip", "link", "show", c.interface)
             slowed = ["rate 40Mbit" in text for text in rates]
             assert slowed[0] == slowed[1]
             return round(limits(there.quotas, "a"), 3), slowed[0], "NO-CARRIER" in link
@@ -380,8 +379,6 @@ def test_delays_are_those_of_the_cluster() -> None:
 
 
 def test_an_error_in_a_change_is_told() -> None:
-    from orchestra.engines.emulation.nodes import Change
-
     def fail() -> None:
         raise OSError("no such cable")
 

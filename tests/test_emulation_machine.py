@@ -16,7 +16,7 @@ import pytest
 import yaml
 from tests.commands import run as run_command_line
 from tests.commands import started
-from tests.emulated import LINK, needs_emulation, small_cluster, written
+from tests.emulated import LINK, needs_emulation, output, small_cluster, written
 from tests.waiting import wait_until
 
 from orchestra.cluster import (
@@ -25,12 +25,17 @@ from orchestra.cluster import (
     read_cluster,
 )
 from orchestra.engines.emulation import nodes as emulation_nodes
-from orchestra.engines.emulation import quota
 from orchestra.engines.emulation.check import check_cluster
 from orchestra.engines.emulation.commands import compose_text, shaping_script
 from orchestra.engines.emulation.network import Namespace
-from orchestra.engines.emulation.nodes import EmulatedCluster, require_room
-from orchestra.engines.emulation.quota import PREFIX, Quotas, hierarchy, sweep
+from orchestra.engines.emulation.nodes import (
+    PREFIX,
+    EmulatedCluster,
+    Quotas,
+    hierarchy,
+    require_room,
+    sweep,
+)
 from orchestra.errors import InputError
 
 pytestmark = needs_emulation
@@ -120,7 +125,9 @@ def test_a_killed_launcher_leaves_nothing(number: signal.Signals, tmp_path: Path
 
 
 def test_what_a_guard_left_is_swept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quota, "PREFIX", "orchestra-test-")  # no other test's run sweeps them
+    monkeypatch.setattr(
+        emulation_nodes, "PREFIX", "orchestra-test-"
+    )  # no other test's run sweeps them
     quotas, under_way = Quotas({"a": 0.5}), Quotas({"b": 0.5})
     try:
         join = ["sh", "-c", 'echo $$ > "$0"; exec sleep 1000', str(quotas.members("a", 0))]
@@ -233,8 +240,8 @@ def test_a_container_shapes_both_directions() -> None:
     namespace = Namespace()
     try:
         namespace.ip(["link add name eth0 type veth peer name other", "link set eth0 up"])
-        shown = namespace.output("sh", "-c", shaping_script(node), "sh", "tc", "qdisc", "show")
-        filters = namespace.output("tc", "filter", "show", "dev", "eth0", "parent", "ffff:")
+        shown = output(namespace, "sh", "-c", shaping_script(node), "sh", "tc", "qdisc", "show")
+        filters = output(namespace, "tc", "filter", "show", "dev", "eth0", "parent", "ffff:")
     finally:
         namespace.close()
     shaped = [line.split()[4] for line in shown.splitlines() if "rate 400Mbit" in line]

@@ -12,7 +12,7 @@ import torch
 from tests.meshes import exchange_randomly, make_tls, mesh, on_ranks
 from torch import Tensor
 
-from orchestra.engines.processes.place import Delay, Place
+from orchestra.engines.processes.system import Delay, Place
 from orchestra.errors import PeerLost
 from orchestra.transports.sockets import SocketTransport
 

@@ -11,7 +11,7 @@ import pytest
 from tests.waiting import wait_until
 
 from orchestra.engines.events import Heartbeat, Interrupted, Notice
-from orchestra.engines.processes.display import Display, Progress
+from orchestra.engines.live import Display, Progress
 from orchestra.strategies.single import Single
 from orchestra.trainer.settings import Run, Training
 

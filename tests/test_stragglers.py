@@ -26,9 +26,8 @@ from orchestra.cluster.faults import Fault, LinkSlow, SlowDown
 from orchestra.cluster.file import cluster_text
 from orchestra.cluster.nodes import ExponentialTail
 from orchestra.engines.events import Heartbeat
-from orchestra.engines.live import SlowRanks
+from orchestra.engines.live import Display, SlowRanks
 from orchestra.engines.processes import launch
-from orchestra.engines.processes.display import Display
 from orchestra.records.record import RunRecord
 from orchestra.records.report import MAX_POINTS, Counters, CounterSeries, RankReport, Straggler
 from orchestra.records.stragglers import find

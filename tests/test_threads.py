@@ -29,10 +29,16 @@ from orchestra.engines.simulation.simulate import Simulation
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.single import Single
 from orchestra.tasks.task import load_task
-from orchestra.worker import threads as cores
+from orchestra.worker import runtime as cores
 from orchestra.worker.layout import Layout
-from orchestra.worker.runtime import Runtime, SilentReporter, Work
-from orchestra.worker.threads import chosen_threads, shares_of_cores, usable_cores
+from orchestra.worker.runtime import (
+    Runtime,
+    SilentReporter,
+    Work,
+    chosen_threads,
+    shares_of_cores,
+    usable_cores,
+)
 
 __all__ = ["started"]
 CORES = usable_cores()

@@ -193,7 +193,7 @@ def write_figures(path: Path | None, name: str, rows: Sequence[Any]) -> None:
 def progress_line() -> Iterator[Progress]:
     """Show progress on standard error: a bar on a terminal, elsewhere a line now and then."""
     if not sys.stderr.isatty():
-        from orchestra.engines.processes.display import Lines
+        from orchestra.engines.live import Lines
 
         yield Lines()
         return

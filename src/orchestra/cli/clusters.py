@@ -207,8 +207,7 @@ def _compose(arguments: Sequence[str]) -> int:
 
 def _clean(arguments: Sequence[str]) -> int:
     Parser("emulation clean", CLEAN).read(arguments)
-    from orchestra.engines.emulation.nodes import require_emulation
-    from orchestra.engines.emulation.quota import sweep
+    from orchestra.engines.emulation.nodes import require_emulation, sweep
 
     # As root and on Linux only: without either there is nothing that could have been left.
     require_emulation()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from orchestra.cli.arguments import Parser
 from orchestra.errors import InputError
-from orchestra.worker.threads import usable_cores
+from orchestra.worker.runtime import usable_cores
 
 DESCRIPTION = """\
 Open a page on which you choose the size of a model, the number of workers, the bandwidth and the

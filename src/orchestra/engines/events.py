@@ -15,17 +15,15 @@ from orchestra.records.report import Counters
 class Failure:
     """An exception that ended a rank's program.
 
-    `lost` is the rank whose loss the exception reports; `aborted`: it reports the end of the run.
-    Either is a consequence, seldom the cause. `bad_input`: what the user asked for cannot be done,
-    and the message says all.
+    Where it reports a loss or the end of the run, it is a consequence, seldom the cause.
     """
 
     type: str
     message: str
     traceback: str = ""
-    lost: int | None = None
-    aborted: bool = False
-    bad_input: bool = False
+    lost: int | None = None  # the rank whose loss it reports
+    aborted: bool = False  # it reports the end of the run
+    bad_input: bool = False  # what the user asked for cannot be done, and the message says all
 
     @property
     def headline(self) -> str:
@@ -55,26 +53,18 @@ class Joined(OfRank):
 
 @dataclass(frozen=True)
 class Heartbeat(OfRank):
-    """A rank is alive, as it says every `BEAT_SECONDS`, and this is how far it is.
-
-    Attributes:
-        fraction: the part of the run's budget that the cluster has consumed.
-        activity: changes whenever anything progressed.
-        waits_for: ranks any of which may release it; `waits_what` says in words what it waits for.
-        expendable: the run can go on without it.
-        counters: the latest.
-    """
+    """A rank is alive, as it says every `BEAT_SECONDS`, and this is how far it is."""
 
     step: int = 0
     samples: int = 0
     loss: float | None = None
-    fraction: float | None = None
+    fraction: float | None = None  # of the run's budget that the cluster has consumed
     phase: str = "set-up"
-    activity: int = 0
-    waits_for: tuple[int, ...] = ()
-    waits_what: str = ""
-    expendable: bool = False
-    counters: Counters | None = None
+    activity: int = 0  # changes whenever anything progressed
+    waits_for: tuple[int, ...] = ()  # ranks any of which may release it
+    waits_what: str = ""  # what it waits for, in words
+    expendable: bool = False  # the run can go on without it
+    counters: Counters | None = None  # the latest
 
 
 class Finished(OfRank):
@@ -199,30 +189,22 @@ def exit_text(status: int) -> str:
 def stuck(
     waiting: Mapping[int, tuple[int, ...]], alive: Collection[int]
 ) -> dict[int, tuple[int, ...]]:
-    """Find the ranks of `waiting` that no living rank outside can release.
+    """Return the largest part of `waiting` in which every wait leads to a rank of that part, or to
+    one that is no longer `alive`: no living rank outside can release them.
 
-    Args:
-        waiting: for each rank that has been blocked for long, the ranks any of which may
-            release it.
-        alive: the ranks that still take part.
-
-    Returns:
-        The largest part of `waiting` in which every wait leads to a rank of that part, or to
-        one that no longer takes part.
+    `waiting` has, for each rank that has been blocked for long, the ranks any of which may release
+    it.
     """
-    blocked = dict(waiting)
-    while True:
-        # Remove whoever may be released by a rank that is not blocked, until nothing changes: the
-        # fixed point is the largest deadlocked set.
-        free = [
-            rank
-            for rank, targets in blocked.items()
-            if any(target in alive and target not in blocked for target in targets)
-        ]
-        if not free:
-            return blocked
-        for rank in free:
-            del blocked[rank]
+    blocked, before = dict(waiting), -1
+    # Remove whoever may be released by a rank that is not blocked, until nothing changes: the fixed
+    # point is the largest deadlocked set.
+    while len(blocked) != before:
+        before = len(blocked)
+        releasing = set(alive).difference(blocked)
+        blocked = {
+            rank: targets for rank, targets in blocked.items() if releasing.isdisjoint(targets)
+        }
+    return blocked
 
 
 def follow_waits(

@@ -25,8 +25,7 @@ from dataclasses import dataclass
 from orchestra.engines import events
 from orchestra.engines.events import Instruction
 
-REFUSALS = 8
-"""Refused connections that a run reports at most: strangers cause them, too."""
+REFUSALS = 8  # that a run reports at most: strangers cause them, too
 
 
 @dataclass(frozen=True)
@@ -81,30 +80,19 @@ class Member:
 
 
 class FailureDetector:
-    """Decides what a watcher does.
+    """Decides what a watcher of `ranks` ranks does; the run was started at the time `start`.
 
-    Args:
-        ranks: how many ranks the run has.
-        limits: how long to wait for what.
-        start: the time at which the run was started.
-        children: the ranks are child processes whose exit status will be reported.
-            Otherwise the end of its connection is all that is known of a rank's end.
-
-    Attributes:
-        cause: why the run fails.
-        bad_input: the cause, where it is an input error, and nothing had begun but set-up.
-        left_out: why, for each rank that the run goes on without.
-        notices: one line each, for the user.
-        stopped: the user asked for an orderly stop.
+    Where the ranks are `children` of the watcher's process, their exit status will be reported.
+    Otherwise the end of its connection is all that is known of a rank's end.
     """
 
     def __init__(self, ranks: int, limits: Limits, *, start: float, children: bool) -> None:
         self.limits = limits
-        self.cause: str | None = None
-        self.bad_input: str | None = None
-        self.left_out: dict[int, str] = {}
-        self.notices: list[str] = []
-        self.stopped = False
+        self.cause: str | None = None  # why the run fails
+        self.bad_input: str | None = None  # the same, for an input error of the set-up
+        self.left_out: dict[int, str] = {}  # why, for each rank that the run goes on without
+        self.notices: list[str] = []  # one line each, for the user
+        self.stopped = False  # the user asked for an orderly stop
         self._children = children
         self._started_at = self._ticked_at = self._now = start
         self._failed_at = 0.0
@@ -146,14 +134,9 @@ class FailureDetector:
                 self._kill(self._members.values())
             return self._decided()
         for rule in (
-            self._late,
-            self._unknown_ends,
-            lambda: self._silences(stopped),
-            self._consequences_due,
-            self._hangs,
-            self._only_stopped_missing,
-            self._overstayed,
-        ):
+            self._late, self._unknown_ends, lambda: self._silences(stopped),
+            self._consequences_due, self._hangs, self._only_stopped_missing, self._overstayed,
+        ):  # fmt: skip
             if self.cause is None:
                 rule()
         return self._decided()
@@ -296,12 +279,12 @@ class FailureDetector:
 
     def _consequences_due(self) -> None:
         """Report a failure whose cause did not arrive in time."""
-        for deadline, member, failure in self._consequences[:1]:
-            if deadline > self._now:
-                return
-            if failure.lost not in self.left_out:
-                self._fail(events.failed_text(member.name, failure))
-                return
+        if not self._consequences or self._consequences[0][0] > self._now:
+            return
+        _, member, failure = self._consequences[0]
+        if failure.lost not in self.left_out:
+            self._fail(events.failed_text(member.name, failure))
+        else:
             consequence = events.failed_text(member.name, failure, "could not go on")
             lost = self._members[failure.lost]
             self._fail(f"{lost.name} {self.left_out[lost.rank]}; {consequence}")
@@ -346,12 +329,12 @@ class FailureDetector:
 
     def _idle_text(self, member: Member, idle: float) -> str:
         beat = member.beat
+        parts = [f"hangs: no progress for {idle:.0f} s (step {beat.step}, {beat.phase})"]
         waiters = [m.rank for m in self._members.values() if member.rank in m.beat.waits_for]
-        text = f"hangs: no progress for {idle:.0f} s (step {beat.step}, {beat.phase})"
         if waiters:
-            who = "rank " + str(waiters[0]) if len(waiters) == 1 else f"ranks {waiters}"
-            text = f"{text}; {who} waiting for it"
-        return f"{text}; {self.limits.advice}" if self.limits.advice else text
+            who = f"rank {waiters[0]}" if len(waiters) == 1 else f"ranks {waiters}"
+            parts.append(f"{who} waiting for it")
+        return "; ".join([*parts, self.limits.advice] if self.limits.advice else parts)
 
     def _only_stopped_missing(self) -> None:
         """Give up stopped ranks once all others leave, or serve only."""

@@ -23,7 +23,7 @@ from orchestra.strategies.base import roles_of
 from orchestra.trainer.settings import Run, target_times
 
 if TYPE_CHECKING:
-    from orchestra.engines.processes.display import Progress
+    from orchestra.engines.live import Progress
 
 
 HOUR = 3600.0
@@ -34,11 +34,9 @@ def train_run(
 ) -> RunRecord:
     """Carry out `run`; its records go into `folder`.
 
-    `progress` is that of the runs that it is one of.
-
-    Raises:
-        InputError: the strategy cannot run on that many ranks, or not on this engine.
-        RunFailed: names the first cause; what was measured until then stays in `folder`.
+    `progress` is that of the runs that it is one of. Raises `InputError` where the strategy cannot
+    run on that many ranks, or not on this engine, and `RunFailed` with the first cause; what was
+    measured until then stays in `folder`.
     """
     engine = importlib.import_module(f"orchestra.engines.{run.training.engine}.training")
     record: RunRecord = engine.train_run(run, folder, quiet=quiet, progress=progress)
@@ -157,10 +155,11 @@ def on_machines(record: RunRecord, nodes: Sequence[Node], alone: Mapping[str, fl
     together, speed = sum(alone.values()), record.samples_per_second
     prices = [read_price(node.price, where="price") for node in nodes if node.price is not None]
     watts = [node.watts for node in nodes if node.watts is not None]
-    rate = sum(amount for amount, _ in prices) / HOUR if len(prices) == len(nodes) else None
-    power = sum(watts) if len(watts) == len(nodes) else None
-    if not nodes:
-        rate = power = None
+    rate = power = None
+    if nodes and len(prices) == len(nodes):
+        rate = sum(amount for amount, _ in prices) / HOUR
+    if nodes and len(watts) == len(nodes):
+        power = sum(watts)
     return replace(
         record,
         alone=alone,

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestra.engines.events import Event, Interrupted, Notice
+from orchestra.engines.live import Progress
 from orchestra.engines.processes import training
-from orchestra.engines.processes.display import Progress
 from orchestra.engines.run import beside_single, failed_record, train_run
 from orchestra.errors import InputError, RunFailed, nearest
 from orchestra.experiments.experiment import (

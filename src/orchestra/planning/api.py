@@ -82,7 +82,7 @@ def plan(
     if seeds is not None:
         given["seeds"] = Entry(list(seeds), "seeds=")
     experiment = planned(path, (), given)
-    from orchestra.engines.processes.display import Lines
+    from orchestra.engines.live import Lines
 
     tell: Tell = (lambda what, part: None) if quiet else Lines()
     return carry_out(experiment, str(cluster), out, minutes, tell, verified=verify)

@@ -31,7 +31,7 @@ from orchestra.planning.standing import (
 )
 from orchestra.report.numbers import count
 from orchestra.trainer.settings import Run, Target
-from orchestra.worker.threads import usable_cores
+from orchestra.worker.runtime import usable_cores
 
 PARTS = (0.25, 0.5, 1.0)
 """The parts of all samples after which it is checked whether the reference reached the target."""

@@ -30,8 +30,8 @@ from orchestra.records.report import Point
 from orchestra.tasks.task import Task, evaluate
 from orchestra.transports.tags import Tag
 from orchestra.worker.layout import FlatModel, Layout, buffer_places
+from orchestra.worker.runtime import chosen_threads, usable_cores
 from orchestra.worker.snapshots import Contribution, Mean, buffers_vector, set_buffers
-from orchestra.worker.threads import chosen_threads, usable_cores
 from orchestra.worker.worker import Worker
 
 T = TypeVar("T")

@@ -53,10 +53,8 @@ def batch_samples(batch: Batch) -> int:
 
 
 def split_batch(batch: Batch, parts: int, setting: str = "accumulation") -> list[tuple[Batch, int]]:
-    """Split into at most `parts` even micro-batches, each with its number of samples.
-
-    `setting` is the name of what asks for them.
-    """
+    """Split into at most `parts` even micro-batches, each with its number of samples; `setting` is
+    the name of what asks for them."""
     samples = batch_samples(batch)
     parts = min(parts, samples)
     if parts <= 1:
@@ -92,7 +90,6 @@ def digest(item: Any, so_far: int = 0) -> int:
     if isinstance(item, (tuple, list)):
         for part in item:
             so_far = digest(part, so_far)
-        return so_far
-    if isinstance(item, (int, float, str, bytes)):
+    elif isinstance(item, (int, float, str, bytes)):
         return zlib.crc32(repr(item).encode(), so_far)
     return so_far

@@ -43,24 +43,17 @@ class Gathering(TorchDispatchMode):
     saved. In the first pass the workers agree on each gather, and on each sum of gradients between
     them. From then on they follow the same order, and the next unit is gathered in the background
     while one is used, so that two have memory (more, where one operation uses several).
-
-    Args:
-        memory: the parameters of each unit, flat; none in a run of shapes.
-        begin: makes room for the parameters of a unit, and begins to gather them.
-        free: gives the memory of a unit back.
-        agree: whether all workers call with the same number.
-        order: of the gathers of a pass in a run of shapes, as `through_layout` guesses it.
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
-        memory: Sequence[Tensor],
+        memory: Sequence[Tensor],  # the parameters of each unit, flat; none in a run of shapes
         compute: Compute,
-        begin: Callable[[Unit], Task[int]],
-        free: Callable[[Unit], None],
-        agree: Callable[[int], bool],
-        order: Sequence[int] = (),
+        begin: Callable[[Unit], Task[int]],  # makes room for a unit, and begins to gather it
+        free: Callable[[Unit], None],  # gives the memory of a unit back
+        agree: Callable[[int], bool],  # whether all workers call with the same number
+        order: Sequence[int] = (),  # of a pass in a run of shapes, as `through_layout` guesses it
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._units, self._compute = units, compute

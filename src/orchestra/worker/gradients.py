@@ -126,11 +126,10 @@ class Gradients:
 
     def collect_rest(self, scale: float = 1.0) -> None:
         """`collect` for every slot that was not yet collected in this step."""
-        if not any(self._collected) and self._collect_all(scale):
-            return
-        for index, collected in enumerate(self._collected):
-            if not collected:
-                self.collect(index, scale)
+        if any(self._collected) or not self._collect_all(scale):
+            for index, collected in enumerate(self._collected):
+                if not collected:
+                    self.collect(index, scale)
 
     def leave_in_place(self) -> None:
         """Leave gradients where autograd put them, for an optimizer on this rank alone.
@@ -174,15 +173,12 @@ class Gradients:
         Changes in place need no copy.
         """
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
-            grad = parameter.grad
-            if grad is view or (grad is None and not self.used[index]):
-                continue
-            self.used[index] = grad is not None
-            if grad is None:
+            if (grad := parameter.grad) is None and self.used[index]:
+                self.used[index] = False
                 view.zero_()
-            else:
-                view.copy_(grad)
-                parameter.grad = view
+            elif grad is not None and grad is not view:
+                self.used[index] = True
+                parameter.grad = view.copy_(grad)
 
     def fill_tail(self, rank: int, weight: float, loss: float, stop: bool) -> None:
         """Write what travels with the gradient of `rank`."""

@@ -33,55 +33,39 @@ Begins = TypeVar("Begins", bound=Handle | Task[Any])
 
 @dataclass(eq=False)
 class Flow:
-    """A flow of a rank: the main one, or one in the background.
+    """A flow of a rank: the main one, or one in the background."""
 
-    Attributes:
-        name: "main", and for the n-th flow that a flow has begun its name with ".n".
-        label: what it does, in words.
-        transport: its transport, without interceptors.
-        waiting: the operation that it is blocked on, where somebody keeps an eye on that.
-    """
-
-    name: str = "main"
-    label: str = "main"
-    transport: Transport = field(init=False)
-    waiting: Operation | None = None
+    name: str = "main"  # for the n-th flow that a flow has begun: that one's name with ".n"
+    label: str = "main"  # what it does, in words
+    transport: Transport = field(init=False)  # without interceptors
+    waiting: Operation | None = None  # what it is blocked on, where somebody keeps an eye on that
     numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def begin(self, function: Callable[..., Any]) -> Flow:
-        name = getattr(function, "__name__", "background").strip("_").replace("_", " ")
-        return Flow(f"{self.name}.{next(self.numbers)}", name)
+        label = getattr(function, "__name__", "background").strip("_").replace("_", " ")
+        return Flow(f"{self.name}.{next(self.numbers)}", label)
 
 
 @dataclass(eq=False)
 class Operation:
     """A message, a collective or a background flow that a flow has begun, and may wait for.
 
-    Attributes:
-        kind: "send", "receive", "collective" (or what else the background flow executes), "native"
-            (a collective of torch.distributed) or "flow".
-        peer: the rank at the other end; None: any rank. Interceptors may change it, and `tag`,
-            before a message begins, and the `tag` of a collective.
-        size: bytes that are sent, or those of a collective's vector.
-        ranks: how many take part in a collective.
-        message_by_message: whether the messages of a collective should be sent even where an engine
-            could do without them. Interceptors may set it.
-        label: the name of a collective's schedule.
-        flow: the background flow that has begun, or that executes a collective.
-        begun: the handle, once it has begun.
-        marks: what interceptors remember of it, by interceptor.
+    Its kind is "send", "receive", "collective" (or what else the background flow executes),
+    "native" (a collective of torch.distributed) or "flow". Interceptors may change `peer` and `tag`
+    before a message begins, and the `tag` of a collective; and set `message_by_message`: whether
+    the messages of a collective should be sent even where an engine could do without them.
     """
 
     kind: str
-    peer: int | None = None
+    peer: int | None = None  # the rank at the other end; None: any rank
     tag: int = 0
-    size: int = 0
-    ranks: int = 0
+    size: int = 0  # bytes that are sent, or those of a collective's vector
+    ranks: int = 0  # how many take part in a collective
     message_by_message: bool = False
-    label: str = ""
-    flow: Flow | None = None
-    begun: Handle | Task[Any] | None = None
-    marks: dict[Interceptor, int] = field(default_factory=dict)
+    label: str = ""  # the name of a collective's schedule
+    flow: Flow | None = None  # the background flow that has begun, or that executes a collective
+    begun: Handle | Task[Any] | None = None  # the handle, once it has begun
+    marks: dict[Interceptor, int] = field(default_factory=dict)  # what interceptors remember of it
 
     @property
     def source(self) -> int:
@@ -109,10 +93,8 @@ class Interceptor:
     def executed(
         self, flow: Flow, operation: Operation, start: float, moving: float, sent: int
     ) -> None:
-        """Called when the engine has executed a collective on `flow` without messages.
-
-        See `Transport.executed`. The operation is none that was begun.
-        """
+        """Called when the engine has executed a collective on `flow` without messages. See
+        `Transport.executed`. The operation is none that was begun."""
 
     def compute(self, flow: Flow, work: Work, proceed: Callable[[], T]) -> T:
         return proceed()
@@ -120,11 +102,8 @@ class Interceptor:
     def ask(
         self, flow: Flow, what: str, proceed: Callable[[], T], operation: Operation | None = None
     ) -> T:
-        """Called when `flow` asks for what depends on chance.
-
-        That is "now", "lost", "done" (of `operation`), "stop", "seconds" (of computation), or
-        "memory" (that ranks share).
-        """
+        """Called when `flow` asks for what depends on chance: "now", "lost", "done" (of
+        `operation`), "stop", "seconds" (of computation), or "memory" (that ranks share)."""
         return proceed()
 
     def progress(self, step: int) -> None:
@@ -148,9 +127,8 @@ class Chain:
         """Call `proceed` through `method` of every interceptor, the outermost first."""
         # From the inside out: each one's `proceed` is the rest of the chain.
         for interceptor in reversed(self.interceptors):
-            proceed = functools.partial(
-                getattr(interceptor, method), *given, proceed=proceed, **more
-            )
+            own = getattr(interceptor, method)
+            proceed = functools.partial(own, *given, proceed=proceed, **more)
         return proceed()
 
     @property
@@ -166,9 +144,7 @@ class InterceptedTransport(Transport):
     """The transport `inner` of `flow`, behind the interceptors of `chain`."""
 
     def __init__(self, inner: Transport, chain: Chain, flow: Flow) -> None:
-        self.inner = inner
-        self.chain = chain
-        self.flow = flow
+        self.inner, self.chain, self.flow = inner, chain, flow
         self.rank, self.size, self.traffic = inner.rank, inner.size, inner.traffic
         flow.transport = inner
 
@@ -181,10 +157,8 @@ class InterceptedTransport(Transport):
         return self._begun(operation, lambda: self.inner.send(tensor, to, operation.tag, **options))
 
     def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> Handle:
-        operation = Operation("receive", source, tag)
-        return self._begun(
-            operation, lambda: self.inner.receive(operation.peer, operation.tag, into)
-        )
+        asked = Operation("receive", source, tag)
+        return self._begun(asked, lambda: self.inner.receive(asked.peer, asked.tag, into))
 
     def collective(self, call: CollectiveCall) -> Task[int]:
         if not (self.chain.interceptors or self._foreground or self._background):
@@ -197,12 +171,12 @@ class InterceptedTransport(Transport):
             message_by_message=call.message_by_message,
         )
         begin = super().collective
-        return self._begun_behind(
-            operation,
-            lambda: begin(
-                replace(call, tag=operation.tag, message_by_message=operation.message_by_message)
-            ),
-        )
+
+        def proceed() -> Task[int]:
+            messages = operation.message_by_message
+            return begin(replace(call, tag=operation.tag, message_by_message=messages))
+
+        return self._begun_behind(operation, proceed)
 
     def in_background(self, function: Callable[[Transport], T], lane: int = 0) -> Task[T]:
         begin = super().in_background
@@ -210,11 +184,10 @@ class InterceptedTransport(Transport):
 
     def _begun_behind(self, operation: Operation, proceed: Callable[[], Task[T]]) -> Task[T]:
         begun = self._begun(operation, proceed)
-        if isinstance(operation.begun, Begun):
-            executing = operation.begun.flow
-            # The flow behind this one, whose waits the watcher can follow to what it waits for.
-            if isinstance(executing, InterceptedHandle):
-                operation.flow = executing.operation.flow
+        executing = operation.begun.flow if isinstance(operation.begun, Begun) else None
+        # The flow behind this one, whose waits the watcher can follow to what it waits for.
+        if isinstance(executing, InterceptedHandle):
+            operation.flow = executing.operation.flow
         return begun
 
     def end_background(self) -> None:
@@ -237,8 +210,9 @@ class InterceptedTransport(Transport):
     def executed(self, call: CollectiveCall, start: float, moving: float, sent: int) -> None:
         """From the engine: see `Transport.executed`."""
         assert call.schedule is not None
-        label = call.schedule.name
-        operation = Operation("collective", tag=call.tag, size=call.vector.nbytes, label=label)
+        operation = Operation(
+            "collective", tag=call.tag, size=call.vector.nbytes, label=call.schedule.name
+        )
         for interceptor in self.chain.interceptors:
             interceptor.executed(self.flow, operation, start, moving, sent)
 
@@ -308,9 +282,8 @@ class InterceptedCompute:
 
     @property
     def seconds(self) -> float:
-        return self.chain.call(
-            "ask", self.chain.flow, "seconds", proceed=lambda: self.inner.seconds
-        )
+        inner = self.inner
+        return self.chain.call("ask", self.chain.flow, "seconds", proceed=lambda: inner.seconds)
 
     @property
     def main_seconds(self) -> float:
@@ -339,8 +312,8 @@ class InterceptedReporter(PassingReporter):
             interceptor.progress(step)
 
     def stop_requested(self) -> bool:
-        ask = self.inner.stop_requested
-        return self.chain.call("ask", self.chain.flow, "stop", proceed=ask)
+        proceed = self.inner.stop_requested
+        return self.chain.call("ask", self.chain.flow, "stop", proceed=proceed)
 
 
 def intercepted(runtime: Runtime, *interceptors: Interceptor) -> Runtime:

@@ -104,13 +104,15 @@ class FlatModel:
 
     def keep(self) -> Callable[[], None]:
         """Copy parameters and buffers; return what puts them back."""
-        kept = [self.parameters.clone(), *(buffer.clone() for _, buffer in self.buffers)]
+
+        def tensors() -> list[Tensor]:
+            return [self.parameters, *(buffer for _, buffer in self.buffers)]
+
+        kept = [tensor.clone() for tensor in tensors()]
 
         def put_back() -> None:
             with torch.no_grad():
-                for tensor, values in zip(
-                    [self.parameters, *(buffer for _, buffer in self.buffers)], kept, strict=True
-                ):
+                for tensor, values in zip(tensors(), kept, strict=True):
                     tensor.copy_(values)
 
         return put_back
@@ -172,14 +174,11 @@ class Share:
 
 def bucket_edges(layout: Layout, limit: int | None) -> list[tuple[int, int]]:
     """Return the starts (slot, element) of runs of whole slots of about `limit` bytes, and the end.
-
-    None: one run.
-    """
+    None: one run."""
     edges = [(0, 0)]
-    for index, slot in enumerate(layout.slots[1:], start=1):
-        if limit is None:
-            break
-        if (slot.offset - edges[-1][1]) * layout.dtype.itemsize >= limit:
+    for index, slot in enumerate(layout.slots):
+        size = (slot.offset - edges[-1][1]) * layout.dtype.itemsize
+        if limit is not None and index > 0 and size >= limit:
             edges.append((index, slot.offset))
     return [*edges, (len(layout.slots), layout.size)]
 
@@ -199,12 +198,8 @@ def cut_into_units(
         slices = place(spans, end - first, share.workers, divisible=divisible)
         mine = slices[share.index]
         cuts = (*(part.first for part in slices), end - first)
-        size = mine.end - mine.first
-        units.append(
-            Unit(
-                number, first, end, slot, end_slot, cuts, first + mine.first, size, mine.pieces, at
-            )
-        )
+        own, size = first + mine.first, mine.end - mine.first
+        units.append(Unit(number, first, end, slot, end_slot, cuts, own, size, mine.pieces, at))
         at += size
     return units
 

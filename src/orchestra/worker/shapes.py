@@ -8,6 +8,7 @@ serves for all tensors of a kind, on all ranks.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NoReturn, Self
@@ -116,10 +117,10 @@ class Shape(Tensor):
         return self.dtype.is_floating_point
 
     def __getitem__(self, place: Any) -> Any:
-        key = (place.start, place.stop, place.step) if isinstance(place, slice) else place
         if not isinstance(place, slice | int):
             return super().__getitem__(place)
         # Slices are kept: a strategy asks for the same ones in each step, on all ranks.
+        key = (place.start, place.stop, place.step) if isinstance(place, slice) else place
         if key not in self._parts:
             self._parts[key] = super().__getitem__(place)
         return self._parts[key]
@@ -190,10 +191,10 @@ class SharedShapes:
         self.storage = Shape.flat(self.layout.size + tail, self.layout.dtype)
         by_name = dict(module.named_parameters())
         self.named = {slot.name: by_name[slot.name] for slot in self.layout.slots}
-        elements: dict[torch.dtype, int] = {}  # of all buffers of a dtype, which are sent together
+        elements = Counter[torch.dtype]()  # of all buffers of a dtype, which are sent together
         for _, owner, attribute in buffer_places(module):
             buffer = getattr(owner, attribute)
-            elements[buffer.dtype] = elements.get(buffer.dtype, 0) + buffer.numel()
+            elements[buffer.dtype] += buffer.numel()
         self.buffers: list[tuple[str, Tensor]] = [
             (str(dtype), Shape.flat(count, dtype)) for dtype, count in elements.items()
         ]
@@ -267,8 +268,7 @@ class ShapeWorker(Worker):
     agrees = True
 
     def __init__(self, runtime: Runtime, shared: SharedShapes, **options: Any) -> None:
-        self._shared = shared
-        self._steps = 0
+        self._shared, self._steps = shared, 0
         super().__init__(runtime, shared.module, shared.spec, **options)
 
     def _lay_out(self, module: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -69,7 +70,7 @@ class Snapshots:
 
     def skip(self, samples: int) -> None:
         """Skip due points up to `samples`, at which a run resumes."""
-        self._behind = sum(point <= samples for point in self.due)
+        self._behind = bisect_right(self.due, samples)
 
     def offer(
         self,
@@ -83,9 +84,7 @@ class Snapshots:
     ) -> None:
         """Copy `values` if a due point has been passed since the last offer of this slice."""
         upcoming = self._next.get((kind, offset), self._behind)
-        passed = upcoming
-        while passed < len(self.due) and self.due[passed] <= samples:
-            passed += 1
+        passed = max(upcoming, bisect_right(self.due, samples))
         if passed == upcoming:
             return
         self._next[kind, offset] = passed
@@ -110,10 +109,8 @@ class Snapshots:
         self.offer(samples, values, offset=offset, weight=weight)
         for place, part in enumerate(self.parts):
             if (part.kind, part.samples, part.offset) == ("parameters", samples, offset):
-                seconds = self._now() - self.started
-                self.parts[place] = replace(
-                    part, seconds=seconds, values=values.detach().clone(), weight=weight
-                )
+                seconds, copy = self._now() - self.started, values.detach().clone()
+                self.parts[place] = replace(part, seconds=seconds, values=copy, weight=weight)
 
 
 # Means of parts, and buffers

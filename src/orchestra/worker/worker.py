@@ -26,47 +26,29 @@ from orchestra.worker.snapshots import Snapshots
 class Step:
     """The step under way, as far as this rank knows it.
 
-    Attributes:
-        samples: of this rank in this step.
-        total_samples: of all workers in this step.
-        consumed: samples of the whole cluster so far, this step included.
-        epoch: passes over the data set so far, as a fraction.
-        rates: the learning rate of each parameter group.
-        loss: this rank's own; the sample-weighted mean over the workers once they agree.
-        losses: the loss of each rank once they agree, 0 for a rank without data.
-        stop: whether the user asked this rank to stop; any rank, once they agree.
-        agreed: whether `loss`, `losses` and `stop` are those of the whole cluster.
-        staleness: of this step's push at each server, in updates.
-        planned: samples consumed once every worker has done this step.
-        fraction: `planned` over the budget, 0 where there is no budget.
-        seconds: what each worker needed for this step, without waiting; empty unless a rule of
-            `Switch` gathers it, like the next three.
-        counts: the samples of each worker in this step.
-        squares: |g|^2 of each worker's gradient.
-        square: |g|^2 of the mean gradient.
-        position: where this rank's samples begin in the global order; None if they did not come
-            from a queue.
-        report: what this rank reports to the holder of the queue, for a rule that ends the phase.
+    Once the ranks have `agreed`, `loss` is the sample-weighted mean over the workers, and `stop`
+    whether any rank was asked to. `seconds`, `counts`, `squares` and `square` are empty unless a
+    rule of `Switch` gathers them.
     """
 
-    samples: int = 0
-    total_samples: int = 0
-    consumed: int = 0
-    epoch: float = 0.0
-    rates: tuple[float, ...] = ()
-    loss: float = 0.0
-    losses: tuple[float, ...] = ()
-    stop: bool = False
-    agreed: bool = False
-    staleness: tuple[int, ...] = ()
-    planned: int = 0
-    fraction: float = 0.0
-    seconds: tuple[float, ...] = ()
-    counts: tuple[int, ...] = ()
-    squares: tuple[float, ...] = ()
-    square: float = 0.0
-    position: int | None = None
-    report: tuple[float, ...] = ()
+    samples: int = 0  # of this rank in this step
+    total_samples: int = 0  # of all workers in this step
+    consumed: int = 0  # samples of the whole cluster so far, this step included
+    epoch: float = 0.0  # passes over the data set so far, as a fraction
+    rates: tuple[float, ...] = ()  # the learning rate of each parameter group
+    loss: float = 0.0  # this rank's own
+    losses: tuple[float, ...] = ()  # of each rank once they agree, 0 for a rank without data
+    stop: bool = False  # whether the user asked this rank to stop
+    agreed: bool = False  # whether `loss`, `losses` and `stop` are those of the whole cluster
+    staleness: tuple[int, ...] = ()  # of this step's push at each server, in updates
+    planned: int = 0  # samples consumed once every worker has done this step
+    fraction: float = 0.0  # `planned` over the budget, 0 where there is no budget
+    seconds: tuple[float, ...] = ()  # what each worker needed for this step, without waiting
+    counts: tuple[int, ...] = ()  # the samples of each worker in this step
+    squares: tuple[float, ...] = ()  # |g|^2 of each worker's gradient
+    square: float = 0.0  # |g|^2 of the mean gradient
+    position: int | None = None  # where its samples begin in the global order, if in a queue
+    report: tuple[float, ...] = ()  # to the holder of the queue, for a rule that ends the phase
 
     @property
     def weight(self) -> float:
@@ -78,12 +60,11 @@ class Step:
 class Measures:
     """What strategies report about themselves, beside the transport's counters.
 
-    `dropped`: gradients of this worker that came too late to be applied; `decisions`: which
-    strategy was to go on, and why, as records have them.
+    `decisions`: which strategy was to go on, and why, as records have them.
     """
 
     staleness: list[int] = field(default_factory=list)
-    dropped: int = 0
+    dropped: int = 0  # gradients of this worker that came too late to be applied
     peak_buffer_bytes: int = 0
     native_bytes: int = 0
     native_seconds: float = 0.0
@@ -129,10 +110,8 @@ class Worker(FlatModel):
         snapshots: Snapshots | None = None,
         own_optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        self.runtime = runtime
-        self.rank = runtime.rank
-        self.transport = runtime.transport
-        self.compute = runtime.compute
+        self.runtime, self.rank = runtime, runtime.rank
+        self.transport, self.compute = runtime.transport, runtime.compute
         self.reporter = runtime.reporter
         self._lay_out(module)
         self.optimizer = optimizer
@@ -163,11 +142,8 @@ class Worker(FlatModel):
     def lay_out_gradients(self, units: Sequence[Unit] | None) -> None:
         """From now on gradients of `units` have memory until they are summed; None: always."""
         self.gradients.close()
-        ranks = self.runtime.ranks
-        if units is None:
-            self.gradients = Gradients(self.module, self.layout, ranks)
-        else:
-            self.gradients = ShardedGradients(self.module, self.layout, ranks, units)
+        given = self.module, self.layout, self.runtime.ranks
+        self.gradients = Gradients(*given) if units is None else ShardedGradients(*given, units)
 
     @property
     def everyone(self) -> Group:
@@ -181,10 +157,8 @@ class Worker(FlatModel):
         return self._own_optimizer is not None
 
     def make_queue(self, shares: tuple[float, ...]) -> WorkQueue | None:
-        """Make a queue of what is left of the data, for ranks with these shares of a step.
-
-        None where each worker gets a part of its own in place of it.
-        """
+        """Make a queue of what is left of the data, for ranks with these shares of a step. None
+        where each worker gets a part of its own in place of it."""
         return None if self.queue_of is None else self.queue_of(self.step.consumed, shares)
 
     def set_workers(self, ranks: Sequence[int]) -> None:
@@ -210,9 +184,8 @@ class Worker(FlatModel):
         """
         assert not self.own_loop
         before, self.parameters = self.parameters, vector
-        for parameter, view in zip(
-            self.gradients.parameters, self.layout.views(vector), strict=True
-        ):
+        views = self.layout.views(vector)
+        for parameter, view in zip(self.gradients.parameters, views, strict=True):
             # The parameters stay the same objects, to which hooks and optimizers refer.
             parameter.data = view
         return before
@@ -232,12 +205,10 @@ class Worker(FlatModel):
     def backward(self, batch: Batch | None) -> None:
         """Compute the gradient of the mean loss over `batch`; it stays where autograd puts it."""
         self.gradients.clear()
-        if batch is None:
-            return
-        assert self._loss is not None
-        work = Work("gradient", self.step.samples)
-        self.step.loss = self.compute.run(work, lambda: self._accumulate(batch))
-        self.check_loss(self.step.loss)
+        if batch is not None:
+            work = Work("gradient", self.step.samples)
+            self.step.loss = self.compute.run(work, lambda: self._accumulate(batch))
+            self.check_loss(self.step.loss)
 
     def micro_batches(self, batch: Batch) -> list[tuple[Batch, int]]:
         """Split `batch` for accumulation; return each part with its number of samples."""
@@ -306,10 +277,8 @@ class Arriving(Protocol):
     """Values of the parameters that are on their way."""
 
     def await_for(self, slot: int) -> None:
-        """Return when those of the parameter `slot` of the layout, and of all after it, are there.
-
-        That is the order in which a forward pass needs them.
-        """
+        """Return when those of the parameter `slot` of the layout, and of all after it, are there:
+        a forward pass needs the last ones first."""
 
 
 class AwaitParameters(TorchDispatchMode):

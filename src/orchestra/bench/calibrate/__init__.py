@@ -42,10 +42,10 @@ from orchestra.cluster.calibration import Calibration, TaskCosts
 from orchestra.cluster.costs import MAX_WAITED, Quality
 from orchestra.engines.emulation.nodes import EmulatedCluster, share_of
 from orchestra.engines.emulation.training import on_best_node
-from orchestra.engines.processes.place import Place
+from orchestra.engines.processes.system import Place
 from orchestra.errors import RunFailed
 from orchestra.records.record import environment
-from orchestra.worker.threads import usable_cores
+from orchestra.worker.runtime import usable_cores
 
 __all__ = ["LIMIT", "Workload", "calibrate"]
 

@@ -21,8 +21,7 @@ from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.tasks.task import load_task
 from orchestra.transports.protocol import Transport
 from orchestra.transports.shared_memory import CHUNK_BYTES
-from orchestra.worker.runtime import Runtime
-from orchestra.worker.threads import usable_cores
+from orchestra.worker.runtime import Runtime, usable_cores
 
 SMALL = 4096
 """The bytes of a vector that takes no time beside the collective itself."""

@@ -30,8 +30,7 @@ from orchestra.data.feed import open_samples
 from orchestra.engines.processes.environment import Launched
 from orchestra.tasks.task import load_task
 from orchestra.transports.tags import Tag
-from orchestra.worker.runtime import Runtime
-from orchestra.worker.threads import usable_cores
+from orchestra.worker.runtime import Runtime, usable_cores
 
 TRIED, LEAST, MOST = 1 << 16, 1 << 16, 16 << 20
 """The bytes of the first message, which determines the size of the others; their least and most

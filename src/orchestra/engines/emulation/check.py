@@ -8,21 +8,19 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from orchestra.cluster import Cluster, Node
 from orchestra.cluster.units import BANDWIDTH, SECONDS
 from orchestra.engines.emulation.network import HEADERS_BYTES, WIRE_BYTES, Network
-from orchestra.engines.emulation.nodes import require_emulation, require_room, share_of
-from orchestra.engines.emulation.quota import Quotas
-from orchestra.worker.threads import usable_cores
+from orchestra.engines.emulation.nodes import Quotas, require_emulation, require_room, share_of
+from orchestra.worker.runtime import usable_cores
 
 TOLERANCE = 0.1
 
-_SEGMENT_BYTES = 1500 - 20 - 32
-"""Of a message, in each frame."""
+_SEGMENT_BYTES = 1500 - 20 - 32  # of a message, in each frame
 _UNSHAPED = 1e9
 _SENDING_SECONDS = 1.0
 _LEAST_SENT, _MOST_SENT = 1 << 17, 1 << 28
@@ -58,20 +56,16 @@ def check_cluster(cluster: Cluster, tell: Tell) -> list[Row]:
     Links are measured alone, one after the other, latencies by messages of ranks' own transport,
     and processors all at the same time, as a run needs them. `tell` hears how far it is.
 
-    Raises:
-        InputError: this machine cannot emulate the cluster.
+    Raises `InputError` where this machine cannot emulate the cluster.
     """
     require_emulation()
     require_room(cluster, cluster.nodes)
-    network = Network(cluster, cluster.nodes)
-    try:
-        rows = []
+    rows = []
+    with closing(Network(cluster, cluster.nodes)) as network:
         for index, name in enumerate(network.ends):
             tell(name, index / len(network.ends))
             rows.append(_bandwidth(cluster, network, name))
         rows += _latencies(cluster, network, tell)
-    finally:
-        network.close()
     tell("processors", 1.0)
     return rows + _speeds(cluster)
 
@@ -93,8 +87,8 @@ def _bandwidth(cluster: Cluster, network: Network, name: str) -> Row:
         if other != name:
             network.shape(other, _UNSHAPED)
     try:
-        with ExitStack() as closing:
-            one, two = connected(network, source, target, closing)
+        with ExitStack() as held:
+            one, two = connected(network, source, target, held)
             _pass(one, two, size // 4)  # what the bucket has saved up, and how TCP starts
             seconds = _pass(one, two, size)
     finally:
@@ -107,15 +101,14 @@ def _bandwidth(cluster: Cluster, network: Network, name: str) -> Row:
 
 
 def connected(
-    network: Network, source: Node, target: Node, closing: ExitStack
+    network: Network, source: Node, target: Node, held: ExitStack
 ) -> tuple[socket.socket, socket.socket]:
     """Connect two nodes; return both ends, which are in this process."""
     with network.namespaces[target.name].inside():
-        listener = closing.enter_context(socket.create_server((network.addresses[target.name], 0)))
+        listener = held.enter_context(socket.create_server((network.addresses[target.name], 0)))
     with network.namespaces[source.name].inside():
-        one = closing.enter_context(socket.create_connection(listener.getsockname()))
-    two = closing.enter_context(listener.accept()[0])
-    return one, two
+        one = held.enter_context(socket.create_connection(listener.getsockname()))
+    return one, held.enter_context(listener.accept()[0])
 
 
 def _pass(one: socket.socket, two: socket.socket, size: int) -> float:
@@ -172,15 +165,15 @@ def _one_way(
     from orchestra.transports.sockets import SocketTransport
 
     message, found, paused = torch.zeros(1), list[float](), list[float]()
-    with ExitStack() as closing:
-        ends = connected(network, source, target, closing)
+    with ExitStack() as stack:
+        ends = connected(network, source, target, stack)
         for end in ends:
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         here, there = (
             SocketTransport(ProgressEngine(rank, {1 - rank: end})) for rank, end in enumerate(ends)
         )
         for transport in (here, there):
-            closing.callback(transport.close, 0.1)
+            stack.callback(transport.close, 0.1)
             if held:
                 transport.hold(lambda peer, now: held)
 
@@ -210,22 +203,17 @@ def _one_way(
 def _speeds(cluster: Cluster) -> list[Row]:
     """Let all nodes compute at the same time, on all of their cores."""
     shares = {node.name: share_of(node) for node in cluster.nodes}
-    quotas = Quotas(shares)
     spinning: dict[str, list[subprocess.Popen[bytes]]] = {name: [] for name in shares}
-    try:
+    # Closing the quotas ends the processes, which are waited for then.
+    with ExitStack() as started, closing(Quotas(shares)) as quotas:
         for node in cluster.nodes:
             command = ["sh", "-c", _COMPUTE, str(quotas.members(node.name, 0))]
             for _ in range(min(node.cores, len(usable_cores()))):
-                spinning[node.name].append(subprocess.Popen(command))
+                spinning[node.name].append(started.enter_context(subprocess.Popen(command)))
         time.sleep(_WARM_SECONDS)
         before, began = _computed(spinning), time.perf_counter()
         time.sleep(_COMPUTING_SECONDS)
         after, passed = _computed(spinning), time.perf_counter() - began
-    finally:
-        quotas.close()
-        for processes in spinning.values():
-            for process in processes:
-                process.wait()
     return [
         Row(f"{name} computes", share, cores, (f"{share:g} cores", f"{cores:.3g} cores"))
         for name, share in shares.items()

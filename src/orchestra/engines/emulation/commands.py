@@ -16,20 +16,24 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import IO, Any
 
 from orchestra.cluster import Cluster, Link, Node
-from orchestra.engines.emulation.network import NODE_END, token_bucket
-from orchestra.engines.emulation.nodes import EmulatedCluster, Schedule, require_plain, share_of
-from orchestra.engines.emulation.quota import quota_and_period
+from orchestra.engines.emulation.network import NODE_END, redirected, token_bucket
+from orchestra.engines.emulation.nodes import (
+    EmulatedCluster,
+    quota_and_period,
+    require_plain,
+    share_of,
+)
+from orchestra.engines.emulation.training import Schedule
 from orchestra.engines.processes.environment import LATENCIES
-from orchestra.engines.processes.place import Place
+from orchestra.engines.processes.system import Place
 from orchestra.errors import InputError, RunFailed
 from orchestra.settings.reading import yaml_text
 
-PORT = 29500
-"""For torch.distributed, on the first rank's node, where nothing else listens."""
+PORT = 29500  # for torch.distributed, on the first rank's node, where nothing else listens
 HEAD = """\
 # Cluster {name}, written by `orchestra emulation compose`; docs/emulation.md says what it gives.
 # Checked by the schema of the compose specification, and not run by its authors.
@@ -47,30 +51,28 @@ def run_command(cluster: Cluster, ranks: int, command: Sequence[str]) -> None:
     Each has the environment variables of torchrun. Its output comes line by line, with the rank and
     its node in front. When one fails, the others are ended. Faults count from the start.
 
-    Raises:
-        InputError: this machine cannot emulate the cluster.
-        RunFailed: names the first command that failed.
+    Raises `InputError` where this machine cannot emulate the cluster, and `RunFailed` with the
+    first command that failed.
     """
-    readers: list[threading.Thread] = []
     processes: list[subprocess.Popen[str]] = []
-    try:
-        with EmulatedCluster(cluster, ranks) as emulated:
-            places = emulated.places()
-            schedule = Schedule(emulated.changes(), ranks)
-            try:
-                for rank, place in enumerate(places):
-                    with emulated.network.namespaces[place.node].inside():
-                        process = _start(place, command, variables(rank, places))
-                    processes.append(process)
-                    readers += _readers(process, f"[{rank} {place.node}] ")
-                schedule.begin()
-                failure = _first_failure(processes)
-            finally:
-                schedule.close()
-                _end(processes)
-    finally:  # by now nobody is left who could write
-        for reader in readers:
-            reader.join()
+    with ExitStack() as readers, EmulatedCluster(cluster, ranks) as emulated:
+        places = emulated.places()
+        schedule = Schedule(emulated.changes(), ranks)
+        try:
+            for rank, place in enumerate(places):
+                with emulated.network.namespaces[place.node].inside():
+                    process = _start(place, command, variables(rank, places))
+                processes.append(process)
+                for stream, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+                    given = stream, out, f"[{rank} {place.node}] "
+                    reader = threading.Thread(target=_pass_on, args=given)
+                    reader.start()
+                    readers.callback(reader.join)  # by then nobody is left who could write
+            schedule.begin()
+            failure = _first_failure(processes)
+        finally:
+            schedule.close()
+            _end(processes)
     if failure is not None:
         rank, how = failure
         raise RunFailed(f"the command of rank {rank} on {places[rank].node} {how}")
@@ -97,16 +99,8 @@ def _start(
     )  # fmt: skip
 
 
-def _readers(process: subprocess.Popen[str], prefix: str) -> list[threading.Thread]:
-    found = []
-    for stream, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-        assert stream is not None
-        found.append(threading.Thread(target=_pass_on, args=(stream, out, prefix)))
-        found[-1].start()
-    return found
-
-
-def _pass_on(stream: IO[str], out: IO[str], prefix: str) -> None:
+def _pass_on(stream: IO[str] | None, out: IO[str], prefix: str) -> None:
+    assert stream is not None
     with stream:
         for line in stream:
             out.write(prefix + line.rstrip("\n") + "\n")
@@ -154,11 +148,8 @@ def torchrun_variables(rank: int, ranks: int, master: str, interface: str) -> di
 
 
 def compose_text(cluster: Cluster, ranks: int, command: Sequence[str]) -> str:
-    """Write the compose file: a service for each node, which runs `command` as its rank.
-
-    Raises:
-        InputError: several ranks share a node, or the nodes are not all at one switch.
-    """
+    """Write the compose file: a service for each node, which runs `command` as its rank. Raises
+    `InputError` where several ranks share a node, or the nodes are not all at one switch."""
     nodes = cluster.nodes_of(ranks)
     where = f"cluster {cluster.name}"
     require_plain(cluster, nodes)
@@ -219,9 +210,7 @@ def shaping_script(node: Node) -> str:
             *_shaped(NODE_END, node.up),
             f"ip link add {ARRIVING} type ifb",
             f"ip link set {ARRIVING} up",
-            f"tc qdisc add dev {NODE_END} handle ffff: ingress",
-            f"tc filter add dev {NODE_END} parent ffff: protocol all u32 match u32 0 0 "
-            f"action mirred egress redirect dev {ARRIVING}",
+            *(f"tc {line}" for line in redirected(NODE_END, ARRIVING)),
             *_shaped(ARRIVING, node.down),
         ]
     return "; ".join([*lines, 'exec "$@"'])

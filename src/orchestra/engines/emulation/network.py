@@ -24,12 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestra.cluster import Channel, Cluster, Node, Switch
-from orchestra.engines.processes.place import leave_namespace, set_namespace
+from orchestra.engines.processes.system import enter_namespace, leave_namespace, set_namespace
 from orchestra.errors import RunFailed
 
 NODE_END = "eth0"
-HEADERS_BYTES = 14 + 20 + 32
-"""Of a segment: Ethernet, IPv4, TCP with the time stamps that Linux sends."""
+HEADERS_BYTES = 14 + 20 + 32  # of a segment: Ethernet, IPv4, TCP with Linux's time stamps
 WIRE_BYTES = 24
 """That each frame has on Ethernet beside those: preamble, check sequence and gap. Token buckets
 count them; the counters of interfaces do not."""
@@ -51,15 +50,20 @@ _MOST_RATE = 4e9  # bytes/s: tbf counts in 32 bits of 64 ns, and no cable here i
 
 
 @contextmanager
-def inside(path: str) -> Iterator[None]:
-    """Sockets and processes that this thread makes inside belong to the namespace at `path`."""
+def _returning() -> Iterator[None]:
+    """Bring this thread back into its network namespace at the end of the block."""
     with ExitStack() as held:
         before = os.open(_OWN_NAMESPACE, os.O_RDONLY)
         held.callback(os.close, before)
-        there = os.open(path, os.O_RDONLY)
-        held.callback(os.close, there)
-        set_namespace(there)
         held.callback(set_namespace, before)
+        yield
+
+
+@contextmanager
+def inside(path: str) -> Iterator[None]:
+    """Sockets and processes that this thread makes inside belong to the namespace at `path`."""
+    with _returning():
+        enter_namespace(path)
         yield
 
 
@@ -67,16 +71,9 @@ class Namespace:
     """A network namespace, until `close`."""
 
     def __init__(self) -> None:
-        before = os.open(_OWN_NAMESPACE, os.O_RDONLY)
-        try:
-            # `unshare` moves the calling thread: it goes back as soon as the new one is open.
-            leave_namespace()
-            try:
-                self.descriptor = os.open(_OWN_NAMESPACE, os.O_RDONLY)
-            finally:
-                set_namespace(before)
-        finally:
-            os.close(before)
+        with _returning():
+            leave_namespace()  # which moves this thread
+            self.descriptor = os.open(_OWN_NAMESPACE, os.O_RDONLY)
 
     @property
     def path(self) -> str:
@@ -94,10 +91,6 @@ class Namespace:
     def tc(self, lines: Sequence[str]) -> None:
         """Carry out commands of tc(8). Raises `RunFailed`."""
         self._batch("tc", lines)
-
-    def output(self, *command: str) -> str:
-        with self.inside():
-            return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     def _batch(self, program: str, lines: Sequence[str]) -> None:
         with self.inside():
@@ -164,25 +157,22 @@ class Meters:
 class Network:
     """The `nodes` of `cluster` in namespaces of their own, joined by its switches; until `close`.
 
-    Attributes:
-        namespaces: by the name of a node.
-        addresses: the same.
-        ends: by the name of the channel that they shape ("worker-3 up").
-        netem: the kernel adds latencies itself.
+    Where there is `netem`, the kernel adds latencies itself.
     """
 
     def __init__(self, cluster: Cluster, nodes: Iterable[Node]) -> None:
+        self._cluster = cluster
         self._nodes = list({node.name: node for node in nodes}.values())
         self._held = ExitStack()
-        self.namespaces: dict[str, Namespace] = {}
-        self.addresses: dict[str, str] = {}
-        self.ends: dict[str, End] = {}
+        self.namespaces: dict[str, Namespace] = {}  # by the name of a node
+        self.addresses: dict[str, str] = {}  # the same
+        self.ends: dict[str, End] = {}  # by the channel that they shape ("worker-3 up")
         self._bridges: dict[str, str] = {}  # by the name of a switch
         self._ports: dict[str, list[str]] = {}  # of each bridge
         try:
             self._fabric = self._namespace()
-            self.netem = _has_netem(self._fabric)
-            self._build(cluster)
+            self.netem = self._has_netem()
+            self._build()
         except BaseException:
             self.close()
             raise
@@ -193,7 +183,7 @@ class Network:
 
     def shape(self, channel: str, factor: float = 1.0) -> None:
         end = self.ends[channel]
-        end.namespace.tc([self._tbf("change", end, factor)])
+        end.namespace.tc([_tbf("change", end, factor)])
 
     def cut(self, owner: str, *, cut: bool) -> None:
         """Pull the cable of `owner`, a node or switch, towards its switch; or plug it in again."""
@@ -212,16 +202,16 @@ class Network:
         self._held.callback(namespace.close)
         return namespace
 
-    def _build(self, cluster: Cluster) -> None:
-        lines = ["link set lo up"]
-        for index, switch in enumerate(cluster.switches):
+    def _build(self) -> None:
+        switches, lines = self._cluster.switches, ["link set lo up"]
+        for index, switch in enumerate(switches):
             bridge = self._bridges[switch.name] = f"switch-{index}"
             lines += [f"link add name {bridge} type bridge stp_state 0 mcast_snooping 0"]
             lines += _up(bridge)
-        for index, switch in enumerate(cluster.switches):
-            lines += self._join(cluster, index, switch)
+        for index, switch in enumerate(switches):
+            lines += self._join(index, switch)
         for index, node in enumerate(self._nodes):
-            lines += self._plug_in(cluster, index, node)
+            lines += self._plug_in(index, node)
         self._fabric.ip(lines)
         for node in self._nodes:
             address, namespace = self.addresses[node.name], self.namespaces[node.name]
@@ -234,17 +224,25 @@ class Network:
             with namespace.inside(), suppress(OSError):  # from Linux 6.15 on
                 _LONGEST_TIMEOUT.write_text("1000")
         self._shape_all()
-        for index, switch in enumerate(cluster.switches):
+        for index, switch in enumerate(switches):
             if switch.shared is not None:
-                self._fabric.tc(self._through(f"shared-{index}", self._bridges[switch.name]))
+                ports = self._ports[self._bridges[switch.name]]
+                middle = f"shared-{index}"
+                self._fabric.tc([line for port in ports for line in redirected(port, middle)])
 
-    def _join(self, cluster: Cluster, index: int, switch: Switch) -> list[str]:
+    def _has_netem(self) -> bool:
+        with suppress(RunFailed):
+            self._fabric.tc(["qdisc add dev lo root netem delay 1us", "qdisc del dev lo root"])
+            return True
+        return False
+
+    def _join(self, index: int, switch: Switch) -> list[str]:
         """Commands that join a switch to the one above it, and make what all its traffic shares."""
         lines = []
         if switch.shared is not None:
             middle = f"shared-{index}"
             lines += [f"link add name {middle} type ifb", *_up(middle)]
-            self._add_end(cluster, f"{switch.name} shared", self._fabric, middle)
+            self._add_end(f"{switch.name} shared", self._fabric, middle)
         if switch.to is not None:
             up, down = f"up-{index}", f"down-{index}"
             lines += [
@@ -252,19 +250,19 @@ class Network:
                 *self._port(up, switch.name),
                 *self._port(down, switch.to),
             ]
-            self._add_end(cluster, f"{switch.name} up", self._fabric, up)
-            self._add_end(cluster, f"{switch.name} down", self._fabric, down)
+            self._add_end(f"{switch.name} up", self._fabric, up)
+            self._add_end(f"{switch.name} down", self._fabric, down)
         return lines
 
-    def _plug_in(self, cluster: Cluster, index: int, node: Node) -> list[str]:
+    def _plug_in(self, index: int, node: Node) -> list[str]:
         """Make a node's namespace; commands that plug its cable into its switch."""
         namespace = self.namespaces[node.name] = self._namespace()
         self.addresses[node.name] = f"10.0.{index // 250}.{1 + index % 250}"
         if node.switch is None:
             return []
         port = f"port-{index}"
-        self._add_end(cluster, f"{node.name} up", namespace, NODE_END)
-        self._add_end(cluster, f"{node.name} down", self._fabric, port)
+        self._add_end(f"{node.name} up", namespace, NODE_END)
+        self._add_end(f"{node.name} down", self._fabric, port)
         # The far end is made in the node's namespace, so that all nodes can call it eth0.
         cable = f"link add name {port} type veth peer name {NODE_END} netns {namespace.path}"
         return [cable, *self._port(port, node.switch)]
@@ -274,28 +272,14 @@ class Network:
         self._ports.setdefault(bridge, []).append(interface)
         return [f"link set {interface} master {bridge}", *_up(interface)]
 
-    def _through(self, middle: str, bridge: str) -> list[str]:
-        """Commands that send what enters by any port of a bridge through an interface first."""
-        return [
-            line
-            for port in self._ports[bridge]
-            for line in (
-                f"qdisc add dev {port} handle ffff: ingress",
-                f"filter add dev {port} parent ffff: protocol all u32 match u32 0 0 "
-                f"action mirred egress redirect dev {middle}",
-            )
-        ]
-
-    def _add_end(
-        self, cluster: Cluster, channel: str, namespace: Namespace, interface: str
-    ) -> None:
-        self.ends[channel] = End(cluster.channels[channel], namespace, interface)
+    def _add_end(self, channel: str, namespace: Namespace, interface: str) -> None:
+        self.ends[channel] = End(self._cluster.channels[channel], namespace, interface)
 
     def _shape_all(self) -> None:
         lines: dict[Namespace, list[str]] = {}
         for end in self.ends.values():
             own = lines.setdefault(end.namespace, [])
-            own.append(self._tbf("add", end))
+            own.append(_tbf("add", end))
             if self.netem and end.channel.latency > 0:
                 microseconds = max(1, round(end.channel.latency * 1e6))
                 own.append(
@@ -305,9 +289,10 @@ class Network:
         for namespace, own in lines.items():
             namespace.tc(own)
 
-    def _tbf(self, verb: str, end: End, factor: float = 1.0) -> str:
-        bucket = token_bucket(end.channel.bandwidth * factor)
-        return f"qdisc {verb} dev {end.interface} root handle 1: {bucket}"
+
+def _tbf(verb: str, end: End, factor: float = 1.0) -> str:
+    bucket = token_bucket(end.channel.bandwidth * factor)
+    return f"qdisc {verb} dev {end.interface} root handle 1: {bucket}"
 
 
 def token_bucket(bandwidth: float) -> str:
@@ -319,15 +304,16 @@ def token_bucket(bandwidth: float) -> str:
     return f"tbf rate {bits}bit burst {burst} limit {queue} overhead {WIRE_BYTES}"
 
 
+def redirected(interface: str, middle: str) -> list[str]:
+    """Return commands of tc(8) that send what enters by `interface` through `middle` first."""
+    return [
+        f"qdisc add dev {interface} handle ffff: ingress",
+        f"filter add dev {interface} parent ffff: protocol all u32 match u32 0 0 "
+        f"action mirred egress redirect dev {middle}",
+    ]
+
+
 def _up(interface: str) -> list[str]:
     """Return commands that bring `interface` up, without IPv6, whose announcements would count."""
     quiet = [f"link set {interface} addrgenmode none"] if _IPV6.exists() else []
     return [*quiet, f"link set {interface} up"]
-
-
-def _has_netem(namespace: Namespace) -> bool:
-    try:
-        namespace.tc(["qdisc add dev lo root netem delay 1us", "qdisc del dev lo root"])
-    except RunFailed:
-        return False
-    return True

@@ -1,34 +1,60 @@
-"""An emulated cluster: its network and quotas, where each rank is on it, and what goes wrong."""
+"""An emulated cluster: where each rank is on it, what goes wrong, and what nodes have of the
+processor, which control groups of version 1 or 2 limit.
+
+    orchestra-4711-a3/               the run; locked by its launcher, and by the guard
+    orchestra-4711-a3/worker-3/      a node, with its quota
+    orchestra-4711-a3/worker-3/r0/   the processes of a rank
+
+Control groups do not end with the processes in them. A guard, a small process that outlives the
+launcher, removes them: as soon as its standard input ends, at the launcher's close or death. Only
+where the guard was killed, too, are they left to the next run, or to `orchestra emulation clean`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import math
 import os
+import secrets
 import shutil
 import signal
+import subprocess
 import sys
-import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
+from pathlib import Path
 from typing import Self
 
 from orchestra.cluster import Cluster, Node
 from orchestra.cluster.faults import Changes
 from orchestra.cluster.faults import Delay as DelayFault
 from orchestra.engines.emulation.network import NODE_END, Namespace, Network
-from orchestra.engines.emulation.quota import Quotas, hierarchy
-from orchestra.engines.events import Event, Heartbeat, Notice
-from orchestra.engines.processes.place import Delay, Place
-from orchestra.errors import InputError
-from orchestra.worker.threads import chosen_threads, usable_cores
+from orchestra.engines.processes.system import Delay, Place
+from orchestra.errors import InputError, RunFailed
+from orchestra.worker.runtime import chosen_threads, usable_cores
 
-TRAINING = ("training", "serving")
-"""The phases of a rank while the stopwatch runs."""
 INSTEAD = "or predict the same with --engine simulation"
+
+PREFIX = "orchestra-"
+_PERIOD = 10_000  # microseconds: a slow node is slow within a step
+_LEAST_QUOTA, _MOST_PERIOD = 1_000, 1_000_000  # of the kernel
+
+_REMOVE = """
+for attempt in $(seq 500); do
+    for members in "$0"/*/*/cgroup.procs; do
+        [ -e "$members" ] && while read -r process; do
+            kill -9 "$process" && echo "$process"
+        done < "$members"
+    done
+    rmdir "$0"/*/* "$0"/* "$0"
+    [ -d "$0" ] || exit 0
+    sleep 0.02
+done
+exit 1
+"""
+_GUARD = f"trap '' INT TERM HUP; cat > /dev/null; {_REMOVE}"
 
 
 @dataclass(frozen=True)
@@ -45,12 +71,8 @@ class EmulatedCluster:
     Only nodes with ranks are there. `threads` are those that each rank is to compute with; by
     default `OMP_NUM_THREADS`, else its share of the cores of its node.
 
-    Attributes:
-        nodes: of each rank.
-        network, quotas: what they are made of.
-
-    Raises:
-        InputError: this machine cannot emulate it; says why, and what to do.
+    `nodes` has that of each rank. Raises `InputError` where this machine cannot emulate it; the
+    error says why, and what to do.
     """
 
     def __init__(self, cluster: Cluster, ranks: int, threads: int | None = None) -> None:
@@ -60,54 +82,45 @@ class EmulatedCluster:
         there = {node.name: node for node in self.nodes}
         require_room(cluster, list(there.values()))
         self._threads = threads or chosen_threads(os.environ)
-        self.network = Network(cluster, there.values())
-        try:
+        with contextlib.ExitStack() as held:
+            self.network = Network(cluster, there.values())
+            held.callback(self.network.close)
             self.quotas = Quotas({name: share_of(node) for name, node in there.items()})
-        except BaseException:
-            self.network.close()
-            raise
+            held.callback(self.quotas.close)
+            self._held = held.pop_all()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
-        try:
-            self.quotas.close()
-        finally:
-            self.network.close()
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
 
     def places(self) -> list[Place]:
-        seen: Counter[str] = Counter()
-        found = []
+        """Return the place of each rank."""
         threads = self.cluster.threads_of(self.ranks, self._threads)
-        for rank, node in enumerate(self.nodes):
-            found.append(
-                Place(
-                    node.name,
-                    self.network.addresses[node.name],
-                    NODE_END if node.switch is not None else "lo",
-                    self.network.namespaces[node.name].path,
-                    str(self.quotas.members(node.name, rank)),
-                    min(threads[rank], len(usable_cores())),
-                    seen[node.name],
-                    tuple(self._latency(node, other) for other in self.nodes),
-                    tuple(self._delays(rank)),
-                    node.shared_memory,
-                )
+        return [
+            Place(
+                node.name,
+                self.network.addresses[node.name],
+                NODE_END if node.switch is not None else "lo",
+                self.network.namespaces[node.name].path,
+                str(self.quotas.members(node.name, rank)),
+                min(threads[rank], len(usable_cores())),
+                sum(other.name == node.name for other in self.nodes[:rank]),
+                tuple(self._latency(node, other) for other in self.nodes),
+                tuple(self._delays(rank)),
+                node.shared_memory,
             )
-            seen[node.name] += 1
-        return found
+            for rank, node in enumerate(self.nodes)
+        ]
 
     def changes(self) -> list[Change]:
         """Return what is changed from outside, by time; ranks delay their messages themselves."""
         found = []
         for node in {node.name: node for node in self.nodes}.values():
             for at, factor in _beginning_as_described(self.cluster.speed_changes(node)):
-                act = partial(self.quotas.limit, node.name, share_of(node) * factor)
-                found.append(Change(at, act))
+                limit = partial(self.quotas.limit, node.name, share_of(node) * factor)
+                found.append(Change(at, limit))
         for name, end in self.network.ends.items():
             owner, _, kind = name.rpartition(" ")
             was_cut = False
@@ -139,74 +152,21 @@ class EmulatedCluster:
             if not isinstance(fault, DelayFault):
                 continue
             end = math.inf if fault.until is None else fault.until
-            for other in range(self.ranks):
-                if fault.source is not None and not self._means(fault.source, rank):
-                    continue
-                if fault.target is not None and not self._means(fault.target, other):
-                    continue
-                found.append(Delay(other, fault.seconds, fault.at, end))
+            found += [
+                Delay(other, fault.seconds, fault.at, end)
+                for other in range(self.ranks)
+                if self._means(fault.source, rank) and self._means(fault.target, other)
+            ]
         return found
 
-    def _means(self, name: str, rank: int) -> bool:
-        return name in (f"rank {rank}", self.nodes[rank].name)
+    def _means(self, name: str | None, rank: int) -> bool:
+        """Return whether a fault at `name` concerns `rank`; None means every rank."""
+        return name in (None, f"rank {rank}", self.nodes[rank].name)
 
 
 def _beginning_as_described(changes: Changes) -> Changes:
     """Return `changes` without a first one that changes nothing."""
     return changes[1:] if changes[0] == (0.0, 1.0) else changes
-
-
-class Schedule:
-    """Carries out `changes` in a thread, once all `ranks` have begun to train, until `close`.
-
-    When they evaluate and none trains any more, nothing more is changed, and `at_end` is called.
-    """
-
-    def __init__(
-        self, changes: Sequence[Change], ranks: int, at_end: Callable[[], None] = lambda: None
-    ) -> None:
-        self._changes, self._at_end = changes, at_end
-        self._awaited, self._training = set(range(ranks)), set[int]()
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._carry_out, name="faults", daemon=True)
-        self._error: BaseException | None = None
-
-    def on_event(self, event: Event | Notice) -> None:
-        if not isinstance(event, Heartbeat):
-            return
-        if event.phase in TRAINING:
-            self._training.add(event.rank)
-            if event.rank in self._awaited:
-                self._awaited.remove(event.rank)
-                if not self._awaited:
-                    self.begin()
-            return
-        self._training.discard(event.rank)
-        over = event.phase == "evaluating" and not self._awaited and not self._training
-        if over and not self._closed.is_set():
-            self._closed.set()
-            self._at_end()
-
-    def begin(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        """Change nothing more. Raises what a change raised, if anything."""
-        self._closed.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def _carry_out(self) -> None:
-        began = time.monotonic()
-        try:
-            for change in self._changes:
-                if self._closed.wait(max(0.0, began + change.at - time.monotonic())):
-                    return
-                change.act()
-        except BaseException as error:
-            self._error = error
 
 
 def share_of(node: Node) -> float:
@@ -262,25 +222,153 @@ def require_room(cluster: Cluster, nodes: Sequence[Node]) -> None:
         )
 
 
-def not_emulated(emulated: EmulatedCluster, *, native: bool) -> list[str]:
-    """Return a line for each thing that the emulation leaves out or does otherwise."""
-    cluster, nodes, lines = emulated.cluster, emulated.nodes, []
-    if any(any(place.latencies) for place in emulated.places()):
-        lines.append("latencies are added in the transport, as this kernel has no netem")
-        if native:
-            lines.append("native collectives have no latency, as torch.distributed adds none")
-    ignored = {
-        "jitter": any(node.jitter not in (None, "default") for node in nodes),
-        "drift": any(node.drift is not None for node in nodes),
-        "memory": any(node.memory is not None for node in nodes),
-        "overhead": cluster.overhead is not None,
-    }
-    names = [name for name, given in ignored.items() if given]
-    if names:
-        lines.append(f"not emulated: {', '.join(names)} of cluster {cluster.name}")
-    if any(node.cores > 1 for node in nodes):
-        lines.append(
-            "a quota is for all cores of a node together: while a rank computes with fewer "
-            "threads, each has more of the processor than one core of the node"
-        )
-    return lines
+# Control groups
+
+
+class Quotas:
+    """The control groups of a run, until `close`.
+
+    Args:
+        cores: how much of the processor each node has, in cores of this machine.
+    """
+
+    def __init__(self, cores: Mapping[str, float]) -> None:
+        root, self._version = hierarchy()
+        sweep(root)
+        self.folder, self._lock = _claimed(root)
+        self._guard = subprocess.Popen(
+            ["sh", "-c", _GUARD, str(self.folder)], stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[self._lock],
+            start_new_session=True, cwd="/",
+        )  # fmt: skip
+        try:
+            self._delegate(len(cores))
+            for node, quota in cores.items():
+                (self.folder / node).mkdir()
+                self.limit(node, quota)
+        except BaseException:
+            self.close()
+            raise
+
+    def lift(self) -> None:
+        """Let all nodes have as much of the processor as they can get."""
+        name, none = ("cpu.max", "max") if self._version == 2 else ("cpu.cfs_quota_us", "-1")
+        for group in self.folder.glob("*/"):
+            (group / name).write_text(none)
+
+    def limit(self, node: str, cores: float) -> None:
+        quota, period = quota_and_period(cores)
+        group = self.folder / node
+        if self._version == 2:
+            (group / "cpu.max").write_text(f"{quota} {period}")
+            return
+        for name, value in (("quota", -1), ("period", period), ("quota", quota)):
+            (group / f"cpu.cfs_{name}_us").write_text(str(value))
+
+    def members(self, node: str, rank: int) -> Path:
+        """Return the file that takes the processes of `rank`, which is on `node`."""
+        group = self.folder / node / f"r{rank}"
+        group.mkdir(exist_ok=True)
+        return group / "cgroup.procs"
+
+    def signal(self, node: str, rank: int, number: signal.Signals) -> None:
+        for process in self.members(node, rank).read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(process), number)
+
+    def throttled(self, node: str) -> tuple[int, float]:
+        """Return how often the quota has held up processes of `node`, and for how many seconds."""
+        text = (self.folder / node / "cpu.stat").read_text()
+        stat = dict(line.split() for line in text.splitlines())
+        name, unit = ("throttled_usec", 1e6) if self._version == 2 else ("throttled_time", 1e9)
+        return int(stat["nr_throttled"]), int(stat[name]) / unit
+
+    def close(self) -> None:
+        """End all processes inside, and remove the groups."""
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()  # it removes the groups, as it does when this process dies
+        self._guard.wait()
+        os.close(self._lock)
+        if self.folder.exists():
+            remove(self.folder)
+
+    def _delegate(self, nodes: int) -> None:
+        """Beside other programs, weigh as much as one process for each node, not as one in all."""
+        if self._version == 2:
+            (self.folder / "cgroup.subtree_control").write_text("+cpu")
+            (self.folder / "cpu.weight").write_text(str(min(100 * nodes, 10_000)))
+        else:
+            (self.folder / "cpu.shares").write_text(str(min(1024 * nodes, 1 << 18)))
+
+
+def quota_and_period(cores: float) -> tuple[int, int]:
+    """Return a quota and its period in microseconds, for `cores` cores."""
+    # As short as the kernel's least quota allows: with the usual 100 ms a slow node would stand
+    # still for longer than most steps take.
+    period = min(max(_PERIOD, int(_LEAST_QUOTA / cores)), _MOST_PERIOD)
+    return max(_LEAST_QUOTA, round(cores * period)), period
+
+
+def hierarchy() -> tuple[Path, int]:
+    """Return the folder for the groups of runs, and the version of control groups. Raises
+    `InputError` where there are none that limit the processor."""
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        mount = Path(before.split()[4])
+        kind, _, options = after.split(maxsplit=2)
+        if kind == "cgroup" and "cpu" in options.split(","):
+            return mount, 1
+        if kind == "cgroup2" and "cpu" in (mount / "cgroup.controllers").read_text().split():
+            with contextlib.suppress(OSError):
+                (mount / "cgroup.subtree_control").write_text("+cpu")
+                return mount, 2
+    raise InputError(
+        "emulation limits processors by control groups, and none with the controller cpu can be "
+        "used here: mount them (in a container: docker run --privileged), or predict the same with "
+        "--engine simulation"
+    )
+
+
+def sweep(root: Path | None = None) -> list[str]:
+    """Remove what runs have left whose launcher and guard are gone; return what that was."""
+    root = root or hierarchy()[0]
+    removed = []
+    for folder in sorted(root.glob(f"{PREFIX}*")):
+        if (lock := _locked(folder)) is not None:
+            try:
+                removed.append(f"{folder}, with {remove(folder)} processes")
+            finally:
+                os.close(lock)
+    return removed
+
+
+def remove(folder: Path) -> int:
+    """End the processes in the group of a run, and remove it; return how many there were. Raises
+    `RunFailed` for one that does not end."""
+    done = subprocess.run(
+        ["sh", "-c", _REMOVE, str(folder)], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise RunFailed(f"{folder} cannot be removed: processes in it do not end")
+    return len(set(done.stdout.split()))
+
+
+def _claimed(root: Path) -> tuple[Path, int]:
+    """Make a folder that no sweep takes for left over; return it with its lock."""
+    while True:
+        folder = root / f"{PREFIX}{os.getpid()}-{secrets.token_hex(3)}"
+        folder.mkdir()
+        lock = _locked(folder)
+        if lock is not None and folder.exists():  # else a sweep was quicker
+            return folder, lock
+
+
+def _locked(folder: Path) -> int | None:
+    """Take the lock of a folder; None while somebody has it, or where there is no folder."""
+    with contextlib.suppress(OSError), contextlib.ExitStack() as held:
+        descriptor = os.open(folder, os.O_RDONLY)
+        held.callback(os.close, descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        held.pop_all()
+        return descriptor
+    return None

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestra.engines.events import BEAT_SECONDS, Failure, Heartbeat
 from orchestra.engines.failure_detector import Limits
-from orchestra.engines.processes.place import Latencies, Place
-from orchestra.engines.processes.system import keep_freed_memory
+from orchestra.engines.processes.system import Latencies, Place, keep_freed_memory
 from orchestra.errors import RunAborted, RunEnded, RunFailed
 from orchestra.transports.handshake import TLS, WATCHER, connect
 
@@ -43,38 +42,26 @@ _CHUNK = 1 << 16  # little enough to be there for a rank that is short of memory
 
 @dataclass(frozen=True)
 class RankSpec:
-    """A rank as its launcher describes it.
+    """The rank `rank` of `ranks`, as its launcher describes it.
 
-    Attributes:
-        rank: which of the `ranks`.
-        local_rank: its index among the ranks of its host.
-        watcher: host and port of the control connections.
-        host: the address on which this rank listens for the others.
-        token: the secret that the members of this run share.
-        local: the watcher lives in the launcher on this host. Otherwise rank 0 holds it, and ranks
-            report the end of the run on standard error.
-        tls: encrypts all connections, where given.
-        supervised: this process leaves when its parent process is gone.
-        threads: intra-op threads of its program; None: `OMP_NUM_THREADS`, or its share of cores.
-        shared_memory: carry out collectives with ranks of this host in shared memory.
-        place: the node that this process moves to, where it is an emulated one.
-        latencies: seconds that a message to each rank waits, where a command was started there.
+    Where it is `local`, the watcher lives in the launcher on this host. Otherwise rank 0 holds it,
+    and ranks report the end of the run on standard error.
     """
 
     rank: int
     ranks: int
-    local_rank: int
-    watcher: tuple[str, int]
-    host: str
-    token: str
+    local_rank: int  # its index among the ranks of its host
+    watcher: tuple[str, int]  # host and port of the control connections
+    host: str  # the address on which this rank listens for the others
+    token: str  # the secret that the members of this run share
     limits: Limits
     local: bool = True
-    supervised: bool = True
-    tls: TLS | None = None
-    threads: int | None = None
-    shared_memory: bool = True
-    place: Place | None = None
-    latencies: tuple[float, ...] = ()
+    supervised: bool = True  # this process leaves when its parent process is gone
+    tls: TLS | None = None  # encrypts all connections, where given
+    threads: int | None = None  # of its program; None: `OMP_NUM_THREADS`, or its share of cores
+    shared_memory: bool = True  # carry out collectives with ranks of this host there
+    place: Place | None = None  # the node that this process moves to, where it is an emulated one
+    latencies: tuple[float, ...] = ()  # as of a `Place`, where a command was started there
 
     @property
     def held(self) -> Latencies | None:
@@ -142,11 +129,8 @@ class Control:
     When the connection ends, the watcher is gone: this process then leaves at once, whatever its
     program is doing. It is also the `Reporter` of the rank's program.
 
-    Args:
-        spec: this rank.
-        on_orphaned: called with the reason, from the thread, before this process leaves because
-            the watcher is gone.
-        on_cause: called with the first cause, from the thread, when the run ends by it.
+    From the thread, `on_orphaned` is called with the reason before this process leaves because the
+    watcher is gone, and `on_cause` with the first cause, when the run ends by it.
     """
 
     def __init__(
@@ -211,10 +195,8 @@ class Control:
     # The way out
 
     def finish(self, result: bytes) -> None:
-        """Deliver the result; returns when the watcher has it.
-
-        Raises `RunFailed` if the run has ended for another rank's failure meanwhile.
-        """
+        """Deliver the result; returns when the watcher has it. Raises `RunFailed` if the run has
+        ended for another rank's failure meanwhile."""
         self._send({"kind": "result"}, result)
         self._wait_for(lambda: self._dismissed)
         cause = self._cause
@@ -325,10 +307,9 @@ class Control:
         self._on_cause(cause)
         if self._transport is not None:
             self._transport.abort(RunAborted(cause.split("\n", 1)[0]))
-        limits = self._spec.limits
-        seconds = limits.unwinding
+        seconds = self._spec.limits.unwinding
         if not self._spec.local and self._spec.rank == 0:
-            seconds += limits.leaving  # the watcher sees the others off first
+            seconds += self._spec.limits.leaving  # the watcher sees the others off first
         elif self._transport is None and not self._failing:
             seconds = 0.0  # nothing to save, and connecting cannot be interrupted
         self._leave_at = time.monotonic() + seconds
@@ -370,11 +351,9 @@ class Control:
 def _connect(spec: RankSpec) -> socket.socket:
     host, port = spec.watcher
     deadline = time.perf_counter() + spec.limits.joining
-    token = spec.token.encode()
+    identity = spec.rank, WATCHER, spec.token.encode()
     try:
-        connection = connect(
-            (host, port), spec.rank, WATCHER, token, tls=spec.tls, deadline=deadline
-        )
+        connection = connect((host, port), *identity, tls=spec.tls, deadline=deadline)
     except ConnectionError as error:
         raise RunFailed(
             f"rank {spec.rank} cannot reach the watcher at {host}:{port}: {error}; where rank 0's "

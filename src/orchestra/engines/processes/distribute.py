@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils.data import DataLoader
 
 from orchestra.engines.events import Notice
-from orchestra.engines.processes.display import print_notice
+from orchestra.engines.live import print_notice
 from orchestra.engines.processes.environment import detect
 from orchestra.engines.processes.rank import join
 from orchestra.engines.processes.system import TimedCompute
@@ -93,12 +93,9 @@ def distribute(
             it is inside `with batches.pause():`. The first call of a process decides.
         host: the local address that the other ranks are to use (default: found out). As `patience`.
 
-    Returns:
-        The same model and optimizer, and the loader to iterate in place of `batches`.
-
-    Raises:
-        InputError: what was asked for cannot be done.
-        RunFailed: the ranks did not come together.
+    Returns the same model and optimizer, and the loader to iterate in place of `batches`. Raises
+    `InputError` where what was asked for cannot be done, and `RunFailed` where the ranks did not
+    come together.
     """
     loop = _Process.this(patience, host).begin_loop(
         model, optimizer, batches, strategy_of(strategy), accumulation=accumulation, seed=seed,
@@ -108,8 +105,7 @@ def distribute(
     return model, optimizer, loop.batches
 
 
-TAGS = 1 << 20
-"""Of one channel: all that programs use lie below."""
+TAGS = 1 << 20  # of one channel: all that programs use lie below
 
 
 @dataclass(eq=False)
@@ -292,9 +288,8 @@ class _Process:
             return
         self._over.set()
         self._thread.join()
-        failure = self._failure
-        if isinstance(failure, RunFailed):
-            only_here = not isinstance(failure, RunEnded)
+        if isinstance(self._failure, RunFailed):
+            only_here = not isinstance(self._failure, RunEnded)
             if not self._told and (self._first_of_node or only_here):
-                self._tell(str(failure))
+                self._tell(str(self._failure))
             os._exit(1)  # an exit status cannot be changed otherwise any more

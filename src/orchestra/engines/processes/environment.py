@@ -17,15 +17,12 @@ _FIRST_PORT = 15000  # below the ports that systems hand out by themselves
 _PORTS = 15000
 
 _SHARED_MEMORY = "ORCHESTRA_SHARED_MEMORY"
-LATENCIES = "ORCHESTRA_LATENCIES"
-"""Of an emulated node: seconds that a message to each rank waits before it leaves."""
+LATENCIES = "ORCHESTRA_LATENCIES"  # of an emulated node: see `Place`
 
 
 def memory_is_shared(environ: Mapping[str, str]) -> bool:
     """False if `ORCHESTRA_SHARED_MEMORY` is 0: then ranks of one host use sockets as others do.
-
-    Raises `InputError` where it is something else than 0 or 1.
-    """
+    Raises `InputError` where it is something else than 0 or 1."""
     wanted = environ.get(_SHARED_MEMORY, "1")
     if wanted not in ("0", "1"):
         raise InputError(f"{_SHARED_MEMORY} is {wanted!r}: set it to 1, or to 0 for sockets")
@@ -34,9 +31,7 @@ def memory_is_shared(environ: Mapping[str, str]) -> bool:
 
 def latencies_of(environ: Mapping[str, str], ranks: int) -> tuple[float, ...]:
     """Return the seconds that a message to each rank waits, as `orchestra emulation run` says.
-
-    Raises `InputError` where they are no such numbers.
-    """
+    Raises `InputError` where they are no such numbers."""
     text = environ.get(LATENCIES, "")
     try:
         found = tuple(float(part) for part in text.split(",")) if text else ()
@@ -51,27 +46,17 @@ def latencies_of(environ: Mapping[str, str], ranks: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Launched:
-    """A process of a run that another launcher started.
+    """A process of a run that another launcher started: `rank` of `ranks`."""
 
-    Attributes:
-        launcher: its name, for messages.
-        rank: which of the `ranks`.
-        local_rank: its index among the `local_ranks` on its node.
-        address: host name or address where rank 0, or the launcher, waits for all.
-        port: the TCP port there.
-        hosted: the launcher already holds a store there.
-        supervised: the launcher stays the parent of this process to its end.
-    """
-
-    launcher: str
+    launcher: str  # its name, for messages
     rank: int
     ranks: int
-    local_rank: int
+    local_rank: int  # among those of its node
     local_ranks: int
-    address: str
+    address: str  # host name or address where rank 0, or the launcher, waits for all
     port: int
-    hosted: bool = False
-    supervised: bool = False
+    hosted: bool = False  # the launcher already holds a store there
+    supervised: bool = False  # the launcher stays the parent of this process to its end
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.ranks:
@@ -86,10 +71,8 @@ class Launched:
 
 
 def detect(environ: Mapping[str, str]) -> Launched | None:
-    """Return this process as the environment variables describe it; None if they do not.
-
-    Raises `InputError` if they are incomplete, or contradict each other.
-    """
+    """Return this process as the environment variables describe it; None if they do not. Raises
+    `InputError` if they are incomplete, or contradict each other."""
     if "RANK" in environ or "WORLD_SIZE" in environ:
         if "LOCAL_RANK" in environ:
             return _torchrun(_Variables(environ, "the environment"))
@@ -157,17 +140,13 @@ class _Variables:
 def _torchrun(variables: _Variables) -> Launched:
     local_rank = variables.default("LOCAL_RANK", 0)
     return Launched(
-        "torchrun",
-        rank=variables.number("RANK"),
-        ranks=variables.number("WORLD_SIZE"),
-        local_rank=local_rank,
+        "torchrun", rank=variables.number("RANK"), ranks=variables.number("WORLD_SIZE"),
         # Where it is not set, the least that LOCAL_RANK allows.
-        local_ranks=variables.default("LOCAL_WORLD_SIZE", local_rank + 1),
-        address=variables.text("MASTER_ADDR"),
-        port=variables.number("MASTER_PORT"),
+        local_rank=local_rank, local_ranks=variables.default("LOCAL_WORLD_SIZE", local_rank + 1),
+        address=variables.text("MASTER_ADDR"), port=variables.number("MASTER_PORT"),
         hosted=variables.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         supervised="TORCHELASTIC_RUN_ID" in variables.environ,
-    )
+    )  # fmt: skip
 
 
 def _one_a_pod(variables: _Variables, rank: str, ranks: str, prefix: str) -> Launched:
@@ -179,14 +158,10 @@ def _one_a_pod(variables: _Variables, rank: str, ranks: str, prefix: str) -> Lau
             "let the job's command begin with torchrun"
         )
     return Launched(
-        "PyTorchJob",
-        rank=variables.number(rank),
-        ranks=variables.number(ranks),
-        local_rank=0,
-        local_ranks=1,
+        "PyTorchJob", variables.number(rank), variables.number(ranks), local_rank=0, local_ranks=1,
         address=variables.text(*dict.fromkeys([f"{prefix}MASTER_ADDR", "MASTER_ADDR"])),
         port=variables.number(*dict.fromkeys([f"{prefix}MASTER_PORT", "MASTER_PORT"])),
-    )
+    )  # fmt: skip
 
 
 def _open_mpi(variables: _Variables) -> Launched:

@@ -17,20 +17,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import current_process, forkserver, get_context, resource_tracker, spawn
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from orchestra.engines.events import Event, Notice
 from orchestra.engines.failure_detector import Limits
 from orchestra.engines.processes.control import RankSpec
 from orchestra.engines.processes.environment import memory_is_shared
-from orchestra.engines.processes.place import Place
-from orchestra.engines.processes.system import die_with_parent, handling, keep_one_arena
+from orchestra.engines.processes.system import Place, die_with_parent, handling, keep_one_arena
 from orchestra.engines.processes.watcher import Outcome, Watcher
 from orchestra.errors import InputError, RunFailed
 from orchestra.transports.handshake import from_environment
-
-if TYPE_CHECKING:
-    from orchestra.worker.runtime import Runtime
+from orchestra.worker.runtime import Runtime
 
 PRELOADED = [
     "torch",
@@ -48,20 +45,12 @@ _is_rank = False
 
 @dataclass(frozen=True)
 class Job:
-    """The program of a rank, and what it needs to start.
+    """The program of a rank, and what it needs to start."""
 
-    Attributes:
-        payload: the pickled program and argument.
-        main: where to import the launcher's main module from, if the payload refers to it.
-        environment: the launcher's environment variables of this moment; the fork server's are
-            those of the first run.
-        store_path: the file through which the process groups of torch.distributed are made.
-    """
-
-    payload: bytes
-    main: dict[str, str]
-    environment: dict[str, str]
-    store_path: str
+    payload: bytes  # the pickled program and argument
+    main: dict[str, str]  # where to import the launcher's main module from, if that refers to it
+    environment: dict[str, str]  # the launcher's now; the fork server's is that of the first run
+    store_path: str  # of the file through which process groups of torch.distributed are made
 
     def load(self) -> Any:
         spawn.prepare(self.main)
@@ -80,7 +69,6 @@ def enter(spec: RankSpec, job: Job) -> None:
     os.close(server._forkserver_alive_fd)
     server._forkserver_alive_fd = None
     die_with_parent()
-    # The fork server has the environment of the first run in this process.
     os.environ.clear()
     os.environ.update(job.environment)
     if spec.ranks == 1:
@@ -267,11 +255,8 @@ def _without_main() -> Iterator[None]:
 def _store_path() -> Iterator[str]:
     """Provide a file for the rendezvous of process groups that is gone with this process."""
     if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("orchestra-store")
-        try:
-            yield f"/proc/{os.getpid()}/fd/{descriptor}"
-        finally:
-            os.close(descriptor)
+        with os.fdopen(os.memfd_create("orchestra-store")) as held:
+            yield f"/proc/{os.getpid()}/fd/{held.fileno()}"
     else:
         with tempfile.TemporaryDirectory(prefix="orchestra-") as folder:
             yield f"{folder}/store"

@@ -45,8 +45,7 @@ from orchestra.transports.native import Native
 from orchestra.transports.shared_memory import host_key
 from orchestra.transports.sockets import SocketTransport, connect_mesh
 from orchestra.worker.interception import Flow, Interceptor, Operation, intercepted
-from orchestra.worker.runtime import Runtime
-from orchestra.worker.threads import chosen_threads, usable_cores
+from orchestra.worker.runtime import Runtime, chosen_threads, usable_cores
 
 T = TypeVar("T")
 
@@ -65,9 +64,8 @@ class Watched(Interceptor):
         self._main = Flow()
 
     def begin(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
-        if operation.kind != "native":
-            return proceed()
-        return self.wait(flow, operation, proceed)  # the first one makes the process group
+        # The first native one makes the process group.
+        return self.wait(flow, operation, proceed) if operation.kind == "native" else proceed()
 
     def wait(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
         if flow.name == self._main.name:
@@ -85,14 +83,13 @@ class Watched(Interceptor):
         # A flow that waits for a background flow waits for whatever that one waits for.
         while flow.waiting is not None and flow.waiting.flow is not None:
             flow = flow.waiting.flow
-        waiting, memory = flow.waiting, None
+        waiting = flow.waiting
         if flow is not self._main or waiting is not None:
             assert isinstance(flow.transport, SocketTransport)
-            memory = flow.transport.memory
-        if memory is not None:  # else it is about to begin, or at its end
-            awaited = memory.awaited
-            return self._completed, () if awaited is None else (awaited,), "in a collective"
-        if waiting is None:
+            if (memory := flow.transport.memory) is not None:
+                awaited = memory.awaited
+                return self._completed, () if awaited is None else (awaited,), "in a collective"
+        if waiting is None:  # it computes, or a flow behind it is about to begin, or at its end
             return self._completed, (), ""
         peers = self.others if waiting.peer is None else (waiting.peer,)
         if waiting.kind == "native":
@@ -110,13 +107,9 @@ def run_rank(
 ) -> Any:
     """Be the rank that `spec` describes, and return what its program returned.
 
-    Args:
-        load: gives the program and its argument; its errors count as the program's.
-        make_store: where the ranks of a process group of torch.distributed find each other.
-        on_orphaned, on_cause: see `Control`.
-
-    Raises:
-        RunFailed: with the first cause, wherever it lies.
+    `load` gives the program and its argument; its errors count as the program's. `make_store`
+    makes where the ranks of a process group of torch.distributed find each other. For `on_orphaned`
+    and `on_cause` see `Control`. Raises `RunFailed` with the first cause, wherever it lies.
     """
     with contextlib.ExitStack() as resources:
         control = Control(spec, on_orphaned, on_cause)
@@ -126,14 +119,10 @@ def run_rank(
             spec.place.enter()
         listener = resources.enter_context(listen(spec.host))
         control.hello(
-            pid=os.getpid(),
-            host=spec.node,
-            machine=machine(),
-            kernel=kernel(),
-            cores=usable_cores(),
-            address=address_of(listener),
+            pid=os.getpid(), host=spec.node, machine=machine(), kernel=kernel(),
+            cores=usable_cores(), address=address_of(listener),
             memory=host_key() if spec.shared_memory else "",
-        )
+        )  # fmt: skip
         try:
             result = _run(spec, control, listener, load, make_store, resources)
             delivery = _encoded(result, local=spec.local)
@@ -156,16 +145,11 @@ def _run(
     addresses, threads, neighbours = control.roster()
     torch.set_num_threads(spec.threads or chosen_threads(os.environ) or threads)
     transport = connect_mesh(
-        spec.rank,
-        addresses,
-        listener,
-        spec.token.encode(),
-        tls=spec.tls,
-        timeout=spec.limits.joining,
+        spec.rank, addresses, listener, spec.token.encode(),
+        tls=spec.tls, timeout=spec.limits.joining, on_wait=control.connecting,
         # Thread counts are each thread's own; background flows leave the cores to the main flow.
         on_flow_start=lambda: torch.set_num_threads(1),
-        on_wait=control.connecting,
-    )
+    )  # fmt: skip
     resources.callback(transport.close)
     if neighbours:
         transport.share_memory(neighbours)
@@ -173,30 +157,18 @@ def _run(
     if latencies is not None:
         transport.hold(latencies.seconds)
     native = Native(
-        make_store,
-        spec.rank,
-        spec.ranks,
-        host=spec.host,
-        device=spec.local_rank,
+        make_store, spec.rank, spec.ranks, host=spec.host, device=spec.local_rank,
         timeout=4 * spec.limits.patience,  # the watcher decides first
-    )
+    )  # fmt: skip
     resources.callback(native.close)
     transport.native = native.all_reduce
     watched, compute = Watched(spec.rank, spec.ranks), TimedCompute()
     control.attach(transport, functools.partial(_signs, watched, compute, transport))
     runtime = Runtime(
-        spec.rank,
-        spec.ranks,
-        transport,
-        compute,
-        control,
-        seed,
-        local_rank=spec.local_rank,
-        clock=machine(),
-        node=spec.node,
-        peak_memory=peak_memory,
+        spec.rank, spec.ranks, transport, compute, control, seed,
+        local_rank=spec.local_rank, clock=machine(), node=spec.node, peak_memory=peak_memory,
         stopwatch=lambda running: latencies.begin(transport.now()) if latencies else None,
-    )
+    )  # fmt: skip
     result = program(intercepted(runtime, watched), argument)
     control.phase("leaving")
     transport.close(timeout=spec.limits.patience)
@@ -301,16 +273,12 @@ def _connect_store(launched: Launched, limits: Limits, host: str | None) -> Stor
     listener = _listen(launched, host) if opens else None
     try:
         store = TCPStore(
-            launched.address,
-            launched.port,
-            launched.ranks,
-            is_master=opens,
-            timeout=timedelta(seconds=limits.joining),
-            wait_for_workers=False,
+            launched.address, launched.port, launched.ranks, is_master=opens,
+            timeout=timedelta(seconds=limits.joining), wait_for_workers=False,
             multi_tenant=True,  # a process group of the user's own may be in the same store
             # An own socket, since the store itself would listen on every interface.
             master_listen_fd=None if listener is None else listener.detach(),
-        )
+        )  # fmt: skip
     except RuntimeError as error:
         raise RunFailed(
             f"rank {launched.rank} cannot reach the store of {launched.launcher} at "
@@ -336,13 +304,9 @@ def _listen(launched: Launched, host: str | None) -> socket.socket | None:
 
 
 def _spec(
-    launched: Launched,
-    store: Store,
-    host: str,
-    limits: Limits,
-    tls: TLS | None,
+    launched: Launched, store: Store, host: str, limits: Limits, tls: TLS | None,
     threads: int | None,
-) -> RankSpec:
+) -> RankSpec:  # fmt: skip
     """Describe this rank, with what rank 0 has published in the `store`."""
     try:
         published = json.loads(store.get("watcher"))

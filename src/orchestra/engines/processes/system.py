@@ -1,4 +1,5 @@
-"""The operating system: processes and hosts, signals, time and processor use, memory.
+"""The operating system: processes and hosts, signals, time and processor use, memory, and the
+emulated node that a rank's process moves to. Imports without torch.
 
 Why glibc's allocator is configured: decision 37.
 """
@@ -12,21 +13,19 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from orchestra.records.report import Usage
-from orchestra.worker.threads import allowed_cores
-
-if TYPE_CHECKING:
-    from orchestra.worker.runtime import Work
+from orchestra.worker.runtime import Work, allowed_cores
 
 T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
+_CLONE_NEWNET = 0x40000000
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h
 _LARGEST_THRESHOLD = 32 << 20  # that glibc takes
 _KEPT_BYTES = 256 << 20
@@ -94,8 +93,7 @@ def kernel() -> str:
 def machine() -> str:
     """Return a text equal for processes that see each other's ids; empty if not known."""
     with suppress(OSError):
-        if boot := kernel():
-            return f"{boot}:{Path('/proc/self/ns/pid').readlink()}"
+        return f"{boot}:{Path('/proc/self/ns/pid').readlink()}" if (boot := kernel()) else ""
     return ""
 
 
@@ -140,13 +138,13 @@ class UsageMeter:
         self.own += sign * time.process_time()
         self.switches += sign * resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
         try:
-            text, ticks = _STAT.read_text(), os.sysconf("SC_CLK_TCK")
-            busy = busy_seconds(text, allowed_cores(), ticks)
-            stolen = busy_seconds(text, allowed_cores(), ticks, _STOLEN)
-            self.busy = None if self.busy is None else self.busy + sign * busy
-            self.stolen = None if self.stolen is None else self.stolen + sign * stolen
+            now = _STAT.read_text(), allowed_cores(), os.sysconf("SC_CLK_TCK")
+            busy, stolen = busy_seconds(*now), busy_seconds(*now, _STOLEN)
         except (OSError, ValueError, IndexError):
             self.busy = self.stolen = None
+        if self.busy is not None and self.stolen is not None:
+            self.busy += sign * busy
+            self.stolen += sign * stolen
 
     def usage(self) -> Usage:
         """Return all use so far; not while it runs."""
@@ -224,3 +222,101 @@ def keep_one_arena() -> None:
 def _mallopt(parameter: int, value: int) -> None:
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(parameter, value)
+
+
+# Emulated nodes
+
+
+@dataclass(frozen=True)
+class Delay:
+    """Messages to `target` leave `seconds` later, between two times on the stopwatch."""
+
+    target: int
+    seconds: float
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Place:
+    """The emulated node of one rank, and its place on it.
+
+    The rank's process moves there before it listens for the others. A socket stays in the network
+    namespace in which it was made, so the connection to the watcher, which is made first, is out of
+    band: neither shaped nor cut with the node's link.
+    """
+
+    node: str  # its name
+    address: str  # of the node; ranks listen there
+    interface: str  # which has it
+    namespace: str  # a path to its network namespace
+    members: str  # the file of a control group, which takes process ids
+    threads: int  # its share of the node's cores
+    local_rank: int  # its index among the ranks of the node
+    latencies: tuple[float, ...]  # seconds that a message to each rank waits before it leaves
+    delays: tuple[Delay, ...] = ()  # what is added to them for a while
+    shared_memory: bool = True  # whether ranks of the node may share it
+
+    def enter(self) -> None:
+        """Move this thread, and all processes and threads that it will start, to the node.
+
+        The control group takes all threads of the process, the namespace only this one.
+        """
+        Path(self.members).write_text(str(os.getpid()))
+        enter_namespace(self.namespace)
+
+    def held(self) -> Latencies | None:
+        """Return how long messages wait; None if none does."""
+        held = any(self.latencies) or self.delays
+        return Latencies(self.latencies, self.delays) if held else None
+
+
+class Latencies:
+    """How long a message waits before it leaves, by the rank that it is for."""
+
+    def __init__(self, usual: Sequence[float], delays: Sequence[Delay] = ()) -> None:
+        self._usual, self._delays = usual, delays
+        self._began: float | None = None
+
+    def begin(self, now: float) -> None:
+        """Note when the stopwatch starts for the first time: `delays` count from there."""
+        if self._began is None:
+            self._began = now
+
+    def seconds(self, target: int, now: float) -> float:
+        """Return the latency in seconds of a message to `target` that is sent `now`."""
+        usual = self._usual[target]
+        if self._began is None or not self._delays:
+            return usual
+        time = now - self._began
+        more = (d.seconds for d in self._delays if d.target == target and d.begin <= time < d.end)
+        return usual + sum(more)
+
+
+def enter_namespace(path: str) -> None:
+    """Move this thread into the network namespace at `path`."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        set_namespace(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def set_namespace(descriptor: int) -> None:
+    """Move this thread into the network namespace that `descriptor` is open on.
+
+    `os.setns` is there from Python 3.12 on.
+    """
+    _call("setns", descriptor, _CLONE_NEWNET)
+
+
+def leave_namespace() -> None:
+    """Move this thread into a new network namespace, in which there is a loopback that is down."""
+    _call("unshare", _CLONE_NEWNET)
+
+
+def _call(name: str, *arguments: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from orchestra.engines.processes.display import Display, Progress
+from orchestra.engines.live import Display, Progress
+from orchestra.engines.processes.environment import Launched
 from orchestra.engines.processes.launch import launch
 from orchestra.engines.processes.system import UsageMeter
 from orchestra.engines.run import record_of, write_environment
@@ -18,10 +19,7 @@ from orchestra.settings.base import from_plain, to_plain
 from orchestra.strategies.base import roles_of
 from orchestra.trainer.settings import Run
 from orchestra.transports.tags import Tag
-
-if TYPE_CHECKING:
-    from orchestra.engines.processes.environment import Launched
-    from orchestra.worker.runtime import Runtime
+from orchestra.worker.runtime import Runtime
 
 
 def program(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
@@ -41,23 +39,17 @@ def program(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
 def train_run(
     run: Run, folder: Path, *, quiet: bool = False, progress: Progress | None = None
 ) -> RunRecord:
-    """Train `run` on processes of this machine; its records go into `folder`.
-
-    See `orchestra.engines.run.train_run`; raises `InputError` also where GPUs are missing.
-    """
+    """Train `run` on processes of this machine; its records go into `folder`. See
+    `orchestra.engines.run.train_run`; raises `InputError` also where GPUs are missing."""
     roles = roles_of(run.strategy, run.training.ranks)
     if (lack := lacking(run)) is not None:
         raise InputError(f"device: {run.strategy!r} {lack}")
     write_environment(folder)
     with Display(run, roles, quiet=quiet, progress=progress, folder=folder) as display:
         outcome = launch(
-            program,
-            (run, folder.absolute()),
-            len(roles.shares),
-            patience=run.training.patience,
-            threads=run.training.threads,
-            on_event=display.on_event,
-        )
+            program, (run, folder.absolute()), len(roles.shares), patience=run.training.patience,
+            threads=run.training.threads, on_event=display.on_event,
+        )  # fmt: skip
     left_out, notices = outcome.left_out, outcome.notices
     return record_of(
         run, outcome.results, folder, outcome.setup, left_out=left_out, notices=notices
@@ -65,10 +57,8 @@ def train_run(
 
 
 def has_validation(task: str) -> bool:
-    """Return whether the task has validation data; asks a rank, as torch stays out of here.
-
-    Raises `InputError` for a task that cannot be made.
-    """
+    """Return whether the task has validation data; asks a rank, as torch stays out of here. Raises
+    `InputError` for a task that cannot be made."""
     outcome = launch(_has_validation, task, 1)
     if outcome.stopped:
         raise KeyboardInterrupt
@@ -96,9 +86,8 @@ def take_part(
     was `completed` before, all ranks leave at once. Where rank 0 is gone, the others leave their
     processes, after a call of `first_is_gone` with the reason.
 
-    Raises:
-        InputError: as many processes were started as the strategy cannot use.
-        RunFailed: on every rank, with the first cause.
+    Raises `InputError` where as many processes were started as the strategy cannot use, and
+    `RunFailed` on every rank, with the first cause.
     """
     from orchestra.engines.processes.rank import join
 
@@ -114,14 +103,10 @@ def take_part(
     watched = folder if first and completed is None else None
     with Display(run, roles, quiet=not first, folder=watched) as display:
         outcome = join(
-            program_unless_completed,
-            (run, folder.absolute(), completed is not None),
-            launched,
-            patience=run.training.patience,
-            threads=run.training.threads,
-            on_event=display.on_event,
-            on_orphaned=first_is_gone,
-        )
+            program_unless_completed, (run, folder.absolute(), completed is not None), launched,
+            patience=run.training.patience, threads=run.training.threads,
+            on_event=display.on_event, on_orphaned=first_is_gone,
+        )  # fmt: skip
     if completed is not None or not first:
         return completed
     reports = [from_plain(RankReport | None, report) for report in outcome.results]

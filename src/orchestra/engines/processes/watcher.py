@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -23,7 +24,7 @@ from orchestra.errors import InputError, RunFailed
 from orchestra.records.report import Counters
 from orchestra.settings.base import from_plain
 from orchestra.transports.handshake import TLS, WATCHER, Reception, address_of, listen
-from orchestra.worker.threads import shares_of_cores
+from orchestra.worker.runtime import shares_of_cores
 
 SERVER = "the fork server, from which the ranks are started,"
 NOT_KNOWN = 255  # multiprocessing's status of a process whose fork server is gone
@@ -37,20 +38,15 @@ STRANGERS = 32  # such connections, beside those of the ranks; more push out the
 class Outcome:
     """A run that ended well.
 
-    Attributes:
-        results: what the program returned, by rank; None for a rank that was left out.
-        left_out: why, for each rank that the run went on without.
-        stopped: the user asked for an orderly stop.
-        notices: messages for the user on the way, one line each.
-        setup: seconds before the program began: `import`, only in the first launch of a process,
-            until the process that all ranks are forked from had imported torch; `processes`, from
-            there until every rank was there; `connections`, until all were connected to each other.
+    `setup` has the seconds before the program began: `import`, only in the first launch of a
+    process, until the process that all ranks are forked from had imported torch; `processes`, from
+    there until every rank was there; `connections`, until all were connected to each other.
     """
 
-    results: tuple[Any, ...]
-    left_out: dict[int, str]
-    stopped: bool
-    notices: tuple[str, ...]
+    results: tuple[Any, ...]  # of the program, by rank; None for a rank that was left out
+    left_out: dict[int, str]  # why, for each rank that the run went on without
+    stopped: bool  # the user asked for an orderly stop
+    notices: tuple[str, ...]  # for the user on the way, one line each
     setup: dict[str, float]
 
 
@@ -77,20 +73,9 @@ class _Link:
 class Watcher:
     """Runs in a thread from `start` until every rank is gone, which `join` waits for.
 
-    Args:
-        ranks: how many ranks the run has.
-        limits: how long to wait for what.
-        host: the address to listen on.
-        token: the secret that a rank has to show.
-        children: the ranks are child processes, each given to `adopt` once started.
-        limit: seconds after which all ranks are killed.
-        tls: encrypts the control connections.
-        on_event: called from the thread with each event, and each notice.
-        on_cause: called from the thread with the cause of a failure, before any rank hears of it:
-            once one has left, its launcher may end the others, this process too.
-
-    Attributes:
-        address: where the ranks reach the watcher.
+    The ranks reach it at `address`. From the thread, `on_event` is called with each event and each
+    notice, and `on_cause` with the cause of a failure, before any rank hears of it: once one has
+    left, its launcher may end the others, this process too.
     """
 
     def __init__(
@@ -98,11 +83,11 @@ class Watcher:
         ranks: int,
         limits: Limits,
         *,
-        host: str,
-        token: str,
-        children: bool,
-        limit: float | None = None,
-        tls: TLS | None = None,
+        host: str,  # the address to listen on
+        token: str,  # the secret that a rank has to show
+        children: bool,  # the ranks are child processes, each given to `adopt` once started
+        limit: float | None = None,  # seconds after which all ranks are killed
+        tls: TLS | None = None,  # encrypts the control connections
         on_event: Callable[[events.Event | events.Notice], None] | None = None,
         on_cause: Callable[[str], None] | None = None,
     ) -> None:
@@ -145,9 +130,8 @@ class Watcher:
     def adopt(self, rank: int, process: BaseProcess) -> None:
         def watch() -> None:
             self._children[rank] = process
-            self._selector.register(
-                process.sentinel, selectors.EVENT_READ, lambda: self._reap(rank)
-            )
+            reap = partial(self._reap, rank)
+            self._selector.register(process.sentinel, selectors.EVENT_READ, reap)
 
         self._order(watch)
 
@@ -183,10 +167,8 @@ class Watcher:
             raise self._crash
 
     def outcome(self, read: Callable[[bytes], Any]) -> Outcome:
-        """Return the outcome of a run whose ranks are gone; `read` decodes a rank's result.
-
-        Raises `InputError` or `RunFailed` with the cause, where it has failed.
-        """
+        """Return the outcome of a run whose ranks are gone; `read` decodes a rank's result. Raises
+        `InputError` or `RunFailed` with the cause, where it has failed."""
         detector, setup = self.detector, dict(self.setup)
         if detector.bad_input is not None:
             raise InputError(detector.bad_input)
@@ -197,13 +179,9 @@ class Watcher:
             imported = min(self.imported, setup["processes"])
             setup = {"import": imported, **setup, "processes": setup["processes"] - imported}
         results = {rank: read(result) for rank, result in self.results.items()}
-        return Outcome(
-            results=tuple(results.get(rank) for rank in range(self._ranks)),
-            left_out=detector.left_out,
-            stopped=detector.stopped,
-            notices=tuple(detector.notices),
-            setup=setup,
-        )
+        in_order = tuple(results.get(rank) for rank in range(self._ranks))
+        notices = tuple(detector.notices)
+        return Outcome(in_order, detector.left_out, detector.stopped, notices, setup)
 
     def _order(self, order: Callable[[], None]) -> None:
         self._orders.append(order)  # first, so that the byte below finds it

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from orchestra.cluster import load_cluster
-from orchestra.engines.processes.display import Display
+from orchestra.engines.live import Display
 from orchestra.engines.processes.launch import launch
 from orchestra.engines.simulation.costs import OVERHEAD
 from orchestra.engines.simulation.simulate import Simulation

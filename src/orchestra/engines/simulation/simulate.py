@@ -29,8 +29,7 @@ from orchestra.engines.simulation.reporter import SimulatedReporter
 from orchestra.engines.simulation.transport import SimulatedTransport
 from orchestra.engines.simulation.world import World
 from orchestra.errors import InputError, RunFailed
-from orchestra.worker.runtime import Reporter, Runtime
-from orchestra.worker.threads import chosen_threads, usable_cores
+from orchestra.worker.runtime import Reporter, Runtime, chosen_threads, usable_cores
 
 T = TypeVar("T")
 Program = Callable[[Runtime], Any]

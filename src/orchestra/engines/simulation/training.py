@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 from orchestra.cluster import Channel, Cluster, Node, load_cluster
 from orchestra.cluster.file import cluster_text
 from orchestra.cluster.nodes import DEFAULT
-from orchestra.engines.live import LiveFile, slow_ranks_of
-from orchestra.engines.processes.display import Display, Progress
+from orchestra.engines.live import Display, LiveFile, Progress, slow_ranks_of
 from orchestra.engines.processes.launch import launch
 from orchestra.engines.run import record_of, write_environment
 from orchestra.engines.simulation.cost_source import CostSource, cost_source_of

@@ -22,7 +22,7 @@ from orchestra.errors import InputError, RunFailed
 from orchestra.records.live import remove_live
 from orchestra.records.record import RunRecord
 from orchestra.records.report import Point, RankReport
-from orchestra.worker.threads import VARIABLE, usable_cores
+from orchestra.worker.runtime import VARIABLE, usable_cores
 
 if TYPE_CHECKING:
     from orchestra.worker.runtime import Reporter, Runtime
