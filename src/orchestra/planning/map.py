@@ -20,13 +20,17 @@ from orchestra.engines.processes.system import now
 from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.experiment import ONE_PROCESS, Experiment
 from orchestra.experiments.run import folder_for
-from orchestra.planning.api import calibrated, emulated_nodes, length_of
+from orchestra.planning.api import (
+    calibrated,
+    carried_out_for_real,
+    emulated_nodes,
+    length_of,
+)
 from orchestra.planning.axes import NAMED, Plane, loaded
 from orchestra.planning.candidates import Candidate, Space
 from orchestra.planning.map_survey import Place, Point, Survey, gap, learned_there
 from orchestra.planning.search import Budget, Tell
 from orchestra.planning.standing import Length
-from orchestra.planning.verification import carried_out_for_real
 from orchestra.records.record import write_atomically
 from orchestra.report.numbers import count, some
 from orchestra.trainer.settings import MEASURED, Target
