@@ -10,14 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 from orchestra.planning.search import Search
-from orchestra.planning.standing import (
-    NO_TIME,
-    Entry,
-    Standing,
-    best_value,
-    bottleneck,
-    chosen,
-)
+from orchestra.planning.standing import NO_TIME, Entry, Standing, best_value, bottleneck, chosen
 from orchestra.report.figures.results import knee
 from orchestra.report.numbers import significant, uncertain
 from orchestra.settings import write
@@ -183,9 +176,7 @@ def doubts_about(
 
 
 def rows_of(search: Standing) -> list[Row]:
-    """Return the rows of all candidates: those with a time first, by time; then by how close they
-    came to the target; last those of which nothing is known.
-    """
+    """Return all rows: by time to the target, then by how close they came to it, then others."""
 
     def key(row: Row) -> tuple[int, float]:
         if row.seconds is not None:
@@ -205,13 +196,12 @@ def row_of(search: Standing, entry: Entry) -> Row:
     rate = training.optimizer.arguments.get("lr")
     missed = search.missed(entry) if search.times(entry) else []
     reason = f"seed {missed[0]} did not reach the target" if missed else None
-    roles = candidate.run.strategy.roles(training.ranks)
     return Row(
         name=entry.name,
         strategy=repr(candidate.run.strategy),
         nodes=candidate.nodes,
         ranks=training.ranks,
-        batch=training.global_batch(roles.shares),
+        batch=candidate.samples,
         rate=float(rate) if isinstance(rate, int | float) else None,
         speed=entry.speed,
         seconds=time,
@@ -231,10 +221,8 @@ def row_of(search: Standing, entry: Entry) -> Row:
 def recommended(rows: Sequence[Row]) -> Row | None:
     """Return the row to train; None where none reaches the target."""
     times = {row.name: row.seconds for row in rows if row.seconds is not None}
-    if not times:
-        return None
-    name = chosen(times, {row.name: len(row.nodes) for row in rows})
-    return next(row for row in rows if row.name == name)
+    name = chosen(times, {row.name: len(row.nodes) for row in rows}) if times else None
+    return next((row for row in rows if row.name == name), None)
 
 
 def headline(rows: Sequence[Row], best: Row | None, target: Target | None) -> str:
@@ -266,8 +254,8 @@ def headline(rows: Sequence[Row], best: Row | None, target: Target | None) -> st
         # On a cluster of one node the others are processes of the same machine
         one = "machine" if any(len(row.nodes) > 1 for row in rows) else "process"
         return f"One {one} wins: {alone}{beside}."
-    single = next((r for r in rows if r.strategy == "Single()" and r.seconds is not None), None)
     gain = ""
+    single = next((r for r in rows if r.strategy == "Single()" and r.seconds is not None), None)
     if single is not None and single.seconds is not None:
         times = single.seconds / best.seconds
         gain = f", {times:.2f} times as fast as {single.name} ({time_text(single)} s)"
@@ -357,8 +345,10 @@ def adaptive(search: Standing, best: Entry | None) -> str | None:
 
     They have the nodes, batch and learning rate of `best`. None where there are no such others.
     """
+    if best is None:
+        return None
     found: list[Entry] = []
-    for entry in () if best is None else (best, *search.ranking()):
+    for entry in (best, *search.ranking()):
         alike = [each for each in found if each.candidate.learns_as == entry.candidate.learns_as]
         if entry in found or len(alike) == ALIKE or not _suits(entry, best):
             continue

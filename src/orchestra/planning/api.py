@@ -262,18 +262,15 @@ def calibrated(
 def real_run(experiment: Experiment, run: Run) -> Experiment:
     """Return the experiment that trains `run` on real processes."""
     given = experiment.training
+    # What the search has set is undone: the file trains for real, as the user's own would
+    kept = ("snapshots", "checkpoint_every", "trace_steps", "record_order", "tensorboard")
     training = replace(
         run.training,
-        # What the search has set is undone: the file trains for real, as the user's own would
         engine="processes",
         # The plan's cluster is simulated, and has no meaning for processes
         cluster=given.cluster if given.engine == "processes" else "one_host",
         calibration="auto",
-        snapshots=given.snapshots,
-        checkpoint_every=given.checkpoint_every,
-        trace_steps=given.trace_steps,
-        record_order=given.record_order,
-        tensorboard=given.tensorboard,
+        **{name: getattr(given, name) for name in kept},
     )
     return alone(experiment, replace(run, training=training))
 
