@@ -12,15 +12,16 @@ from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, replace
 
 from orchestra.cluster.cluster import Cluster
-from orchestra.cluster.costs import Line, Overhead
 from orchestra.cluster.nodes import (
     DEFAULT,
     JITTER_MEANS,
     MAX_CORES,
     JitterSetting,
+    Line,
     Link,
     LogNormal,
     Node,
+    Overhead,
     Switch,
 )
 from orchestra.cluster.units import BANDWIDTH, BYTES, FLOPS, SECONDS, Unit, read_price
@@ -52,7 +53,6 @@ CLUSTERS = Registry(
 
 LOOPBACK = Link(3e9, 15e-6)
 """The link between ranks of one node; `OneHost` gives the sources of the figures."""
-
 NVLINK = Link(25e9, 1.7e-6)
 """One NVLink of the generations 2 to 4 (V100, A100, H100), each direction: NVIDIA states 50 GB/s
 for both. The latency is half of what NCCL's tuning takes for a hop (src/graph/tuning.cc: ring,
