@@ -20,7 +20,7 @@ from typing import Any
 from orchestra.cluster.cluster import Cluster
 from orchestra.cluster.file import READER
 from orchestra.cluster.nodes import Link, Node, Switch
-from orchestra.cluster.presets import GPU_OVERHEAD, LOOPBACK, NVLINK, PCIE_LATENCY, gpu_machine
+from orchestra.cluster.presets import GPU_OVERHEAD, LOOPBACK, NVLINK, PCIE_LATENCY, gpu_nodes
 from orchestra.errors import InputError, nearest
 from orchestra.settings import MAX_RANKS
 from orchestra.settings.reading import Entry, yaml_value
@@ -63,9 +63,8 @@ def cluster_of(sources: Sequence[str], name: str) -> Cluster:
             to = "network" if link else None
             if machine.gpus > 1:
                 inside = machine.link("gpu_link", "gpu_latency")
-                cards, switch = gpu_machine(label, machine.gpus, one, inside)
-                nodes += cards
-                switches.append(replace(switch, to=to, up=link, down=link))
+                nodes += gpu_nodes(label, machine.gpus, one, inside)
+                switches.append(Switch(label, to=to, up=link, down=link))
             else:
                 nodes.append(replace(one, switch=to, up=link, down=link))
     every_gpu = all(node.devices for node in nodes)
@@ -151,8 +150,7 @@ def _instance(row: Mapping[str, str], known: dict[str, Any], links: dict[str, fl
     known |= {"name": row["name"].partition(":")[2], "cores": int(row["vcpus"]), "memory": memory}
     if row["usd_per_hour"]:
         known["price"] = f"{row['usd_per_hour']} USD/h"
-    # The table has Mbit/s.
-    links["bandwidth"] = float(row["network"]) * 1e6 / 8
+    links["bandwidth"] = float(row["network"]) * 1e6 / 8  # the table has Mbit/s
     if row["gpu_link"]:
         links |= {"gpu_link": float(row["gpu_link"]) * 1e9, "gpu_latency": NVLINK.latency}
     elif gpus > 1:

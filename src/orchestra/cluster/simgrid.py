@@ -144,10 +144,8 @@ class _Platform:
     ) -> None:
         """Add hosts and zones whose routes are written out."""
         by_name = {point.id: point for point in points}
-        names = [*by_name]
-        if gateway is not None:
-            require_router(element, gateway)
-            names.append(gateway)
+        require_router(element, gateway)
+        names = [*by_name] if gateway is None else [*by_name, gateway]
         routes, lines = routes_in(
             element, names, lambda each: self._named(each, each.id).element.id
         )
@@ -169,7 +167,9 @@ class _Platform:
             return Above(switches[tree.around(branch)], chain)
 
         for number, branch in enumerate(each for each in tree.branches if len(each) > 1):
-            switches[branch] = self._switch(element, f"{element.id}.{number}", place(branch))
+            switches[branch] = self._switch(
+                element, f"{element.id}.{number}", place(branch), None, 0.0
+            )
         loopbacks = self._loopbacks(element)
         for name, point in by_name.items():
             self._attach(point, place(frozenset([name])), gateways.get(name), loopbacks)
@@ -186,9 +186,13 @@ class _Platform:
     def _chain(self, names: Sequence[str], later: float) -> tuple[Wire, ...]:
         wires = [self._wires[name] for name in names]
         if later and not wires:
-            free = Link(self._unlimited, 0.0)
-            wires = [Wire(free, free, "SPLITDUPLEX", self._root)]
+            return (self._free(later, self._root),)
         return (wires[0].later(later), *wires[1:]) if wires else ()
+
+    def _free(self, latency: float, element: Element) -> Wire:
+        """Return a wire that limits nothing."""
+        link = Link(self._unlimited, latency)
+        return Wire(link, link, "SPLITDUPLEX", element)
 
     def _cluster(self, element: Element, above: Above, gateway: str | None) -> None:
         """Add hosts with a link each to one router, perhaps with a backbone between all of them."""
@@ -215,8 +219,7 @@ class _Platform:
 
     def _star(self, element: Element, above: Above, gateway: str | None) -> None:
         """Add hosts with links of their own to one router (`host_link`)."""
-        if gateway is not None:
-            require_router(element, gateway)
+        require_router(element, gateway)
         for each in element.of("route", *ZONES):
             each.refuse("does not belong in a zone with the routing Cluster")
         links = {each.id: each for each in element.of("host_link")}
@@ -269,20 +272,13 @@ class _Platform:
             element.refuse(str(error))
 
     def _switch(
-        self,
-        element: Element,
-        name: str,
-        above: Above,
-        shared: float | None = None,
-        late: float = 0.0,
+        self, element: Element, name: str, above: Above, shared: float | None, late: float
     ) -> str:
-        wires = above.wires
         if above.switch is not None and late:
-            free = Link(self._unlimited, late)
             # Half of the backbone's latency lies between this switch and the one above.
-            wires = (*wires, Wire(free, free, "SPLITDUPLEX", element))
+            above = Above(above.switch, (*above.wires, self._free(late, element)))
         try:
-            given = self._link_up(name, "to", Above(above.switch, wires))
+            given = self._link_up(name, "to", above)
             self._switches.append(Switch(name, shared=shared, **given))
         except InputError as error:
             element.refuse(str(error))

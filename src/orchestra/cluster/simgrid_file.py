@@ -187,8 +187,8 @@ def gateways_in(element: Element) -> dict[str, str]:
     return found
 
 
-def require_router(zone: Element, gateway: str) -> None:
-    if gateway not in [router.id for router in zone.of("router")]:
+def require_router(zone: Element, gateway: str | None) -> None:
+    if gateway is not None and gateway not in [router.id for router in zone.of("router")]:
         zone.refuse(f"is entered at {gateway}, which is none of its own routers")
 
 

@@ -23,7 +23,6 @@ from orchestra.experiments.run import folder_for
 from orchestra.planning.answer import RECOMMENDED, Plan, Verified, answered, rows_of, to_scale
 from orchestra.planning.candidates import BATCHES, Space
 from orchestra.planning.search import Budget, Search, Tell
-from orchestra.planning.standing import Entry as Known
 from orchestra.planning.standing import Length, reached
 from orchestra.records.record import RunRecord, write_atomically
 from orchestra.report.rows import RunData
@@ -160,7 +159,7 @@ def carry_out(
 
         found = replace(found, report=write_page(found, experiment.name))
     best = found.recommended
-    write_plan(found, experiment, None if best is None else search.entries[best.name])
+    write_plan(found, experiment, best and search.entries[best.name].candidate.run)
     return found
 
 
@@ -221,14 +220,15 @@ def calibrated(
         The experiment; where the durations come from; notes.
     """
     training = experiment.training
-    source = cost_source_of(Run("plan", experiment.task, Single(), training=training))
-    known = source.calibration is not None and emulated is None
-    if training.calibration != AUTO or known:
+    run = Run("plan", experiment.task, Single(), training=training)
+    source = cost_source_of(run)
+    known = source.calibration is not None
+    if training.calibration != AUTO or (known and emulated is None):
         return experiment, source.text, list(source.doubts)
     seconds = CALIBRATION_PART * (budget.until - budget.began)
     if seconds < LEAST_CALIBRATION:
         short = "no calibration: the time is too short for one"
-        return experiment, source.text, [] if source.calibration is not None else [short]
+        return experiment, source.text, [] if known else [short]
     from orchestra.bench.calibrate import Workload, calibrate
 
     whole = training.ranks * training.batch_size
@@ -251,9 +251,9 @@ def calibrated(
     path = folder / "calibration.json"
     write_atomically(path, (measured.marked() if doubts else measured).to_json())
     training = replace(training, calibration=str(path.absolute()))
-    experiment = replace(experiment, training=training)
-    source = cost_source_of(Run("plan", experiment.task, Single(), training=training))
-    return experiment, source.text, [f"the calibration is not to be trusted: {d}" for d in doubts]
+    notes = [f"the calibration is not to be trusted: {doubt}" for doubt in doubts]
+    text = cost_source_of(replace(run, training=training)).text
+    return replace(experiment, training=training), text, notes
 
 
 # What is left behind
@@ -275,11 +275,10 @@ def real_run(experiment: Experiment, run: Run) -> Experiment:
     return alone(experiment, replace(run, training=training))
 
 
-def write_plan(plan: Plan, experiment: Experiment, entry: Known | None) -> None:
+def write_plan(plan: Plan, experiment: Experiment, best: Run | None) -> None:
     """Write the record, and the file of the recommended run, into the plan's folder."""
-    if entry is not None:
-        own = real_run(experiment, entry.candidate.run)
-        write_atomically(plan.folder / RECOMMENDED, to_yaml(own))
+    if best is not None:
+        write_atomically(plan.folder / RECOMMENDED, to_yaml(real_run(experiment, best)))
     document = {"schema": 1, "experiment": experiment.name, **to_plain(plan, finite=True)}
     write_atomically(plan.folder / RECORD, json.dumps(document, indent=1, default=str) + "\n")
 

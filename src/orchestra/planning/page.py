@@ -214,13 +214,12 @@ def _grid(drawn: Map) -> tuple[list[str], Floats]:
     xs, ys = drawn.plane.x.values, drawn.plane.y.values
     places = np.array([(ys.index(p.y), xs.index(p.x)) for p in drawn.points])
     grid = np.full((len(names), len(ys), len(xs)), np.inf)
-    for row in range(len(ys)):
-        for column in range(len(xs)):
-            # Contours and borders need a value in every cell.
-            near = np.abs(places - (row, column)).sum(axis=1).argmin()
-            known = drawn.points[int(near)].seconds
-            # Logarithms: times differ by factors, and so do the values of the sides (decision 104).
-            grid[:, row, column] = [math.log(known.get(name, math.inf)) for name in names]
+    for row, column in np.ndindex(len(ys), len(xs)):
+        # Contours and borders need a value in every cell.
+        near = np.abs(places - (row, column)).sum(axis=1).argmin()
+        known = drawn.points[int(near)].seconds
+        # Logarithms: times differ by factors, and so do the values of the sides (decision 104).
+        grid[:, row, column] = [math.log(known.get(name, math.inf)) for name in names]
     return names, grid
 
 

@@ -340,21 +340,29 @@ class Standing:
 
     def judge(self, racing: Sequence[Entry], number: int, seconds: float) -> None:
         """Drop those that cannot win after rung `number`, of `seconds`, then the worse half."""
-        _, limit = self.best() or (None, None)
-        scores = {}
-        for entry in racing:
-            if entry.dropped is None:
-                score = self._score(entry, seconds)
-                entry.dropped = self._reason(entry, number, limit)
-                if entry.dropped is None:
-                    scores[entry.name] = score
+        assert self.target is not None
+        _, limit = self.best() or (None, math.inf)
+        last = number == len(RUNGS)
+        scores: dict[str, tuple[float, float]] = {}
+        for entry in (each for each in racing if each.dropped is None):
+            time, penalty = self._score(entry, seconds)
+            elapsed = self.elapsed(entry)
+            # Within the time of the first it may still come before it
+            if time < math.inf or limit == math.inf or (elapsed < limit and not last):
+                scores[entry.name] = (time, penalty)
+            else:
+                value = _text(best_value(self.curve(entry), self.target))
+                entry.dropped = (
+                    f"rung {number}: {self.target.metric} {value} after {elapsed:.3g} s, when the "
+                    "first had reached the target"
+                )
         # After the last rung all are known as far as needed
-        for name in halved(scores, FEWEST_RACING)[1] if number < len(RUNGS) else ():
+        for name in halved(scores, FEWEST_RACING)[1] if not last else ():
             entry = self.entries[name]
             entry.dropped = f"rung {number}: {entry.rungs[-1]}, in the worse half"
 
     def _score(self, entry: Entry, seconds: float) -> tuple[float, float]:
-        """Return a score, the smaller the better, and note the time, else the metric, in words."""
+        """Return the time, or infinity and a penalty; note the time, else the metric, in words."""
         assert self.target is not None
         time = self.time(entry)
         samples, metric = seconds * (entry.speed or 0.0), self.target.metric
@@ -367,21 +375,6 @@ class Standing:
         if time is not None:
             return time, 0.0
         return math.inf, math.inf if value is None else self.target.penalty(value)
-
-    def _reason(self, entry: Entry, number: int, limit: float | None) -> str | None:
-        """Return why `entry` is out after a rung; None if it may win within `limit` seconds."""
-        assert self.target is not None
-        if self.time(entry) is not None:
-            return None
-        elapsed = self.elapsed(entry)
-        # Within the time of the first it may still come before it
-        if limit is None or (number < len(RUNGS) and elapsed < limit):
-            return None
-        value = best_value(self.curve(entry), self.target)
-        return (
-            f"rung {number}: {self.target.metric} {_text(value)} after {elapsed:.3g} s, when the "
-            "first had reached the target"
-        )
 
 
 def _text(value: float | None) -> str:
