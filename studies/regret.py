@@ -37,12 +37,17 @@ from orchestra.cluster.units import BANDWIDTH
 from orchestra.engines.processes.system import now
 from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.experiment import ONE_PROCESS, Experiment
-from orchestra.planning.answer import RECORD
-from orchestra.planning.api import carry_out, emulated_nodes, length_of, planned
+from orchestra.planning.api import (
+    RECORD,
+    carried_out_for_real,
+    carry_out,
+    emulated_nodes,
+    length_of,
+    planned,
+)
 from orchestra.planning.candidates import Space, with_rates
 from orchestra.planning.search import CONFIRMED_STEPS, Budget, Search
 from orchestra.planning.standing import Entry, Length
-from orchestra.planning.verification import carried_out_for_real
 from orchestra.records.record import write_atomically
 from orchestra.settings.reading import Entry as Given
 

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from orchestra.cluster import Cluster, load_cluster
-from orchestra.cluster.costs import Line, MemoryCosts, Overhead, Tcp
+from orchestra.cluster.nodes import Line, MemoryCosts, Overhead, Tcp
 from orchestra.engines.run import train_run
 from orchestra.engines.simulation.cost_source import CostSource
 from orchestra.engines.simulation.costs import Costs

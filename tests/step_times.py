@@ -10,8 +10,7 @@ from typing import Literal
 from tests.simulated import FREE, cluster
 
 from orchestra.cluster import Cluster
-from orchestra.cluster.costs import Overhead
-from orchestra.cluster.nodes import Jitter
+from orchestra.cluster.nodes import Jitter, Overhead
 from orchestra.engines.simulation.simulate import Simulation
 from orchestra.optimizers.settings import Optimizer
 from orchestra.records.report import RankReport

@@ -31,7 +31,7 @@ from orchestra.cluster.calibration import (
     at_threads,
     read_calibration,
 )
-from orchestra.cluster.costs import Line, MemoryCosts, Overhead, Sharing
+from orchestra.cluster.nodes import Line, MemoryCosts, Overhead, Sharing
 from orchestra.collectives import Group, all_reduce
 from orchestra.engines.simulation.cost_source import cost_source_of, key_of
 from orchestra.engines.simulation.costs import CalibratedCosts

@@ -33,8 +33,7 @@ from orchestra.bench.calibrate.contention import measure_speeds
 from orchestra.bench.calibrate.training import measure_task
 from orchestra.bench.timing import LEAST, Budget, Kept, repeat, waited
 from orchestra.cli.main import main
-from orchestra.cluster.calibration import Calibration, read_calibration
-from orchestra.cluster.costs import Quality, together
+from orchestra.cluster.calibration import Calibration, Quality, read_calibration, together
 from orchestra.engines.live import LINE_SECONDS, Lines
 from orchestra.engines.processes import launch
 from orchestra.engines.processes.system import UsageMeter

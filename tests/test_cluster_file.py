@@ -28,9 +28,9 @@ from orchestra.cluster import (
     Switch,
     load_cluster,
 )
-from orchestra.cluster.costs import Line, Overhead
 from orchestra.cluster.faults import FAULTS
 from orchestra.cluster.file import KEYS, cluster_text
+from orchestra.cluster.nodes import Line, Overhead
 from orchestra.cluster.presets import GpuMachines, Preset
 from orchestra.cluster.units import BANDWIDTH
 from orchestra.errors import InputError

@@ -9,7 +9,7 @@ import pytest
 from tests.laboratory import sleep
 from tests.simulated import FREE, Second, cluster
 
-from orchestra.cluster.costs import Line, Sharing
+from orchestra.cluster.nodes import Line, Sharing
 from orchestra.engines.simulation.fluid import Fluid, Resource
 from orchestra.engines.simulation.kernel import Kernel
 from orchestra.engines.simulation.processor import Cores, Thread

@@ -15,10 +15,29 @@ from tests.test_planning import RECORD, experiment
 from orchestra.cli.main import main
 from orchestra.engines.simulation.trials import Tried
 from orchestra.errors import InputError
-from orchestra.planning.axes import Axis, Plane, loaded, longest_link, read_axis, slowest_link
-from orchestra.planning.map import Check, Map, _coarse_first, draw_map, mapped, name_of, spread
-from orchestra.planning.map_figure import _contours, _grid, map_figure
-from orchestra.planning.map_survey import NEAR, Point, Survey, gap, learned_there
+from orchestra.planning.map import (
+    Axis,
+    Check,
+    Map,
+    Plane,
+    Point,
+    gap,
+    loaded,
+    longest_link,
+    read_axis,
+    slowest_link,
+    spread,
+)
+from orchestra.planning.map_survey import (
+    NEAR,
+    Survey,
+    _coarse_first,
+    draw_map,
+    learned_there,
+    mapped,
+    name_of,
+)
+from orchestra.planning.page import _contours, _grid, map_figure
 from orchestra.planning.search import Budget
 from orchestra.planning.standing import Length
 from orchestra.records.report import Point as Snapshot

@@ -20,9 +20,8 @@ from orchestra.engines.simulation.training import assigned
 from orchestra.engines.simulation.trials import Trial, Tried
 from orchestra.errors import InputError
 from orchestra.experiments.experiment import Experiment
-from orchestra.planning.adaptive import adaptive
-from orchestra.planning.answer import Plan, answered, real_run
-from orchestra.planning.api import planned
+from orchestra.planning.answer import Plan, Verified, adaptive, answered
+from orchestra.planning.api import planned, real_run
 from orchestra.planning.candidates import Candidate, Space, scaled_rate, short
 from orchestra.planning.page import write_page
 from orchestra.planning.search import RACE_PART, Budget, Search
@@ -38,7 +37,6 @@ from orchestra.planning.standing import (
     reached,
     value_at,
 )
-from orchestra.planning.verification import Verified
 from orchestra.records.live import LIVE
 from orchestra.records.record import RunRecord
 from orchestra.records.report import Point

@@ -11,7 +11,7 @@ import torch
 from tests.simulated import FREE, cluster, run_ranks
 
 from orchestra.cluster import Cluster, Death, SlowDown
-from orchestra.cluster.costs import Line, MemoryCosts, Overhead
+from orchestra.cluster.nodes import Line, MemoryCosts, Overhead
 from orchestra.collectives import execute
 from orchestra.engines.simulation.shared_memory import node_stages
 from orchestra.errors import PeerLost

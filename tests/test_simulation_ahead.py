@@ -15,7 +15,7 @@ import torch
 from tests.simulated import assert_agree, run_ranks
 from tests.test_simulation_collectives import COSTLY, schedule_of
 
-from orchestra.cluster.costs import Line
+from orchestra.cluster.nodes import Line
 from orchestra.collectives import Group, execute
 from orchestra.engines.simulation.collective import Member
 from orchestra.engines.simulation.group_queue import GroupQueue

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.simulated import FREE, Second, assert_agree, run_ranks
 
 from orchestra.cluster.calibration import Curve
-from orchestra.cluster.costs import Line, Overhead
+from orchestra.cluster.nodes import Line, Overhead
 from orchestra.collectives import Group, execute
 from orchestra.engines.simulation import rounds
 from orchestra.engines.simulation.collective import Collective

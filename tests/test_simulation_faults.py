@@ -14,9 +14,9 @@ from tests.test_push_sum import CIRCLE
 from tests.training import settings, step_lines
 
 from orchestra.cluster import Cluster
-from orchestra.cluster.costs import Overhead, Sharing
 from orchestra.cluster.faults import Death, Delay, Fault, LinkCut, LinkSlow, Pause, SlowDown
 from orchestra.cluster.file import cluster_text
+from orchestra.cluster.nodes import Overhead, Sharing
 from orchestra.engines.simulation.simulate import Outcome, Simulation
 from orchestra.errors import PeerLost, RunFailed
 from orchestra.records.record import RunRecord

@@ -18,7 +18,7 @@ from tests.test_contract import TABLE, Row
 from tests.training import settings
 
 from orchestra.cli.main import main
-from orchestra.cluster.costs import Line, Overhead
+from orchestra.cluster.nodes import Line, Overhead
 from orchestra.engines.simulation.costs import OVERHEAD, assumed_costs
 from orchestra.engines.simulation.simulate import Outcome, Simulation
 from orchestra.engines.simulation.transport import SimulatedTransport

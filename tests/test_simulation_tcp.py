@@ -18,8 +18,7 @@ from tests.simulated import FREE, Second, run_ranks
 from tests.virtual_clock import VirtualClock
 
 from orchestra.cluster import Cluster, Jitter, Link, Node, Switch
-from orchestra.cluster.costs import Tcp
-from orchestra.cluster.nodes import LogNormal
+from orchestra.cluster.nodes import LogNormal, Tcp
 from orchestra.collectives import Group, all_reduce
 from orchestra.engines.simulation.fluid import Fluid, Resource
 from orchestra.engines.simulation.rounds import PlacedPlan

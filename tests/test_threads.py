@@ -20,7 +20,7 @@ from tests.test_launched import ROOT, ended, free_port, started
 from tests.training import settings, train_processes
 
 from orchestra.cluster import Cluster, Node
-from orchestra.cluster.costs import Sharing
+from orchestra.cluster.nodes import Sharing
 from orchestra.cluster.presets import LOOPBACK
 from orchestra.engines.emulation.nodes import EmulatedCluster
 from orchestra.engines.processes import launch

@@ -11,8 +11,9 @@ from typing import Any, cast
 import pytest
 
 from orchestra.errors import RunFailed
-from orchestra.planning import verification
-from orchestra.planning.verification import Measured, Verified, verify
+from orchestra.planning import api
+from orchestra.planning.answer import Verified
+from orchestra.planning.api import Measured, verify
 from orchestra.trainer.settings import Target
 
 PREDICTED = {"ring": {0: 1.0, 1: 1.5, 2: 2.0}, "tree": {0: 3.0, 2: 5.0}, "gossip": {1: 4.0}}
@@ -48,7 +49,7 @@ def verified(
     rows = [SimpleNamespace(name=name, seconds=1.0) for name in PREDICTED]
     plan = SimpleNamespace(rows=rows, folder=Path("plan"))
     cluster = SimpleNamespace(nodes=(1, 2))
-    monkeypatch.setattr(verification, "carried_out_for_real", lambda run, *_: carry_out(run))
+    monkeypatch.setattr(api, "carried_out_for_real", lambda run, *_: carry_out(run))
     found, stopped = verify(
         cast(Any, plan), cast(Any, search), cast(Any, cluster), lambda what, part: None
     )

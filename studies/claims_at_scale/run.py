@@ -27,9 +27,8 @@ from studies.claims_at_scale.search import at_edge, search
 from studies.pool import Job, Pool
 
 from orchestra.cluster import Cluster, load_cluster
-from orchestra.cluster.costs import Line, Overhead
 from orchestra.cluster.file import cluster_text
-from orchestra.cluster.nodes import DEFAULT, Link
+from orchestra.cluster.nodes import DEFAULT, Line, Link, Overhead
 from orchestra.errors import InputError
 from orchestra.experiments.experiment import RATE, Experiment, on_ranks, runs
 from orchestra.experiments.file import load

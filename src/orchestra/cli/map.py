@@ -12,8 +12,8 @@ from orchestra.cli.bench import progress_line
 from orchestra.cli.plan import experiment_of, planning_parser
 from orchestra.errors import InputError
 from orchestra.planning.answer import target_text
-from orchestra.planning.axes import Plane, loaded, read_axis
-from orchestra.planning.map import Check, Map, draw_map
+from orchestra.planning.map import Check, Map, Plane, loaded, read_axis
+from orchestra.planning.map_survey import draw_map
 from orchestra.report.numbers import significant
 
 MINUTES, POINTS = 15.0, 8

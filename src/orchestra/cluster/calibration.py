@@ -1,22 +1,19 @@
-"""Calibrations: the seconds that a machine was measured to take for computation and for
-messages.
+"""Calibrations: the seconds that a machine was measured to take for computation and messages.
 
 Plain data, kept as JSON that reads well; `orchestra calibrate` writes it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from orchestra.cluster.costs import MemoryCosts, Overhead, Quality, Sharing, marked, together
-from orchestra.cluster.nodes import Jitter, LogNormal
+from orchestra.cluster.nodes import Jitter, LogNormal, MemoryCosts, Overhead, Sharing
 from orchestra.cluster.units import BANDWIDTH, SECONDS
 from orchestra.errors import InputError
 from orchestra.settings.base import from_plain
@@ -26,19 +23,69 @@ NORMAL_QUARTILE = 0.6745
 """Half of the interquartile range of a normal distribution, in standard deviations."""
 WIRE = 1538 / 1448
 """Bytes on Ethernet per byte of a full TCP segment (IEEE 802.3, IPv4 and timestamps)."""
-T = TypeVar("T")
+MAX_WAITED = 0.1
+"""The most of the processor time that others may take from a measurement (decision 40)."""
+MAX_SPREAD = 0.3
+"""The largest spread of repeats that agree: half of their interquartile range over the median. With
+this spread a simulation would draw jitter with a standard deviation of 0.44."""
+
+
+@dataclass(frozen=True)
+class Quality:
+    """The conditions under which figures were measured."""
+
+    measured_at: str  # date and time, UTC
+    # The part of the processor time that the measurement wanted and other programs took; of several
+    # measurements the worst
+    waited: float
+    # Of the repeats, half of their interquartile range over the median: in the middle of all
+    # messages, or of a gradient of the batch that was asked for
+    spread: float
+    repeats: int = 0  # how many measurements were made again because they had been disturbed
+    left_out: tuple[str, ...] = ()  # what there was no time for
+    # Whether the figures are not to be trusted, and were kept because the user said so
+    kept_anyway: bool = False
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Why the figures are not to be trusted; none where they are."""
+        found = []
+        if self.waited > MAX_WAITED:
+            found.append(f"other programs took {self.waited:.0%} of the processor time")
+        if self.spread > MAX_SPREAD:
+            found.append(f"repeats differ by ±{self.spread:.0%}")
+        return tuple(found)
+
+    def __str__(self) -> str:
+        again = f", {self.repeats} measured again" * (self.repeats > 0)
+        text = f"waited {self.waited:.0%}, spread ±{self.spread:.0%}{again}"
+        return text + ", kept anyway" * self.kept_anyway
+
+
+def together(qualities: Sequence[Quality]) -> Quality:
+    """Return the quality of figures used together: the worst of each, and the oldest date."""
+    return Quality(
+        measured_at=min(quality.measured_at for quality in qualities),
+        # One doubtful figure makes a simulation doubtful
+        waited=max(quality.waited for quality in qualities),
+        spread=max(quality.spread for quality in qualities),
+        repeats=sum(quality.repeats for quality in qualities),
+        left_out=tuple(dict.fromkeys(what for q in qualities for what in q.left_out)),
+        kept_anyway=any(quality.kept_anyway for quality in qualities),
+    )
+
+
+def marked(quality: Quality | None) -> Quality | None:
+    """Return the quality with the mark that it was kept anyway, where there are doubts."""
+    return replace(quality, kept_anyway=True) if quality and quality.doubts else quality
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds over an amount (samples, elements or bytes), straight between those measured.
+    """Seconds over an amount (samples, elements or bytes), straight between those measured."""
 
-    Attributes:
-        points: (amount, seconds), their amounts rising.
-        spread: of the repeats at each point, half of their interquartile range over the median.
-    """
-
-    points: tuple[tuple[float, float], ...]
+    points: tuple[tuple[float, float], ...]  # (amount, seconds), their amounts rising
+    # Of the repeats at each point, half of their interquartile range over the median
     spread: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -81,34 +128,23 @@ class Curve:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A tensor of a task's model: what part of a gradient's seconds is its own.
-
-    Attributes:
-        forward: the part that its layer takes in the forward pass, with what follows the layer.
-        ready: the part that has passed when the tensor has its gradient.
-    """
+    """A tensor of a task's model: what part of a gradient's seconds is its own."""
 
     name: str
     elements: int
-    forward: float
-    ready: float
+    forward: float  # the part that its layer takes in the forward pass, with what follows the layer
+    ready: float  # the part that has passed when the tensor has its gradient
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The seconds of a worker's step.
+    """The seconds of a worker's step."""
 
-    Attributes:
-        threads: intra-op threads that it computes with.
-        gradient: forward and backward, over samples.
-        update: the optimizer's, over elements of the parameters.
-        step: all else that a step takes on a worker that is alone, over samples: reading the
-            batch, collecting the gradient, writing down the step.
-    """
-
-    threads: int
-    gradient: Curve
-    update: Curve
+    threads: int  # intra-op threads that it computes with
+    gradient: Curve  # forward and backward, over samples
+    update: Curve  # the optimizer's, over elements of the parameters
+    # All else that a step takes on a worker that is alone, over samples: reading the batch,
+    # collecting the gradient, writing down the step
     step: Curve
 
     def scaled(self, factor: float) -> Timing:
@@ -119,30 +155,23 @@ class Timing:
 
 @dataclass(frozen=True)
 class TaskCosts:
-    """The figures of a task with an optimizer and a precision.
-
-    Attributes:
-        timings: with one thread, with more, and last with as many as there are cores.
-        cold: processor seconds that a step and an exchange take more in turn than each by itself:
-            they push each other out of the caches.
-        shared_speed: of a core in steps while all cores take steps, where it is 1 while one does.
-        refill: processor seconds that a thread loses on a core that another one had before it.
-        sample_flops: floating-point operations of a sample's forward and backward.
-        parameters: the trainable ones, in the model's order.
-        quality: None in a file of an earlier version.
-    """
+    """The figures of a task with an optimizer and a precision."""
 
     task: str
     optimizer: str
     precision: str
     batch_size: int
+    # Processor seconds that a step and an exchange take more in turn than each by itself: they push
+    # each other out of the caches
     cold: float
+    # Of a core in steps while all cores take steps, where it is 1 while one does
     shared_speed: float
-    refill: float
-    sample_flops: float
+    refill: float  # processor seconds that a thread loses on a core that another one had before it
+    sample_flops: float  # floating-point operations of a sample's forward and backward
+    # With one thread, with more, and last with as many as there are cores
     timings: tuple[Timing, ...]
-    parameters: tuple[Parameter, ...]
-    quality: Quality | None = None
+    parameters: tuple[Parameter, ...]  # the trainable ones, in the model's order
+    quality: Quality | None = None  # None in a file of an earlier version
 
     def __post_init__(self) -> None:
         counts = [timing.threads for timing in self.timings]
@@ -172,8 +201,7 @@ class TaskCosts:
     @property
     def jitter(self) -> Jitter | None:
         """The variation of the durations of gradients on a core that had nothing else to do."""
-        # The spread is half of the interquartile range over the median: for a normal distribution
-        # 0.6745 standard deviations.
+        # The spread is half of the interquartile range over the median
         sigma = self.one.gradient.spread_at(self.batch_size) / NORMAL_QUARTILE
         return LogNormal(sigma) if sigma > 0 else None
 
@@ -209,66 +237,43 @@ def at_threads(measured: Sequence[tuple[int, float]], threads: int) -> float:
 
 @dataclass(frozen=True)
 class MessageTimes:
-    """The seconds of a message between two ranks of the machine, over the bytes with its header.
+    """The seconds of a message between two ranks of the machine, over the bytes with its header."""
 
-    Attributes:
-        send: processor seconds of the sender.
-        receive: processor seconds of the receiver, who was asleep; without adding.
-        one_way: seconds from the sender's call to the receiver's having it.
-    """
-
-    send: Curve
-    receive: Curve
-    one_way: Curve
+    send: Curve  # processor seconds of the sender
+    receive: Curve  # processor seconds of the receiver, who was asleep; without adding
+    one_way: Curve  # seconds from the sender's call to the receiver's having it
 
 
 @dataclass(frozen=True)
 class Messages(MessageTimes):
-    """The same of messages over sockets, and what else is known of messages.
+    """The same of messages over sockets, and what else is known of messages."""
 
-    Attributes:
-        local: processor seconds of a message between two flows of one rank, at both ends.
-        handling: processor seconds of a strategy around a message, at either end.
-        collective: processor seconds of an all-reduce beside its messages and additions.
-        buffer_bytes: up to this size a send is over at once, whatever the receiver does.
-        latency: seconds of a small message beyond those of both processors, one way.
-        bandwidth: bytes/s that all ranks of the machine together can be taken to move.
-    """
-
-    local: Curve
-    handling: float
-    collective: float
-    buffer_bytes: int
-    latency: float
-    bandwidth: float
+    local: Curve  # processor seconds of a message between two flows of one rank, at both ends
+    handling: float  # processor seconds of a strategy around a message, at either end
+    collective: float  # processor seconds of an all-reduce beside its messages and additions
+    buffer_bytes: int  # up to this size a send is over at once, whatever the receiver does
+    latency: float  # seconds of a small message beyond those of both processors, one way
+    bandwidth: float  # bytes/s that all ranks of the machine together can be taken to move
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """All figures of one machine.
+    """All figures of one machine."""
 
-    Attributes:
-        measured_at: date and time, UTC.
-        machine: what `records.environment` says of it.
-        busy_with_others: the part of the processor time that others took, where it was most.
-        time_slice: seconds for which a thread keeps a core while others wait for it.
-        work: seconds over elements of each kind of work that is the same for every task.
-        messages: through sockets over loopback.
-        near: messages between ranks that share memory; None in a file of an earlier version.
-        in_memory: collectives in shared memory; None in a file of an earlier version.
-        quality: of all but the tasks, which have their own; None in a file of an earlier version.
-    """
-
-    measured_at: str
-    machine: Mapping[str, Any]
+    measured_at: str  # date and time, UTC
+    machine: Mapping[str, Any]  # what `records.environment` says of it
     cores: int
-    busy_with_others: float
-    time_slice: float
+    busy_with_others: float  # the part of the processor time that others took, where it was most
+    time_slice: float  # seconds for which a thread keeps a core while others wait for it
+    # Seconds over elements of each kind of work that is the same for every task
     work: Mapping[str, Curve]
-    messages: Messages
+    messages: Messages  # through sockets over loopback
     tasks: tuple[TaskCosts, ...] = ()
+    # Of all but the tasks, which have their own; None in a file of an earlier version
     quality: Quality | None = None
+    # Collectives in shared memory; None in a file of an earlier version
     in_memory: MemoryCosts | None = None
+    # Messages between ranks that share memory; None in a file of an earlier version
     near: MessageTimes | None = None
 
     def quality_of(self, task: TaskCosts) -> Quality:
@@ -285,24 +290,20 @@ class Calibration:
         """Return a copy in which `costs` are the figures of their task."""
         # The newest figures of a task replace those before
         others = tuple(other for other in self.tasks if other.key != costs.key)
-        return dataclasses.replace(self, tasks=(*others, costs))
+        return replace(self, tasks=(*others, costs))
 
     def marked(self) -> Calibration:
         """Return a copy that says of itself that it was kept although it is not to be trusted."""
-        tasks = tuple(dataclasses.replace(t, quality=marked(t.quality)) for t in self.tasks)
-        return dataclasses.replace(self, quality=marked(self.quality), tasks=tasks)
+        tasks = tuple(replace(t, quality=marked(t.quality)) for t in self.tasks)
+        return replace(self, quality=marked(self.quality), tasks=tasks)
 
     def overhead(self, task: TaskCosts) -> Overhead:
-        """Return the costs of messages beside the links that they cross, in a training of
-        `task`.
-        """
-        add = self.work["add"]
-        (fewer, short), (more, long) = add.points[0], add.points[-1]
+        """Return the costs of messages beside the links that they cross, in training `task`."""
+        points = self.work["add"].points
+        (fewer, short), (more, long) = points[0], points[-1]
         in_memory = self.in_memory or MemoryCosts()
         if self.near is not None:
-            in_memory = dataclasses.replace(
-                in_memory, send=self.near.send, receive=self.near.receive
-            )
+            in_memory = replace(in_memory, send=self.near.send, receive=self.near.receive)
         return Overhead(
             send=self.messages.send,
             receive=self.messages.receive,
@@ -331,8 +332,7 @@ class Calibration:
 
     def to_json(self) -> str:
         """Return the text of a file that `read_calibration` understands."""
-        document = {"schema": SCHEMA, **dataclasses.asdict(self)}
-        return json.dumps(document, indent=1) + "\n"
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n"
 
 
 def read_calibration(path: Path) -> Calibration:

@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
-from itertools import islice
-from typing import Literal
+from itertools import cycle, islice
+from typing import Literal, TypeVar
 
-from orchestra.cluster.costs import Overhead
 from orchestra.cluster.faults import (
     Changes,
     Death,
@@ -23,13 +22,13 @@ from orchestra.cluster.faults import (
     joined,
     rank_of,
 )
-from orchestra.cluster.nodes import Channel, Link, Node, Path, Switch
+from orchestra.cluster.nodes import Channel, Link, Node, Overhead, Path, Switch
 from orchestra.errors import InputError, nearest
 from orchestra.settings import REQUIRED, Settings, setting
 
+F = TypeVar("F", bound=Fault)
 Part = tuple[str, str | int]
-"""The place of something in a cluster: ("nodes", "worker-3"), ("faults", 0) or ("placement",
-"")."""
+"""The place of something in a cluster: ("nodes", "worker-3"), ("faults", 0), ("placement", "")."""
 
 
 class Unfit(InputError):
@@ -65,11 +64,11 @@ class Cluster(Settings):
         self._check_tree()
         self._check_prices()
         for node in self.nodes:
+            part = ("nodes", node.name)
             if node.switch is not None:
-                _require(("nodes", node.name), node.switch, self._by_switch, "there is no switch")
+                _require(part, node.switch, self._by_switch, "there is no switch")
             elif len(self.nodes) > 1:
-                reason = f"{node.name} has no link to a switch; only a single node may"
-                raise Unfit(("nodes", node.name), reason)
+                raise Unfit(part, f"{node.name} has no link to a switch; only a single node may")
         for name in () if isinstance(self.placement, str) else self.placement:
             _require(("placement", ""), name, self._by_name, "there is no node")
         for index, fault in enumerate(self.faults):
@@ -84,9 +83,7 @@ class Cluster(Settings):
         return [link for link in ends if link is not None]
 
     def scaled(self, *, bandwidth: float = 1.0, latency: float = 1.0) -> Cluster:
-        """Return the same cluster with the bandwidths and latencies between its nodes
-        multiplied.
-        """
+        """Return the cluster with the bandwidths and latencies between its nodes multiplied."""
 
         def link(old: Link | None) -> Link | None:
             return old and Link(old.bandwidth * bandwidth, old.latency * latency)
@@ -118,9 +115,7 @@ class Cluster(Settings):
         return tuple(node.threads(there[node.name], chosen) for node in nodes)
 
     def bandwidths_of(self, ranks: int) -> tuple[float, ...]:
-        """Return the bytes/s of each rank's part of its node's link; on a single node, of the
-        loopback.
-        """
+        """Return the bytes/s of each rank's part of its node's link (a single node: loopback)."""
         nodes = self.nodes_of(ranks)
         there = Counter(node.name for node in nodes)
         return tuple(
@@ -139,19 +134,17 @@ class Cluster(Settings):
                         f"cluster {self.name}: a fault befalls {name}, but ranks are 0 to "
                         f"{ranks - 1}; raise ranks or change faults"
                     )
-        if self.placement == "spread":
-            order = list(self.nodes)
-        elif self.placement == "packed":
-            slots = (node for node in self.nodes for _ in range(node.slots))
-            order = list(islice(slots, ranks))
-        else:
+        order: Iterable[Node] = self.nodes
+        if self.placement == "packed":
+            order = (node for node in self.nodes for _ in range(node.slots))
+        elif self.placement != "spread":
             order = [self._by_name[name] for name in self.placement]
-            if len(order) != ranks:
+            if len(self.placement) != ranks:
                 raise InputError(
-                    f"cluster {self.name} places {len(order)} ranks, but there are {ranks}; "
-                    "name a node for each, or write ranks: spread or packed"
+                    f"cluster {self.name} places {len(self.placement)} ranks, but there are "
+                    f"{ranks}; name a node for each, or write ranks: spread or packed"
                 )
-        return tuple(order[rank % len(order)] for rank in range(ranks))
+        return tuple(islice(cycle(order), ranks))
 
     # What a message crosses
 
@@ -167,19 +160,18 @@ class Cluster(Settings):
     @cached_property
     def channels(self) -> dict[str, Channel]:
         """Every capacity that there is, by its name: "worker-3 up", "worker-3 loopback"."""
-        found: dict[str, Channel] = {}
+        links: dict[str, Link | None] = {}
         for part in self._parts:
-            links: dict[str, Link | None] = {}
             if isinstance(part, Switch) and part.shared is not None:
-                links["shared"] = Link(part.shared, 0.0)
-            links |= {"up": part.up, "down": part.down}
+                links[f"{part.name} shared"] = Link(part.shared, 0.0)
+            links |= {f"{part.name} up": part.up, f"{part.name} down": part.down}
             if isinstance(part, Node):
-                links["loopback"] = part.loopback
-            for kind, link in links.items():
-                if link is not None:
-                    name = f"{part.name} {kind}"
-                    found[name] = Channel(name, link.bandwidth, link.latency)
-        return found
+                links[f"{part.name} loopback"] = part.loopback
+        return {
+            name: Channel(name, link.bandwidth, link.latency)
+            for name, link in links.items()
+            if link is not None
+        }
 
     def _names_of(self, source: Node, target: Node) -> Iterator[str]:
         """Yield the names of the channels on the way, with those of switches that share nothing."""
@@ -207,39 +199,28 @@ class Cluster(Settings):
 
     def speed_changes(self, node: Node) -> Changes:
         """Return the factors on the speed of `node`; slow-downs at the same time multiply."""
-        slow = (fault for fault in self.faults if isinstance(fault, SlowDown))
+        slow = (fault for fault in self._faults(SlowDown) if fault.node == node.name)
         # Factors are on the speed, while the fault's is on durations.
-        return changes((fault, 1 / fault.factor) for fault in slow if fault.node == node.name)
+        return changes((fault, 1 / fault.factor) for fault in slow)
 
     def bandwidth_changes(self, channel: Channel) -> Changes:
         """Return the factors on the bandwidth of `channel`: 0 while its link is cut."""
         owner, _, kind = channel.name.rpartition(" ")
-        return changes(
-            (fault, 0.0 if isinstance(fault, LinkCut) else 1 / fault.factor)
-            for fault in self.faults
-            if isinstance(fault, LinkCut | LinkSlow)
-            and fault.of == owner
-            and kind in ("up", "down")
-        )
+        if kind not in ("up", "down"):
+            return changes(())
+        cut = [(fault, 0.0) for fault in self._faults(LinkCut) if fault.of == owner]
+        slow = [(fault, 1 / fault.factor) for fault in self._faults(LinkSlow) if fault.of == owner]
+        return changes([*cut, *slow])
 
     def pauses(self, rank: int, ranks: int) -> tuple[tuple[float, float], ...]:
-        """Return the times (from, to) at which `rank` is stopped, rising and apart from one
-        another.
-        """
-        return joined(
-            (fault.at, fault.at + fault.seconds)
-            for fault in self.faults
-            if isinstance(fault, Pause) and self._means(fault.of, rank, ranks)
-        )
+        """Return the times (from, to) at which `rank` is stopped, rising and disjoint."""
+        own = (fault for fault in self._faults(Pause) if self._means(fault.of, rank, ranks))
+        return joined((fault.at, fault.at + fault.seconds) for fault in own)
 
     def death(self, rank: int, ranks: int) -> float | None:
         """Return when `rank` dies; None if it does not."""
-        times = (
-            fault.at
-            for fault in self.faults
-            if isinstance(fault, Death) and self._means(fault.of, rank, ranks)
-        )
-        return min(times, default=None)
+        own = (fault for fault in self._faults(Death) if self._means(fault.of, rank, ranks))
+        return min((fault.at for fault in own), default=None)
 
     def delay(self, source: int, target: int, ranks: int, time: float) -> float:
         """Return the seconds that a message between two ranks arrives later if sent at `time`."""
@@ -251,6 +232,9 @@ class Cluster(Settings):
             and self._means(fault.source, source, ranks)
             and self._means(fault.target, target, ranks)
         )
+
+    def _faults(self, kind: type[F]) -> list[F]:
+        return [fault for fault in self.faults if isinstance(fault, kind)]
 
     def _means(self, name: str | None, rank: int, ranks: int) -> bool:
         return name in (None, f"rank {rank}", self.nodes_of(ranks)[rank].name)
@@ -293,11 +277,9 @@ class Cluster(Settings):
         priced = [node for node in self.nodes if node.price is not None]
         for node in priced:
             if node.currency != priced[0].currency:
-                raise Unfit(
-                    ("nodes", node.name),
-                    f"the price of {node.name} is in {node.currency}, that of {priced[0].name} in "
-                    f"{priced[0].currency}; give all in one currency",
-                )
+                reason = f"the price of {node.name} is in {node.currency}, that of {priced[0].name}"
+                reason += f" in {priced[0].currency}; give all in one currency"
+                raise Unfit(("nodes", node.name), reason)
 
     def _check_tree(self) -> None:
         roots = [switch.name for switch in self.switches if switch.to is None]
@@ -308,12 +290,12 @@ class Cluster(Settings):
             elif switch.name != roots[0]:
                 raise Unfit(part, f"{switch.name} and {roots[0]} have no switch above; join them")
         for switch in self.switches:
-            above, name = set(), switch.name
-            while (to := self._by_switch[name].to) is not None:
+            above, to = set(), switch.to
+            while to is not None:
                 if to in above:
                     raise Unfit(("switches", switch.name), f"{switch.name} leads into a circle")
                 above.add(to)
-                name = to
+                to = self._by_switch[to].to
 
     def _check_fault(self, part: Part, fault: Fault) -> None:
         if isinstance(fault, LinkCut | LinkSlow):

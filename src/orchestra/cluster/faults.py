@@ -50,9 +50,9 @@ class Lasting(Fault):
     def check(self) -> None:
         """Check that it ends after it begins."""
         if self.until is not None and self.until <= self.at:
+            ends, begins = SECONDS.write(self.until), SECONDS.write(self.at)
             raise InputError(
-                f"{type(self).__name__} ends at {SECONDS.write(self.until)}, not after it begins "
-                f"at {SECONDS.write(self.at)}"
+                f"{type(self).__name__} ends at {ends}, not after it begins at {begins}"
             )
 
     def holds(self, time: float) -> bool:
@@ -146,9 +146,7 @@ def rank_of(name: str) -> int | None:
 
 
 def changes(faults: Iterable[tuple[Lasting, float]]) -> Changes:
-    """Return the product of the factors of the faults that hold, from each time at which it
-    changes.
-    """
+    """Return the product of the factors of the faults that hold, from each time it changes on."""
     pairs = list(faults)
     times = {0.0, *(fault.at for fault, _ in pairs)}
     times |= {fault.until for fault, _ in pairs if fault.until is not None}

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestra.cluster.cluster import Cluster, Part, Unfit
-from orchestra.cluster.costs import Line, MemoryCosts, Tcp
 from orchestra.cluster.faults import FAULTS, Fault
-from orchestra.cluster.nodes import Drift, Link, Node, Switch
+from orchestra.cluster.nodes import Jitter, Line, Link, Node, Switch
 from orchestra.cluster.presets import CLUSTERS, Preset
 from orchestra.errors import InputError
 from orchestra.settings import MAX_RANKS, Settings, parse, write
@@ -105,8 +104,10 @@ def read_cluster(path: Path) -> Cluster:
     refuse_others(document, "", KEYS)
     require(document, {"nodes": _NODES, "ranks": "spread"}, str(path))
     # Where each part stands, so that a check of the whole cluster can name the line
-    places: dict[Part, str] = {("placement", ""): document["ranks"].at("ranks")}
-    places["nodes", ""] = document["nodes"].at("nodes")
+    places: dict[Part, str] = {
+        ("placement", ""): document["ranks"].at("ranks"),
+        ("nodes", ""): document["nodes"].at("nodes"),
+    }
     values: dict[str, Any] = {
         "name": path.stem,
         "switches": tuple(_switches(document.get("switches"), places)),
@@ -146,23 +147,21 @@ def _nodes(document: Mapping[str, Entry], places: dict[Part, str]) -> Iterator[N
         if "link" in inside and "switches" not in document:
             given["switch"] = ROOT
         node = READER.read_settings(Node, group, key, inside, given, also=("count", "link"))
-        for each in [node] if "count" not in own else _copies(node, own["count"], key):
+        nodes = [node]
+        if "count" in own:
+            count, where = own["count"].value, own["count"].at(f"{key}.count")
+            if type(count) is not int or not 1 <= count <= MAX_RANKS:
+                reason = f"{count!r} is no number of nodes; write 1 to {MAX_RANKS}"
+                raise InputError(f"{where}: {reason}")
+            nodes = [replace(node, name=f"{node.name}-{index}") for index in range(count)]
+        for each in nodes:
             places["nodes", each.name] = group.at(key)
             yield each
 
 
-def _copies(node: Node, entry: Entry, key: str) -> list[Node]:
-    count = entry.value
-    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_RANKS:
-        where = entry.at(f"{key}.count")
-        raise InputError(f"{where}: {count!r} is no number of nodes; write 1 to {MAX_RANKS}")
-    return [replace(node, name=f"{node.name}-{index}") for index in range(count)]
-
-
 def _switches(entry: Entry | None, places: dict[Part, str]) -> Iterator[Switch]:
     if entry is None:
-        # It stands nowhere in the file
-        places["switches", ROOT] = "switches"
+        places["switches", ROOT] = "switches"  # it stands nowhere in the file
         yield Switch(ROOT)
         return
     for name, switch in mapping(entry, "switches", "{core: {}, rack: {to: core}}").items():
@@ -242,8 +241,7 @@ def _groups(nodes: Sequence[Node]) -> Iterator[tuple[str, dict[str, Any]]]:
         if counted and len(group) > 1 and base not in names:
             yield base, {"count": len(group), **_plain(group[0])}
         else:
-            for node in group:
-                yield node.name, _plain(node)
+            yield from ((node.name, _plain(node)) for node in group)
 
 
 def _plain(settings: Settings) -> dict[str, Any]:
@@ -256,10 +254,8 @@ def _plain(settings: Settings) -> dict[str, Any]:
         unit = field.metadata.get("unit")
         if unit is not None:
             value = unit.write(value)
-        elif isinstance(value, Link | Drift | Line | MemoryCosts | Tcp):
-            value = _plain(value)
         elif isinstance(value, Settings):
-            value = write(value, CLUSTERS)
+            value = write(value, CLUSTERS) if isinstance(value, Jitter) else _plain(value)
         found[field.name] = value
     if isinstance(settings, Node | Switch) and settings.up is not None:
         up, down = found.pop("up"), found.pop("down")

@@ -20,13 +20,7 @@ from typing import Any
 from orchestra.cluster.cluster import Cluster
 from orchestra.cluster.file import READER
 from orchestra.cluster.nodes import Link, Node, Switch
-from orchestra.cluster.presets import (
-    GPU_OVERHEAD,
-    LOOPBACK,
-    NVLINK,
-    PCIE_LATENCY,
-    gpu_machine,
-)
+from orchestra.cluster.presets import GPU_OVERHEAD, LOOPBACK, NVLINK, PCIE_LATENCY, gpu_nodes
 from orchestra.errors import InputError, nearest
 from orchestra.settings import MAX_RANKS
 from orchestra.settings.reading import Entry, yaml_value
@@ -34,11 +28,8 @@ from orchestra.settings.reading import Entry, yaml_value
 HERE = "here"
 KEYS = ("name", "speed", "flops", "memory", "price", "watts", "jitter")
 LINKS = {
-    "bandwidth": "1 Gbit/s",
-    "latency": "50 us",
-    "gpu_link": "31.5 GB/s",
-    "gpu_latency": "2.85 us",
-}
+    "bandwidth": "1 Gbit/s", "latency": "50 us", "gpu_link": "31.5 GB/s", "gpu_latency": "2.85 us",
+}  # fmt: skip
 """The quantities of a machine's network, and of each GPU's link inside it, with examples."""
 PCIE = ("PIX", "PXB", "PHB", "NODE", "SYS")
 MAX_OUTPUT = 4_000_000
@@ -64,7 +55,7 @@ def cluster_of(sources: Sequence[str], name: str) -> Cluster:
     if total > MAX_RANKS:
         raise InputError(f"{sources[0]}: {total} machines are more than {MAX_RANKS}")
     nodes: list[Node] = []
-    switches = [Switch("network")]
+    switches = [Switch("network")] if total > 1 else []
     for machine in machines:
         for label in machine.labels():
             one = replace(machine.node, name=label)
@@ -72,13 +63,10 @@ def cluster_of(sources: Sequence[str], name: str) -> Cluster:
             to = "network" if link else None
             if machine.gpus > 1:
                 inside = machine.link("gpu_link", "gpu_latency")
-                cards, switch = gpu_machine(label, machine.gpus, one, inside)
-                nodes += cards
-                switches.append(replace(switch, to=to, up=link, down=link))
+                nodes += gpu_nodes(label, machine.gpus, one, inside)
+                switches.append(Switch(label, to=to, up=link, down=link))
             else:
                 nodes.append(replace(one, switch=to, up=link, down=link))
-    if total == 1:
-        switches = switches[1:]
     every_gpu = all(node.devices for node in nodes)
     return Cluster(
         name, tuple(nodes), tuple(switches), placement="packed" if every_gpu else "spread",
@@ -88,20 +76,17 @@ def cluster_of(sources: Sequence[str], name: str) -> Cluster:
 
 @dataclass(frozen=True)
 class Machine:
-    """The description of `count` machines: each as a node without links, and `links`, the
-    quantities that are known, by the names of `LINKS`.
-    """
+    """The description of `count` alike machines."""
 
     source: str
-    node: Node
+    node: Node  # one of them, without links
     count: int
     gpus: int
-    links: Mapping[str, float]
+    links: Mapping[str, float]  # the quantities that are known, by the names of `LINKS`
 
     def labels(self) -> list[str]:
-        if self.count == 1:
-            return [self.node.name]
-        return [f"{self.node.name}-{index}" for index in range(self.count)]
+        name = self.node.name
+        return [name] if self.count == 1 else [f"{name}-{index}" for index in range(self.count)]
 
     def link(self, bandwidth: str, latency: str) -> Link:
         """Return the link of these two quantities."""
@@ -115,10 +100,11 @@ def _machine(source: str) -> Machine:
     what, *rest = source.split(",")
     count = int(rest.pop(0)) if rest and re.fullmatch(r"\d{1,9}", rest[0]) else 1
     given: dict[str, str] = {}
+    names = (*KEYS, *LINKS, "topo")
     for part in rest:
         key, equals, value = part.partition("=")
-        if not equals or key not in (*KEYS, *LINKS, "topo"):
-            hint = nearest(key, (*KEYS, *LINKS, "topo"))
+        if not equals or key not in names:
+            hint = nearest(key, names)
             raise InputError(f"{source}: {part!r} is no KEY=VALUE that is known; {hint}")
         given[key] = value
     if count < 1:
@@ -147,8 +133,8 @@ def _machine(source: str) -> Machine:
             # A figure that is given replaces the other unit, of which a node has one only.
             known.pop("flops" if key == "speed" else "speed", None)
     if "speed" not in known and "flops" not in known:
-        unit = "flops=15 TFLOP/s, what a GPU sustains" if gpus else "speed=1, of a core beside "
-        unit += "" if gpus else "the machine that was calibrated"
+        unit = "speed=1, of a core beside the machine that was calibrated"
+        unit = "flops=15 TFLOP/s, what a GPU sustains" if gpus else unit
         raise InputError(f"{source}: how fast it is nobody says; add ,{unit}")
     try:
         node = Node(**known, devices=min(gpus, 1), loopback=LOOPBACK)
@@ -160,13 +146,11 @@ def _machine(source: str) -> Machine:
 def _instance(row: Mapping[str, str], known: dict[str, Any], links: dict[str, float]) -> int:
     """Take the figures of a row of the table; return the number of GPUs."""
     gpus = int(row["gpus"])
-    known["name"] = row["name"].partition(":")[2]
-    known["cores"] = int(row["vcpus"])
-    known["memory"] = float(row["gpu_memory"] if gpus else row["memory"]) * MIB
+    memory = float(row["gpu_memory"] if gpus else row["memory"]) * MIB
+    known |= {"name": row["name"].partition(":")[2], "cores": int(row["vcpus"]), "memory": memory}
     if row["usd_per_hour"]:
         known["price"] = f"{row['usd_per_hour']} USD/h"
-    # The table has Mbit/s.
-    links["bandwidth"] = float(row["network"]) * 1e6 / 8
+    links["bandwidth"] = float(row["network"]) * 1e6 / 8  # the table has Mbit/s
     if row["gpu_link"]:
         links |= {"gpu_link": float(row["gpu_link"]) * 1e9, "gpu_latency": NVLINK.latency}
     elif gpus > 1:
@@ -213,7 +197,8 @@ def _cores(text: str, what: str) -> int:
     """Return the processors that a system has at work: what Orchestra calls cores elsewhere."""
     try:
         fields = {each["field"]: each["data"] for each in _fields(json.loads(text)["lscpu"])}
-        return sum(_length(part) for part in fields["On-line CPU(s) list:"].split(","))
+        parts = [part.strip().partition("-") for part in fields["On-line CPU(s) list:"].split(",")]
+        return sum(int(last or first) - int(first) + 1 for first, _, last in parts)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise InputError(f"{what}: is no output of lscpu -J; save one with: lscpu -J") from None
 
@@ -225,11 +210,6 @@ def _fields(found: Any) -> Iterator[Mapping[str, Any]]:
         yield from _fields(each.get("children", ()))
 
 
-def _length(part: str) -> int:
-    first, _, last = part.strip().partition("-")
-    return int(last or first) - int(first) + 1
-
-
 def _topology(text: str, where: str, links: dict[str, float]) -> int:
     """Take the link between GPUs from a matrix; return how many there are.
 
@@ -238,11 +218,12 @@ def _topology(text: str, where: str, links: dict[str, float]) -> int:
     """
     # nvidia-smi underlines its header, also where its output is no terminal.
     lines = [re.sub(r"\x1b\[[\d;]*m", "", line).split() for line in text.splitlines()]
-    rows = [
-        (at, line) for at, line in enumerate(lines, 1) if line and re.match(r"GPU\d+$", line[0])
-    ]
     # The header begins with GPU0, too; a row has an X at itself.
-    rows = [(at, line) for at, line in rows if "X" in line]
+    rows = [
+        (at, line)
+        for at, line in enumerate(lines, 1)
+        if line and re.match(r"GPU\d+$", line[0]) and "X" in line
+    ]
     if not rows:
         raise InputError(f"{where}: is no output of nvidia-smi topo -m: no row begins with GPU0")
     kinds: dict[str, str] = {}
@@ -250,19 +231,18 @@ def _topology(text: str, where: str, links: dict[str, float]) -> int:
         for column, kind in enumerate(line[1 : len(rows) + 1]):
             if kind != "X":
                 kind = "PCIe" if kind in PCIE else kind
-                kinds.setdefault(
-                    kind, f"{where}:{at}: {line[0]} and GPU{column} are joined by {kind}"
-                )
+                pair = f"{line[0]} and GPU{column}"
+                kinds.setdefault(kind, f"{where}:{at}: {pair} are joined by {kind}")
     if len(kinds) > 1:
         first, other, *_ = kinds.values()
         again = other.partition(": ")[2]
         raise InputError(f"{first}, {again}: a tree needs all alike; write the file by hand")
-    for kind in kinds:
+    for kind, text in kinds.items():
         bonded = re.fullmatch(r"NV(\d+)", kind)
         if bonded is not None:
             links["gpu_link"] = int(bonded[1]) * NVLINK.bandwidth
         elif kind != "PCIe":
-            raise InputError(f"{kinds[kind]}, which is not known")
+            raise InputError(f"{text}, which is not known")
         # The bandwidth of PCIe depends on generation and lanes, which the matrix does not say.
         links["gpu_latency"] = NVLINK.latency if bonded else PCIE_LATENCY
     return len(rows)

@@ -1,4 +1,4 @@
-"""The parts of a cluster: nodes, how their speed varies, switches, and the links between them."""
+"""The parts of a cluster: nodes and how their speed varies, switches, links, costs of messages."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, runtime_checkable
 
-from orchestra.cluster.units import BANDWIDTH, BYTES, FLOPS, SECONDS, quantity, read_price
+from orchestra.cluster.units import (
+    BANDWIDTH,
+    BYTES,
+    FLOPS,
+    SECONDS,
+    SECONDS_PER_BYTE,
+    quantity,
+    read_price,
+)
 from orchestra.errors import InputError
 from orchestra.settings import REQUIRED, Settings, setting
 
@@ -32,9 +40,7 @@ class Jitter(Settings, ABC):
 
     @abstractmethod
     def factor(self, uniform: float) -> float:
-        """Return the factor at the quantile `uniform`, which lies between 0 and 1, both
-        excluded.
-        """
+        """Return the factor at the quantile `uniform`, between 0 and 1, both excluded."""
 
     @property
     def expectation(self) -> float:
@@ -113,9 +119,7 @@ class Drift(Settings):
     time_constant: float = quantity(SECONDS, 60.0, "after which it is forgotten", low=0.01, above=0)
 
     def factors(self, generator: Generator) -> Callable[[float], float]:
-        """Return the factor over time, in seconds, of one node: from normal numbers of
-        `generator`.
-        """
+        """Return the factor of one node over time, in seconds, from numbers of `generator`."""
         # The exact step of the process over a tenth of the time constant.
         keep = math.exp(-0.1)
         # Begins in the stationary state: nodes have drifted before the run, too
@@ -142,24 +146,19 @@ class Link(Settings):
 
 @dataclass(frozen=True)
 class Channel:
-    """A link with its name in a cluster ("worker-3 up"): a capacity that messages share.
-
-    `bandwidth` in bytes/s, `latency` in seconds.
-    """
+    """A link with its name in a cluster ("worker-3 up"): a capacity that messages share."""
 
     name: str
-    bandwidth: float
-    latency: float
+    bandwidth: float  # bytes/s
+    latency: float  # seconds
 
 
 @dataclass(frozen=True)
 class Path:
-    """The channels that a message crosses, in order; `latency`, in seconds, is that of all
-    together.
-    """
+    """The channels that a message crosses, in order."""
 
     channels: tuple[Channel, ...]
-    latency: float
+    latency: float  # seconds, of all together
 
 
 @dataclass(frozen=True, repr=False)
@@ -220,9 +219,7 @@ class Node(Settings):
     )
 
     def check(self) -> None:
-        """Check for one of speed and flops, a link in both directions or none, and a price that
-        is one.
-        """
+        """Check for one of speed and flops, a link in both directions or none, and the price."""
         _require_word(self.name)
         if self.speed is None and self.flops is None:
             raise InputError(f"node {self.name} lacks a speed; give speed: 1 or flops: 1.5 TFLOP/s")
@@ -255,12 +252,150 @@ class Node(Settings):
 
     @property
     def slots(self) -> int:
-        """The number of ranks that compute at full speed at the same time: one a device, else
-        one a core.
-        """
+        """The ranks that compute at full speed at the same time: one a device, else one a core."""
         return self.devices or self.cores
 
 
 def _require_word(name: str) -> None:
     if not _NAME.fullmatch(name):
         raise InputError(f"{name!r} is no name; use letters, digits, '_', '-' and '.'")
+
+
+# What messages cost
+
+
+@runtime_checkable
+class Cost(Protocol):
+    """Seconds over an amount."""
+
+    def at(self, amount: float) -> float:
+        """Return the seconds for `amount` units."""
+        ...
+
+
+@dataclass(frozen=True, repr=False)
+class Line(Settings):
+    """Seconds over an amount."""
+
+    fixed: float = quantity(SECONDS, REQUIRED, "for each piece of work", low=0)
+    each: float = quantity(SECONDS_PER_BYTE, REQUIRED, "for each unit in it", low=0)
+
+    def at(self, amount: float) -> float:
+        """Return the seconds for `amount` units."""
+        return self.fixed + self.each * amount
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How cores are shared when all compute at once, or when there are more threads than cores."""
+
+    speed: float = 1.0  # a core's while all compute, where it is 1 while one does
+    # Seconds after which a thread gives way to one that waits; None: threads share the cores evenly
+    # at every instant
+    time_slice: float | None = None
+    # Seconds that a thread loses on a core that another one had before it: the caches hold what was
+    # the other's
+    refill: float = 0.0
+
+
+EVENLY = Sharing()
+
+
+@dataclass(frozen=True, repr=False)
+class MemoryCosts(Settings):
+    """The costs of collectives in shared memory for each of their ranks, and of messages in shared
+    memory for both ends, in processor seconds; `wake` is time that passes.
+
+    The defaults are assumed, near what machines of two cores gave.
+    """
+
+    collective: float = quantity(SECONDS, 50e-6, "of a collective beside all else", low=0)
+    barrier: float = quantity(SECONDS, 10e-6, "of a barrier, for each other rank", low=0)
+    copy: float = quantity(SECONDS_PER_BYTE, 0.2e-9, "of a pass over a vector", low=0)
+    wake: float = quantity(SECONDS, 30e-6, "from the last rank's coming until all go on", low=0)
+    send: Cost | None = setting(
+        None, "of a message's sender, over its bytes; none: all messages are those of sockets"
+    )
+    receive: Cost | None = setting(None, "of a message's receiver")
+
+
+@dataclass(frozen=True, repr=False)
+class Tcp(Settings):
+    """The overhead of TCP on the links between nodes, besides the headers of `Overhead.wire`.
+
+    Acknowledgements: one for every second full segment (RFC 5681, section 4.2): with timestamps, in
+    Ethernet's frames, 90 bytes for 2 times 1,538. The first window: 10 segments (RFC 6928). The
+    largest: Linux's `net.ipv4.tcp_wmem`. Shares by latency, and the queue: P. Velho et al., On the
+    Validity of Flow-level TCP Network Models, ACM TOMACS 23(4), 2013, as in SimGrid. How unlike
+    shares are beside that, and how much is taken in unread, was measured (docs/clusters.md); shares
+    are even where no node has jitter.
+    """
+
+    acknowledgements: float = setting(
+        0.029, "bytes of acknowledgements for each byte that goes the other way", low=0, high=1
+    )
+    first_window: float = quantity(
+        BYTES, 14480, "in flight until the first acknowledgement", above=0
+    )
+    window: float = quantity(BYTES, 4 * 1024**2, "in flight on one connection at most", above=0)
+    queue: float = quantity(
+        BYTES, 20537, "at each link: shares go by 1 / (latency + queue / bandwidth)", low=0
+    )
+    unread: float = quantity(
+        BYTES, 3e6, "that the kernel of a rank takes in on a connection while nobody reads", low=0
+    )
+    unfairness: float = setting(
+        0.4, "standard deviation of the logarithm of a message's share of a link", low=0, high=5
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class Overhead(Settings):
+    """The costs of messages besides the links that they cross, in processor seconds.
+
+    `cold` is once for each step with messages: these and the gradient push each other out of the
+    caches. `handling` is the strategy's own code around a message; in a collective there is none.
+    """
+
+    send: Cost = setting(REQUIRED, "of the sender, over the bytes of a message with its header")
+    receive: Cost = setting(REQUIRED, "of the receiver")
+    add: float = quantity(SECONDS_PER_BYTE, REQUIRED, "of adding what arrived to one's own", low=0)
+    buffer: float = quantity(
+        BYTES, REQUIRED, "of the kernel's: a sender is free once all others have crossed", low=0
+    )
+    wire: float = setting(
+        REQUIRED, "bytes on a link between nodes for each byte of a message", low=1, high=1e3
+    )
+    local: Cost | None = setting(None, "of a message from a rank to itself; none: nothing")
+    _: KW_ONLY
+    cold: float = quantity(SECONDS, 0.0, "of a step with messages beside both alone", low=0)
+    collective: float = quantity(SECONDS, 0.0, "of an all-reduce beside its messages", low=0)
+    handling: float = quantity(
+        SECONDS, 0.0, "of a message outside of collectives, at either end", low=0
+    )
+    in_memory: MemoryCosts = setting(MemoryCosts(), "of what is in shared memory")
+    tcp: Tcp = setting(Tcp(), "what TCP takes of the links")
+
+    def message(self, frame_bytes: int, near: bool = False) -> MessageCost:
+        """Return the costs of a message, its header included; `near`: its ranks share memory."""
+        send, receive = self.send, self.receive
+        if near:
+            send, receive = self.in_memory.send or send, self.in_memory.receive or receive
+        # What a message without bytes costs is over before its first byte leaves
+        first = send.at(0)
+        # Measured costs may fall with the size, by chance; time must not go backward.
+        rest = max(send.at(frame_bytes) - first, 0.0)
+        return MessageCost(first, rest, receive.at(frame_bytes))
+
+    def is_buffered(self, frame_bytes: int, near: bool = False) -> bool:
+        """Return whether a sender is free at once, whatever the receiver does."""
+        in_segment = near and self.in_memory.send is not None
+        return in_segment or frame_bytes <= self.buffer
+
+
+class MessageCost(NamedTuple):
+    """The costs of one message."""
+
+    send_setup: float  # processor seconds of the sender until the first byte leaves
+    send_rest: float  # processor seconds of the sender from then until the last byte has left
+    receiving: float  # processor seconds of the receiver, from the arrival of the first byte on

@@ -12,15 +12,16 @@ from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, replace
 
 from orchestra.cluster.cluster import Cluster
-from orchestra.cluster.costs import Line, Overhead
 from orchestra.cluster.nodes import (
     DEFAULT,
     JITTER_MEANS,
     MAX_CORES,
     JitterSetting,
+    Line,
     Link,
     LogNormal,
     Node,
+    Overhead,
     Switch,
 )
 from orchestra.cluster.units import BANDWIDTH, BYTES, FLOPS, SECONDS, Unit, read_price
@@ -52,7 +53,6 @@ CLUSTERS = Registry(
 
 LOOPBACK = Link(3e9, 15e-6)
 """The link between ranks of one node; `OneHost` gives the sources of the figures."""
-
 NVLINK = Link(25e9, 1.7e-6)
 """One NVLink of the generations 2 to 4 (V100, A100, H100), each direction: NVIDIA states 50 GB/s
 for both. The latency is half of what NCCL's tuning takes for a hop (src/graph/tuning.cc: ring,
@@ -277,9 +277,8 @@ class TwoSites(Lan1Gbit):
         return Cluster(write(self, CLUSTERS), nodes, switches, placement="spread")
 
 
-def gpu_machine(name: str, gpus: int, node: Node, link: Link) -> tuple[list[Node], Switch]:
-    """Return the nodes of a machine's GPUs, and the switch that joins them, without a link of its
-    own.
+def gpu_nodes(name: str, gpus: int, node: Node, link: Link) -> list[Node]:
+    """Return a node for each GPU of a machine, at a switch with the name of the machine.
 
     Args:
         node: the machine: its cores, price and watts are dealt out, its link is left out.
@@ -294,7 +293,7 @@ def gpu_machine(name: str, gpus: int, node: Node, link: Link) -> tuple[list[Node
         node, cores=max(1, node.cores // gpus), devices=1, switch=name, up=link, down=link,
         price=price, watts=None if node.watts is None else node.watts / gpus,
     )  # fmt: skip
-    return [replace(one, name=f"{name}-gpu-{index}") for index in range(gpus)], Switch(name)
+    return [replace(one, name=f"{name}-gpu-{index}") for index in range(gpus)]
 
 
 @dataclass(frozen=True, repr=False)
@@ -320,15 +319,12 @@ class GpuMachines(Preset):
         )  # fmt: skip
         inside = self._link("gpu_link", "gpu_latency")
         network = self._link("bandwidth", "latency")
-        nodes: list[Node] = []
-        switches = [Switch("network")]
-        for index in range(self.machines):
-            gpus, switch = gpu_machine(f"node-{index}", self.gpus, machine, inside)
-            nodes += gpus
-            switches.append(replace(switch, to="network", up=network, down=network))
+        names = [f"node-{index}" for index in range(self.machines)]
+        nodes = [each for name in names for each in gpu_nodes(name, self.gpus, machine, inside)]
+        switches = [Switch(name, to="network", up=network, down=network) for name in names]
         return Cluster(
-            write(self, CLUSTERS), tuple(nodes), tuple(switches), placement="packed",
-            overhead=GPU_OVERHEAD,
+            write(self, CLUSTERS), tuple(nodes), (Switch("network"), *switches),
+            placement="packed", overhead=GPU_OVERHEAD,
         )  # fmt: skip
 
 

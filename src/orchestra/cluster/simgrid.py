@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from orchestra.cluster.cluster import Cluster
 from orchestra.cluster.nodes import Link, Node, Switch
@@ -38,6 +38,10 @@ LOOPBACK = Link(10e9, 0.0)
 """The link between processes of a host, if the file has none (SimGrid's network/loopback-bw)."""
 
 Policy = Literal["SHARED", "SPLITDUPLEX", "FATPIPE"]
+POLICIES: dict[str, Policy] = {
+    "SHARED": "SHARED", "FATPIPE": "FATPIPE", "SPLITDUPLEX": "SPLITDUPLEX",
+    "FULLDUPLEX": "SPLITDUPLEX",
+}  # fmt: skip
 _CHANGES = ("speed_file", "availability_file", "state_file", "bandwidth_file", "latency_file")
 _IGNORED = {"prop", "config", "disk", "storage", "storage_type", "mount"}
 """Elements that do not affect how long training takes."""
@@ -58,11 +62,8 @@ class Wire:
         return replace(self, up=up, down=down)
 
 
-@dataclass(frozen=True)
-class Above:
-    """The place where something is attached: the switch above, if there is one, and the wires to
-    it.
-    """
+class Above(NamedTuple):
+    """The place where something is attached: the switch above, if any, and the wires to it."""
 
     switch: str | None = None
     wires: tuple[Wire, ...] = ()
@@ -106,13 +107,11 @@ class _Platform:
         if not self._nodes:
             zones[0].refuse("holds no host")
         self._check_fat()
-        if len(self._nodes) == 1:
-            alone = replace(self._nodes[0], switch=None, up=None, down=None)
-            return Cluster(self._path.stem, (alone,), placement="spread")
+        nodes, switches = tuple(self._nodes), tuple(self._switches)
+        if len(nodes) == 1:
+            nodes, switches = (replace(nodes[0], switch=None, up=None, down=None),), ()
         try:
-            return Cluster(
-                self._path.stem, tuple(self._nodes), tuple(self._switches), placement="spread"
-            )
+            return Cluster(self._path.stem, nodes, switches, placement="spread")
         except InputError as error:
             zones[0].refuse(str(error))
 
@@ -133,22 +132,20 @@ class _Platform:
             what = "Full, Floyd, Dijkstra, Cluster and None"
             element.refuse(f"has the routing {routing}, which is no tree; known: {what}")
         points = element.of("host", *ZONES)
-        if not points:
-            return None
         # A zone around one point adds nothing: no switch for it.
         if len(points) == 1 and gateway in (None, points[0].id, *routers_of(points[0])):
-            return self._attach(points[0], above, gateway, self._loopbacks(element))
-        return self._routed(element, points, above, gateway)
+            self._attach(points[0], above, gateway, self._loopbacks(element))
+        elif points:
+            self._routed(element, points, above, gateway)
+        return None
 
     def _routed(
         self, element: Element, points: Sequence[Element], above: Above, gateway: str | None
     ) -> None:
         """Add hosts and zones whose routes are written out."""
         by_name = {point.id: point for point in points}
-        names = [*by_name]
-        if gateway is not None:
-            require_router(element, gateway)
-            names.append(gateway)
+        require_router(element, gateway)
+        names = [*by_name] if gateway is None else [*by_name, gateway]
         routes, lines = routes_in(
             element, names, lambda each: self._named(each, each.id).element.id
         )
@@ -164,16 +161,18 @@ class _Platform:
                 wire.element.refuse(f"{reason}which of them is up is not known")
         top, late = self._middle(element, trunk, above)
         switches: dict[frozenset[str] | None, str] = {None: top}
+
+        def place(branch: frozenset[str]) -> Above:
+            chain = self._chain(tree.branches.get(branch, ()), late)
+            return Above(switches[tree.around(branch)], chain)
+
         for number, branch in enumerate(each for each in tree.branches if len(each) > 1):
-            chain = self._chain(tree.branches[branch], late)
-            place = Above(switches[tree.around(branch)], chain)
-            switches[branch] = self._switch(element, f"{element.id}.{number}", place)
+            switches[branch] = self._switch(
+                element, f"{element.id}.{number}", place(branch), None, 0.0
+            )
         loopbacks = self._loopbacks(element)
         for name, point in by_name.items():
-            own = frozenset([name])
-            chain = self._chain(tree.branches.get(own, ()), late)
-            place = Above(switches[tree.around(own)], chain)
-            self._attach(point, place, gateways.get(name), loopbacks)
+            self._attach(point, place(frozenset([name])), gateways.get(name), loopbacks)
 
     def _attach(
         self, point: Element, above: Above, gateway: str | None, loopbacks: Mapping[str, Link]
@@ -187,9 +186,13 @@ class _Platform:
     def _chain(self, names: Sequence[str], later: float) -> tuple[Wire, ...]:
         wires = [self._wires[name] for name in names]
         if later and not wires:
-            free = Link(self._unlimited, 0.0)
-            wires = [Wire(free, free, "SPLITDUPLEX", self._root)]
+            return (self._free(later, self._root),)
         return (wires[0].later(later), *wires[1:]) if wires else ()
+
+    def _free(self, latency: float, element: Element) -> Wire:
+        """Return a wire that limits nothing."""
+        link = Link(self._unlimited, latency)
+        return Wire(link, link, "SPLITDUPLEX", element)
 
     def _cluster(self, element: Element, above: Above, gateway: str | None) -> None:
         """Add hosts with a link each to one router, perhaps with a backbone between all of them."""
@@ -202,10 +205,9 @@ class _Platform:
         if given.get("limiter_link"):
             limit = Link(element.bandwidth("limiter_link"), 0.0)
             wires.append(Wire(limit, limit, "SHARED", element))
-        backbone = []
+        backbone, loopback = [], LOOPBACK
         if given.get("bb_bw"):
             backbone = [self._wire(element, "bb_bw", "bb_lat", "bb_sharing_policy")]
-        loopback = LOOPBACK
         if given.get("loopback_bw"):
             latency = element.latency("loopback_lat")
             loopback = Link(element.bandwidth("loopback_bw"), latency)
@@ -217,8 +219,7 @@ class _Platform:
 
     def _star(self, element: Element, above: Above, gateway: str | None) -> None:
         """Add hosts with links of their own to one router (`host_link`)."""
-        if gateway is not None:
-            require_router(element, gateway)
+        require_router(element, gateway)
         for each in element.of("route", *ZONES):
             each.refuse("does not belong in a zone with the routing Cluster")
         links = {each.id: each for each in element.of("host_link")}
@@ -271,29 +272,20 @@ class _Platform:
             element.refuse(str(error))
 
     def _switch(
-        self,
-        element: Element,
-        name: str,
-        above: Above,
-        shared: float | None = None,
-        late: float = 0.0,
+        self, element: Element, name: str, above: Above, shared: float | None, late: float
     ) -> str:
-        wires = above.wires
         if above.switch is not None and late:
-            free = Link(self._unlimited, late)
             # Half of the backbone's latency lies between this switch and the one above.
-            wires = (*wires, Wire(free, free, "SPLITDUPLEX", element))
+            above = Above(above.switch, (*above.wires, self._free(late, element)))
         try:
-            given = self._link_up(name, "to", Above(above.switch, wires))
+            given = self._link_up(name, "to", above)
             self._switches.append(Switch(name, shared=shared, **given))
         except InputError as error:
             element.refuse(str(error))
         return name
 
     def _link_up(self, name: str, key: str, above: Above) -> dict[str, Any]:
-        """Return the link of a node or switch: its wires as one, below a switch of its own where
-        directions share.
-        """
+        """Return a node's or switch's link: its wires as one, below a switch if they share."""
         if above.switch is None:
             return {}
         both = [wire for wire in above.wires if wire.policy != "FATPIPE"]
@@ -329,21 +321,20 @@ class _Platform:
         """Return the loopbacks of hosts for which a zone has a route."""
         found = {}
         for route in element.of("route"):
-            if route.attributes.get("src") == route.attributes.get("dst"):
-                wires = [self._named(each, each.id) for each in route.of("link_ctn")]
-                bandwidth = min((wire.up.bandwidth for wire in wires), default=LOOPBACK.bandwidth)
-                latency = sum(wire.up.latency for wire in wires)
-                found[route.attributes.get("src", "")] = Link(bandwidth, latency)
+            if (host := route.attributes.get("src")) == route.attributes.get("dst"):
+                links = [self._named(each, each.id).up for each in route.of("link_ctn")]
+                bandwidth = min((link.bandwidth for link in links), default=LOOPBACK.bandwidth)
+                found[host or ""] = Link(bandwidth, sum(link.latency for link in links))
         return found
 
     def _named(self, element: Element, name: str) -> Wire:
         """Return the link of this name, or the link of which the name means one direction."""
-        base = re.sub(r"_(UP|DOWN)$", "", name)
-        if name not in self._wires and (
-            base not in self._wires or self._wires[base].policy != "SPLITDUPLEX"
-        ):
+        if name in self._wires:
+            return self._wires[name]
+        whole = self._wires.get(re.sub(r"_(UP|DOWN)$", "", name))
+        if whole is None or whole.policy != "SPLITDUPLEX":
             element.refuse(f"names a link {name} that there is not")
-        return self._wires.get(name) or self._wires[base]
+        return whole
 
     # Texts
 
@@ -358,13 +349,9 @@ class _Platform:
         _refuse_changes(element)
         link = Link(element.bandwidth(bandwidth), element.latency(latency))
         given = element.attributes.get(policy, default).upper()
-        policies: dict[str, Policy] = {
-            "SHARED": "SHARED", "FATPIPE": "FATPIPE", "SPLITDUPLEX": "SPLITDUPLEX",
-            "FULLDUPLEX": "SPLITDUPLEX",
-        }  # fmt: skip
-        if given not in policies:
+        if given not in POLICIES:
             element.refuse(f"has the {policy} {given}, which does not fit")
-        return Wire(link, link, policies[given], element)
+        return Wire(link, link, POLICIES[given], element)
 
 
 def _radical(element: Element) -> Iterator[int]:

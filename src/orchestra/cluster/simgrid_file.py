@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -154,11 +155,9 @@ def _joined(
     element: Element, names: Sequence[str], edges: Mapping[Pair, list[str]]
 ) -> dict[Pair, list[str]]:
     """Return the routes between `names` over `edges`, which have to be a tree."""
-    near: dict[str, dict[str, list[str]]] = {}
-    for pair, links in edges.items():
-        one, other = sorted(pair)
-        near.setdefault(one, {})[other] = links
-        near.setdefault(other, {})[one] = links
+    near: defaultdict[str, dict[str, list[str]]] = defaultdict(dict)
+    for (one, other), links in edges.items():
+        near[one][other] = near[other][one] = links
     # A connected graph is a tree if it has one edge less than points.
     if len(edges) != len(near) - 1:
         element.refuse("has more than one way between two of its points, or none")
@@ -168,7 +167,7 @@ def _joined(
         ahead = [source]
         while ahead:
             here = ahead.pop()
-            for there, links in near.get(here, {}).items():
+            for there, links in near[here].items():
                 if there not in found:
                     found[there] = found[here] + links
                     ahead.append(there)
@@ -188,8 +187,8 @@ def gateways_in(element: Element) -> dict[str, str]:
     return found
 
 
-def require_router(zone: Element, gateway: str) -> None:
-    if gateway not in [router.id for router in zone.of("router")]:
+def require_router(zone: Element, gateway: str | None) -> None:
+    if gateway is not None and gateway not in [router.id for router in zone.of("router")]:
         zone.refuse(f"is entered at {gateway}, which is none of its own routers")
 
 
@@ -224,7 +223,7 @@ class RouteTree:
     """
 
     branches: Mapping[frozenset[str], Sequence[str]]
-    trunk: Sequence[str] = ()
+    trunk: Sequence[str]
 
     def around(self, points: frozenset[str]) -> frozenset[str] | None:
         """Return the smallest branch that has `points` and more; None where it is the whole."""
@@ -246,14 +245,14 @@ def tree_of(
         NoTree: there is no route between two of them, or the links are not those of a tree.
     """
     pairs = [frozenset(pair) for pair in combinations(points, 2)]
-    users: dict[str, set[Pair]] = {}
+    users: defaultdict[str, set[Pair]] = defaultdict(set)
     for pair in pairs:
         if pair not in routes:
             raise NoTree(pair, f"there is no route between {' and '.join(sorted(pair))}")
         for link in routes[pair]:
-            users.setdefault(link, set()).add(pair)
+            users[link].add(pair)
     first = root or points[0]
-    branches: dict[frozenset[str], list[str]] = {}
+    branches: defaultdict[frozenset[str], list[str]] = defaultdict(list)
     trunk = []
     for link, used in users.items():
         beyond = frozenset(other for other in points if {first, other} in used)
@@ -263,7 +262,7 @@ def tree_of(
         if used == split and beyond:
             # Without a root the first point is a leaf like any other: the link is its own.
             alone = root is None and others == {first}
-            branches.setdefault(others if alone else beyond, []).append(link)
+            branches[others if alone else beyond].append(link)
         elif len(used) == len(pairs):
             trunk.append(link)
         else:

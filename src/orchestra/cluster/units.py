@@ -25,23 +25,14 @@ _QUANTITY = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """One kind of quantity.
+    """One kind of quantity."""
 
-    Attributes:
-        kind: what is measured ("bandwidth").
-        base: what a plain number means in Python ("bytes/s").
-        example: a quantity to offer in messages.
-        factors: of each name in a text, in terms of `base`.
-        written: the names that `write` chooses from, rising.
-        least, most: what is computed with, in terms of `base`; 0 is refused where it is declared.
-    """
-
-    kind: str
-    base: str
-    example: str
-    factors: Mapping[str, Fraction]
-    written: tuple[str, ...]
-    least: float
+    kind: str  # what is measured ("bandwidth")
+    base: str  # what a plain number means in Python ("bytes/s")
+    example: str  # a quantity to offer in messages
+    factors: Mapping[str, Fraction]  # of each name in a text, in terms of `base`
+    written: tuple[str, ...]  # the names that `write` chooses from, rising
+    least: float  # what is computed with, in terms of `base`; 0 is refused where it is declared
     most: float
 
     def read(self, text: object, *, where: str) -> float:
@@ -51,11 +42,8 @@ class Unit:
             InputError: a plain number, an unknown unit, or no quantity.
         """
         match = _QUANTITY.fullmatch(text.strip()) if isinstance(text, str) else None
-        if match is None:
-            raise InputError(f"{where}: {self._complaint(text)}")
-        name = match["unit"]
-        if not name:
-            raise InputError(f"{where}: {self._complaint(match['number'])}")
+        if match is None or not (name := match["unit"]):
+            raise InputError(f"{where}: {self._complaint(match['number'] if match else text)}")
         if name not in self.factors:
             raise InputError(f"{where}: {text!r}: {self._unknown(name)}")
         try:
@@ -103,7 +91,7 @@ class Unit:
         return f"unknown unit {name!r} of {self.kind}; {nearest(name, same or self.factors)}"
 
 
-_PRICE = re.compile(r"(?P<amount>\d{1,12}(?:\.\d{1,12})?) (?P<currency>[A-Z]{3})/h")
+_PRICE = re.compile(r"(\d{1,12}(?:\.\d{1,12})?) ([A-Z]{3})/h")
 
 
 def clock_text(seconds: float) -> str:
@@ -125,75 +113,42 @@ def read_price(text: str, *, where: str) -> tuple[float, str]:
             f"{where}: {text!r} is no price; write an amount and the three letters of a currency, "
             "for an hour: 3.06 USD/h"
         )
-    return float(match["amount"]), match["currency"]
+    return float(match[1]), match[2]
 
 
-def _scaled(units: Mapping[str, Fraction], prefixes: Mapping[str, int]) -> dict[str, Fraction]:
-    return {
-        prefix + name: factor * scale
-        for prefix, scale in prefixes.items()
-        for name, factor in units.items()
-    }
+def _scaled(unit: str, factor: Fraction, prefixes: Mapping[str, int]) -> dict[str, Fraction]:
+    return {prefix + unit: factor * scale for prefix, scale in prefixes.items()}
 
 
 _ONE = Fraction(1)
 _DECIMAL = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-_BYTES = _scaled({"B": _ONE}, _DECIMAL | _BINARY)
-_TIMES = {
-    "ps": Fraction(1, 10**12),
-    "ns": Fraction(1, 10**9),
-    "us": Fraction(1, 10**6),
-    "µs": Fraction(1, 10**6),
-    "ms": Fraction(1, 10**3),
-    "s": _ONE,
-}
+_BYTES = _scaled("B", _ONE, _DECIMAL | _BINARY)
+_POWERS = {"ps": 12, "ns": 9, "us": 6, "µs": 6, "ms": 3, "s": 0}
+_TIMES = {name: Fraction(1, 10**power) for name, power in _POWERS.items()}
 
 BANDWIDTH = Unit(
-    "bandwidth",
-    "bytes/s",
-    "1 Gbit/s or 125 MB/s",
-    _scaled({"bit/s": Fraction(1, 8)}, _DECIMAL) | {f"{k}/s": v for k, v in _BYTES.items()},
-    ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"),
-    least=1e-3,
-    most=1e18,
-)
+    "bandwidth", "bytes/s", "1 Gbit/s or 125 MB/s",
+    _scaled("bit/s", Fraction(1, 8), _DECIMAL) | {f"{k}/s": v for k, v in _BYTES.items()},
+    ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"), least=1e-3, most=1e18,
+)  # fmt: skip
 SECONDS = Unit(
-    "time",
-    "seconds",
-    "50 us, 2 ms or 1.5 s",
+    "time", "seconds", "50 us, 2 ms or 1.5 s",
     _TIMES | {"min": Fraction(60), "h": Fraction(3600)},
-    ("ps", "ns", "us", "ms", "s"),
-    least=1e-12,
-    most=1e12,
-)
+    ("ps", "ns", "us", "ms", "s"), least=1e-12, most=1e12,
+)  # fmt: skip
 BYTES = Unit(
-    "size",
-    "bytes",
-    "16 GB or 512 MiB",
-    _BYTES,
-    ("B", "kB", "MB", "GB", "TB", "PB"),
-    least=1,
-    most=1e18,
-)
+    "size", "bytes", "16 GB or 512 MiB", _BYTES,
+    ("B", "kB", "MB", "GB", "TB", "PB"), least=1, most=1e18,
+)  # fmt: skip
 FLOPS = Unit(
-    "computing speed",
-    "FLOP/s",
-    "1.5 TFLOP/s",
-    _scaled({"FLOP/s": _ONE}, _DECIMAL),
-    ("FLOP/s", "kFLOP/s", "MFLOP/s", "GFLOP/s", "TFLOP/s", "PFLOP/s"),
-    least=1,
-    most=1e24,
-)
+    "computing speed", "FLOP/s", "1.5 TFLOP/s", _scaled("FLOP/s", _ONE, _DECIMAL),
+    ("FLOP/s", "kFLOP/s", "MFLOP/s", "GFLOP/s", "TFLOP/s", "PFLOP/s"), least=1, most=1e24,
+)  # fmt: skip
 SECONDS_PER_BYTE = Unit(
-    "time for each byte",
-    "seconds/byte",
-    "0.3 ns/B",
-    {f"{name}/B": factor for name, factor in _TIMES.items()},
-    ("ps/B", "ns/B", "us/B", "ms/B", "s/B"),
-    least=1e-18,
-    most=1e3,
-)
+    "time for each byte", "seconds/byte", "0.3 ns/B", {f"{k}/B": v for k, v in _TIMES.items()},
+    ("ps/B", "ns/B", "us/B", "ms/B", "s/B"), least=1e-18, most=1e3,
+)  # fmt: skip
 
 
 def quantity(
@@ -203,6 +158,5 @@ def quantity(
 
     Its range is the unit's, from `low` on where that is given.
     """
-    low = unit.least if low is None else low
-    text = f"{meaning} ({unit.base})"
+    low, text = unit.least if low is None else low, f"{meaning} ({unit.base})"
     return setting(default, text, low=low, high=unit.most, above=above, unit=unit)

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from orchestra.engines.processes.distribute import distribute, end_loops, runtime_beside_loops
 from orchestra.engines.processes.environment import detect, rank, world_size
 from orchestra.errors import InputError
-from orchestra.integrations.worker_group import WorkerGroup
 from orchestra.strategies.base import Strategy, roles_of
 from orchestra.strategies.registry import strategy_of
 from orchestra.trainer.own_loop.batches import Batches
@@ -31,7 +30,7 @@ try:
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning_utilities.core.rank_zero import rank_zero_only
 
-    from orchestra.integrations import metrics
+    from orchestra.integrations.worker_group import WorkerGroup, connect, disconnect
 except ImportError as error:
     raise InputError(
         f"orchestra.integrations.lightning needs Lightning ({error}): "
@@ -170,7 +169,7 @@ class OrchestraStrategy(ParallelStrategy):
         """Connect the metrics across the workers, and refuse what would be trained wrongly."""
         super().setup(trainer)
         if self.model is not None and self._group is not None:
-            metrics.connect(self.model, self._group)
+            connect(self.model, self._group)
         if trainer.state.fn != TrainerFn.FITTING:
             return
         # `backward()` and `step()` are taken over for one optimizer
@@ -193,7 +192,7 @@ class OrchestraStrategy(ParallelStrategy):
     def teardown(self) -> None:
         """Return to a single process, and disconnect the metrics."""
         if self.model is not None and self._group is not None:
-            metrics.disconnect(self.model, self._group)
+            disconnect(self.model, self._group)
         super().teardown()
 
     def process_dataloader(self, dataloader: Any) -> object:

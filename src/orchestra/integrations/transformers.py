@@ -80,12 +80,8 @@ def distribute(
     assert isinstance(trainer, _Distributed)
     # Servers are none of the Trainer's processes
     workers = len(strategy.roles(world_size()).workers)
-    options = {
-        "bucket_megabytes": bucket_megabytes,
-        "overlap": overlap,
-        "patience": patience,
-        "host": host,
-    }
+    options: dict[str, Any] = {"bucket_megabytes": bucket_megabytes, "overlap": overlap}
+    options |= {"patience": patience, "host": host}
     trainer.distribution = _Distribution(strategy, workers, options)
     trainer.take_place()
     return trainer
@@ -155,17 +151,16 @@ class _Loader:
     Attributes:
         whole: the loader of all samples, which is distributed.
         batches: the batches of this worker, which are iterated from then on.
+        skipped: the batches that the next epoch leaves out at its beginning.
     """
 
     def __init__(self, prepared: Any, workers: int, group: int) -> None:
         # Below Accelerate's wrapper, which moves batches and seeds its sampler by epoch
         self.whole: DataLoader[Any] = prepared.base_dataloader
-        self._prepared = prepared
-        self._workers = workers
-        self._group = group
+        self._prepared, self._workers, self._group = prepared, workers, group
         self.batches: Batches | None = None
         self._groups: Iterator[list[Any]] | None = None
-        self._given = self._skipped = 0
+        self._given = self.skipped = 0
         sampler = getattr(self.whole.batch_sampler, "sampler", None)
         if isinstance(sampler, SeedableRandomSampler) and sampler.generator is None:
             sampler.generator = torch.Generator()  # which it would make, and seed, in an epoch
@@ -177,16 +172,11 @@ class _Loader:
         # Rounded up: where batches do not come out even, some are repeated
         return -(-len(self.whole) // self._workers)
 
-    def skip(self, batches: int) -> _Loader:
-        """Return the next epoch, from its batch number `batches` on."""
-        self._skipped = batches
-        return self
-
     def __iter__(self) -> Iterator[Any]:
         if self.batches is None:
             yield from self._prepared
             return
-        self._given, self._skipped = self._skipped, 0
+        self._given, self.skipped = self.skipped, 0
         if self.batches.taken != self._given and not self.batches.ended:  # not resumed there
             self.batches.start_at(self._given)
         self._groups = groups = self.batches.groups(self._group)
@@ -225,9 +215,10 @@ def _skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     """Return the loader from batch `num_batches` on. The Trainer calls this to resume in the
     middle of an epoch, and would otherwise make a new loader.
     """
-    if isinstance(loader, _Loader):
-        return loader.skip(num_batches)
-    return skip_first_batches(loader, num_batches)
+    if not isinstance(loader, _Loader):
+        return skip_first_batches(loader, num_batches)
+    loader.skipped = num_batches
+    return loader
 
 
 # The Trainer takes the name from its module, whose loader knows nothing of ours (decision 56).

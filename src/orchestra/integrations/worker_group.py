@@ -1,4 +1,4 @@
-"""The workers of a run as a group that can gather, reduce and broadcast."""
+"""The workers of a run as a group that can gather, reduce and broadcast, and compute metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from functools import reduce
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torchmetrics.metric import Metric, jit_distributed_available
 
 from orchestra.collectives import receive_object, send_object
 from orchestra.errors import InputError
@@ -76,9 +77,8 @@ class WorkerGroup:
         name = operation.lower()
         is_mean = name in ("mean", "avg")
         if not is_mean and name not in _OPERATIONS:
-            raise InputError(
-                f"reduce: operation {operation!r} is not one of mean, {', '.join(_OPERATIONS)}"
-            )
+            known = ", ".join(["mean", *_OPERATIONS])
+            raise InputError(f"reduce: operation {operation!r} is not one of {known}")
         # The mean of integers may have a fraction
         if is_mean and not tensor.is_floating_point():
             tensor = tensor.to(torch.get_default_dtype())
@@ -110,3 +110,29 @@ class WorkerGroup:
             if member != root:
                 send_object(self._transport, value, member)
         return value
+
+
+# Metrics of torchmetrics
+
+
+def connect(model: nn.Module, group: WorkerGroup) -> None:
+    """Let the metrics of `model` be computed over the members of `group`.
+
+    By themselves they would ask torch.distributed, which has no group, or one with servers in it.
+    """
+    for metric in _metrics(model, group):
+        metric.distributed_available_fn = group.is_several
+        metric.dist_sync_fn = group.gather
+
+
+def disconnect(model: nn.Module, group: WorkerGroup) -> None:
+    """Undo `connect`."""
+    for metric in _metrics(model, group):
+        metric.distributed_available_fn = jit_distributed_available
+        metric.dist_sync_fn = None
+
+
+def _metrics(model: nn.Module, group: WorkerGroup) -> list[Metric]:
+    """Return those without a function of the user's, which stays."""
+    metrics = [module for module in model.modules() if isinstance(module, Metric)]
+    return [metric for metric in metrics if metric.dist_sync_fn in (None, group.gather)]

@@ -1,124 +1,128 @@
-"""The answer of a plan: rows, one sentence, one command, and the record as JSON."""
+"""The answer of a plan: rows, one sentence, one command, and an `Auto` that goes on choosing."""
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import fmean
 
-from orchestra.experiments.experiment import Experiment, alone
-from orchestra.experiments.file import to_yaml
-from orchestra.planning.adaptive import adaptive
 from orchestra.planning.search import Search
-from orchestra.planning.standing import (
-    NO_TIME,
-    Entry,
-    Standing,
-    best_value,
-    bottleneck,
-    chosen,
-)
-from orchestra.planning.verification import Verified
-from orchestra.records.record import write_atomically
+from orchestra.planning.standing import NO_TIME, Entry, Standing, best_value, bottleneck, chosen
 from orchestra.report.figures.results import knee
 from orchestra.report.numbers import significant, uncertain
-from orchestra.settings.base import to_plain
+from orchestra.settings import write
+from orchestra.strategies.auto import Auto
+from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.single import Single
-from orchestra.trainer.settings import Run, Target
+from orchestra.trainer.settings import Engine, Target
 
-SCHEMA = 1
-RECORD, RECOMMENDED = "plan.json", "recommended.yaml"
+RECOMMENDED = "recommended.yaml"
 PORT = 29400
 TOO_WELL = 2.0
 """How many times as long as predicted steps with `answers_beside` take on emulated nodes."""
+CURVES = 8
+"""The most candidates whose curves are in the answer."""
+MOST, ALIKE = 4, 2
+"""The most candidates of an `Auto`, because rehearsing each costs time; the most of them that learn
+the same and differ in their exchange only."""
+TOLERATED = 0.1
+"""A larger relative deviation of the compute time from the prediction is reported: a machine that
+others use is not as fast as when it was calibrated."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A candidate in the answer.
-
-    Attributes:
-        name, strategy: in words, and in their notation.
-        nodes: the names of those that it uses.
-        ranks: processes, servers included.
-        batch: samples in a step of all workers.
-        rate: the learning rate; None where the optimizer has none.
-        speed: samples/s.
-        seconds: to the target, the mean over the seeds; None where that is not known.
-        uncertainty: of the seconds.
-        seeds: how many runs reached the target, of which the seconds are the mean.
-        after: seconds up to which it was simulated without reaching the target.
-        best: the best value of the target's metric that was seen.
-        cost: to the target, in `currency`; None without prices.
-        bottleneck: what most of a worker's time goes into.
-        dropped: why it was not simulated to the end; None for those that were.
-        rungs: what each rung of the race saw.
-    """
+    """A candidate in the answer."""
 
     name: str
-    strategy: str
-    nodes: Sequence[str]
-    ranks: int
-    batch: int
-    rate: float | None
-    speed: float | None
-    seconds: float | None
-    uncertainty: float | None
-    seeds: int
-    after: float | None
-    best: float | None
-    cost: float | None
+    strategy: str  # its notation
+    nodes: Sequence[str]  # the names of those that it uses
+    ranks: int  # processes, servers included
+    batch: int  # samples in a step of all workers
+    rate: float | None  # the learning rate; None where the optimizer has none
+    speed: float | None  # samples/s
+    seconds: float | None  # to the target, the mean over the seeds; None where that is not known
+    uncertainty: float | None  # of the seconds
+    seeds: int  # how many runs reached the target, of which the seconds are the mean
+    after: float | None  # seconds up to which it was simulated without reaching the target
+    best: float | None  # the best value of the target's metric that was seen
+    cost: float | None  # to the target, in `currency`; None without prices
     currency: str | None
-    bottleneck: str
-    dropped: str | None
-    rungs: Sequence[str]
+    bottleneck: str  # what most of a worker's time goes into
+    dropped: str | None  # why it was not simulated to the end; None for those that were
+    rungs: Sequence[str]  # what each rung of the race saw
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A candidate that was trained for real, with seeds that reached the target in simulation."""
+
+    name: str
+    predicted: Mapping[int, float]  # by seed, seconds to the target
+    measured: Mapping[int, float | None]  # the same, on `engine`; None where it was not reached
+    engine: Engine
+    failure: str | None = None  # why it was not carried out; None where it was
+    # How many times as long as predicted a worker computed for a sample; None: not carried out
+    computing: float | None = None
+
+    @property
+    def mean_predicted(self) -> float:
+        """The mean over the seeds, in seconds."""
+        return fmean(self.predicted.values())
+
+    @property
+    def mean_measured(self) -> float | None:
+        """The mean over the seeds, in seconds; None if one missed the target or was not trained."""
+        reached = [seconds for seconds in self.measured.values() if seconds is not None]
+        return fmean(reached) if len(reached) == len(self.predicted) else None
+
+    @property
+    def outcome(self) -> str:
+        """The text that stands beside the prediction."""
+        if self.failure is not None:
+            return f"not measured: {self.failure}"
+        if self.mean_measured is not None:
+            text = f"measured {significant(self.mean_measured)} s"
+            if self.computing is not None and abs(self.computing - 1) > TOLERATED:
+                times = significant(self.computing)
+                text += f" (computing took {times} times as long as predicted)"
+            return text
+        missed = sum(seconds is None for seconds in self.measured.values())
+        return f"target not reached with {missed} of {len(self.measured)} seeds"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The result of a plan.
+    """The result of a plan."""
 
-    Attributes:
-        target: what was planned for; None where not even that could be chosen.
-        rows: of all candidates, the first to the target first, then those that came closest.
-        recommended: the first row's, or of equally fast ones that with the fewest nodes; None
-            where no candidate reaches the target.
-        headline: the answer in one sentence.
-        command: trains what is recommended.
-        scaled: whose scaling curve is shown: what is recommended, or where that is one process the
-            first row of several.
-        scaling: its samples/s by number of nodes (or ranks of one node).
-        knee: the number of these beyond which more gain less than they cost.
-        curves: of the candidates that were simulated furthest, with the first seed: seconds of the
-            cluster and the target's metric at each snapshot.
-        notes: what there was no time for, and doubts about the costs.
-        costs: where the durations of the simulation come from.
-        folder, report: where everything lies, and the page.
-        stopped: the user ended the search.
-        verified: the first candidates as they were carried out for real, where that was asked for.
-        adaptive: an `Auto` that begins with what is recommended; None where no other candidate on
-            the same nodes is known well enough.
-    """
-
-    target: Target | None
+    target: Target | None  # what was planned for; None where not even that could be chosen
+    # Of all candidates, the first to the target first, then those that came closest
     rows: Sequence[Row]
+    # The first row's, or of equally fast ones that with the fewest nodes; None where no candidate
+    # reaches the target
     recommended: Row | None
-    headline: str
-    command: str | None
+    headline: str  # the answer in one sentence
+    command: str | None  # trains what is recommended
+    # Whose scaling curve is shown: what is recommended, or where that is one process the first row
+    # of several
     scaled: str | None
-    scaling: Mapping[int, float]
-    knee: int | None
+    scaling: Mapping[int, float]  # its samples/s by number of nodes (or ranks of one node)
+    knee: int | None  # the number of these beyond which more gain less than they cost
+    # Of the candidates that were simulated furthest, with the first seed: seconds of the cluster
+    # and the target's metric at each snapshot
     curves: Mapping[str, Sequence[tuple[float, float]]]
-    notes: Sequence[str]
-    costs: str
-    folder: Path
-    report: Path | None = None
-    stopped: bool = False
+    notes: Sequence[str]  # what there was no time for, and doubts about the costs
+    costs: str  # where the durations of the simulation come from
+    folder: Path  # where everything lies
+    report: Path | None = None  # the page
+    stopped: bool = False  # the user ended the search
+    # The first candidates as they were carried out for real, where that was asked for
     verified: Sequence[Verified] = ()
+    # An `Auto` that begins with what is recommended; None where no other candidate on the same
+    # nodes is known well enough
     adaptive: str | None = None
 
     @property
@@ -160,23 +164,19 @@ def doubts_about(
     beside = {name: entry.candidate.run.strategy.answers_beside for name, entry in entries.items()}
     if best is None or best.seconds is None or not beside[best.name]:
         return ()
-    for row in rows:
-        if row.seconds is not None and not beside[row.name]:
-            if row.seconds > TOO_WELL * best.seconds:
-                return ()
-            return (
-                f"{best.name}: its workers answer others on the core that computes their "
-                f"gradients, and steps of a few milliseconds took up to {TOO_WELL:g} times as long "
-                f"as predicted on real processes (docs/fidelity.md); {row.name} is the first "
-                "that does not",
-            )
-    return ()
+    others = (row for row in rows if row.seconds is not None and not beside[row.name])
+    first = next(others, None)
+    if first is None or (first.seconds or 0.0) > TOO_WELL * best.seconds:
+        return ()
+    return (
+        f"{best.name}: its workers answer others on the core that computes their gradients, and "
+        f"steps of a few milliseconds took up to {TOO_WELL:g} times as long as predicted on real "
+        f"processes (docs/fidelity.md); {first.name} is the first that does not",
+    )
 
 
 def rows_of(search: Standing) -> list[Row]:
-    """Return the rows of all candidates: those with a time first, by time; then by how close they
-    came to the target; last those of which nothing is known.
-    """
+    """Return all rows: by time to the target, then by how close they came to it, then others."""
 
     def key(row: Row) -> tuple[int, float]:
         if row.seconds is not None:
@@ -196,13 +196,12 @@ def row_of(search: Standing, entry: Entry) -> Row:
     rate = training.optimizer.arguments.get("lr")
     missed = search.missed(entry) if search.times(entry) else []
     reason = f"seed {missed[0]} did not reach the target" if missed else None
-    roles = candidate.run.strategy.roles(training.ranks)
     return Row(
         name=entry.name,
         strategy=repr(candidate.run.strategy),
         nodes=candidate.nodes,
         ranks=training.ranks,
-        batch=training.global_batch(roles.shares),
+        batch=candidate.samples,
         rate=float(rate) if isinstance(rate, int | float) else None,
         speed=entry.speed,
         seconds=time,
@@ -222,10 +221,8 @@ def row_of(search: Standing, entry: Entry) -> Row:
 def recommended(rows: Sequence[Row]) -> Row | None:
     """Return the row to train; None where none reaches the target."""
     times = {row.name: row.seconds for row in rows if row.seconds is not None}
-    if not times:
-        return None
-    name = chosen(times, {row.name: len(row.nodes) for row in rows})
-    return next(row for row in rows if row.name == name)
+    name = chosen(times, {row.name: len(row.nodes) for row in rows}) if times else None
+    return next((row for row in rows if row.name == name), None)
 
 
 def headline(rows: Sequence[Row], best: Row | None, target: Target | None) -> str:
@@ -257,8 +254,8 @@ def headline(rows: Sequence[Row], best: Row | None, target: Target | None) -> st
         # On a cluster of one node the others are processes of the same machine
         one = "machine" if any(len(row.nodes) > 1 for row in rows) else "process"
         return f"One {one} wins: {alone}{beside}."
-    single = next((r for r in rows if r.strategy == "Single()" and r.seconds is not None), None)
     gain = ""
+    single = next((r for r in rows if r.strategy == "Single()" and r.seconds is not None), None)
     if single is not None and single.seconds is not None:
         times = single.seconds / best.seconds
         gain = f", {times:.2f} times as fast as {single.name} ({time_text(single)} s)"
@@ -280,60 +277,19 @@ def target_text(target: Target) -> str:
     return f"{target.metric} {'>=' if target.rising else '<='} {target.bound:g}"
 
 
-# What is left behind
-
-
-def real_run(experiment: Experiment, run: Run) -> Experiment:
-    """Return the experiment that trains `run` on real processes."""
-    given = experiment.training
-    training = replace(
-        run.training,
-        # What the search has set is undone: the file trains for real, as the user's own would
-        engine="processes",
-        # The plan's cluster is simulated, and has no meaning for processes
-        cluster=given.cluster if given.engine == "processes" else "one_host",
-        calibration="auto",
-        snapshots=given.snapshots,
-        checkpoint_every=given.checkpoint_every,
-        trace_steps=given.trace_steps,
-        record_order=given.record_order,
-        tensorboard=given.tensorboard,
-    )
-    return alone(experiment, replace(run, training=training))
-
-
 def command(row: Row, path: Path) -> str:
     """Return the command that trains the experiment in the file `path`, whose row is `row`.
 
     On several nodes it is given on each of them, with the folder shared by all.
     """
-    out = path.parent / "trained"
-    train = ["train", str(path), "--out", str(out)]
+    train = ["orchestra", "train", str(path), "--out", str(path.parent / "trained")]
     nodes = len(row.nodes)
     if nodes == 1:
-        return shlex.join(["orchestra", *train])
+        return shlex.join(train)
     return shlex.join([
         "torchrun", "--nnodes", str(nodes), "--nproc-per-node", str(row.ranks // nodes),
-        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{row.nodes[0]}:{PORT}",
-        "-m", "orchestra", *train,
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{row.nodes[0]}:{PORT}", "-m", *train,
     ])  # fmt: skip
-
-
-def write_plan(plan: Plan, experiment: Experiment, entry: Entry | None) -> None:
-    """Write the record, and the file of the recommended run, into the plan's folder."""
-    if entry is not None:
-        own = real_run(experiment, entry.candidate.run)
-        write_atomically(plan.folder / RECOMMENDED, to_yaml(own))
-    document: dict[str, Any] = to_plain(plan, finite=True)
-    paths = {
-        "folder": str(plan.folder),
-        "report": None if plan.report is None else str(plan.report),
-    }
-    document = {"schema": SCHEMA, "experiment": experiment.name, **document, **paths}
-    write_atomically(plan.folder / RECORD, json.dumps(document, indent=1) + "\n")
-
-
-# Curves
 
 
 def to_scale(rows: Sequence[Row]) -> Row | None:
@@ -347,37 +303,28 @@ def to_scale(rows: Sequence[Row]) -> Row | None:
 
 def scaling_of(search: Standing, entry: Entry) -> dict[int, float]:
     """Return the strategy's samples/s by number of nodes, or of ranks on one; one process for 1."""
-    chosen = entry.candidate
-    found: dict[int, float] = {}
+    own, found = entry.candidate, dict[int, float]()
     for other in search.entries.values():
         each, training = other.candidate, other.candidate.run.training
-        if other.speed is None or each.batch != chosen.batch:
-            continue
         # One process is the beginning of every scaling curve
-        if isinstance(each.run.strategy, Single):
-            places = 1
-        elif (each.run.strategy, training.shares) == (
-            chosen.run.strategy, chosen.run.training.shares,
-        ):  # fmt: skip
+        alike = isinstance(each.run.strategy, Single) or (
+            each.run.strategy == own.run.strategy and training.shares == own.run.training.shares
+        )
+        if alike and each.batch == own.batch and other.speed is not None:
             places = len(each.nodes) if len(each.nodes) > 1 else training.ranks
-        else:
-            continue
-        # Several candidates have one number of places where learning rates differ.
-        found[places] = max(found.get(places, 0.0), other.speed)
+            # Several candidates have one number of places where learning rates differ.
+            found[places] = max(found.get(places, 0.0), other.speed)
     return dict(sorted(found.items()))
-
-
-CURVES = 8
-"""The number of candidates whose curves are in the answer."""
 
 
 def curves_of(search: Standing, rows: Sequence[Row]) -> dict[str, list[tuple[float, float]]]:
     """Return the curves of the first of `rows`, one for those that learn alike."""
     found: dict[str, list[tuple[float, float]]] = {}
-    seen = set()
-    for row in rows if search.target is not None else ():
-        assert search.target is not None
-        entry, metric = search.entries[row.name], search.target.metric
+    if search.target is None:
+        return found
+    seen, metric = set(), search.target.metric
+    for row in rows:
+        entry = search.entries[row.name]
         points, learns_as = search.curve(entry), entry.candidate.learns_as
         # Candidates that learn the same would be one curve drawn twice, at other speeds.
         if learns_as in seen or not points or not entry.speed or len(found) == CURVES:
@@ -391,3 +338,34 @@ def curves_of(search: Standing, rows: Sequence[Row]) -> dict[str, list[tuple[flo
             if metric in point.metrics
         ]
     return found
+
+
+def adaptive(search: Standing, best: Entry | None) -> str | None:
+    """Return the notation of an `Auto` that begins with `best` and knows the samples of the others.
+
+    They have the nodes, batch and learning rate of `best`. None where there are no such others.
+    """
+    if best is None:
+        return None
+    found: list[Entry] = []
+    for entry in (best, *search.ranking()):
+        alike = [each for each in found if each.candidate.learns_as == entry.candidate.learns_as]
+        if entry in found or len(alike) == ALIKE or not _suits(entry, best):
+            continue
+        if search.time(entry) is not None:
+            found.append(entry)
+    # `Auto` begins with its first candidate, which has to be what the plan recommends.
+    if len(found) < 2 or found[0] is not best:
+        return None
+    del found[MOST:]
+    means = [fmean(each.samples for each in search.times(entry).values()) for entry in found]
+    strategies = tuple(entry.candidate.run.strategy for entry in found)
+    return write(Auto(strategies, samples=tuple(float(round(mean)) for mean in means)), STRATEGIES)
+
+
+def _suits(entry: Entry, best: Entry) -> bool:
+    """Return whether it can be a candidate beside `best`: it differs in the strategy alone."""
+    own, other = entry.candidate, best.candidate
+    alike = (own.nodes, own.batch, own.rate) == (other.nodes, other.batch, other.rate)
+    given = own.run.training.shares == other.run.training.shares
+    return own.run.strategy.exchanges_as is not None and alike and given

@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from orchestra.cluster import Cluster, load_cluster
 from orchestra.engines.emulation.training import on_best_node
 from orchestra.engines.processes.system import now
+from orchestra.engines.run import train_run
 from orchestra.engines.simulation.cost_source import cost_source_of
 from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.api import notation_of
-from orchestra.experiments.experiment import ONE_PROCESS, Experiment
-from orchestra.experiments.file import load
+from orchestra.experiments.experiment import ONE_PROCESS, Experiment, alone
+from orchestra.experiments.file import load, to_yaml
 from orchestra.experiments.run import folder_for
-from orchestra.planning.answer import Plan, answered, rows_of, to_scale, write_plan
+from orchestra.planning.answer import RECOMMENDED, Plan, Verified, answered, rows_of, to_scale
 from orchestra.planning.candidates import BATCHES, Space
 from orchestra.planning.search import Budget, Search, Tell
-from orchestra.planning.standing import Length
-from orchestra.planning.verification import verify
-from orchestra.records.record import write_atomically
+from orchestra.planning.standing import Length, reached
+from orchestra.records.record import RunRecord, write_atomically
+from orchestra.report.rows import RunData
 from orchestra.settings import Settings
+from orchestra.settings.base import to_plain
 from orchestra.settings.reading import Entry, read_document
 from orchestra.strategies.single import Single
-from orchestra.trainer.settings import AUTO, Run
+from orchestra.trainer.settings import AUTO, Engine, Run, Target
 
 if TYPE_CHECKING:
     from orchestra.tasks.task import Task
 
+RECORD = "plan.json"
 MINUTES = 10.0
 CALIBRATION_PART, LEAST_CALIBRATION = 0.2, 30.0
 """The part of the budget for a calibration, if there is none, and the least seconds for one."""
@@ -37,6 +43,8 @@ LAST_PART, LAST_SECONDS = 0.15, 40.0
 """The part of the budget kept for what follows the search (judging runs that were cut off, the
 scaling curve, the page), and the most seconds that this needs."""
 FEWEST_SNAPSHOTS, MOST_SNAPSHOTS = 10, 40
+VERIFIED, SEEDS = 3, 3
+"""The most candidates that are trained for real if asked for, and the most seeds of each."""
 
 
 def plan(
@@ -151,7 +159,7 @@ def carry_out(
 
         found = replace(found, report=write_page(found, experiment.name))
     best = found.recommended
-    write_plan(found, experiment, None if best is None else search.entries[best.name])
+    write_plan(found, experiment, best and search.entries[best.name].candidate.run)
     return found
 
 
@@ -212,14 +220,15 @@ def calibrated(
         The experiment; where the durations come from; notes.
     """
     training = experiment.training
-    source = cost_source_of(Run("plan", experiment.task, Single(), training=training))
-    known = source.calibration is not None and emulated is None
-    if training.calibration != AUTO or known:
+    run = Run("plan", experiment.task, Single(), training=training)
+    source = cost_source_of(run)
+    known = source.calibration is not None
+    if training.calibration != AUTO or (known and emulated is None):
         return experiment, source.text, list(source.doubts)
     seconds = CALIBRATION_PART * (budget.until - budget.began)
     if seconds < LEAST_CALIBRATION:
         short = "no calibration: the time is too short for one"
-        return experiment, source.text, [] if source.calibration is not None else [short]
+        return experiment, source.text, [] if known else [short]
     from orchestra.bench.calibrate import Workload, calibrate
 
     whole = training.ranks * training.batch_size
@@ -242,6 +251,128 @@ def calibrated(
     path = folder / "calibration.json"
     write_atomically(path, (measured.marked() if doubts else measured).to_json())
     training = replace(training, calibration=str(path.absolute()))
-    experiment = replace(experiment, training=training)
-    source = cost_source_of(Run("plan", experiment.task, Single(), training=training))
-    return experiment, source.text, [f"the calibration is not to be trusted: {d}" for d in doubts]
+    notes = [f"the calibration is not to be trusted: {doubt}" for doubt in doubts]
+    text = cost_source_of(replace(run, training=training)).text
+    return replace(experiment, training=training), text, notes
+
+
+# What is left behind
+
+
+def real_run(experiment: Experiment, run: Run) -> Experiment:
+    """Return the experiment that trains `run` on real processes."""
+    given = experiment.training
+    # What the search has set is undone: the file trains for real, as the user's own would
+    kept = ("snapshots", "checkpoint_every", "trace_steps", "record_order", "tensorboard")
+    training = replace(
+        run.training,
+        engine="processes",
+        # The plan's cluster is simulated, and has no meaning for processes
+        cluster=given.cluster if given.engine == "processes" else "one_host",
+        calibration="auto",
+        **{name: getattr(given, name) for name in kept},
+    )
+    return alone(experiment, replace(run, training=training))
+
+
+def write_plan(plan: Plan, experiment: Experiment, best: Run | None) -> None:
+    """Write the record, and the file of the recommended run, into the plan's folder."""
+    if best is not None:
+        write_atomically(plan.folder / RECOMMENDED, to_yaml(real_run(experiment, best)))
+    document = {"schema": 1, "experiment": experiment.name, **to_plain(plan, finite=True)}
+    write_atomically(plan.folder / RECORD, json.dumps(document, indent=1, default=str) + "\n")
+
+
+def verify(
+    plan: Plan, search: Search, cluster: Cluster, tell: Tell
+) -> tuple[Sequence[Verified], bool]:
+    """Train the first candidates of `plan` for real; return also whether the user stopped.
+
+    Nodes of a `cluster` are emulated on this machine, which may refuse that; a cluster of one node
+    is taken to be this machine. Candidates take turns, so that a machine that becomes slower
+    favours none of them.
+    """
+    # Several nodes of a described cluster cannot be had on one machine otherwise.
+    engine: Engine = "emulation" if len(cluster.nodes) > 1 else "processes"
+    names = [row.name for row in plan.rows if row.seconds is not None][:VERIFIED]
+    # The same seeds: a mean over three simulated ones says nothing of one real run (decision 117).
+    seeds = {name: sorted(search.times(search.entries[name]))[:SEEDS] for name in names}
+    found: dict[str, dict[int, Measured]] = {name: {} for name in names}
+    failures: dict[str, str] = {}
+    stopped = False
+    for number, (turn, name) in enumerate(turns := list(product(range(SEEDS), names))):
+        tell(f"verifying {name}", number / len(turns))
+        if name in failures or turn >= len(seeds[name]):
+            continue
+        assert search.target is not None
+        seed = seeds[name][turn]
+        folder = plan.folder / f"verified/{names.index(name) + 1}/seed-{seed}"
+        run = replace(search.entries[name].candidate.run, seed=seed)
+        try:
+            found[name][seed] = carried_out_for_real(
+                run, engine, search.length.snapshots, folder, search.target
+            )
+        except KeyboardInterrupt:
+            stopped = True
+            break
+        except (InputError, RunFailed) as error:
+            failures[name] = str(error).splitlines()[0]
+    known = [name for name in names if found[name] or name in failures]
+    return [
+        _verified(search, n, seeds[n], found[n], engine, failures.get(n)) for n in known
+    ], stopped
+
+
+def _verified(
+    search: Search,
+    name: str,
+    seeds: Sequence[int],
+    measured: Mapping[int, Measured],
+    engine: Engine,
+    failure: str | None,
+) -> Verified:
+    """Return the times of those of the `seeds` with which the candidate was carried out."""
+    entry = search.entries[name]
+    assert entry.record is not None
+    times, expected = search.times(entry), computing(entry.record)
+    slower = [each.computing / expected for each in measured.values()] if expected else []
+    return Verified(
+        name,
+        {seed: times[seed].seconds for seed in seeds if seed in measured or failure},
+        {seed: each.seconds for seed, each in measured.items()},
+        engine,
+        failure,
+        fmean(slower) if slower else None,
+    )
+
+
+class Measured(NamedTuple):
+    """A real run."""
+
+    seconds: float | None  # to the target; None if not reached
+    computing: float  # seconds of a worker, for each sample of all workers
+
+
+def computing(record: RunRecord) -> float:
+    """Return the seconds that a worker computed, in the mean, for each sample of all workers."""
+    return record.seconds.get("compute", 0.0) / max(record.samples, 1)
+
+
+def carried_out_for_real(
+    run: Run, engine: Engine, snapshots: int, folder: Path, target: Target
+) -> Measured:
+    """Train a simulated `run` for real.
+
+    Raises:
+        InputError, RunFailed: it could not be carried out.
+        KeyboardInterrupt: the user stopped it.
+    """
+    training = replace(run.training, engine=engine, snapshots=snapshots)
+    if engine == "processes":
+        training = replace(training, cluster="one_host", calibration="auto")
+    record = train_run(replace(run, training=training), folder, quiet=True)
+    # Ctrl-C ends all verification, and not one run.
+    if record.status == "stopped":
+        raise KeyboardInterrupt
+    at = reached(RunData(record).curve, target)
+    return Measured(None if at is None else at.seconds, computing(record))

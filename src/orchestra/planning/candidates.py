@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -74,23 +75,14 @@ WITH_BATCHES = ("ring", "halving-doubling", "server beside")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy with its settings on some nodes.
+    """A strategy with its settings on some nodes."""
 
-    Attributes:
-        name: tells it from the others, in words.
-        run: in virtual time, on the plan's cluster.
-        nodes: the names of those that it uses.
-        label: of the strategy, without its nodes and batch.
-        batch: samples in a step of all workers; as a multiple of the experiment's.
-        rate: of the learning rate, as a multiple of the rule's.
-    """
-
-    name: str
-    run: Run
-    nodes: tuple[str, ...]
-    label: str = ""
-    batch: float = 1.0
-    rate: float = 1.0
+    name: str  # tells it from the others, in words
+    run: Run  # in virtual time, on the plan's cluster
+    nodes: tuple[str, ...]  # the names of those that it uses
+    label: str = ""  # of the strategy, without its nodes and batch
+    batch: float = 1.0  # samples in a step of all workers; as a multiple of the experiment's
+    rate: float = 1.0  # of the learning rate, as a multiple of the rule's
 
     @property
     def exact(self) -> bool:
@@ -112,12 +104,10 @@ class Candidate:
     @property
     def update_samples(self) -> float:
         """The least samples that any of its updates is made of."""
-        if self.exact or isinstance(self.run.strategy, AllReduce):
-            # All gradients of a step make one update
-            return float(self.samples)
         workers = self.run.strategy.roles(self.run.training.ranks).workers
-        # Asynchronous and local updates are made of one worker's samples
-        return self.samples / max(1, len(workers))
+        # All gradients of a step make one update; asynchronous and local ones are of one worker
+        one = self.exact or isinstance(self.run.strategy, AllReduce)
+        return self.samples / (1 if one else max(1, len(workers)))
 
     @property
     def samples(self) -> int:
@@ -128,16 +118,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Space:
-    """The candidates for an experiment on a cluster, whose fastest nodes come first.
-
-    Attributes:
-        cluster: the whole one.
-        folder: where clusters of some of its nodes are written.
-    """
+    """The candidates for an experiment on a cluster, whose fastest nodes come first."""
 
     experiment: Experiment
-    cluster: Cluster
-    folder: Path
+    cluster: Cluster  # the whole one
+    folder: Path  # where clusters of some of its nodes are written
 
     @property
     def fastest(self) -> list[Node]:
@@ -181,12 +166,11 @@ class Space:
             if not isinstance(each, Single)
         }
         strategies = {**{label: strategy_of(text) for label, text in EVERYWHERE.items()}, **own}
-        known = set()
+        # The experiment's own strategy may be one of this file's, under another label.
+        first = {repr(each): label for label, each in reversed(strategies.items())}
         for label, each in strategies.items():
-            # The experiment's own strategy may be one of this file's, under another label.
-            if repr(each) in known:
+            if first[repr(each)] != label:
                 continue
-            known.add(repr(each))
             for count in counts if label in ON_FEWER else counts[-1:]:
                 for batch in BATCHES if label in WITH_BATCHES and count == counts[-1] else (1.0,):
                     found += self._together(label, each, count, batch)
@@ -263,50 +247,36 @@ class Space:
         of_rank = max(1, round(whole * batch / ranks))
         steps = given.steps and max(1, round(given.steps * whole / (ranks * of_rank)))
         training = replace(
-            given,
-            ranks=ranks,
-            batch_size=of_rank,
-            equal="global_batch",
-            steps=steps,
+            given, ranks=ranks, batch_size=of_rank, equal="global_batch", steps=steps,
             shares=shares,
             # The batch is varied instead
             accumulation=1,
-            engine="simulation",
-            tensors="real",
-            cluster=cluster,
+            engine="simulation", tensors="real", cluster=cluster,
             # Candidates are stopped and resumed by the search itself
-            checkpoint_every=None,
-            trace_steps=0,
-            record_order=False,
-            tensorboard=False,
-        )
+            checkpoint_every=None, trace_steps=0, record_order=False, tensorboard=False,
+        )  # fmt: skip
         return _at_rate(training, scaled_rate(given.optimizer, ranks * of_rank / whole))
 
 
 def by_interest(found: Sequence[Candidate]) -> list[Candidate]:
-    """Return `found` in the order of interest: one process, each strategy once on all nodes, then
-    other batches and numbers of nodes.
-    """
-    seen: dict[str, int] = {}
+    """Return `found` by interest: one process, each strategy once on all nodes, then the others."""
+    seen: Counter[str] = Counter()
     places = {}
     # Time may end before all speeds are known, and in list order only rings had one (decision 98).
     for candidate in sorted(found, key=lambda each: (each.batch != 1, -each.run.training.ranks)):
-        seen[candidate.label] = seen.get(candidate.label, 0) + 1
+        seen[candidate.label] += 1
         places[candidate.name] = (candidate.label != ONE_PROCESS, seen[candidate.label])
     return sorted(found, key=lambda each: places[each.name])
 
 
 def with_rates(candidate: Candidate) -> list[Candidate]:
     """Return `candidate` with other learning rates."""
-    return [
-        replace(
-            candidate,
-            name=f"{candidate.name}, rate x {rate:g}",
-            run=replace(candidate.run, training=_at_rate(candidate.run.training, rate)),
-            rate=rate,
-        )
-        for rate in RATES
-    ]
+    found = []
+    for rate in RATES:
+        run = replace(candidate.run, training=_at_rate(candidate.run.training, rate))
+        name = f"{candidate.name}, rate x {rate:g}"
+        found.append(replace(candidate, name=name, run=run, rate=rate))
+    return found
 
 
 def scaled_rate(optimizer: Optimizer, batch: float) -> float:

@@ -1,62 +1,307 @@
-"""Maps: which strategy reaches the target first on a plane of clusters with two varying quantities.
+"""What a map is: a plane of clusters with two varying quantities, and who is first at its points.
 
-The samples that a strategy takes to the target come from simulations with real gradients on the
-cluster as described; where they depend on speeds, also at the points at which it is first. Its
-samples/s come from simulations of shapes at every point of the plane. The time to the target there
-is the samples divided by the samples/s.
+Maps answer which strategy reaches the target first. `map_survey` finds that out.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import product
-from math import dist
+from math import dist, inf
 from pathlib import Path
+from typing import Any
 
-from orchestra.cluster import Cluster
-from orchestra.engines.processes.system import now
-from orchestra.errors import InputError, RunFailed
-from orchestra.experiments.experiment import ONE_PROCESS, Experiment
-from orchestra.experiments.run import folder_for
-from orchestra.planning.api import calibrated, emulated_nodes, length_of
-from orchestra.planning.axes import NAMED, Plane, loaded
-from orchestra.planning.candidates import Candidate, Space
-from orchestra.planning.map_survey import Place, Point, Survey, gap, learned_there
-from orchestra.planning.search import Budget, Tell
-from orchestra.planning.standing import Length
-from orchestra.planning.verification import carried_out_for_real
-from orchestra.records.record import write_atomically
-from orchestra.report.numbers import count, some
-from orchestra.trainer.settings import MEASURED, Target
+import numpy as np
+import yaml
 
-RECORD = "map.json"
-LEARN_PART, SPEEDS_PART = 0.5, 0.8
-"""The parts of the budget by which samples to the target, and samples/s, have to be known."""
-LAST_PART = 0.03
-"""The part of the budget kept for the figure."""
+from orchestra.cluster import Cluster, load_cluster
+from orchestra.cluster.file import cluster_text, is_file, read_cluster
+from orchestra.cluster.units import BANDWIDTH, BYTES, FLOPS, SECONDS, Unit
+from orchestra.engines.simulation.cost_source import FLOPS as ASSUMED_FLOPS
+from orchestra.errors import InputError, nearest
+from orchestra.experiments.experiment import ONE_PROCESS
+from orchestra.planning.standing import chosen
+from orchestra.settings.reading import yaml_text
+from orchestra.trainer.settings import Target
+
+UNITS = {"bandwidth": BANDWIDTH, "latency": SECONDS, "memory": BYTES, "flops": FLOPS}
+"""The units of settings' values, by the key's last word; other settings are plain numbers."""
+SPAN = 30.0
+"""Without a given range, bandwidth and latency range from 1/30 of the cluster's to 30 times it."""
+SLOWEST = (0.05, 1.0)
+MOST_POINTS, MOST_NODES = 64, 1024
 ALIKE = 0.05
 """Measured times that differ by less are a tie, for which no prediction is wrong."""
 
-Mapped = Callable[[Place, Path], list[Candidate]]
-"""Returns the candidates on the cluster of a place, of which files go into a folder."""
+Place = tuple[float, float]
+
+# The sides
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A quantity that varies along one side of a map."""
+
+    key: str  # its name ("bandwidth"), or its place in the cluster's file ("nodes.old.speed")
+    values: tuple[float, ...]  # that it takes, ascending, in the base of its unit
+    unit: Unit | None = None  # None for a plain number
+
+    def text(self, value: float) -> str:
+        """Return a value as it is written: "10 Mbit/s"."""
+        return f"{value:.3g}" if self.unit is None else self.unit.rounded(value)
+
+    @property
+    def title(self) -> str:
+        """The title of the axis in a figure."""
+        return TITLES.get(self.key, self.key)
+
+
+def _bandwidth(cluster: Cluster, value: float) -> Cluster:
+    return cluster.scaled(bandwidth=value / slowest_link(cluster))
+
+
+def _latency(cluster: Cluster, value: float) -> Cluster:
+    if not (longest := longest_link(cluster)):
+        raise InputError("latency: the links of the cluster have none, so it cannot be scaled")
+    return cluster.scaled(latency=value / longest)
+
+
+def _slowest_node(cluster: Cluster, value: float) -> Cluster:
+    """Give the slowest node (of equal ones the last) `value` times the speed of the fastest."""
+    nodes = list(cluster.nodes)
+    speeds = [node.speed_beside(ASSUMED_FLOPS) for node in nodes]
+    place = max(range(len(speeds)), key=lambda i: (-speeds[i], i))
+    factor, node = value * max(speeds) / speeds[place], nodes[place]
+    # A node has one of speed and flops
+    speed, flops = (each and each * factor for each in (node.speed, node.flops))
+    nodes[place] = replace(node, speed=speed, flops=flops)
+    return replace(cluster, nodes=tuple(nodes))
+
+
+def _nodes(cluster: Cluster, value: float) -> Cluster:
+    """Return the first `value` nodes of the file; beyond its last one the nodes repeat."""
+    if not isinstance(cluster.placement, str):
+        raise InputError(
+            "nodes: the cluster places its ranks on nodes by name; write ranks: spread"
+        )
+    nodes = list(cluster.nodes)
+    while len(nodes) < value:
+        # Names of nodes are unique
+        turn, place = divmod(len(nodes), len(cluster.nodes))
+        node = cluster.nodes[place]
+        nodes.append(replace(node, name=f"{node.name}-again-{turn}"))
+    return replace(cluster, nodes=tuple(nodes[: round(value)]))
+
+
+NAMED: Mapping[str, Callable[[Cluster, float], Cluster]] = {
+    "bandwidth": _bandwidth,
+    "latency": _latency,
+    "slowest_node": _slowest_node,
+    "nodes": _nodes,
+}
+TITLES = {
+    "bandwidth": "bandwidth of the slowest link",
+    "latency": "latency of the longest link, one way",
+    "slowest_node": "speed of the slowest node, in parts of the fastest",
+    "nodes": "nodes",
+}
+
+
+def slowest_link(cluster: Cluster) -> float:
+    """Return the least bandwidth of a link, in bytes/s."""
+    return min(link.bandwidth for link in cluster.links)
+
+
+def longest_link(cluster: Cluster) -> float:
+    """Return the largest latency of a link, in seconds."""
+    return max(link.latency for link in cluster.links)
+
+
+@dataclass(frozen=True)
+class Plane:
+    """The clusters of a map."""
+
+    text: str  # names the one that is varied, a preset or a file
+    x: Axis
+    y: Axis
+
+    def place(self, point: Point) -> Place:
+        """Return a point's place on a plane with sides of 1 and equal steps between values."""
+        xs, ys = self.x.values, self.y.values
+        return xs.index(point.x) / (len(xs) - 1), ys.index(point.y) / (len(ys) - 1)
+
+    def cluster(self, x: float, y: float) -> Cluster:
+        """Return the cluster in which the two quantities have these values.
+
+        Raises:
+            InputError: there is no such cluster.
+        """
+        pairs = [(self.x, x), (self.y, y)]
+        keys = {axis.key: axis.text(value) for axis, value in pairs if axis.key not in NAMED}
+        cluster = _with_keys(self.text, keys) if keys else loaded(self.text)
+        for axis, value in pairs:
+            if axis.key in NAMED:
+                cluster = NAMED[axis.key](cluster, value)
+        return cluster
+
+
+def loaded(text: str) -> Cluster:
+    """Return the cluster that `text` names.
+
+    Raises:
+        InputError: there is none, or its nodes have no links.
+    """
+    cluster = load_cluster(text, where="cluster", folder=Path())
+    if not cluster.links:
+        raise InputError(
+            f"cluster: {cluster.name} has no links between nodes, so that there is nothing to map; "
+            "give one of several nodes, such as lan_1gbit(nodes=8)"
+        )
+    return cluster
+
+
+def _with_keys(text: str, values: Mapping[str, str]) -> Cluster:
+    """Change `values` of the cluster's file, by their place ("nodes.old.speed")."""
+    source = Path(text).read_text() if is_file(text) else cluster_text(loaded(text))
+    # Plain values, without lines for messages: these would be of no file of the user's
+    document = yaml.safe_load(source)
+    for key, value in values.items():
+        *above, last = key.split(".")
+        inside: Any = document
+        for word in above:
+            known = inside if isinstance(inside, dict) else {}
+            if word not in known:
+                hint = nearest(word, known)
+                raise InputError(f"{key}: the cluster has no {word!r} there; {hint}")
+            inside = known[word]
+        if not isinstance(inside, dict):
+            raise InputError(f"{key}: {'.'.join(above)} has no keys; give the place of a number")
+        # Through the file's own reader, so that any key of it can be a side (decision 104).
+        inside[last] = _plain(value)
+    with tempfile.TemporaryDirectory(prefix="orchestra-map-") as folder:
+        path = Path(folder) / "cluster.yaml"
+        path.write_text(yaml_text(document))
+        try:
+            return read_cluster(path)
+        except InputError as error:
+            reason = str(error).replace(f"{path}, ", "").replace(f"{path}: ", "")
+            raise InputError(f"{', '.join(values)}: {reason}") from None
+
+
+def _plain(value: str) -> int | float | str:
+    try:
+        number = float(value)
+    except ValueError:
+        return value
+    # A whole number where the file wants one, as in `cores`
+    return int(number) if number.is_integer() else number
+
+
+def read_axis(text: str, cluster: Cluster, points: int, *, where: str) -> Axis:
+    """Return the axis that `text` says: KEY, KEY=FIRST..LAST, or KEY=VALUE,VALUE,...
+
+    A range has `points` values, in equal ratios. The named keys have ranges of their own.
+
+    Raises:
+        InputError: one line with `where`, what is wrong, and the remedy.
+    """
+    key, given, values = text.partition("=")
+    key = key.strip()
+    if key not in NAMED and "." not in key:
+        raise InputError(
+            f"{where}: {key!r} is no quantity; {nearest(key, NAMED)} Or write a place in the "
+            "cluster's file, such as nodes.worker.speed=0.1..1"
+        )
+    unit = UNITS.get(key.rpartition(".")[2])
+    if given:
+        parts = [_number(part, unit, where) for part in re.split(r"\.\.+|,", values)]
+        is_range = ".." in values and len(parts) == 2
+    elif key in NAMED:
+        parts, is_range = [*_range(key, cluster)], True
+    else:
+        raise InputError(f"{where}: {key} needs its values; write {key}=FIRST..LAST")
+    if is_range:
+        low, high = sorted(parts)
+        if not 0 < low < high:
+            raise InputError(f"{where}: a range goes from one number above 0 to a larger one")
+        # Equal ratios, since the axes of the figure are logarithmic.
+        parts = [float(value) for value in np.geomspace(low, high, points)]
+    if key == "nodes":
+        parts = [float(round(value)) for value in parts]
+    # Rounded numbers of nodes may coincide
+    parts = sorted(set(parts))
+    highest = {"nodes": MOST_NODES, "slowest_node": 1.0}.get(key, math.inf)
+    if not 2 <= len(parts) <= MOST_POINTS or parts[-1] > highest or parts[0] <= 0:
+        raise InputError(
+            f"{where}: {text!r}: a side has 2 to {MOST_POINTS} values above 0"
+            + (f", up to {highest:g}" if highest < math.inf else "")
+        )
+    return Axis(key, tuple(parts), unit)
+
+
+def _range(key: str, cluster: Cluster) -> tuple[float, float]:
+    if key == "slowest_node":
+        return SLOWEST
+    if key == "nodes":
+        return 2.0, float(max(8, len(cluster.nodes)))
+    # `_latency` refuses links without latency; until then the range needs a number above 0.
+    middle = slowest_link(cluster) if key == "bandwidth" else longest_link(cluster) or 1e-4
+    return middle / SPAN, middle * SPAN
+
+
+def _number(text: str, unit: Unit | None, where: str) -> float:
+    if unit is not None:
+        return unit.read(text, where=where)
+    try:
+        value = float(text)
+    except ValueError:
+        raise InputError(f"{where}: {text.strip()!r} is no number") from None
+    if not math.isfinite(value):
+        raise InputError(f"{where}: {text.strip()!r} is no finite number")
+    return value
+
+
+# The points
+
+
+@dataclass(frozen=True)
+class Point:
+    """A cluster of the plane: by strategy, the predicted seconds to the target, and its samples."""
+
+    x: float
+    y: float
+    seconds: Mapping[str, float]
+    samples: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def winner(self) -> str:
+        """The fastest strategy; among those within 2 %, one process is preferred."""
+        return chosen(self.seconds, {name: name != ONE_PROCESS for name in self.seconds})
+
+    def relearned(self, name: str, samples: float | None) -> Point:
+        """Return the same with other `samples` of a strategy, or without it, if it is not alone."""
+        left = {key: value for key, value in self.seconds.items() if key != name}
+        if samples is None:
+            # A point has to have a first one, even if that missed the target with a seed
+            return Point(self.x, self.y, left or self.seconds, self.samples)
+        # The speed stays, so the time goes with the samples
+        left[name] = self.seconds[name] * samples / self.samples[name]
+        return Point(self.x, self.y, left, {**self.samples, name: samples})
 
 
 @dataclass(frozen=True)
 class Check:
-    """The first two strategies of a point, trained on emulated nodes.
-
-    Attributes:
-        measured: seconds to the target; None for one that did not reach it.
-        failure: why the point could not be emulated; None where it was.
-    """
+    """The first two strategies of a point, trained on emulated nodes, and their seconds."""
 
     x: float
     y: float
     predicted: Mapping[str, float]
-    measured: Mapping[str, float | None] = field(default_factory=dict)
-    failure: str | None = None
+    measured: Mapping[str, float | None] = field(default_factory=dict)  # None: not reached
+    failure: str | None = None  # why the point could not be emulated; None where it was
 
     @property
     def agrees(self) -> bool | None:
@@ -70,30 +315,21 @@ class Check:
 
 @dataclass(frozen=True)
 class Map:
-    """The result of a map.
-
-    Attributes:
-        samples: by strategy, those that it takes to the target, the mean over the seeds; where that
-            depends on the number of nodes, with the most of them.
-        strategies: the notation of each.
-        points: those whose times are known.
-        checks: points that were emulated.
-        left_out: what there was no time for, or what the target is out of reach of.
-        costs: where the durations of the simulation come from.
-        stopped: the user ended it.
-    """
+    """The result of a map."""
 
     experiment: str
     plane: Plane
     target: Target | None
+    # By strategy, those that it takes to the target, the mean over the seeds; where that depends on
+    # the number of nodes, with the most of them
     samples: Mapping[str, float]
-    strategies: Mapping[str, str]
-    points: Sequence[Point]
-    left_out: Sequence[str]
-    costs: str
+    strategies: Mapping[str, str]  # the notation of each
+    points: Sequence[Point]  # those whose times are known
+    left_out: Sequence[str]  # what there was no time for, or what the target is out of reach of
+    costs: str  # where the durations of the simulation come from
     folder: Path
-    stopped: bool = False
-    checks: Sequence[Check] = ()
+    stopped: bool = False  # the user ended it
+    checks: Sequence[Check] = ()  # points that were emulated
 
     @property
     def winners(self) -> list[str]:
@@ -102,214 +338,19 @@ class Map:
         return sorted(set(first), key=lambda name: (-first.count(name), name))
 
 
-def name_of(candidate: Candidate) -> str:
-    """Return the name of a candidate's strategy, without its nodes."""
-    by_speed = candidate.run.training.shares == MEASURED
-    return candidate.label + ", shares by speed" * by_speed
-
-
-def mapped(experiment: Experiment, cluster: Cluster, folder: Path) -> list[Candidate]:
-    """Return one process, and each strategy on all of `cluster`, with the experiment's batch."""
-    ranks = sum(max(node.devices, 1) for node in cluster.nodes)
-    return [
-        each
-        for each in Space(experiment, cluster, folder).candidates()
-        if (each.batch, each.rate) == (1, 1)
-        and each.run.training.ranks == (1 if each.label == ONE_PROCESS else ranks)
-    ]
-
-
-def draw_map(
-    experiment: Experiment, plane: Plane, out: Path | None, minutes: float, tell: Tell, checks: int
-) -> Map:
-    """Find the times of all strategies on `plane` within `minutes`, and write them and the figure.
-
-    With `checks` so many points are emulated afterwards, however long that takes.
-
-    Raises:
-        InputError: bad input, found before anything is simulated.
-    """
-    began = now()
-    if not 0 < minutes <= 100_000:
-        raise InputError(f"minutes: {minutes:g} is not above 0, or above 100000; give 15, or 0.5")
-    # All of them first: an impossible value is refused before minutes of simulation
-    clusters = {(x, y): plane.cluster(x, y) for x, y in product(plane.x.values, plane.y.values)}
-    if all(len(each.nodes) == 1 for each in clusters.values()):
-        raise InputError(
-            f"cluster: {plane.text} is one node, so that nothing crosses links and no other node "
-            "is slower or faster; give several, such as lan_1gbit(nodes=8), or --y nodes=1,2,4"
-        )
-    tell("loading the task", 0.0)
-    length = length_of(experiment)
-    folder = folder_for(out, f"map-{experiment.name}", empty=True)
-    budget = Budget(began, began + 60 * minutes * (1 - LAST_PART))
-    on = emulated_nodes(next(iter(clusters.values()))) if checks else None
-    experiment, costs, notes = calibrated(experiment, folder, budget, tell, on)
-
-    def there(place: Place, own: Path) -> list[Candidate]:
-        return mapped(experiment, clusters[place], own)
-
-    def candidate(point: Point, name: str) -> Candidate:
-        x, y = point.x, point.y
-        every = there((x, y), folder / f"clusters/{x:g}-{y:g}")
-        found = next(each for each in every if name_of(each) == name)
-        return replace(found, name=f"{found.name} at {x:g}, {y:g}")
-
-    learners = _learners(experiment, plane, folder)
-    survey = Survey(
-        learners, experiment.training.target, length, folder / "runs", budget, tell,
-        seeds=experiment.seeds,
-    )  # fmt: skip
-    try:
-        survey.learn(budget.part(LEARN_PART))
-        points = list(_points(survey, list(clusters), there, folder, budget.part(SPEEDS_PART)))
-        points, learned = learned_there(
-            survey, points, lambda point: plane.place(point.x, point.y), candidate, budget.until
-        )
-    except KeyboardInterrupt:
-        # Points that were not yet compared could name the wrong strategy
-        survey.stopped, points, learned = True, [], []
-    drawn = _map_of(survey, experiment, plane, points, folder)
-    drawn = replace(drawn, costs=costs, left_out=[*notes, *learned, *drawn.left_out])
-    if checks and not drawn.stopped:
-        drawn = replace(drawn, checks=list(_checked(drawn, there, length, checks, tell)))
-    write_atomically(folder / RECORD, to_json(drawn))
-    if drawn.points:
-        from orchestra.planning.map_figure import map_figure
-        from orchestra.report.figures.frame import save
-
-        save(map_figure(drawn), folder)
-    return drawn
-
-
-def _learners(experiment: Experiment, plane: Plane, folder: Path) -> list[Candidate]:
-    """Return the candidates whose samples to the target have to be known: all on the described
-    cluster, and where the number of nodes varies, on each number.
-    """
-    described = loaded(plane.text)
-    counts = [axis.values for axis in (plane.x, plane.y) if axis.key == "nodes"]
-    clusters = [NAMED["nodes"](described, n) for n in counts[0]] if counts else [described]
-    found: dict[str, Candidate] = {}
-    for cluster in reversed(clusters):  # the largest first: its strategies have to be known
-        for each in mapped(experiment, cluster, folder / f"clusters/{len(cluster.nodes)}"):
-            # On several numbers of nodes names of strategies differ; one process is the same on all
-            found.setdefault(each.name, each)
-    return list(found.values())
-
-
-def _points(
-    survey: Survey, places: Sequence[Place], there: Mapped, folder: Path, until: float
-) -> Iterable[Point]:
-    """Yield all points for which there is time, those first that are furthest from one another."""
-    if survey.target is None:
-        return
-    # Wherever time ends, the points that are known cover the whole plane.
-    order = _coarse_first(places)
-    wanted: dict[str, tuple[Place, str, float]] = {}
-    jobs = []
-    for number, place in enumerate(order):
-        for each in there(place, folder / f"clusters/point-{number}"):
-            known = survey.entries.get(each.name)
-            # Without samples to the target a speed would tell nothing of the time.
-            samples = None if known is None else survey.samples_of(known)
-            if samples is not None:
-                job = replace(each, name=f"{each.name} at {number}")
-                wanted[job.name] = (place, name_of(each), samples)
-                jobs.append(job)
-    survey._what = f"speeds at {count('point', len(order))}"
-    speeds = survey.survey(jobs, until)
-    seconds: dict[Place, dict[str, float]] = {place: {} for place in order}
-    taken: dict[Place, dict[str, float]] = {place: {} for place in order}
-    unknown = {place for name, (place, *_) in wanted.items() if name not in speeds}
-    for name, speed in speeds.items():
-        place, strategy, samples = wanted[name]
-        if speed is not None:
-            seconds[place][strategy] = samples / speed
-            taken[place][strategy] = samples
-    for (x, y), times in seconds.items():
-        # A point with a strategy still to be simulated could name the wrong one as the first.
-        if times and (x, y) not in unknown:
-            yield Point(x, y, times, taken[x, y])
-
-
-def _coarse_first(places: Sequence[Place]) -> list[Place]:
-    """Return the corners of the plane first, then points between, ever closer to one another."""
-    sides = [sorted({place[side] for place in places}) for side in (0, 1)]
-
-    def level(position: int, size: int) -> int:
-        steps = [s for s in (32, 16, 8, 4, 2, 1) if s < size]
-        return next((n for n, s in enumerate(steps) if position % s == 0), len(steps))
-
-    levels = [{v: level(i, len(side)) for i, v in enumerate(side)} for side in sides]
-    return sorted(places, key=lambda p: max(levels[0][p[0]], levels[1][p[1]]))
-
-
-def _map_of(
-    survey: Survey, experiment: Experiment, plane: Plane, points: Sequence[Point], folder: Path
-) -> Map:
-    samples: dict[str, float] = {}
-    missed: set[str] = set()
-    untold: set[str] = set()
-    for entry in survey.entries.values() if survey.target is not None else ():
-        name = name_of(entry.candidate)
-        if (found := survey.samples_of(entry)) is not None:
-            samples.setdefault(name, found)
-        else:
-            # Only a run with all of its samples can be said to have missed the target.
-            (missed if survey.fell_short(entry) else untold).add(name)
-    left_out = list(survey.notes)
-    if missed := missed - set(samples):
-        left_out.append(f"{some(sorted(missed))}: did not reach the target with every seed")
-    if untold := untold - set(samples) - missed:
-        left_out.append(f"{some(sorted(untold))}: there was no time to find what they learn")
-    wanted = len(plane.x.values) * len(plane.y.values)
-    if len(points) < wanted:
-        left_out.append(f"{wanted - len(points)} of {wanted} points: there was no time")
-    notations = {
-        name_of(e.candidate): repr(e.candidate.run.strategy) for e in survey.entries.values()
-    }
-    return Map(
-        experiment.name, plane, survey.target, samples, notations, points, left_out, "", folder,
-        survey.stopped,
-    )  # fmt: skip
-
-
-def _checked(drawn: Map, there: Mapped, length: Length, number: int, tell: Tell) -> Iterable[Check]:
-    """Emulate `number` points that are far from one another: train the first two strategies."""
-    for place, point in enumerate(spread(drawn, number)):
-        # The first two: whether their order is right is the question
-        first = sorted(point.seconds, key=lambda name: point.seconds[name])[:2]
-        predicted = {name: point.seconds[name] for name in first}
-        tell(f"emulating point {place + 1} of {number}", place / number)
-        folder = drawn.folder / f"checks/{place + 1}"
-        own = {name_of(each): each for each in there((point.x, point.y), folder / "clusters")}
-        measured: dict[str, float | None] = {}
-        failure = None
-        assert drawn.target is not None
-        try:
-            for turn, name in enumerate(first):
-                run, place_of_run = own[name].run, folder / str(turn)
-                measured[name] = carried_out_for_real(
-                    run, "emulation", length.snapshots, place_of_run, drawn.target
-                ).seconds
-        except KeyboardInterrupt:
-            return
-        except (InputError, RunFailed) as error:
-            failure = str(error).splitlines()[0]
-        yield Check(point.x, point.y, predicted, measured, failure)
+def gap(place: Place, others: Sequence[Place] | Mapping[Place, object]) -> float:
+    """Return the distance to the nearest one of `others`."""
+    return min((dist(place, other) for other in others), default=inf)
 
 
 def spread(drawn: Map, number: int) -> list[Point]:
     """Return `number` points far from one another, each beside the others' regions as they are."""
-
-    def at(point: Point) -> Place:
-        return drawn.plane.place(point.x, point.y)
-
+    place_of = drawn.plane.place
     # The first is in the middle of the plane; each further one is as far as can be from all before.
-    left = sorted(drawn.points, key=lambda point: dist(at(point), (0.5, 0.5)))
+    left = sorted(drawn.points, key=lambda point: dist(place_of(point), (0.5, 0.5)))
     found = left[:1]
     while len(found) < min(number, len(left)):
-        gaps = [gap(at(point), [*map(at, found)]) for point in left]  # 0 of those in `found`
+        gaps = [gap(place_of(point), [*map(place_of, found)]) for point in left]  # 0 in `found`
         found.append(left[gaps.index(max(gaps))])
     return found
 
@@ -321,20 +362,18 @@ def to_json(drawn: Map) -> str:
                "values": axis.values}
         for side, axis in (("x", drawn.plane.x), ("y", drawn.plane.y))
     }  # fmt: skip
-    return json.dumps(
-        {
-            "schema": 1,
-            "experiment": drawn.experiment,
-            "cluster": drawn.plane.text,
-            **axes,
-            "target": None if drawn.target is None else asdict(drawn.target),
-            "strategies": drawn.strategies,
-            "samples_to_target": drawn.samples,
-            "points": [{**asdict(point), "winner": point.winner} for point in drawn.points],
-            "checks": [{**asdict(check), "agrees": check.agrees} for check in drawn.checks],
-            "left_out": drawn.left_out,
-            "costs": drawn.costs,
-            "stopped": drawn.stopped,
-        },
-        indent=1,
-    )
+    document = {
+        "schema": 1,
+        "experiment": drawn.experiment,
+        "cluster": drawn.plane.text,
+        **axes,
+        "target": None if drawn.target is None else asdict(drawn.target),
+        "strategies": drawn.strategies,
+        "samples_to_target": drawn.samples,
+        "points": [{**asdict(point), "winner": point.winner} for point in drawn.points],
+        "checks": [{**asdict(check), "agrees": check.agrees} for check in drawn.checks],
+        "left_out": drawn.left_out,
+        "costs": drawn.costs,
+        "stopped": drawn.stopped,
+    }
+    return json.dumps(document, indent=1)

@@ -81,7 +81,6 @@ class Search(Standing):
     Args:
         target: what is to be reached; None: what one process reaches in 3/4 of the samples.
         folder: of the runs.
-        tell: what is under way, and the part of the budget that is used up.
 
     Attributes:
         stopped: the user ended it.
@@ -132,10 +131,10 @@ class Search(Standing):
     def _late_ones(self) -> None:
         """Find speeds for which there was no time before, if the others' race was over early."""
         late = [entry for entry in self.entries.values() if entry.dropped == NO_TIME]
-        if late and now() < self._budget.part(LATE_PART):
+        if late and now() < (until := self._budget.part(LATE_PART)):
             for entry in late:
                 entry.dropped = None
-            self._find_speeds(late, self._budget.part(LATE_PART))
+            self._find_speeds(late, until)
             self.drop_slower_twins()
             if any(entry.dropped is None for entry in late):
                 self._race()
@@ -150,12 +149,11 @@ class Search(Standing):
     def add_speeds(self, candidates: Sequence[Candidate], until: float) -> None:
         """Find the speeds of further candidates, which are not raced, until a moment."""
         fresh = [Entry(each) for each in candidates if each.name not in self.entries]
-        if not fresh or self.stopped:
-            return
-        self.entries |= {entry.name: entry for entry in fresh}
-        self._find_speeds(fresh, until)
-        for entry in fresh:
-            entry.dropped = entry.dropped or "for the scaling curve alone"
+        if fresh and not self.stopped:
+            self.entries |= {entry.name: entry for entry in fresh}
+            self._find_speeds(fresh, until)
+            for entry in fresh:
+                entry.dropped = entry.dropped or "for the scaling curve alone"
 
     def _find_speeds(self, entries: Sequence[Entry], until: float, steps: int = 0) -> None:
         """Find the speeds of `entries` from a few steps without values, or from `steps`."""
@@ -211,11 +209,8 @@ class Search(Standing):
     def _target_of(self, entry: Entry) -> Target | None:
         """Return the target; where none was given, one is chosen at the end of the reference."""
         points = entry.curves.get(self.seeds[0], ())
-        if (
-            self.target is None
-            and points
-            and (entry.done.get(self.seeds[0], 0.0) >= 1 or now() > self._budget.part(0.5))
-        ):
+        ended = entry.done.get(self.seeds[0], 0.0) >= 1 or now() > self._budget.part(0.5)
+        if self.target is None and points and ended:
             # One process reaches it for certain, and with some samples to spare for the others
             value = value_at(points, "loss", 0.75 * points[-1].samples)
             if value is not None and math.isfinite(value):
@@ -320,11 +315,8 @@ class Search(Standing):
             part = self.length.part(MISSED * self.length.samples * max(source.done.values()))
             known = {*self.times(source), *self.missed(source)}
             open_ones = (seed for seed in self.seeds if seed not in known)
-            found += [
-                (source, seed, part)
-                for seed in open_ones
-                if source.done.get(seed, 0.0) < NEARLY * part
-            ]
+            short_ones = (seed for seed in open_ones if source.done.get(seed, 0.0) < NEARLY * part)
+            found += [(source, seed, part) for seed in short_ones]
         return sorted(found, key=lambda each: self.seeds.index(each[1]))
 
     # Simulations
@@ -333,9 +325,9 @@ class Search(Standing):
         """Simulate with values: each entry with a seed, up to a part of its samples."""
         jobs: dict[tuple[str, int], Job] = {}
         for entry, seed, part in wanted:
-            before = jobs.get((entry.name, seed))
-            # Several candidates may ask for the run of one that learns for all
-            part = part if before is None else max(part, before[-1])
+            if before := jobs.get((entry.name, seed)):
+                # Several candidates may ask for the run of one that learns for all
+                part = max(part, before[-1])
             training = replace(entry.candidate.run.training, snapshots=self.length.snapshots)
             # The time of an exact candidate comes from shapes on the plan's cluster.
             if entry.candidate.exact:
@@ -366,20 +358,16 @@ class Search(Standing):
         found: dict[int, Tried] = {}
         trials: dict[int, Trial] = {}
         # Cheap ones first: else one process with a small batch waits behind 16 ranks (decision 117)
-        order = sorted(range(len(jobs)), key=lambda place: jobs[place][1].training.ranks)
-        for place in order:
+        for place in sorted(range(len(jobs)), key=lambda place: jobs[place][1].training.ranks):
             _, run, folder, part = jobs[place]
             try:
                 trials[place] = Trial(assigned(run, folder), part)
             except InputError as error:
                 found[place] = Tried(failure=str(error))
-        places = list(trials)
-        if places and now() < deadline and not self.stopped:
-            outcomes, stopped = shared_out(
-                list(trials.values()), deadline, processes(), self._tell_part
-            )
-            self.stopped = self.stopped or stopped
-            found |= {places[number]: tried for number, tried in outcomes}
+        if trials and now() < deadline and not self.stopped:
+            waiting = list(trials.values())
+            outcomes, self.stopped = shared_out(waiting, deadline, processes(), self._tell_part)
+            found |= {list(trials)[number]: tried for number, tried in outcomes}
         return [(entry, found.get(place, Tried())) for place, (entry, *_) in enumerate(jobs)]
 
     def _tell_part(self) -> None:

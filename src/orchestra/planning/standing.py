@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
+from typing import NamedTuple
 
 import numpy
 
@@ -30,9 +31,8 @@ CUT_OFF = "left out: there was no time for the race"
 # Decisions on plain figures
 
 
-@dataclass(frozen=True)
-class Reached:
-    """A target was reached after so many samples and seconds, each known to its spacing."""
+class Reached(NamedTuple):
+    """The samples and seconds after which a target was reached, known to `spacing` seconds."""
 
     samples: float
     seconds: float
@@ -70,10 +70,9 @@ def value_at(points: Sequence[Point], metric: str, samples: float) -> float | No
     The last snapshot's value beyond it, the first one's before it; None without snapshots.
     """
     known = [point for point in points if metric in point.metrics]
-    if not known:
-        return None
     values = [point.metrics[metric] for point in known]
-    return float(numpy.interp(samples, [point.samples for point in known], values))
+    places = [point.samples for point in known]
+    return float(numpy.interp(samples, places, values)) if known else None
 
 
 def best_value(points: Sequence[Point], target: Target) -> float | None:
@@ -97,10 +96,7 @@ def cannot_win(
 
 def halved(scores: Mapping[str, tuple[float, float]], least: int) -> tuple[list[str], list[str]]:
     """Return the names that go on to the next rung, and the others: the better half goes on, and
-    at least `least`.
-
-    Args:
-        scores: of each name, smaller is better; of equal ones the first stays.
+    at least `least`. Smaller `scores` are better; of equal ones the first stays.
     """
     order = sorted(scores, key=lambda name: scores[name])
     # Successive halving (Jamieson and Talwalkar, AISTATS 2016).
@@ -134,24 +130,18 @@ def bottleneck(seconds: Mapping[str, float]) -> str:
 
 @dataclass
 class Entry:
-    """All that is known about a candidate.
-
-    Attributes:
-        record: of some steps, from shapes: its speed and what workers did; None while unknown.
-        curves: by seed, its snapshots, with the seconds of its own run.
-        done: by seed, the part of its samples that was simulated.
-        wall: seconds that its simulations took.
-        dropped: why it is out; None while it is not.
-        rungs: what each rung saw of it, in words.
-    """
+    """All that is known about a candidate."""
 
     candidate: Candidate
+    # Of some steps, from shapes: its speed and what workers did; None while unknown
     record: RunRecord | None = None
+    # By seed, its snapshots, with the seconds of its own run
     curves: dict[int, Sequence[Point]] = field(default_factory=dict)
+    # By seed, the part of its samples that was simulated
     done: dict[int, float] = field(default_factory=dict)
-    wall: float = 0.0
-    dropped: str | None = None
-    rungs: list[str] = field(default_factory=list)
+    wall: float = 0.0  # seconds that its simulations took
+    dropped: str | None = None  # why it is out; None while it is not
+    rungs: list[str] = field(default_factory=list)  # what each rung saw of it, in words
 
     @property
     def name(self) -> str:
@@ -227,14 +217,13 @@ class Standing:
         """Return when `entry` reached the target, by seed."""
         if self.target is None or entry.speed is None:
             return {}
-        found = {}
-        for seed, points in self.source(entry).curves.items():
-            if (at := reached(points, self.target)) is None:
-                continue
-            if entry.candidate.exact:  # the samples of its source, at its speed
+        curves = self.source(entry).curves.items()
+        found = {s: at for s, points in curves if (at := reached(points, self.target)) is not None}
+        if entry.candidate.exact:  # the samples of its source, at its speed
+            for seed, at in found.items():
                 seconds = at.samples / entry.speed
-                at = Reached(at.samples, seconds, at.spacing * seconds / max(at.seconds, 1e-12))
-            found[seed] = at
+                spacing = at.spacing * seconds / max(at.seconds, 1e-12)
+                found[seed] = Reached(at.samples, seconds, spacing)
         return found
 
     def time(self, entry: Entry) -> float | None:
@@ -276,21 +265,22 @@ class Standing:
 
     def is_close(self) -> bool:
         """Return whether the first two that are left differ by less than two standard errors."""
-        pair = [entry for entry in self.ranking() if entry.dropped is None][:2]
-        errors = [(self.uncertainty(each) or 0.0) ** 2 / len(self.times(each)) for each in pair]
-        times = [self.time(each) or 0.0 for each in pair]
+        pair = [(entry, time) for entry, time in self._timed() if entry.dropped is None][:2]
+        errors = [(self.uncertainty(each) or 0.0) ** 2 / len(self.times(each)) for each, _ in pair]
         # Else further seeds would not change the order (decision 119)
-        return len(pair) == 2 and times[1] - times[0] < 2 * math.sqrt(sum(errors))
+        return len(pair) == 2 and pair[1][1] - pair[0][1] < 2 * math.sqrt(sum(errors))
 
     def ranking(self) -> list[Entry]:
         """Return those that reach the target, the soonest first; those that are out, too."""
-        known = [(time, each) for each in self.entries.values() if (time := self.time(each))]
-        return [entry for _, entry in sorted(known, key=lambda pair: pair[0])]
+        return [entry for entry, _ in self._timed()]
 
     def best(self) -> tuple[Entry, float] | None:
         """Return the first to reach the target of all, and its seconds."""
-        ranking = self.ranking()
-        return (ranking[0], self.time(ranking[0]) or 0.0) if ranking else None
+        return next(iter(self._timed()), None)
+
+    def _timed(self) -> list[tuple[Entry, float]]:
+        known = [(each, time) for each in self.entries.values() if (time := self.time(each))]
+        return sorted(known, key=lambda pair: pair[1])
 
     def curve(self, entry: Entry, seed: int | None = None) -> Sequence[Point]:
         """Return the snapshots that say what `entry` learns with a seed; None: the first one."""
@@ -350,22 +340,29 @@ class Standing:
 
     def judge(self, racing: Sequence[Entry], number: int, seconds: float) -> None:
         """Drop those that cannot win after rung `number`, of `seconds`, then the worse half."""
-        best = self.best()
-        limit = None if best is None else best[1]
-        scores = {}
-        for entry in racing:
-            if entry.dropped is None:
-                score = self._score(entry, seconds)
-                entry.dropped = self._reason(entry, number, limit)
-                if entry.dropped is None:
-                    scores[entry.name] = score
+        assert self.target is not None
+        _, limit = self.best() or (None, math.inf)
+        last = number == len(RUNGS)
+        scores: dict[str, tuple[float, float]] = {}
+        for entry in (each for each in racing if each.dropped is None):
+            time, penalty = self._score(entry, seconds)
+            elapsed = self.elapsed(entry)
+            # Within the time of the first it may still come before it
+            if time < math.inf or limit == math.inf or (elapsed < limit and not last):
+                scores[entry.name] = (time, penalty)
+            else:
+                value = _text(best_value(self.curve(entry), self.target))
+                entry.dropped = (
+                    f"rung {number}: {self.target.metric} {value} after {elapsed:.3g} s, when the "
+                    "first had reached the target"
+                )
         # After the last rung all are known as far as needed
-        for name in halved(scores, FEWEST_RACING)[1] if number < len(RUNGS) else ():
+        for name in halved(scores, FEWEST_RACING)[1] if not last else ():
             entry = self.entries[name]
             entry.dropped = f"rung {number}: {entry.rungs[-1]}, in the worse half"
 
     def _score(self, entry: Entry, seconds: float) -> tuple[float, float]:
-        """Return a score, the smaller the better, and note the time, else the metric, in words."""
+        """Return the time, or infinity and a penalty; note the time, else the metric, in words."""
         assert self.target is not None
         time = self.time(entry)
         samples, metric = seconds * (entry.speed or 0.0), self.target.metric
@@ -378,21 +375,6 @@ class Standing:
         if time is not None:
             return time, 0.0
         return math.inf, math.inf if value is None else self.target.penalty(value)
-
-    def _reason(self, entry: Entry, number: int, limit: float | None) -> str | None:
-        """Return why `entry` is out after a rung; None if it may win within `limit` seconds."""
-        assert self.target is not None
-        if self.time(entry) is not None:
-            return None
-        elapsed = self.elapsed(entry)
-        # Within the time of the first it may still come before it
-        if limit is None or (number < len(RUNGS) and elapsed < limit):
-            return None
-        value = best_value(self.curve(entry), self.target)
-        return (
-            f"rung {number}: {self.target.metric} {_text(value)} after {elapsed:.3g} s, when the "
-            "first had reached the target"
-        )
 
 
 def _text(value: float | None) -> str:

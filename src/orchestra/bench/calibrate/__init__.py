@@ -38,8 +38,7 @@ from orchestra.bench.calibrate.training import (
 )
 from orchestra.bench.timing import Progress, run_ranks, spread, trimmed_mean, waited
 from orchestra.cluster import Cluster
-from orchestra.cluster.calibration import Calibration, TaskCosts
-from orchestra.cluster.costs import MAX_WAITED, Quality
+from orchestra.cluster.calibration import MAX_WAITED, Calibration, Quality, TaskCosts
 from orchestra.engines.emulation.nodes import EmulatedCluster, share_of
 from orchestra.engines.emulation.training import on_best_node
 from orchestra.engines.processes.system import Place

@@ -14,7 +14,7 @@ import torch
 
 from orchestra.bench.calibrate.training import Workload
 from orchestra.bench.timing import Budget, Kept, rounds, total
-from orchestra.cluster.costs import MemoryCosts
+from orchestra.cluster.nodes import MemoryCosts
 from orchestra.collectives import Group, all_reduce
 from orchestra.data.feed import open_samples
 from orchestra.optimizers.spec import OptimizerSpec

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from orchestra.cluster.calibration import Calibration, Parameter, TaskCosts
-from orchestra.cluster.costs import Line, Overhead
+from orchestra.cluster.nodes import Line, Overhead
 from orchestra.data.feed import open_samples
 from orchestra.engines.simulation.cost_source import FLOPS, SERIAL
 from orchestra.engines.simulation.kernel import Flow, Kernel

@@ -16,7 +16,7 @@ from math import inf
 
 from torch import Tensor
 
-from orchestra.cluster.costs import Overhead
+from orchestra.cluster.nodes import Overhead
 from orchestra.engines.simulation.fluid import Fluid, Resource
 from orchestra.engines.simulation.kernel import Flow, Kernel, Processor, Wait
 from orchestra.engines.simulation.route import Reader, Route

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestra.cluster.costs import MemoryCosts
+from orchestra.cluster.nodes import MemoryCosts
 from orchestra.engines.simulation.shared_memory import (
     NodeStage,
     NodeStages,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
-from orchestra.cluster.costs import Tcp
+from orchestra.cluster.nodes import Tcp
 from orchestra.engines.simulation.fluid import Resource
 from orchestra.engines.simulation.kernel import Events
 

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from orchestra.cluster.costs import MemoryCosts
+from orchestra.cluster.nodes import MemoryCosts
 from orchestra.engines.simulation.kernel import Events
 from orchestra.engines.simulation.network import Port
 from orchestra.errors import PeerLost

@@ -15,8 +15,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from orchestra.cluster import Cluster, Jitter, Node
-from orchestra.cluster.costs import EVENLY, Overhead, Sharing
-from orchestra.cluster.nodes import DEFAULT, LogNormal
+from orchestra.cluster.nodes import DEFAULT, EVENLY, LogNormal, Overhead, Sharing
 from orchestra.engines.events import Failed, Finished, Heartbeat, describe, failed_text
 from orchestra.engines.failure_detector import Limits
 from orchestra.engines.live import LiveFile

@@ -33,7 +33,7 @@ from orchestra.trainer.settings import Run
 
 if TYPE_CHECKING:
     from orchestra.cluster import Jitter
-    from orchestra.cluster.costs import Overhead, Sharing
+    from orchestra.cluster.nodes import Overhead, Sharing
     from orchestra.engines.simulation.costs import Costs
     from orchestra.engines.simulation.memory import Memory
     from orchestra.engines.simulation.simulate import Outcome
@@ -203,8 +203,7 @@ def simulate_run(
 
 def _charges(run: Run, source: CostSource) -> tuple[Costs, Overhead, Sharing, Jitter]:
     """Return the costs of computing, messages and shared cores, calibrated or assumed."""
-    from orchestra.cluster.costs import EVENLY
-    from orchestra.cluster.nodes import ASSUMED
+    from orchestra.cluster.nodes import ASSUMED, EVENLY
     from orchestra.engines.simulation.costs import OVERHEAD, CalibratedCosts, assumed_costs
 
     calibration, task = source.calibration, source.task

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from orchestra.cluster import Channel, Cluster, Node
-from orchestra.cluster.costs import Overhead, Sharing
+from orchestra.cluster.nodes import Overhead, Sharing
 from orchestra.collectives import Group
 from orchestra.engines.simulation.background import BackgroundQueue, Queued
 from orchestra.engines.simulation.fluid import Fluid, Resource
