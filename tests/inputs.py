@@ -20,7 +20,7 @@ from orchestra.cluster.nodes import Jitter, Link, Node
 from orchestra.cluster.presets import CLUSTERS, Preset
 from orchestra.cluster.units import Unit
 from orchestra.compression.base import Compressor
-from orchestra.data.sharding import SHARDINGS, Sharding
+from orchestra.data import SHARDINGS, Sharding
 from orchestra.experiments.experiment import Experiment, Tune
 from orchestra.optimizers.settings import SCHEDULES, Schedule
 from orchestra.settings import Call, Registry, Settings, write

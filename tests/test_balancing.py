@@ -16,7 +16,7 @@ from tests.simulated import simulated
 from tests.training import Trained, distance, equal, settings, train_threads
 
 import orchestra
-from orchestra.data.plan import Plan
+from orchestra.data import Plan
 from orchestra.errors import InputError
 from orchestra.experiments.file import load
 from orchestra.records.record import RunRecord

@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import pytest
 
 from orchestra.compression.base import Compressor
-from orchestra.data.sharding import SHARDINGS, Sharding
+from orchestra.data import SHARDINGS, Sharding
 from orchestra.experiments.experiment import Experiment
 from orchestra.experiments.file import load, to_yaml
 from orchestra.optimizers.settings import SCHEDULES, Optimizer, Schedule

@@ -16,7 +16,7 @@ from orchestra.cluster import CLUSTERS, Jitter, load_cluster
 from orchestra.cluster.file import cluster_text, is_file
 from orchestra.cluster.nodes import ASSUMED
 from orchestra.compression.base import Compressor
-from orchestra.data.sharding import SHARDINGS
+from orchestra.data import SHARDINGS
 from orchestra.errors import InputError, nearest
 from orchestra.experiments.experiment import Experiment
 from orchestra.experiments.file import TRAINING_KEYS

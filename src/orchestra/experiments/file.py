@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestra.cluster.file import is_file, load_cluster
-from orchestra.data.plan import shares_of
-from orchestra.data.sharding import SHARDINGS
+from orchestra.data import SHARDINGS, shares_of
 from orchestra.errors import InputError, nearest
 from orchestra.experiments.experiment import Experiment
 from orchestra.optimizers.settings import SCHEDULES, Group, Optimizer

@@ -14,7 +14,7 @@ from math import fsum, inf
 from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers
-from orchestra.data.plan import Plan, apportion, plan_of
+from orchestra.data import Plan, apportion, plan_of
 from orchestra.errors import InputError
 from orchestra.settings import MAX_STEPS, Registry, Settings, setting
 

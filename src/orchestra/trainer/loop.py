@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any
 
+from orchestra.data import Plan, apportion, plan_of
 from orchestra.data.feed import Feed, Samples
-from orchestra.data.plan import Plan, apportion, plan_of
 from orchestra.errors import RunFailed
 from orchestra.exchange import CommonStep
 from orchestra.schedules.work_queue import Kind, WorkItem, WorkQueue, WorkSource

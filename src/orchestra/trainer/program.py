@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from orchestra.data import shares_of
 from orchestra.data.feed import Samples, open_samples, open_shard
-from orchestra.data.plan import shares_of
 from orchestra.errors import InputError, RunFailed
 from orchestra.exchange import start_together
 from orchestra.optimizers.state import restore, undisturbed

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal, Self, TypeAlias
 
-from orchestra.data.sharding import Sharding
+from orchestra.data import Sharding
 from orchestra.errors import InputError
 from orchestra.optimizers.settings import Constant, Optimizer, Schedule
 from orchestra.records.report import Point
