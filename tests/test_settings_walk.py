@@ -23,7 +23,7 @@ from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.strategies.outer import Outer
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.switch_rules import Rule
-from orchestra.tasks.settings import TASKS
+from orchestra.tasks import TASKS
 from orchestra.topologies import Topology
 from orchestra.trainer import settings as trainer_settings
 from orchestra.trainer.settings import Target, Training

@@ -22,10 +22,10 @@ from orchestra.strategies.all_reduce import SHARDS
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.switch import Switch
 from orchestra.strategies.switch_rules import AfterSteps
-from orchestra.trainer.memory import kept_bytes, sizes_of
 from orchestra.trainer.own_loop import OwnLoop
 from orchestra.trainer.program import Session
 from orchestra.trainer.settings import MEASURED
+from orchestra.trainer.setup import kept_bytes, sizes_of
 from orchestra.worker.layout import Unit, UnitMemory
 from orchestra.worker.runtime import Runtime
 

@@ -26,7 +26,7 @@ from orchestra.strategies.base import Strategy
 from orchestra.strategies.outer import Outer
 from orchestra.strategies.registry import STRATEGIES, Standing
 from orchestra.strategies.switch_rules import Rule
-from orchestra.tasks.settings import TASKS
+from orchestra.tasks import TASKS
 from orchestra.topologies import Topology
 from orchestra.trainer.balancing import BALANCINGS
 from orchestra.trainer.settings import Target, Training

@@ -30,7 +30,7 @@ from orchestra.settings.reading import (
 )
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
-from orchestra.tasks.settings import replace_task_setting, task_name, task_text
+from orchestra.tasks import replace_task_setting, task_name, task_text
 from orchestra.trainer.balancing import BALANCINGS
 from orchestra.trainer.settings import MEASURED, Training
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from orchestra.errors import InputError
-from orchestra.tasks import settings
+from orchestra.tasks import Digits, Digits28
 from orchestra.tasks.classification import (
     cached,
     image_task,
@@ -34,7 +34,7 @@ Places: TypeAlias = NDArray[float64]
 SPLIT_SEED = 0
 
 
-def digits(chosen: settings.Digits) -> Task:
+def digits(chosen: Digits) -> Task:
     """Return the task: scikit-learn's digits, and a small CNN."""
     pixels, labels, *parts = split_digits()
     # Of the training images alone: nothing of the test may be known in training.
@@ -87,7 +87,7 @@ MEAN, DEVIATION = 0.158, 0.286
 CHUNK = 2_000
 
 
-def digits28(chosen: settings.Digits28) -> Task:
+def digits28(chosen: Digits28) -> Task:
     """Return the task: distorted digits, and LeNet-5."""
     images, labels, _ = distorted_digits(chosen.distortion)
     splits = split(images, labels, [TRAIN, VALIDATION, TEST], chosen.train_samples)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from orchestra.errors import InputError
-from orchestra.tasks import settings
+from orchestra.tasks import Cifar10, Images, Mnist
 from orchestra.tasks.classification import (
     cached,
     image_task,
@@ -48,7 +48,7 @@ MEAN, DEVIATION = 0.5, 0.178
 CHUNK = 500
 
 
-def images(chosen: settings.Images) -> Task:
+def images(chosen: Images) -> Task:
     """Return the task: images mapped from the cache, and ResNet-20."""
     name = f"images-recipe{RECIPE}-noise{chosen.noise!r}.safetensors"
     made = cached(name, lambda: _made(chosen.noise))
@@ -177,7 +177,7 @@ BYTES = 8
 MNIST_MEAN, MNIST_DEVIATION = 0.1307, 0.3081
 
 
-def mnist(chosen: settings.Mnist) -> Task:
+def mnist(chosen: Mnist) -> Task:
     """Return the task: images in memory, and LeNet-5."""
     folder = data_folder("mnist", chosen.folder, MNIST_SOURCE)
     rest, held = hold_out("mnist", mnist_images(folder, "training"), chosen.validation_samples)
@@ -253,7 +253,7 @@ RECORD = 1 + 3 * 32 * 32
 CIFAR_MEAN, CIFAR_DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
-def cifar10(chosen: settings.Cifar10) -> Task:
+def cifar10(chosen: Cifar10) -> Task:
     """Return the task: images in memory, and ResNet-20."""
     folder = data_folder("cifar10", chosen.folder, CIFAR_SOURCE)
     rest, held = hold_out("cifar10", training_images(folder), chosen.validation_samples)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from orchestra.errors import InputError
 from orchestra.settings import Settings, parse
-from orchestra.tasks.settings import TASKS
+from orchestra.tasks import TASKS
 from orchestra.worker.batches import Batch, to_device
 
 Loss: TypeAlias = Callable[[nn.Module, Batch], Tensor]

@@ -25,10 +25,9 @@ from orchestra.tasks.task import Task, evaluate, load_task
 from orchestra.trainer import checkpoints, curve, setup
 from orchestra.trainer.balancing import Balancer
 from orchestra.trainer.loop import Loop, Position, queue_of
-from orchestra.trainer.memory import in_files, kept_bytes, sizes_of
-from orchestra.trainer.order import Order, Recording, Repeating, write_order
-from orchestra.trainer.recorder import Recorder, Totals
+from orchestra.trainer.recorder import Order, Recorder, Recording, Repeating, Totals, write_order
 from orchestra.trainer.settings import Run
+from orchestra.trainer.setup import in_files, kept_bytes, sizes_of
 from orchestra.trainer.trace import Trace
 from orchestra.worker.batches import Batch, to_device
 from orchestra.worker.gathering import ShardedWorker

@@ -1,8 +1,9 @@
-"""Checks of the model in a loop of the user's own, and counts of the batches behind gradients."""
+"""Checks of model, roles and state in a loop of the user's own, and counts of backward passes."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from orchestra.errors import InputError
+from orchestra.strategies.base import Strategy
+from orchestra.strategies.switch import phases
 from orchestra.worker.batches import tensors_of
 from orchestra.worker.layout import owner_of
 from orchestra.worker.worker import Worker
@@ -51,6 +54,28 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, workers: int
                     "model does not have, so that no other worker would learn of it: put both into "
                     "one nn.Module (an nn.ModuleList) and distribute that"
                 )
+
+
+def may_serve(strategy: Strategy[Any], ranks: int) -> bool:
+    """Return whether a rank has no data in some phase of `strategy`."""
+    return any(len(phase.roles(ranks).workers) < ranks for phase in phases(strategy))
+
+
+def check_roles(strategy: Strategy[Any], ranks: int) -> None:
+    """Refuse another number of ranks, and one that serves first: it would not run the loop."""
+    shares = len(strategy.roles(ranks).shares)
+    if shares != ranks:
+        raise InputError(
+            f"{strategy!r} runs on {shares} process(es), but {ranks} were started: start as many, "
+            "or name another strategy"
+        )
+    for first, then in itertools.pairwise(phases(strategy)):
+        late = set(then.roles(ranks).workers) - set(first.roles(ranks).workers)
+        if late:
+            raise InputError(
+                f"{strategy!r}: rank {min(late)} serves first, and could not come into a loop of "
+                "your own in mid-epoch: set placement='beside' in the first phase"
+            )
 
 
 @dataclass(eq=False)
