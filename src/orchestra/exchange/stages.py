@@ -63,10 +63,8 @@ def stage_of(
     The model is cut before the layers named `cuts`, or where that evens out the cost of the stages.
     The cost of an operation is counted in one forward pass, with what `loss_of`, the loss on a few
     samples, gives the model: it is the same on every machine, so that all ranks, and a run that is
-    resumed, cut alike.
-
-    Raises:
-        InputError: the model cannot be traced or has too few places to be cut at.
+    resumed, cut alike. Raises InputError: the model cannot be traced or has too few places to be
+    cut at.
     """
     # torch.fx replaces methods of `nn.Module` while it traces: no other rank of this process may
     # call a module meanwhile (decision 20).
@@ -307,11 +305,8 @@ class Closing(fx.Tracer):
 
 
 def trace(module: nn.Module) -> fx.Graph:
-    """Return the operations of `module`, in their order, with names as in `module`.
-
-    Raises:
-        InputError: its forward cannot be traced.
-    """
+    """Return the operations of `module`, in their order, with names as in `module`. Raises
+    InputError: its forward cannot be traced."""
     for tracer in (fx.Tracer(), Closing()):
         try:
             with _recorded_factories():

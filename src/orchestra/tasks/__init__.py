@@ -42,10 +42,7 @@ class TaskSettings(Settings):
 
     def build(self) -> Task:
         """Make the task: data in memory or mapped from the cache, and a model of these settings.
-
-        Raises:
-            InputError: a file that the task needs is missing, damaged or of another kind.
-        """
+        Raises InputError: a file that the task needs is missing, damaged or of another kind."""
         module = importlib.import_module(f"orchestra.tasks.{self.MODULE}")
         task: Task = getattr(module, type(self).__name__.lower())(self)
         return task
@@ -281,11 +278,9 @@ _OFFERS = 5  # functions of a module that a message names
 def task_text(text: str, *, where: str) -> str:
     """Return `text`, the notation of a task, in its normal form, checked without torch.
 
-    A task with a name is checked to the last setting. Of `package.module:function` only the
-    package is looked for; importing it, and checking its arguments, is left to `bound`.
-
-    Raises:
-        InputError: not a constructor call, an unknown name or argument, a refused value.
+    A task with a name is checked to the last setting. Of `package.module:function` only the package
+    is looked for; importing it, and checking its arguments, is left to `bound`. Raises InputError:
+    not a constructor call, an unknown name or argument, a refused value.
     """
     return write(_settings_or_call(text, where), TASKS)
 

@@ -64,11 +64,8 @@ def split_text() -> tuple[str, str, str]:
 
 
 def windows(part: str, context: int) -> tuple[Tensor, Tensor]:
-    """Return characters and those that follow, both (n, context), cut one after the other.
-
-    Raises:
-        InputError: the text is shorter than one window.
-    """
+    """Return characters and those that follow, both (n, context), cut one after the other. Raises
+    InputError: the text is shorter than one window."""
     places = {character: place for place, character in enumerate(KNOWN)}
     tokens = torch.tensor([places.get(character, len(KNOWN)) for character in part])
     # The last character has no following one.

@@ -28,13 +28,10 @@ def cached(name: str, make: Callable[[], Tensors]) -> Tensors:
     """Return the tensors of `make`, from the file `name` in the cache folder if it is whole.
 
     Otherwise it is made and kept there, by one process of those that ask at the same time; the
-    others wait for it. A damaged file is replaced. Where the folder cannot be written, each
-    process makes its own. The tensors are mapped from the file, so that processes share the
-    memory; whatever is written to them stays with the writer.
-
-    Args:
-        name: names the content: other content needs another name.
-        make: gives the tensors by name; CPU, contiguous.
+    others wait for it. A damaged file is replaced. Where the folder cannot be written, each process
+    makes its own. The tensors are mapped from the file, so that processes share the memory;
+    whatever is written to them stays with the writer. `name`: names the content: other content
+    needs another name. `make`: gives the tensors by name; CPU, contiguous.
     """
     try:
         path = cache_folder() / name

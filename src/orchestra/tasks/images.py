@@ -129,11 +129,8 @@ SPLIT_SEED = 0
 
 
 def data_folder(task: str, folder: str, source: str) -> Path:
-    """Return the folder of the files of `task`; `source` says where they come from.
-
-    Raises:
-        InputError: there is no such folder.
-    """
+    """Return the folder of the files of `task`; `source` says where they come from. Raises
+    InputError: there is no such folder."""
     path = Path(folder).expanduser()
     if not path.is_dir():
         raise InputError(f"task {task}: there is no folder {path.absolute()}; {source}")
@@ -143,12 +140,8 @@ def data_folder(task: str, folder: str, source: str) -> Path:
 def hold_out(
     task: str, tensors: tuple[Tensor, ...], samples: int
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return tensors of equal first dimension without `samples` entries, and these; always the
-    same ones.
-
-    Raises:
-        InputError: nothing would be left to train on.
-    """
+    """Return tensors of equal first dimension without `samples` entries, and these; always the same
+    ones. Raises InputError: nothing would be left to train on."""
     count = len(tensors[0])
     if samples >= count:
         raise InputError(
@@ -211,8 +204,7 @@ def read_idx(folder: Path, name: str, dimensions: int) -> tuple[Path, Tensor]:
     """Return the IDX file `name`, compressed or not, of `dimensions` dimensions: where it is, and
     its bytes as a tensor of that shape, dtype uint8.
 
-    Raises:
-        InputError: the file is missing, no such thing, or not whole.
+    Raises InputError: the file is missing, no such thing, or not whole.
     """
     path = next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None)
     if path is None:
@@ -265,11 +257,8 @@ def cifar10(chosen: Cifar10) -> Task:
 
 
 def training_images(folder: Path) -> tuple[Tensor, Tensor]:
-    """Return the images and labels of the five training files, one after the other.
-
-    Raises:
-        InputError: a file is missing, damaged, or holds another number of images than the rest.
-    """
+    """Return the images and labels of the five training files, one after the other. Raises
+    InputError: a file is missing, damaged, or holds another number of images than the rest."""
     parts = [cifar10_images(folder / name) for name in CIFAR_TRAINING]
     counts = [len(labels) for _, labels in parts]
     if len(set(counts)) > 1:
@@ -282,11 +271,8 @@ def training_images(folder: Path) -> tuple[Tensor, Tensor]:
 
 
 def cifar10_images(path: Path) -> tuple[Tensor, Tensor]:
-    """Return images (n, 3, 32, 32) of dtype uint8, and labels (n,), of one file.
-
-    Raises:
-        InputError: it is missing, not whole, or no file of CIFAR-10.
-    """
+    """Return images (n, 3, 32, 32) of dtype uint8, and labels (n,), of one file. Raises InputError:
+    it is missing, not whole, or no file of CIFAR-10."""
     if not path.is_file():
         raise InputError(f"task cifar10: {path.name} is not in {path.parent}; {CIFAR_SOURCE}")
     content = bytearray(path.read_bytes())

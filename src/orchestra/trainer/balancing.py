@@ -58,9 +58,8 @@ class Balancing(Settings, ABC):
     def wanted(self, batches: Batches, speeds: Speeds) -> Sequence[float]:
         """Return numbers in proportion to the next batches, before bounds and sum are applied.
 
-        Args:
-            batches: the samples of each worker in a step so far.
-            speeds: the predicted samples a second of each worker.
+        `batches`: the samples of each worker in a step so far. `speeds`: the predicted samples a
+        second of each worker.
         """
 
     def decide(self, batches: Batches, speeds: Speeds) -> Batches:
@@ -73,11 +72,7 @@ class Balancing(Settings, ABC):
 
     def fitted(self, wanted: Sequence[float], total: int) -> Batches:
         """Return integers within the bounds that sum to `total`, in proportion to `wanted` as far
-        as possible.
-
-        Raises:
-            InputError: the bounds leave no such numbers.
-        """
+        as possible. Raises InputError: the bounds leave no such numbers."""
         workers, high = len(wanted), inf if self.high is None else self.high
         if not self.low * workers <= total <= high * workers:
             raise InputError(

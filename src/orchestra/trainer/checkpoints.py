@@ -289,10 +289,7 @@ def parameters_hash(module: nn.Module) -> str:
 
 def pack(value: Any, put: Callable[[str, Tensor], str], place: str = "") -> Any:
     """Return `value`, of nested dicts and sequences, as JSON data: a key in place of each tensor.
-
-    Args:
-        put: keeps a contiguous tensor on the CPU, from a place ("/moments/0"); returns its key.
-    """
+    `put`: keeps a contiguous tensor on the CPU, from a place ("/moments/0"); returns its key."""
     if isinstance(value, Tensor):
         return {TENSOR: put(place, value.detach().cpu().contiguous())}
     if isinstance(value, dict):

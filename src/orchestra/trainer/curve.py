@@ -49,10 +49,7 @@ _EVALUATE, _DONE = -1, -2
 
 def hand_in(worker: Worker, leader: int, metrics: Callable[[], SnapshotMetrics]) -> None:
     """Tell the leader which parts this rank has, and answer its requests; on all other ranks.
-
-    Args:
-        metrics: those of this rank's own snapshots.
-    """
+    `metrics`: those of this rank's own snapshots."""
     parts, transport = worker.snapshots.parts, worker.transport
     send_object(transport, [{**vars(part), "values": None} for part in parts], leader)
     # The leader makes no requests of a rank without parts.
@@ -127,11 +124,8 @@ class Gathered:
     ) -> dict[int, SnapshotMetrics]:
         """Return the metrics of replicas that differ, at each snapshot, by rank.
 
-        All ranks evaluate at the same time.
-
-        Args:
-            seed: draws `MAX_EVALUATED_REPLICAS` of the ranks where there are more.
-            metrics: those of this rank's own snapshots.
+        All ranks evaluate at the same time. `seed`: draws `MAX_EVALUATED_REPLICAS` of the ranks
+        where there are more. `metrics`: those of this rank's own snapshots.
         """
         ranks: Collection[int] = {rank for i in self.indices for rank in self.replicas(i)}
         if len(ranks) > MAX_EVALUATED_REPLICAS:
@@ -228,9 +222,8 @@ def points_of(
 ) -> list[Point]:
     """Return the figures of all snapshots with an index less than `below`, on the leader.
 
-    Args:
-        nodes: the figures of replicas, by rank; their mean becomes the `metrics` of a point, and
-            the figures of the average model its `average`.
+    `nodes`: the figures of replicas, by rank; their mean becomes the `metrics` of a point, and the
+    figures of the average model its `average`.
     """
     dataset, points = evaluation_data(task), []
     if dataset is None:

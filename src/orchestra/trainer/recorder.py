@@ -377,11 +377,8 @@ def write_order(folder: Path, rank: int, order: Order) -> None:
 
 
 def read_order(folder: Path, rank: int) -> Order:
-    """Return the order of a rank that `folder` keeps.
-
-    Raises:
-        InputError: there is none, it is damaged, or it begins in the midst of a run.
-    """
+    """Return the order of a rank that `folder` keeps. Raises InputError: there is none, it is
+    damaged, or it begins in the midst of a run."""
     path = _file(folder, rank)
     try:
         order: Order = from_plain(Order, json.loads(gzip.decompress(path.read_bytes())))

@@ -58,11 +58,7 @@ def budget_of(task: Task, training: Training) -> tuple[int, int]:
 
 
 def device_of(training: Training, runtime: Runtime) -> torch.device:
-    """Return the device of this rank's model.
-
-    Raises:
-        InputError: there is no such device.
-    """
+    """Return the device of this rank's model. Raises InputError: there is no such device."""
     available = torch.cuda.is_available()
     if training.device == "cuda" and not available:
         raise InputError("device: cuda was asked for, but torch sees no GPU here; use cpu or auto")
@@ -122,10 +118,8 @@ class ShapesRun:
     """A run of shapes as all of its ranks share it: they agree from the start.
 
     Nothing is read, evaluated, written or put into checkpoints; of snapshots it is known when they
-    are taken, which the `parts` of all ranks tell.
-
-    Raises:
-        InputError: the model cannot be made without values.
+    are taken, which the `parts` of all ranks tell. Raises InputError: the model cannot be made
+    without values.
     """
 
     def __init__(self, run: Run) -> None:
@@ -294,10 +288,8 @@ def kept_bytes(run: Run, rank: int, sizes: Sizes, layout: Layout) -> Counter[str
     """Return the bytes that `rank` keeps, by purpose; without activations and kernels' workspaces.
 
     Where buckets have memory only while they are in use, two have it at a time: one that is used,
-    and one under way. Micro-batches but the last add to whole gradients.
-
-    Args:
-        layout: of what the rank trains.
+    and one under way. Micro-batches but the last add to whole gradients. `layout`: of what the rank
+    trains.
     """
     training = run.training
     footprint = run.strategy.footprint(rank, training.ranks)

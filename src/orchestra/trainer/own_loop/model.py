@@ -232,10 +232,8 @@ class BackwardPasses:
     Usually a backward pass follows each batch. A loop may take batches ahead of the backward pass
     of an earlier one, which it still holds then; it may pass batches over, which it has let go of;
     and it may make several backward passes on one batch, each of which has the batch's counts.
-
-    Args:
-        accumulation: backward passes of a step, of which the last one exchanges.
-        copied: batches go to another device; those that were let go of say nothing then.
+    `accumulation`: backward passes of a step, of which the last one exchanges. `copied`: batches go
+    to another device; those that were let go of say nothing then.
 
     Attributes:
         ahead: batches that the loop has taken, and not begun, when it calls `backward`.
@@ -276,11 +274,8 @@ class BackwardPasses:
         self._ended = True
 
     def exchanges(self, at_end: Callable[[], bool]) -> bool:
-        """Return whether the pass under way is the last of its step, and so exchanges.
-
-        Args:
-            at_end: returns whether all batches of the epoch are taken.
-        """
+        """Return whether the pass under way is the last of its step, and so exchanges. `at_end`:
+        returns whether all batches of the epoch are taken."""
         last = (self.done + 1) % self._every == 0 or (at_end() and not self._grouped)
         return last and not self.paused
 
@@ -298,11 +293,7 @@ class BackwardPasses:
         self._forwards_on_last += 1
 
     def backward(self) -> None:
-        """Called when a backward pass begins.
-
-        Raises:
-            InputError: no batch can be behind it.
-        """
+        """Called when a backward pass begins. Raises InputError: no batch can be behind it."""
         none_before = self._exchanged is None and self._in_exchange is None
         over = self._ended and self._stepped_since
         if not self._taken and (none_before or over):
