@@ -215,7 +215,7 @@ def kept(shard: Any, ranks: int, folder: Path) -> tuple[int, int]:
         session.train()
         worker, state = session.worker, session.state
         moments = [v for each in state.optimizer.state.values() for v in each.values()]
-        parts = [part.gradient for part in state.shards._parts] if state.shards else []
+        parts = [gradient for _, _, gradient in state.shards._parts] if state.shards else []
         tensors = [worker.parameters, *(parts or [worker.gradients.vector]), *moments]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
         own = sum(storage.nbytes() for storage in storages.values())

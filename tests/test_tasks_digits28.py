@@ -21,9 +21,8 @@ from torch.utils.data import DataLoader
 
 from orchestra.records.record import cache_folder
 from orchestra.tasks import Digits28, Task, TensorData, evaluate, load_task
-from orchestra.tasks import digits as module
-from orchestra.tasks.classification import cached
-from orchestra.tasks.digits import distorted_digits, split_digits
+from orchestra.tasks import classification as module
+from orchestra.tasks.classification import cached, distorted_digits, split_digits
 
 #: Of the images at the default distortion: another value needs another RECIPE.
 SHA256 = "21b50bef06336718374e9221b381e3b9b44620efb7b0d3cb0c875afd669d03ab"

@@ -17,12 +17,6 @@ if TYPE_CHECKING:
     from orchestra.exchange.stages import *  # noqa: F403
 else:
     __getattr__ = lazy_package(
-        __name__,
-        "agreement",
-        "average",
-        "common_step",
-        "compression",
-        "servers",
-        "shards",
+        __name__, "agreement", "average", "compression", "servers", "shards", "common_step",
         "stages",
-    )
+    )  # fmt: skip

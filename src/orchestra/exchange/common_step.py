@@ -288,11 +288,7 @@ class _Request(enum.IntEnum):
 
 
 def share_work(
-    worker: Worker,
-    shares: tuple[float, ...],
-    holder: int | None = None,
-    *,
-    expendable: bool = False,
+    worker: Worker, shares: tuple[float, ...], holder: int | None = None, expendable: bool = False
 ) -> SharedWork | None:
     """Make this rank's end of a queue of all batches that are left; None if work is dealt out.
 

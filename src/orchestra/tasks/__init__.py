@@ -57,7 +57,7 @@ class Digits(TaskSettings):
     is a CNN of two convolutions and two linear layers; loss: cross entropy; metric: accuracy.
     """
 
-    MODULE: ClassVar = "digits"
+    MODULE: ClassVar = "classification"
     _: KW_ONLY
     channels: int = setting(
         16, "channels of the first convolution; the second has twice as many", low=1, high=10_000
@@ -83,7 +83,7 @@ class Digits28(TaskSettings):
     Loss: cross entropy; metric: accuracy.
     """
 
-    MODULE: ClassVar = "digits"
+    MODULE: ClassVar = "classification"
     _: KW_ONLY
     train_samples: int = setting(
         20_000, "images to train on, the first ones of all", low=1, high=20_000

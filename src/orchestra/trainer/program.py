@@ -338,14 +338,9 @@ class Session(Loop):
         if sharding is None or not shares[rank]:
             return self.samples
         workers = [place for place, share in enumerate(shares) if share]
-        return open_shard(
-            self.task.train,
-            self.run.seed,
-            self.task.collate,
-            sharding,
-            [shares[worker] for worker in workers],
-            workers.index(rank),
-        )
+        weights, task = [shares[worker] for worker in workers], self.task
+        index = workers.index(rank)
+        return open_shard(task.train, self.run.seed, task.collate, sharding, weights, index)
 
     def _passed(self, part: str) -> None:
         """Note that the set-up has come to the end of `part`."""

@@ -317,11 +317,9 @@ class OwnLoop:
                 if loop._handed_over:
                     return original(closure)
                 raise InputError(f"optimizer.step(): {ENDED}")
-            loss = None
-            if closure is not None:
-                # As torch's optimizers do, whose `step` runs without gradients.
-                with torch.enable_grad():
-                    loss = closure()
+            # As torch's optimizers do, whose `step` runs without gradients.
+            with torch.enable_grad():
+                loss = None if closure is None else closure()
             if loop._has_gradient():
                 loop._update()
             return loss
