@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from itertools import accumulate
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from orchestra.settings import Registry, Settings, setting
 from orchestra.settings.registry import LazyModule
@@ -27,28 +26,8 @@ if TYPE_CHECKING:
 else:
     numpy = LazyModule("numpy")
 
-STEPS_KEPT = 16
-"""The steps that each plan keeps: ranks that take turns are seldom further apart."""
-
-
-class Deal(NamedTuple):
-    """A global batch: positions `start` to `stop` of the stream, of which rank i reads `counts[i]`
-    after the `before[i]` of those before it."""
-
-    start: int
-    stop: int
-    counts: tuple[int, ...]
-    before: tuple[int, ...]
-
-    @property
-    def samples(self) -> int:
-        """The samples of all ranks together."""
-        return self.stop - self.start
-
-    def part(self, rank: int) -> tuple[int, int]:
-        """Return the positions (start, stop) that `rank` reads."""
-        start = self.start + self.before[rank]
-        return start, start + self.counts[rank]
+Shares: TypeAlias = tuple[float, ...]
+"""The weight of each rank's part of the data."""
 
 
 @dataclass(frozen=True)
@@ -58,18 +37,12 @@ class Plan:
     The parts of a global batch are disjoint, lie in the order of the ranks, and cover it exactly.
     The last one may be smaller; it is spread as evenly as the shares say, so that some workers may
     get nothing. The plan is pure: every rank computes the same one.
-
-    Args:
-        start: the first position of the stream to read.
-        stop: the end of the budget; epochs do not matter here.
-        global_batch: samples of a full step of all workers.
-        shares: the weight of each rank; 0 is a rank without data.
     """
 
     start: int
-    stop: int
-    global_batch: int
-    shares: tuple[float, ...]
+    stop: int  # the end of the budget; epochs do not matter here
+    global_batch: int  # samples of a full step of all workers
+    shares: Shares  # 0 is a rank without data
 
     def __post_init__(self) -> None:
         assert 0 <= self.start <= self.stop, "the budget ends before it begins"
@@ -86,24 +59,20 @@ class Plan:
         """Return the position in the stream at which `step` begins: all before is consumed."""
         return min(self.start + step * self.global_batch, self.stop)
 
-    @cached_property
-    def deal(self) -> Callable[[int], Deal]:
-        """Return the part that each rank reads in a step."""
-        # Ranks of one process share a plan, and take turns: that of some steps is kept.
-        return lru_cache(maxsize=STEPS_KEPT)(self._dealt_out)
-
-    def _dealt_out(self, step: int) -> Deal:
-        start, stop = self.position(step), self.position(step + 1)
-        counts = apportion(stop - start, self.shares)
-        return Deal(start, stop, counts, tuple(accumulate(counts, initial=0)))
-
     def counts(self, step: int) -> tuple[int, ...]:
         """Return the samples of each rank in `step`."""
-        return self.deal(step).counts
+        samples = self.position(step + 1) - self.position(step)
+        return self._full if samples == self.global_batch else apportion(samples, self.shares)
+
+    @cached_property
+    def _full(self) -> tuple[int, ...]:
+        return apportion(self.global_batch, self.shares)
 
     def part(self, step: int, rank: int) -> tuple[int, int]:
         """Return the positions (start, stop) of the stream that `rank` reads in `step`."""
-        return self.deal(step).part(rank)
+        counts = self.counts(step)
+        start = self.position(step) + sum(counts[:rank])
+        return start, start + counts[rank]
 
     def own_part(self, step: int, rank: int) -> tuple[int, int]:
         """Return the positions in the stream of the rank's own shard that it reads in `step`.
@@ -120,7 +89,7 @@ plan_of = lru_cache(maxsize=8)(Plan)
 
 
 @lru_cache(maxsize=256)
-def apportion(total: int, shares: tuple[float, ...]) -> tuple[int, ...]:
+def apportion(total: int, shares: Shares) -> tuple[int, ...]:
     """Split `total` in proportion to `shares`, by the largest remainder; ties to the first.
 
     Each count is the exact proportion rounded down or up; equal shares differ by one at most.
@@ -137,7 +106,7 @@ def apportion(total: int, shares: tuple[float, ...]) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def shares_of(speeds: Sequence[float]) -> tuple[float, ...]:
+def shares_of(speeds: Sequence[float]) -> Shares:
     """Return the weights of ranks with these speeds: 1 in the mean, to three decimals."""
     mean = sum(speeds) / len(speeds)
     # Three decimals are more than a measurement is worth; 0 would be a rank without data.
@@ -158,10 +127,8 @@ class Sharding(Settings, ABC):
     def split(self, labels: Indices, shares: Sequence[float], seed: int) -> list[Indices]:
         """Return the samples of each worker, whose part of the data is as large as its share.
 
-        Args:
-            labels: of all samples, shape (samples,); zeros where they are not needed.
-            shares: of the workers, summing to 1.
-            seed: of all that is drawn at random.
+        `labels` are those of all samples, shape (samples,), zeros where they are not needed. The
+        `shares` of the workers sum to 1; `seed` is that of all that is drawn at random.
         """
 
 

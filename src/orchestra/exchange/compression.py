@@ -24,19 +24,12 @@ from orchestra.worker.worker import Worker
 
 @dataclass
 class CompressionState:
-    """What compression keeps between steps on one worker.
+    """What compression keeps between steps on one worker."""
 
-    Attributes:
-        steps: begun so far.
-        residual: what error feedback has not sent yet; flat, shape [layout.size].
-        memory: of each tensor, in the layout's order, what the compressor keeps for it.
-        used: of each tensor 1 if this worker has had a gradient of it, so that some may wait here.
-    """
-
-    steps: int
-    residual: Tensor | None
-    memory: list[list[Tensor]]
-    used: Tensor
+    steps: int  # begun so far
+    residual: Tensor | None  # what error feedback has not sent yet; flat, shape [layout.size]
+    memory: list[list[Tensor]]  # of each tensor, in the layout's order, what the compressor keeps
+    used: Tensor  # of each tensor 1 if this worker has had a gradient: some of it may wait here
 
     @staticmethod
     def of(worker: Worker, compressor: Compressor) -> CompressionState:

@@ -52,34 +52,21 @@ def slices_of(
 
 @dataclass(frozen=True)
 class ServerRules:
-    """What the servers of a strategy do with the pushes of its workers.
+    """What the servers of a strategy do with the pushes of its workers."""
 
-    Attributes:
-        consistency: when pushes are applied, and when pulls are answered.
-        updates: servers run the optimizer on their slices; without it they only average.
-        clips: an averaged gradient is clipped by the norm of all slices.
-        rate_divisor: what learning rates are divided by, for the staleness of an update.
-        compensate: makes what corrects a push for its staleness.
-        queue_shares: where workers take batches from a queue, their shares of a step; the server of
-            the first slice hands the batches out.
-        replicas: each server also holds the slice of the one before it.
-        parts: what pushes come in; none if they come slice by slice.
-        early: a part is applied once all workers have pushed it.
-        elastic: a slice is the centre of elastic averaging.
-        decode: reads a push that was compressed.
-    """
-
-    consistency: Consistency
-    updates: bool
-    clips: bool = False
-    rate_divisor: Callable[[int], int] = lambda staleness: 1
-    compensate: Compensate | None = None
+    consistency: Consistency  # when pushes are applied, and when pulls are answered
+    updates: bool  # servers run the optimizer on their slices; without it they only average
+    clips: bool = False  # an averaged gradient is clipped by the norm of all slices
+    rate_divisor: Callable[[int], int] = lambda staleness: 1  # of rates, by staleness
+    compensate: Compensate | None = None  # makes what corrects a push for its staleness
+    # Where workers take batches from a queue, their shares of a step; the server of the first slice
+    # hands the batches out.
     queue_shares: tuple[float, ...] | None = None
-    replicas: bool = False
-    parts: Sequence[Part] = ()
-    early: bool = False
-    elastic: bool = False
-    decode: Callable[[Slice, Push, Tensor], Tensor] | None = None
+    replicas: bool = False  # each server also holds the slice of the one before it
+    parts: Sequence[Part] = ()  # what pushes come in; none if they come slice by slice
+    early: bool = False  # a part is applied once all workers have pushed it
+    elastic: bool = False  # a slice is the centre of elastic averaging
+    decode: Callable[[Slice, Push, Tensor], Tensor] | None = None  # of a push that was compressed
 
 
 def make_server(

@@ -142,12 +142,9 @@ def tensor_task(
     transform: Transform | None = None,
     augmented: Transform | None = None,
 ) -> Task:
-    """Return a task whose samples are in memory.
+    """Return a task whose samples are in memory: tensors for training, validation and test.
 
-    Args:
-        splits: the tensors for training, validation and test.
-        transform: changes each batch when it is read.
-        augmented: the same of a training batch; `transform` by default.
+    `transform` changes each batch when it is read; `augmented`, if given, each training batch.
     """
     train, validation, test = splits
     return Task(
@@ -208,10 +205,8 @@ def evaluate(
     device.
 
     The dataset is read in order, in batches of `batch_size`. The model is in evaluation mode
-    meanwhile, and each of its modules gets its own mode back. No random number is drawn.
-
-    Raises:
-        InputError: the metrics are not a dict of numbers.
+    meanwhile, and each of its modules gets its own mode back. No random number is drawn. InputError
+    if the metrics are not a dict of numbers.
     """
     total = 0.0
     sized: Any = dataset

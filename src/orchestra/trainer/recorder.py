@@ -247,37 +247,24 @@ class Ended(InputError):
 
 @dataclass
 class FlowOrder:
-    """The answers that one flow got, in the order in which it asked.
-
-    Attributes:
-        sources: of each receive from any source, who sent what it took; -1: it never completed.
-        done: of each question whether an operation or a flow was done.
-        now: of each look at the clock.
-        lost: the ranks known to be gone, of each question for them.
-    """
+    """The answers that one flow got, in the order in which it asked."""
 
     sources: list[int] = field(default_factory=list)
-    done: list[bool] = field(default_factory=list)
-    now: list[float] = field(default_factory=list)
-    lost: list[list[int]] = field(default_factory=list)
+    """Of each receive from any source, who sent what it took; -1: it never completed."""
+    done: list[bool] = field(default_factory=list)  # was an operation or a flow done?
+    now: list[float] = field(default_factory=list)  # of each look at the clock
+    lost: list[list[int]] = field(default_factory=list)  # the ranks known to be gone
 
 
 @dataclass
 class Order:
-    """The answers that one rank got. A flow is named by the number of its start: "main.0".
-
-    Attributes:
-        seconds: of each look at the seconds that the rank has computed.
-        stop: of each question whether the user wants to stop.
-        first_step: steps that had been done before: 0, unless the run was resumed.
-        shares: the weights of the ranks' parts that were measured, if they were.
-    """
+    """The answers that one rank got. A flow is named by the number of its start: "main.0"."""
 
     flows: dict[str, FlowOrder] = field(default_factory=dict)
-    seconds: list[float] = field(default_factory=list)
-    stop: list[bool] = field(default_factory=list)
-    first_step: int = 0
-    shares: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # that the rank has computed, at each look
+    stop: list[bool] = field(default_factory=list)  # does the user want to stop?
+    first_step: int = 0  # steps that had been done before: 0, unless the run was resumed
+    shares: list[float] = field(default_factory=list)  # of the ranks' parts, if they were measured
 
     def answers(self, flow: str, what: str) -> list[Any]:
         """Return the answers to the question `what` of a flow; a new flow begins with none."""

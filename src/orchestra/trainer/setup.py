@@ -73,7 +73,6 @@ def make_worker(
     runtime: Runtime, run: Run, task: Task, module: nn.Module, part: ModelPart | None, budget: int
 ) -> Worker:
     """Return the worker of this rank, which trains `module`, or `part` or a shard of it."""
-    make: Callable[..., Worker] = Worker
     # From the whole model: names in parameter groups, and snapshots that are due, are those of the
     # whole, also where this rank has a part of it (decision 20).
     spec = _optimizer(run, module)
@@ -87,8 +86,8 @@ def make_worker(
         module = part.module
     share = run.strategy.share_of(runtime.rank, runtime.ranks)
     if share is not None:
-        make = functools.partial(ShardedWorker, share=share)
-    return make(runtime, module, spec, **options)
+        return ShardedWorker(runtime, module, spec, share=share, **options)
+    return Worker(runtime, module, spec, **options)
 
 
 def _optimizer(run: Run, module: nn.Module) -> OptimizerSpec:

@@ -234,19 +234,13 @@ class BackwardPasses:
     and it may make several backward passes on one batch, each of which has the batch's counts.
     `accumulation`: backward passes of a step, of which the last one exchanges. `copied`: batches go
     to another device; those that were let go of say nothing then.
-
-    Attributes:
-        ahead: batches that the loop has taken, and not begun, when it calls `backward`.
-        under_way: a pass has begun, and not ended.
-        complete: a pass has ended since the last step.
-        done: passes in this epoch, or group of batches.
-        entered: a forward pass of this step has begun.
-        paused: no pass exchanges, for now.
     """
 
     def __init__(self, accumulation: int, *, copied: bool) -> None:
         self.accumulation = accumulation
-        self.paused = self.under_way = self.complete = False
+        self.paused = False  # no pass exchanges, for now
+        self.under_way = False  # a pass has begun, and not ended
+        self.complete = False  # a pass has ended since the last step
         self._copied = copied
         self._exchanged: Count | None = None  # of the last exchange
         self._stepped: Count | None = None  # of the last step
@@ -256,9 +250,10 @@ class BackwardPasses:
 
     def begin_epoch(self, done: int) -> None:
         """Count batches and passes from here, where `done` passes of the epoch are over."""
+        # Batches that the loop has taken, and not begun, when it calls `backward`.
         self.ahead: int | None = None
-        self.done = done
-        self.entered = False
+        self.done = done  # passes in this epoch, or group of batches
+        self.entered = False  # a forward pass of this step has begun
         self._every = self.accumulation
         self._grouped = False  # all batches of a step were taken before its first backward
         self._taken: deque[tuple[Count, Callable[[], object]]] = deque()  # None: nobody holds it

@@ -41,11 +41,6 @@ class OwnRank:
 
     Parameters and moments that were loaded count from the next step on: where a strategy keeps
     copies of its own, as servers do, it starts anew with them.
-
-    Attributes:
-        steps: that were made.
-        taken: batches of the epoch under way that this worker has had.
-        ended: all workers have left.
     """
 
     def __init__(
@@ -58,8 +53,9 @@ class OwnRank:
         **options: Any,
     ) -> None:
         self.strategy, self.optimizer = strategy, optimizer
-        self.steps = self.taken = 0
-        self.ended = False
+        self.steps = 0  # that were made
+        self.taken = 0  # batches of the epoch under way that this worker has had
+        self.ended = False  # all workers have left
         self._loaded_model = self._loaded_moments = self._restoring = False
         self._collected = False  # since the last step: the first worker's optimizer has all moments
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
