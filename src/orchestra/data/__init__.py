@@ -90,10 +90,8 @@ plan_of = lru_cache(maxsize=8)(Plan)
 
 @lru_cache(maxsize=256)
 def apportion(total: int, shares: Shares) -> tuple[int, ...]:
-    """Split `total` in proportion to `shares`, by the largest remainder; ties to the first.
-
-    Each count is the exact proportion rounded down or up; equal shares differ by one at most.
-    """
+    """Split `total` in proportion to `shares`, by the largest remainder; ties to the first. Each
+    count is the exact proportion rounded down or up; equal shares differ by one at most."""
     # As fractions: every rank has to find the same counts, and ties have to be ties.
     weights = [Fraction(share) for share in shares]
     whole = sum(weights)

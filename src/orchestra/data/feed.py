@@ -140,9 +140,7 @@ def open_shard(
     worker: int,
 ) -> Samples:
     """Return the stream of samples that `sharding` gives a worker; `shares` are those of all.
-
-    InputError if there is no telling which sample is where, or of which class.
-    """
+    InputError if there is no telling which sample is where, or of which class."""
     if isinstance(dataset, IterableDataset):
         raise InputError(
             f"sharding: the samples of a {type(dataset).__name__} have no places to be shared out "

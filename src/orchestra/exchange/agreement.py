@@ -87,10 +87,8 @@ def agree_on_data(worker: Worker, data: Any, first: int) -> Any:
 
 
 def exact_mean(worker: Worker, weight: float = 1.0, part: slice = slice(None)) -> None:
-    """Replace all workers' parameters in `part` by their mean, weighted by `weight`.
-
-    Summed in float64, where a sum of float32 numbers is exact in practice.
-    """
+    """Replace all workers' parameters in `part` by their mean, weighted by `weight`. Summed in
+    float64, where a sum of float32 numbers is exact in practice."""
     values = worker.parameters[part]
     values.copy_(_mean(worker, values, weight))
 
@@ -171,9 +169,7 @@ def swap_with_neighbours(
     worker: Worker, transport: Transport, values: Tensor, graph: Graph, *, alike: bool = True
 ) -> dict[int, Tensor]:
     """Send `values` to neighbours in `graph`, and wait for theirs; by place among the workers.
-
-    `alike`: theirs have the shape of `values`, and its device.
-    """
+    `alike`: theirs have the shape of `values`, and its device."""
     ranks, own = worker.workers.ranks, worker.workers.index(worker.rank)
     arriving = {
         peer: transport.receive(ranks[peer], Tag.MIX, torch.empty_like(values) if alike else None)
@@ -191,9 +187,7 @@ def mix_with_neighbours(
     worker: Worker, transport: Transport, into: Tensor, topology: Topology, step: int
 ) -> Tensor:
     """Set `into` to sum_j W_ij x_j over the neighbours j in the graph of `step`, and return it.
-
-    Waits for their parameters. `transport` is that of the flow which does it.
-    """
+    Waits for their parameters. `transport` is that of the flow which does it."""
     own, graph = worker.workers.index(worker.rank), topology.graph(len(worker.workers), step)
     weights, x = doubly_stochastic(graph)[own], worker.parameters
     arrived = swap_with_neighbours(worker, transport, x, graph)
@@ -215,10 +209,8 @@ def average_replicas(
     samples: int,
     total: int | None,
 ) -> None:
-    """Replace `values` by their mean over the workers, weighted by `samples`.
-
-    `transport` is that of the flow which does it. Where `total` is None the workers add it up.
-    """
+    """Replace `values` by their mean over the workers, weighted by `samples`. `transport` is that
+    of the flow which does it. Where `total` is None the workers add it up."""
     if len(worker.workers) == 1:
         return
     values.mul_(part_of_samples(worker, transport, algorithm, samples, total))
@@ -244,9 +236,7 @@ def average_moments(
     total: int | None,
 ) -> None:
     """Replace the moments in `optimizer` by their mean over the workers, as `average_replicas`.
-
-    Those of a parameter that some worker has not updated yet stay as they are.
-    """
+    Those of a parameter that some worker has not updated yet stay as they are."""
     if len(worker.workers) == 1:
         return
     moments = export_moments(optimizer, worker.named_parameters())
@@ -287,9 +277,7 @@ def ring_sum(worker: Worker, vector: Tensor, tag: int, ranks: tuple[int, ...] | 
 
 def fragments_of(worker: Worker, count: int) -> list[tuple[int, int]]:
     """Cut the flat parameters into `count` runs (first, end) of whole tensors, about equally large.
-
-    There are fewer where there are not as many tensors.
-    """
+    There are fewer where there are not as many tensors."""
     slots, size = worker.layout.slots, worker.layout.size
     # Cut k lies at the end of the tensor that is nearest to k / count of all elements.
     ends = [slot.offset for slot in slots[1:]] + [size]
@@ -363,10 +351,8 @@ def counted(position: int, budget: int | None) -> Step:
 
 
 def push_and_pull_once(worker: Worker, slices: Sequence[Slice], values: Tensor) -> None:
-    """Collective over the workers, which are the servers of `slices` as well.
-
-    Replaces flat `values` by their sum: each server adds up its slice, and sends it back.
-    """
+    """Collective over the workers, which are the servers of `slices` as well. Replaces flat
+    `values` by their sum: each server adds up its slice, and sends it back."""
     transport, own = worker.transport, worker.rank
     others = [rank for rank in worker.workers.ranks if rank != own]
     parts = [(part.rank, values[part.first : part.end]) for part in slices]

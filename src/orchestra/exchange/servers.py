@@ -40,10 +40,8 @@ Compensate = Callable[[Tensor, Sequence[int]], DelayCompensation]
 def slices_of(
     worker: Worker, servers: Sequence[int], *, updates: bool, weights: Sequence[float] = ()
 ) -> list[Slice]:
-    """Cut the parameters over the ranks in `servers`, balanced by bytes, or by `weights`.
-
-    Where the servers update, a tensor is cut only if the optimizer works element by element.
-    """
+    """Cut the parameters over the ranks in `servers`, balanced by bytes, or by `weights`. Where the
+    servers update, a tensor is cut only if the optimizer works element by element."""
     layout, divisible = worker.layout, worker.optimizer.elementwise or not updates
     spans = [(slot.offset, slot.size) for slot in layout.slots]
     slices = place_slices(spans, layout.size, len(servers), divisible=divisible, weights=weights)

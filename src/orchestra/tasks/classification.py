@@ -124,10 +124,8 @@ def standardised(
 def random_view(
     batch: tuple[Tensor, ...], mean: float | Tensor, deviation: float | Tensor
 ) -> tuple[Tensor, ...]:
-    """Standardise images, mirror each or not, and shift it by up to 4 pixels.
-
-    Draws from torch's global generator.
-    """
+    """Standardise images, mirror each or not, and shift it by up to 4 pixels. Draws from torch's
+    global generator."""
     images, labels = standardised(batch, mean, deviation)
     mirrored = torch.rand(len(images), 1, 1, 1) < 0.5
     # After standardisation 0 is the mean colour.
@@ -138,9 +136,7 @@ def random_shift(
     batch: tuple[Tensor, ...], background: float, reach: int = 1
 ) -> tuple[Tensor, ...]:
     """Shift each image by up to `reach` pixels in each direction; `background` fills the gap.
-
-    Images have shape (n, channels, height, width). Draws from torch's global generator.
-    """
+    Images have shape (n, channels, height, width). Draws from torch's global generator."""
     images, labels = batch
     count, _, height, width = images.shape
     padded = functional.pad(images, (reach, reach, reach, reach), value=background)
@@ -387,10 +383,8 @@ def _distorted(images: Images, strength: float, random: RandomState) -> Images:
 
 
 def _sampled(images: Images, rows: Places, columns: Places) -> Images:
-    """Interpolate each image linearly at its places, shape (n, 28, 28); background outside.
-
-    In whole numbers, 256 steps a pixel: the last bits of a machine's floating point leave no trace.
-    """
+    """Interpolate each image linearly at its places, shape (n, 28, 28); background outside. In
+    whole numbers, 256 steps a pixel: the last bits of a machine's floating point leave no trace."""
     padded = numpy.pad(images, ((0, 0), (1, 1), (1, 1))).astype(numpy.int32)
 
     def fixed(places: Places) -> tuple[NDArray[int32], NDArray[int32]]:

@@ -180,9 +180,7 @@ def mnist(chosen: Mnist) -> Task:
 
 def mnist_images(folder: Path, split: str) -> tuple[Tensor, Tensor]:
     """Return images (n, 1, 28, 28) of dtype uint8, and labels (n,), for "training" or "test".
-
-    InputError if a file is missing, damaged or of another kind, or the two do not fit together.
-    """
+    InputError if a file is missing, damaged or of another kind, or the two do not fit together."""
     images_path, images = read_idx(folder, FILES[f"{split} images"], 3)
     labels_path, labels = read_idx(folder, FILES[f"{split} labels"], 1)
     if images.shape[1:] != (28, 28):

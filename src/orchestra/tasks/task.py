@@ -143,9 +143,7 @@ def tensor_task(
     augmented: Transform | None = None,
 ) -> Task:
     """Return a task whose samples are in memory: tensors for training, validation and test.
-
-    `transform` changes each batch when it is read; `augmented`, if given, each training batch.
-    """
+    `transform` changes each batch when it is read; `augmented`, if given, each training batch."""
     train, validation, test = splits
     return Task(
         model=model,
@@ -233,10 +231,8 @@ def evaluate(
 
 @contextmanager
 def one_forward_each(model: nn.Module) -> Iterator[None]:
-    """Remember the last outputs inside: a second call with the same inputs returns them.
-
-    The loss of a batch comes first, so that the metrics may do with the outputs what they like.
-    """
+    """Remember the last outputs inside: a second call with the same inputs returns them. The loss
+    of a batch comes first, so that the metrics may do with the outputs what they like."""
     before = model.__dict__.get("forward")
     forward = model.forward
     known: tuple[tuple[Any, ...], Any] = ((), None)

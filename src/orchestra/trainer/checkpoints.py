@@ -223,9 +223,7 @@ class CollectiveCheckpoints:
 
 def rank_state(worker: Worker, state: Any, parameters: Any) -> dict[str, Any]:
     """Return the state from which a rank can go on; `resume` puts it back, but for `parameters`.
-
-    `state` is that of the strategy.
-    """
+    `state` is that of the strategy."""
     return {
         "parameters": parameters,
         "buffers": dict(worker.buffers),
@@ -332,10 +330,8 @@ def send_state(transport: Transport, value: Any, to: int) -> None:
 
 
 def receive_state(transport: Transport, source: int, known: Tensors) -> Any:
-    """Return the value that the rank `source` sends with `send_state`.
-
-    Tensors that `known` has already do not travel; others are added to it.
-    """
+    """Return the value that the rank `source` sends with `send_state`. Tensors that `known` has
+    already do not travel; others are added to it."""
     tree, keys = receive_object(transport, source)
     wanted = [key for key in keys if key not in known]
     send_object(transport, wanted, source)

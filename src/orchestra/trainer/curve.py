@@ -295,9 +295,7 @@ def moments(held: Sequence[Contribution], size: int) -> list[Point]:
 
 def agree_on_buffers(worker: Worker, samples: int, leader: int) -> None:
     """After an asynchronous run: the leader takes the sample-weighted mean of the buffers.
-
-    `samples` are those of this rank. Only ranks that have data at the end take part.
-    """
+    `samples` are those of this rank. Only ranks that have data at the end take part."""
     vector, workers = buffers_vector(worker.buffers), worker.workers.ranks
     if vector is None:
         return
@@ -355,10 +353,8 @@ def signs_of_life(worker: Worker, module: nn.Module, steps: int) -> Iterator[Non
 
 @contextmanager
 def all_cores() -> Iterator[None]:
-    """Use all cores that this process may, or as many threads as OMP_NUM_THREADS allows.
-
-    The other ranks have nothing to do meanwhile.
-    """
+    """Use all cores that this process may, or as many threads as OMP_NUM_THREADS allows. The other
+    ranks have nothing to do meanwhile."""
     threads = torch.get_num_threads()
     # Where cores are busy, threads that wait for each other take ten times as long as one thread
     # (decision 33); OMP_NUM_THREADS is the user's way to say so.

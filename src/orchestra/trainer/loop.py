@@ -37,9 +37,7 @@ def plan_of_roles(
     training: Training, start: int, budget: int, shares: Shares, measured: Shares | None = None
 ) -> Plan:
     """Return the plan of samples `start` to `budget`, for ranks that have these `shares` of a step.
-
-    `measured` are the ranks' speeds, where workers that step together get parts by them.
-    """
+    `measured` are the ranks' speeds, where workers that step together get parts by them."""
     weights = training.weighted(shares, measured)
     return plan_of(min(start, budget), budget, training.global_batch(shares), weights)
 

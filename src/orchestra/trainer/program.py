@@ -39,10 +39,8 @@ from orchestra.worker.worker import Worker
 
 
 def train(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
-    """Take this rank's part in a run, write its records into the run's folder, and report.
-
-    In a run of shapes no value is computed, and nothing is written.
-    """
+    """Take this rank's part in a run, write its records into the run's folder, and report. In a run
+    of shapes no value is computed, and nothing is written."""
     run, folder = assignment
     assert isinstance(run.strategy, Strategy)
     runtime.reporter.phase("set-up")

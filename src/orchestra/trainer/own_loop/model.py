@@ -161,10 +161,8 @@ def check_fits(
     length: int | None,
     generators: Sequence[torch.Generator],
 ) -> None:
-    """Refuse a `state` that a loop of these `settings`, on `worker`, cannot go on from.
-
-    `length` is that of an epoch; `generators` are those of the loader. Messages begin with `where`.
-    """
+    """Refuse a `state` that a loop of these `settings`, on `worker`, cannot go on from. `length` is
+    that of an epoch; `generators` are those of the loader. Messages begin with `where`."""
     expected = {"settings", "position", "groups", "ranks"}
     if not isinstance(state, Mapping) or not expected <= state.keys():
         raise InputError(f"{where}: expected what batches.state_dict() returned")
