@@ -274,8 +274,7 @@ class _EveryNth(ShardedLoader):
                 self._repeated.append(len(turn) < len(wanted))
                 yield turn[-1]
             with streams.drawing():
-                found = enumerate(islice(items, self._workers))
-                turn = [item for n, item in found if n in wanted]
+                turn = [item for n, item in enumerate(islice(items, self._workers)) if n in wanted]
 
     def _part(self, batch: Any) -> WorkerBatch:
         return WorkerBatch(batch, 0 if self._repeated.popleft() else batch_samples(batch), None)

@@ -308,8 +308,7 @@ class PartialAverage:
         self._flow.wait()
 
     def _tell(self, step: int, samples: int) -> None:
-        message = torch.tensor([step, samples])
-        self._worker.transport.send(message, self._first, Tag.ARRIVED).wait()
+        self._worker.transport.send(torch.tensor([step, samples]), self._first, Tag.ARRIVED).wait()
 
     def _take_part(self, transport: Transport) -> None:
         """In the background, carry out one collective after another, late or not.
@@ -326,8 +325,7 @@ class PartialAverage:
                 buffer = self._collective.begin(transport, values).wait()
                 note_buffer(self._worker, buffer + stand_in.nbytes)
                 outcome = Outcome.TOOK_PART if chosen[own] else Outcome.LATE
-                report = torch.tensor([outcome, int(chosen.sum())])
-                transport.send(report, transport.rank, Tag.DONE)
+                transport.send(torch.tensor([outcome, int(chosen.sum())]), transport.rank, Tag.DONE)
                 if outcome is Outcome.LATE:
                     transport.send(values, transport.rank, Tag.AVERAGE)
                 step += 1

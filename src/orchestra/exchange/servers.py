@@ -104,7 +104,7 @@ def _held_slice(
         install_moments(optimizer, tensors, worker.inherited)
     if rules.clips and worker.clip_norm is not None:
         servers = Group(tuple(each.rank for each in slices))
-        clip = partial(_clip_together, worker.clip_norm, servers)
+        clip = partial(clip_together, worker.clip_norm, servers, "reduce_to_one")
     offer = partial(worker.snapshots.offer, offset=part.first, mirror=part.rank != worker.rank)
     return HeldSlice(
         _server_state(worker, workers, rules, hands_out=part == slices[0]),
@@ -162,8 +162,7 @@ def _hand_on_moments(transport: Transport, optimizer: Optimizer | None, to: int)
 def _take_over_moments(transport: Transport, optimizer: Optimizer | None, source: int) -> None:
     state: dict[int, dict[str, Any]] = defaultdict(dict)
     for index, name, is_tensor, value in receive_object(transport, source):
-        arrived = transport.receive(source, Tag.AGREE).wait() if is_tensor else value
-        state[index][name] = arrived
+        state[index][name] = transport.receive(source, Tag.AGREE).wait() if is_tensor else value
     restore(optimizer, state)
 
 
@@ -185,12 +184,19 @@ def tensors_of(
     return tensors
 
 
-def _clip_together(limit: float, servers: Group, transport: Transport, average: Tensor) -> None:
-    """Clip by the norm of the whole gradient: each server knows the square of its part."""
-    square = average.double().square().sum().reshape(1)
-    all_reduce(transport, square, "reduce_to_one", servers, Tag.NORM)
+def clip_together(
+    limit: float, group: Group, algorithm: str, transport: Transport, *gradients: Tensor
+) -> None:
+    """Clip by the norm of the whole gradient: each rank of `group` knows the square of its part."""
+    square = torch.zeros(1, dtype=torch.float64)
+    for gradient in gradients:
+        square = square.to(gradient.device) + gradient.double().square().sum()
+    all_reduce(transport, square, algorithm, group, Tag.NORM)
     # As `torch.nn.utils.clip_grad_norm_`, with its 1e-6.
-    average.mul_(min(1.0, limit / (float(square.sqrt()) + 1e-6)))
+    factor = limit / (float(square.sqrt()) + 1e-6)
+    if factor < 1.0:
+        for gradient in gradients:
+            gradient.mul_(factor)
 
 
 def collect_slices(worker: Worker, slices: Sequence[Slice], server: Server | None) -> None:
@@ -280,9 +286,8 @@ class PartsClient:
         self._next = 0  # the first part that was not pushed yet
         self._pushed: dict[int, Task[None]] = {}  # the last part that was, by server
         self._leaving: dict[int, deque[Handle]] = defaultdict(deque)  # of the background flows
-        own = worker.gradients.vector
         # A second vector: autograd may still need the old values while the new ones arrive.
-        self._into = own if averages else torch.empty_like(worker.parameters)
+        self._into = worker.gradients.vector if averages else torch.empty_like(worker.parameters)
         self._averages = averages
         self._pulling: dict[int, Task[Tensor]] = {}  # by part
         self._missing = 0  # parts before this one are not known to be there
@@ -368,8 +373,7 @@ class PartsClient:
             while len(leaving) > 2 * UNDER_WAY:
                 leaving.popleft().wait()
 
-        lane = PUSHES + part.place
-        self._pushed[part.place] = worker.transport.in_background(send, lane)
+        self._pushed[part.place] = worker.transport.in_background(send, PUSHES + part.place)
         self._next += 1
 
     def _pull(self) -> None:

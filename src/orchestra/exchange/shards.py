@@ -14,7 +14,7 @@ from torch import Tensor
 
 from orchestra.collectives import Group, all_reduce
 from orchestra.exchange.average import Bucket, GradientAverage, ScheduledGroup
-from orchestra.exchange.servers import tensors_of
+from orchestra.exchange.servers import clip_together, tensors_of
 from orchestra.optimizers.spec import OptimizerPart, install_moments, set_rates
 from orchestra.parameter_server.placement import Piece
 from orchestra.schedules import ALL_REDUCE, ring_all_gather, ring_reduce_scatter
@@ -106,8 +106,7 @@ class Shards:
             for piece in unit.pieces
         ]
         at = unit.at if self._sharded else unit.own
-        own = worker.parameters[at : at + unit.size]
-        values = tensors_of(worker.layout, pieces, own, unit.own)
+        values = tensors_of(worker.layout, pieces, worker.parameters[at : at + unit.size], unit.own)
         gradients = tensors_of(worker.layout, pieces, worker.gradients.own(unit), unit.own)
         for piece, (value, _), (gradient, _) in zip(
             pieces, values.values(), gradients.values(), strict=True
@@ -161,14 +160,7 @@ class Shards:
             worker.clip()
             return
         gradients = [gradient for _, values, gradient in self._parts if values.grad is not None]
-        square = torch.zeros(1, dtype=torch.float64, device=worker.layout.device)
-        for gradient in gradients:
-            square += gradient.double().square().sum()
-        all_reduce(worker.transport, square, "butterfly", group, Tag.NORM)
-        factor = worker.clip_norm / (float(square.sqrt()) + 1e-6)
-        if factor < 1.0:
-            for gradient in gradients:
-                gradient.mul_(factor)
+        clip_together(worker.clip_norm, group, "butterfly", worker.transport, *gradients)
 
 
 @dataclass

@@ -172,8 +172,7 @@ class _Line(fx.Interpreter):
 
     def places_of(self, cuts: Sequence[str]) -> tuple[int, ...]:
         places = [self._place_of(name) for name in cuts]
-        edges = [0, *places, len(self.nodes)]
-        for first, end in pairwise(edges):
+        for first, end in pairwise([0, *places, len(self.nodes)]):
             if end <= first or not self.parameters_in(first, end):
                 raise InputError(
                     f"Pipeline.cuts: {list(cuts)} leave a stage without parameters to train; name "

@@ -292,8 +292,7 @@ def task_name(text: str) -> str:
 
 def replace_task_setting(text: str, path: str, value: str, *, where: str) -> str:
     """Return the task `text` with the setting at the dotted `path` set to what `value` means."""
-    task = _settings_or_call(text, where)
-    new = replace_setting(task, path, value, TASKS, where=where)
+    new = replace_setting(_settings_or_call(text, where), path, value, TASKS, where=where)
     return task_text(write(new, TASKS), where=where)
 
 

@@ -52,8 +52,7 @@ def images(chosen: Images) -> Task:
     """Return the task: images mapped from the cache, and ResNet-20."""
     name = f"images-recipe{RECIPE}-noise{chosen.noise!r}.safetensors"
     made = cached(name, lambda: _made(chosen.noise))
-    sizes = [TRAIN, VALIDATION, TEST]
-    splits = split(made["images"], made["labels"], sizes, chosen.train_samples)
+    splits = split(made["images"], made["labels"], [TRAIN, VALIDATION, TEST], chosen.train_samples)
     transform = partial(standardised, mean=MEAN, deviation=DEVIATION)
     return image_task(resnet20, *splits, transform=transform)
 

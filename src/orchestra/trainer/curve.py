@@ -329,8 +329,7 @@ def put_together(module: nn.Module, part: Contribution) -> None:
         first, last = max(start, 0), min(end, slot.size)  # of the tensor's elements
         if first < last:
             with torch.no_grad():
-                flat = named[slot.name].view(-1)
-                flat[first:last] = part.values[first - start : last - start]
+                named[slot.name].view(-1)[first:last] = part.values[first - start : last - start]
 
 
 # While others wait

@@ -105,8 +105,7 @@ class Session(Loop):
         self._passed("group")
         self.scalars: Scalars | None = None
         if training.tensorboard:
-            first = self.position.steps + 1
-            self.scalars = Scalars(folder, f"rank-{runtime.rank}", first=first)
+            self.scalars = Scalars(folder, f"rank-{runtime.rank}", first=self.position.steps + 1)
         path = None if self.shared else folder / f"steps-rank-{runtime.rank}.jsonl"
         self.recorder = Recorder(self.worker, path, self.totals, self.position.steps, self.scalars)
         self.worker.observe = self.recorder.observe
@@ -318,8 +317,7 @@ class Session(Loop):
         if not strategy.divides_model:
             return None
         with undisturbed():
-            device = next(module.parameters()).device
-            batch = to_device(self._first_samples(), device)
+            batch = to_device(self._first_samples(), next(module.parameters()).device)
             return strategy.part_of(
                 module, lambda model: self.task.loss(model, batch), runtime.rank, runtime.ranks
             )
@@ -328,8 +326,7 @@ class Session(Loop):
         """Read a batch that training reads, too."""
         size = min(self.training.batch_size, self.epoch_samples)
         # Of a reader of its own, so that the run's keeps its place in a stream.
-        fresh = open_samples(self.task.train, self.run.seed, self.task.collate)
-        return fresh.read(0, size)
+        return open_samples(self.task.train, self.run.seed, self.task.collate).read(0, size)
 
     def _samples(self, shares: tuple[float, ...]) -> Samples:
         sharding, rank = self.training.sharding, self.roles.part(self.runtime.rank)
@@ -342,8 +339,7 @@ class Session(Loop):
 
     def _passed(self, part: str) -> None:
         """Note that the set-up has come to the end of `part`."""
-        passed = self.runtime.transport.now() - self.began
-        self.setup[part] = passed - sum(self.setup.values())
+        self.setup[part] = self.runtime.transport.now() - self.began - sum(self.setup.values())
 
     # Checkpoints
 

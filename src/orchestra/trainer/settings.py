@@ -289,8 +289,7 @@ class Run(Settings):
 
     @property
     def _several_together(self) -> bool:
-        several = len(self.strategy.roles(self.training.ranks).workers) > 1
-        return several and self.steps_together
+        return len(self.strategy.roles(self.training.ranks).workers) > 1 and self.steps_together
 
     def check(self) -> None:
         """Refuse settings that need values in a run of shapes, and others that do not combine."""

@@ -229,8 +229,7 @@ class Trace(Interceptor):
             source, size = operation.source, result.nbytes  # type: ignore[attr-defined]
             name = f"receive {_size_text(size)} from {_name(flow, source)}"
             about = {"payload_bytes": size, "tag": tag, "peer": source}
-            number = self._number(operation)
-            message = Message(source, flow.transport.rank, operation.tag, number)
+            message = Message(source, flow.transport.rank, operation.tag, self._number(operation))
             self._add(flow, "receive", name, moving, end, about, message)
         elif traffic.seconds_communicating > moved:  # else it had been complete
             name = f"send the rest to {_name(flow, peer)}"

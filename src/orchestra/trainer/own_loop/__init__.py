@@ -106,8 +106,7 @@ class Batches(Epochs):
 
     def start_at(self, batch: int) -> None:
         """Begin the next epoch at its batch number `batch`, from 0."""
-        position = self._position() | {"taken": batch, "backwards": 0}
-        self._go_on_from(position, self._order_state())
+        self._go_on_from(self._position() | {"taken": batch, "backwards": 0}, self._order_state())
 
     def _go_on_from(self, position: Mapping[str, Any], order: dict[str, Any]) -> None:
         """Let the next iteration begin at `position`, as `state_dict` gave it."""
