@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from orchestra.collectives import (
     Group,
@@ -136,9 +137,7 @@ def pack(named: list[tuple[str, Tensor]]) -> list[Packed]:
     return [Packed(tensors) for tensors in by_dtype.values()]
 
 
-def hand_over_moments(
-    worker: Worker, optimizer: torch.optim.Optimizer | None, *, averaged: bool
-) -> None:
+def hand_over_moments(worker: Worker, optimizer: Optimizer | None, *, averaged: bool) -> None:
     """Let the optimizers that this rank builds next inherit the moments of `optimizer`.
 
     With `averaged` the workers' mean of them; numbers stay as they are. Without an optimizer here
@@ -229,11 +228,7 @@ def part_of_samples(
 
 
 def average_moments(
-    worker: Worker,
-    optimizer: torch.optim.Optimizer,
-    algorithm: str,
-    samples: int,
-    total: int | None,
+    worker: Worker, optimizer: Optimizer, algorithm: str, samples: int, total: int | None
 ) -> None:
     """Replace the moments in `optimizer` by their mean over the workers, as `average_replicas`.
     Those of a parameter that some worker has not updated yet stay as they are."""

@@ -21,6 +21,9 @@ from orchestra.transports.protocol import Group, Task, Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
 
+Rounds = Iterator[Task[int]]
+"""Collectives of which the next is begun when the one before is over."""
+
 
 @dataclass
 class CompressionState:
@@ -160,9 +163,7 @@ class CompressedSum(_Codec):
         gradient.add_(residual)
         return residual
 
-    def _added(
-        self, bucket: Bucket, step: int, gradient: Tensor, background: bool
-    ) -> Iterator[Task[int]]:
+    def _added(self, bucket: Bucket, step: int, gradient: Tensor, background: bool) -> Rounds:
         """Yield one round after the other: sums by the strategy's own collective."""
         pieces, first = self._pieces(bucket, gradient), bucket.first
         contexts = self._contexts(pieces, step, self._worker.rank, self._state)
@@ -179,9 +180,7 @@ class CompressedSum(_Codec):
             yield self._begin_sum(vector, background)
             vector = self._charge("decode", decoding * gradient.numel(), advance)
 
-    def _gathered(
-        self, bucket: Bucket, step: int, gradient: Tensor, background: bool
-    ) -> Iterator[Task[int]]:
+    def _gathered(self, bucket: Bucket, step: int, gradient: Tensor, background: bool) -> Rounds:
         """Yield the gathers of all workers' payloads, and decode them one after the other."""
         compressor, pieces, first = self._encoder, self._pieces(bucket, gradient), bucket.first
         tensors = _cut(pieces, gradient, first)
@@ -212,9 +211,7 @@ class CompressedSum(_Codec):
         def decode() -> None:
             if gradient.is_meta:
                 return
-            arrived = [
-                piece.split(lengths) for piece, lengths in zip(gather.pieces(), table, strict=True)
-            ]
+            arrived = [own.split(cuts) for own, cuts in zip(gather.pieces(), table, strict=True)]
             for number, (values, context) in enumerate(zip(tensors, contexts, strict=True)):
                 compressor.combine([each[number] for each in arrived], values, context)
 
@@ -254,7 +251,7 @@ def _edges(sizes: tuple[int, ...]) -> tuple[int, ...]:
 class _Rounds:
     """Collectives one after the other, the first of them begun at once, as one task."""
 
-    def __init__(self, rounds: Iterator[Task[int]]) -> None:
+    def __init__(self, rounds: Rounds) -> None:
         self._rounds, self._under_way = rounds, next(rounds, None)
 
     def wait(self) -> int:

@@ -108,10 +108,8 @@ class Shards:
         at = unit.at if self._sharded else unit.own
         values = tensors_of(worker.layout, pieces, worker.parameters[at : at + unit.size], unit.own)
         gradients = tensors_of(worker.layout, pieces, worker.gradients.own(unit), unit.own)
-        for piece, (value, _), (gradient, _) in zip(
-            pieces, values.values(), gradients.values(), strict=True
-        ):
-            self._parts.append((piece.tensor, value, gradient))
+        for piece, value, gradient in zip(pieces, values.values(), gradients.values(), strict=True):
+            self._parts.append((piece.tensor, value[0], gradient[0]))
         return values
 
     def average(self) -> GradientAverage:

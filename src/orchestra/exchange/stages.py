@@ -129,9 +129,7 @@ class _Line(fx.Interpreter):
         with FlopCounterMode(display=False) as counter:
             value = super().run_node(n)
         self.costs[n] = counter.get_total_flops()
-        self.changed += [
-            (node, n) for node, (tensor, version) in before.items() if tensor._version > version
-        ]
+        self.changed += [(node, n) for node, (held, old) in before.items() if held._version > old]
         if isinstance(value, Tensor):
             self.elements[n] = value.numel()
             self.costs[n] += value.numel()

@@ -65,11 +65,9 @@ def _made(noise: float) -> dict[str, Tensor]:
     # Each class in turn, so that every split has all of them equally often.
     labels = numpy.arange(TRAIN + VALIDATION + TEST) % CLASSES
     chunks = numpy.split(labels, range(CHUNK, len(labels), CHUNK))
-    images = [_drawn(waves[chunk], colours[chunk], noise, random) for chunk in chunks]
-    return {
-        "images": torch.from_numpy(numpy.concatenate(images)),
-        "labels": torch.from_numpy(labels),
-    }
+    drawn = [_drawn(waves[chunk], colours[chunk], noise, random) for chunk in chunks]
+    images = torch.from_numpy(numpy.concatenate(drawn))
+    return {"images": images, "labels": torch.from_numpy(labels)}
 
 
 def _textures(random: RandomState, count: int) -> tuple[Numbers, Numbers]:

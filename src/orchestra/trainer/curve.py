@@ -43,11 +43,13 @@ MAX_EVALUATED_REPLICAS = 16
 SnapshotMetrics = dict[int, dict[str, float]]
 """The loss and the metrics of each snapshot, by its index."""
 
+OwnMetrics = Callable[[], SnapshotMetrics]
+
 _EVALUATE, _DONE = -1, -2
 """Requests other than the number of a part."""
 
 
-def hand_in(worker: Worker, leader: int, metrics: Callable[[], SnapshotMetrics]) -> None:
+def hand_in(worker: Worker, leader: int, metrics: OwnMetrics) -> None:
     """Tell the leader which parts this rank has, and answer its requests; on all other ranks.
     `metrics`: those of this rank's own snapshots."""
     parts, transport = worker.snapshots.parts, worker.transport
@@ -119,9 +121,7 @@ class Gathered:
         overlapping = len({held.head.offset for held in apart}) < len(apart)
         return sorted({held.rank for held in apart}) if overlapping else []
 
-    def evaluated(
-        self, seed: int, metrics: Callable[[], SnapshotMetrics]
-    ) -> dict[int, SnapshotMetrics]:
+    def evaluated(self, seed: int, metrics: OwnMetrics) -> dict[int, SnapshotMetrics]:
         """Return the metrics of replicas that differ, at each snapshot, by rank.
 
         All ranks evaluate at the same time. `seed`: draws `MAX_EVALUATED_REPLICAS` of the ranks
@@ -308,12 +308,10 @@ def agree_on_buffers(worker: Worker, samples: int, leader: int) -> None:
     for rank in (rank for rank in workers if rank in there):
         with suppress(PeerLost):
             own = rank == leader
-            message = weighted if own else worker.transport.receive(rank, Tag.PARTS).wait()
+            given = weighted if own else worker.transport.receive(rank, Tag.PARTS).wait()
             # A run of shapes has no values, and the weight of a rank without samples is 0.
-            if not message.is_meta and message[-1] > 0:
-                parts.append(
-                    Contribution(0, 0, 0.0, 0, message[:-1], float(message[-1]), "buffers")
-                )
+            if not given.is_meta and given[-1] > 0:
+                parts.append(Contribution(0, 0, 0.0, 0, given[:-1], float(given[-1]), "buffers"))
     set_buffers(worker.buffers, parts)
 
 

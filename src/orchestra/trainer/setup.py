@@ -39,6 +39,7 @@ from orchestra.worker.snapshots import Contribution, Place, Places, Snapshots
 from orchestra.worker.worker import Worker
 
 Extents = dict[str, tuple[int, int]]
+Read = Callable[[], Batch]
 GRADIENTS = 7
 """Gradients that each rank computes to measure its speed; their median seconds count."""
 
@@ -100,7 +101,7 @@ def _optimizer(run: Run, module: nn.Module) -> OptimizerSpec:
 def _worker_options(
     runtime: Runtime, training: Training, task: Task, budget: int, layout: Layout
 ) -> dict[str, Any]:
-    due = training.snapshots_due(budget, layout.bytes)
+    snapshots = Snapshots(training.snapshots_due(budget, layout.bytes), runtime.transport.now)
     return {
         "loss": task.loss,
         "precision": training.precision,
@@ -109,7 +110,7 @@ def _worker_options(
         "budget_ranks": training.ranks,
         "bucket_bytes": int(training.bucket_megabytes * 1e6),
         "overlap": training.overlap,
-        "snapshots": Snapshots(due, runtime.transport.now),
+        "snapshots": snapshots,
     }
 
 
@@ -163,7 +164,7 @@ def meta_model(task: Task) -> nn.Module:
         ) from error
 
 
-def warm_up(worker: Worker, read: Callable[[], Batch], updated: float) -> None:
+def warm_up(worker: Worker, read: Read, updated: float) -> None:
     """Compute once, before the stopwatch starts, so that no step has the costs of a first one.
 
     A forward and a backward pass on a copy of the model, with a micro-batch of what `read` gives,
@@ -185,9 +186,7 @@ def warm_up(worker: Worker, read: Callable[[], Batch], updated: float) -> None:
             worker.optimizer.build(own).step()
 
 
-def measured_speeds(
-    runtime: Runtime, worker: Worker, read: Callable[[], Batch]
-) -> tuple[float, ...]:
+def measured_speeds(runtime: Runtime, worker: Worker, read: Read) -> tuple[float, ...]:
     """Collective over all ranks: return the gradients a second of each one, measured all at once.
 
     They are of the batch that `read` gives, on a copy of the model; random streams stay as they
@@ -202,7 +201,7 @@ def measured_speeds(
     return tuple(speeds.tolist())
 
 
-def _seconds(runtime: Runtime, worker: Worker, read: Callable[[], Batch]) -> list[float]:
+def _seconds(runtime: Runtime, worker: Worker, read: Read) -> list[float]:
     now, device, seconds = runtime.transport.now, worker.layout.device, []
     with undisturbed():
         module, batch = copy.deepcopy(worker.module), to_device(read(), device)

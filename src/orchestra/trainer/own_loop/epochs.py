@@ -227,10 +227,8 @@ class Epochs(OwnRank):
         self._sharded: loaders.ShardedLoader | None = None
         workers, rank = self._roles.workers, self.worker.rank
         if rank in workers:
-            index, alike = workers.index(rank), self.alike
-            self._sharded = loaders.shard_loader(
-                self.loader, len(workers), index, self._seed, alike
-            )
+            own, alike = workers.index(rank), self.alike
+            self._sharded = loaders.shard_loader(self.loader, len(workers), own, self._seed, alike)
             self._sharded.epoch = self.epoch
 
     def _end_epoch(self) -> None:
