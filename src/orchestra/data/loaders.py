@@ -10,15 +10,9 @@ from itertools import count, islice
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data.sampler import BatchSampler, RandomSampler, SequentialSampler
 
 from orchestra.data import Plan
 from orchestra.data.feed import GlobalOrder

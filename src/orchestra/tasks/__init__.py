@@ -14,17 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
 from orchestra.errors import InputError
-from orchestra.settings import (
-    REQUIRED,
-    Call,
-    Registry,
-    Settings,
-    read,
-    replace_setting,
-    setting,
-    write,
-)
-from orchestra.settings.notation import bound, build
+from orchestra.settings import REQUIRED, Call, Registry, Settings, replace_setting, setting
+from orchestra.settings.notation import bound, build, read, write
 from orchestra.settings.registry import lazy_package
 
 if TYPE_CHECKING:
