@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from orchestra.settings import Registry, Settings, setting
@@ -64,14 +65,21 @@ class Plan:
         samples = self.position(step + 1) - self.position(step)
         return self._full if samples == self.global_batch else apportion(samples, self.shares)
 
+    # Of a full step, which may have a thousand ranks that ask one after the other.
+
     @cached_property
     def _full(self) -> tuple[int, ...]:
         return apportion(self.global_batch, self.shares)
 
+    @cached_property
+    def _full_before(self) -> list[int]:
+        return list(accumulate(self._full, initial=0))
+
     def part(self, step: int, rank: int) -> tuple[int, int]:
         """Return the positions (start, stop) of the stream that `rank` reads in `step`."""
         counts = self.counts(step)
-        start = self.position(step) + sum(counts[:rank])
+        before = self._full_before[rank] if counts is self._full else sum(counts[:rank])
+        start = self.position(step) + before
         return start, start + counts[rank]
 
     def own_part(self, step: int, rank: int) -> tuple[int, int]:
