@@ -28,7 +28,7 @@ import vl_convert
 from studies.pool import Job, Pool
 
 from orchestra import Task
-from orchestra.data.sharding import IID, Dirichlet
+from orchestra.data import IID, Dirichlet
 from orchestra.experiments.experiment import Experiment
 from orchestra.optimizers.settings import Optimizer
 from orchestra.records.record import RunRecord

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from tests.training import Trained, settings
 from torch import Tensor, nn
 
+from orchestra.data import Plan
 from orchestra.data.feed import Feed, open_samples
-from orchestra.data.plan import Plan
 from orchestra.records.report import RankReport
 from orchestra.strategies.base import Strategy
 from orchestra.tasks import Task, TensorData

@@ -20,7 +20,7 @@ from orchestra.cluster.nodes import Jitter, Link, Node
 from orchestra.cluster.presets import CLUSTERS, Preset
 from orchestra.cluster.units import Unit
 from orchestra.compression.base import Compressor
-from orchestra.data.sharding import SHARDINGS, Sharding
+from orchestra.data import SHARDINGS, Sharding
 from orchestra.experiments.experiment import Experiment, Tune
 from orchestra.optimizers.settings import SCHEDULES, Schedule
 from orchestra.settings import Call, Registry, Settings, write
@@ -30,7 +30,7 @@ from orchestra.strategies.base import Strategy
 from orchestra.strategies.outer import Outer
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.switch_rules import Rule
-from orchestra.tasks.settings import TASKS
+from orchestra.tasks import TASKS
 from orchestra.topologies import Topology
 from orchestra.trainer.settings import Target, Training
 

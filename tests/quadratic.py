@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from orchestra.data import Plan
 from orchestra.data.feed import Feed, open_samples
-from orchestra.data.plan import Plan
 from orchestra.tasks import Task, TensorData
 
 Vector = NDArray[np.float64]

@@ -16,8 +16,7 @@ from orchestra import exchange
 from orchestra.settings import setting
 from orchestra.strategies.all_reduce import AllReduce, AllReduceState
 from orchestra.strategies.base import Roles
-from orchestra.tasks import Task, TensorData
-from orchestra.tasks.settings import Digits
+from orchestra.tasks import Digits, Task, TensorData
 from orchestra.worker.worker import Worker
 
 CLASSES = 4

@@ -16,7 +16,7 @@ from orchestra.engines import run as engines_run
 from orchestra.errors import RunFailed
 from orchestra.records.record import RunRecord
 from orchestra.strategies.registry import STRATEGIES
-from orchestra.tasks.settings import TASKS
+from orchestra.tasks import TASKS
 from orchestra.trainer.settings import Run
 
 TRAIN = ["train", "--task", "digits", "--strategy", "AllReduce", "--ranks", "2"]
@@ -295,7 +295,7 @@ def test_a_module_beside_its_experiment_file_is_found_from_anywhere(
 
 def test_a_task_of_the_users_own_trains_from_end_to_end(folder: Path) -> None:
     (folder / "own_tasks.py").write_text(
-        "from orchestra.tasks.settings import Regression\n"
+        "from orchestra.tasks import Regression\n"
         "def task(size) -> Regression:\n"
         "    return Regression(train_samples=size, validation_samples=16, test_samples=16)\n"
     )

@@ -23,9 +23,9 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
+from orchestra.data import Plan, apportion
 from orchestra.data.feed import Feed, GlobalOrder, epoch_samples, open_samples
 from orchestra.data.loaders import shard_loader
-from orchestra.data.plan import Plan, apportion
 from orchestra.errors import InputError
 
 SHARE = st.sampled_from([0.0, 0.3, 1.0, 1.0, 1.0, 2.5])

@@ -15,7 +15,7 @@ from tests.test_report_answer import fair, headline, source, study, timed, told
 from tests.training import Trained, distance, equal, settings, train_threads
 
 import orchestra
-from orchestra.data.plan import Plan, shares_of
+from orchestra.data import Plan, shares_of
 from orchestra.errors import InputError
 from orchestra.records.record import RunRecord
 from orchestra.report.table import table

@@ -15,7 +15,7 @@ from tests.tasks_for_tests import Tied, initialised
 from tests.threads import FreeCompute, run_ranks
 from tests.training import State, Trained, settings, train_threads
 
-from orchestra.data.sharding import Contiguous
+from orchestra.data import Contiguous
 from orchestra.errors import InputError
 from orchestra.exchange import stage_of
 from orchestra.optimizers.settings import Group, Optimizer

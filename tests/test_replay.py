@@ -21,7 +21,7 @@ from orchestra import InputError
 from orchestra.cli.main import main
 from orchestra.records.record import RunRecord
 from orchestra.settings.base import from_plain, to_plain
-from orchestra.trainer.order import FlowOrder, Order
+from orchestra.trainer.recorder import FlowOrder, Order
 
 SERVER = "ParameterServer"
 BY_CHANCE = [

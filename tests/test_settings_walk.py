@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import pytest
 
 from orchestra.compression.base import Compressor
-from orchestra.data.sharding import SHARDINGS, Sharding
+from orchestra.data import SHARDINGS, Sharding
 from orchestra.experiments.experiment import Experiment
 from orchestra.experiments.file import load, to_yaml
 from orchestra.optimizers.settings import SCHEDULES, Optimizer, Schedule
@@ -23,7 +23,7 @@ from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.strategies.outer import Outer
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.switch_rules import Rule
-from orchestra.tasks.settings import TASKS
+from orchestra.tasks import TASKS
 from orchestra.topologies import Topology
 from orchestra.trainer import settings as trainer_settings
 from orchestra.trainer.settings import Target, Training

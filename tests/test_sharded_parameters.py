@@ -22,10 +22,10 @@ from orchestra.strategies.all_reduce import SHARDS
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.switch import Switch
 from orchestra.strategies.switch_rules import AfterSteps
-from orchestra.trainer.memory import kept_bytes, sizes_of
 from orchestra.trainer.own_loop import OwnLoop
 from orchestra.trainer.program import Session
 from orchestra.trainer.settings import MEASURED
+from orchestra.trainer.setup import kept_bytes, sizes_of
 from orchestra.worker.layout import Unit, UnitMemory
 from orchestra.worker.runtime import Runtime
 
@@ -215,7 +215,7 @@ def kept(shard: Any, ranks: int, folder: Path) -> tuple[int, int]:
         session.train()
         worker, state = session.worker, session.state
         moments = [v for each in state.optimizer.state.values() for v in each.values()]
-        parts = [part.gradient for part in state.shards._parts] if state.shards else []
+        parts = [gradient for _, _, gradient in state.shards._parts] if state.shards else []
         tensors = [worker.parameters, *(parts or [worker.gradients.vector]), *moments]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
         own = sum(storage.nbytes() for storage in storages.values())

@@ -15,9 +15,8 @@ from tests.training import train_threads
 from torch.utils.data import Dataset, IterableDataset
 
 from orchestra import AllReduce
+from orchestra.data import IID, Contiguous, Dirichlet, Plan, Sharding, Stratified
 from orchestra.data.feed import Feed, labels_of, open_shard
-from orchestra.data.plan import Plan
-from orchestra.data.sharding import IID, Contiguous, Dirichlet, Sharding, Stratified
 from orchestra.errors import InputError
 from orchestra.tasks import TensorData
 from orchestra.trainer.settings import Training

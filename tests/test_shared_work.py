@@ -102,7 +102,7 @@ def test_each_sample_is_taken_once(text: str, every: int | None, tmp_path: Path)
 
 
 def test_shards_are_read_at_each_workers_own_pace(tmp_path: Path) -> None:
-    from orchestra.data.sharding import Contiguous
+    from orchestra.data import Contiguous
 
     record = on_eight_nodes(ASYNCHRONOUS, tmp_path, steps=10, sharding=Contiguous())
     assert record.samples == 10 * 8 * 9

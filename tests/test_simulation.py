@@ -22,7 +22,7 @@ from tests.test_contract import SIZES, TABLE, Row, with_sizes
 from tests.training import settings, step_lines, train_processes
 
 from orchestra.collectives import Group, all_reduce
-from orchestra.data.sharding import Contiguous
+from orchestra.data import Contiguous
 from orchestra.engines.simulation.contexts import GreenletContext, ThreadContext
 from orchestra.engines.simulation.kernel import Deadlock, Flow, Kernel
 from orchestra.engines.simulation.world import World

@@ -16,7 +16,7 @@ from orchestra.experiments.file import load
 from orchestra.settings import write
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES, Standing, normal
-from orchestra.tasks.settings import TASKS
+from orchestra.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
 COMPARED = [

@@ -12,8 +12,8 @@ from tests.tasks_for_tests import Weight
 from tests.threads import FreeCompute, ask_to_stop, run_ranks
 from tests.training import TASKS, Case, Trained, distance, equal, single_process, train_threads
 
+from orchestra.data import Plan
 from orchestra.data.feed import Feed, open_samples
-from orchestra.data.plan import Plan
 from orchestra.errors import InputError
 from orchestra.exchange import hand_over_moments
 from orchestra.optimizers.settings import StepDecay

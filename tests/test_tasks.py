@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from orchestra.errors import InputError
-from orchestra.tasks import Task, TensorData, evaluate, load_task
+from orchestra.tasks import Digits, Regression, Task, TensorData, evaluate, load_task
 from orchestra.tasks.classification import random_shift
 from orchestra.tasks.regression import scores
-from orchestra.tasks.settings import Digits, Regression
 
 
 def squared(model: nn.Module, batch: Any) -> Tensor:
@@ -124,7 +123,7 @@ def test_a_part_of_the_wrong_kind_is_refused(changes: dict[str, Any], message: s
 
 def test_settings_need_no_torch() -> None:
     code = (
-        "import sys, orchestra.tasks.settings as tasks; tasks.Digits(), tasks.Regression(); "
+        "import sys, orchestra.tasks as tasks; tasks.Digits(), tasks.Regression(); "
         "sys.exit(bool({'torch', 'numpy', 'sklearn'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from orchestra.errors import InputError
-from orchestra.tasks import TensorData, evaluate, load_task
+from orchestra.tasks import Characters, TensorData, evaluate, load_task
 from orchestra.tasks.characters import (
     GPT,
     KNOWN,
@@ -25,7 +25,6 @@ from orchestra.tasks.characters import (
     text_sha256,
     windows,
 )
-from orchestra.tasks.settings import Characters
 
 
 @pytest.fixture

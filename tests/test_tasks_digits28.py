@@ -20,11 +20,9 @@ from tests.waiting import wait_until
 from torch.utils.data import DataLoader
 
 from orchestra.records.record import cache_folder
-from orchestra.tasks import Task, TensorData, evaluate, load_task
-from orchestra.tasks import digits as module
-from orchestra.tasks.classification import cached
-from orchestra.tasks.digits import distorted_digits, split_digits
-from orchestra.tasks.settings import Digits28
+from orchestra.tasks import Digits28, Task, TensorData, evaluate, load_task
+from orchestra.tasks import classification as module
+from orchestra.tasks.classification import cached, distorted_digits, split_digits
 
 #: Of the images at the default distortion: another value needs another RECIPE.
 SHA256 = "21b50bef06336718374e9221b381e3b9b44620efb7b0d3cb0c875afd669d03ab"
@@ -68,7 +66,7 @@ def splits(task: Task) -> list[tuple[torch.Tensor, ...]]:
 
 def test_settings_of_all_tasks_need_no_torch() -> None:
     code = (
-        "import sys; from orchestra.tasks.settings import TASKS\n"
+        "import sys; from orchestra.tasks import TASKS\n"
         "assert {'characters', 'cifar10', 'digits28', 'images', 'mnist'} <= set(TASKS.names())\n"
         "for name in TASKS.names(): TASKS.resolve(name, where=name)\n"
         "sys.exit(bool({'torch', 'numpy', 'sklearn', 'safetensors'} & set(sys.modules)))"

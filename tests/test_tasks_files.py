@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from orchestra.errors import InputError
-from orchestra.tasks import Task, TensorData, load_task
+from orchestra.tasks import Cifar10, Mnist, Task, TensorData, load_task
 from orchestra.tasks.images import FILES
-from orchestra.tasks.settings import Cifar10, Mnist
 
 IMAGES, LABELS = FILES["training images"], FILES["training labels"]
 

@@ -12,10 +12,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from orchestra.tasks import Task, TensorData, load_task
+from orchestra.tasks import Images, Task, TensorData, load_task
 from orchestra.tasks import images as module
 from orchestra.tasks.classification import ResidualBlock, resnet20
-from orchestra.tasks.settings import Images
 
 #: Of the images at the default noise: another value needs another RECIPE.
 SHA256 = "facb06bf8b94ce2a7cb14fc13e9f4b4c7a82e6aca4d2c5b30ca6c663c80a18e2"

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from orchestra.bench.timing import join_gloo
+from orchestra.data import Plan
 from orchestra.data.feed import Feed, epoch_samples, open_samples
-from orchestra.data.plan import Plan
 from orchestra.engines.processes import launch
 from orchestra.engines.processes.training import train_run
 from orchestra.optimizers.settings import Group, Optimizer

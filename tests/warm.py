@@ -50,7 +50,7 @@ IMPORTED = (
     "orchestra.cli.train",
     "orchestra.cli.compare",
     "orchestra.experiments.run",
-    "orchestra.tasks.digits",
+    "orchestra.tasks.classification",
     "sklearn.datasets",
 )
 

@@ -20,9 +20,9 @@ from orchestra.bench.timing import Blocks, Progress, join_gloo, median_ratio, ru
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.base import Strategy
+from orchestra.tasks import Characters
 from orchestra.tasks.characters import GPT, VOCABULARY, next_token_loss
 from orchestra.tasks.classification import cross_entropy, lenet5, resnet20
-from orchestra.tasks.settings import Characters
 from orchestra.tasks.task import Loss
 from orchestra.worker.batches import Batch
 from orchestra.worker.runtime import Runtime

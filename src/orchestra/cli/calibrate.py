@@ -20,7 +20,7 @@ from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.file import load
 from orchestra.optimizers.settings import Optimizer
 from orchestra.records.record import write_atomically
-from orchestra.tasks.settings import task_text
+from orchestra.tasks import task_text
 
 if TYPE_CHECKING:
     from orchestra.bench.calibrate import Workload

@@ -16,7 +16,7 @@ from orchestra.cluster import CLUSTERS, Jitter, load_cluster
 from orchestra.cluster.file import cluster_text, is_file
 from orchestra.cluster.nodes import ASSUMED
 from orchestra.compression.base import Compressor
-from orchestra.data.sharding import SHARDINGS
+from orchestra.data import SHARDINGS
 from orchestra.errors import InputError, nearest
 from orchestra.experiments.experiment import Experiment
 from orchestra.experiments.file import TRAINING_KEYS
@@ -26,7 +26,7 @@ from orchestra.strategies.base import Strategy
 from orchestra.strategies.outer import Outer
 from orchestra.strategies.registry import STRATEGIES, Standing
 from orchestra.strategies.switch_rules import Rule
-from orchestra.tasks.settings import TASKS
+from orchestra.tasks import TASKS
 from orchestra.topologies import Topology
 from orchestra.trainer.balancing import BALANCINGS
 from orchestra.trainer.settings import Target, Training

@@ -26,7 +26,7 @@ from orchestra.report.numbers import fixed, places_of
 from orchestra.settings import read
 from orchestra.settings.notation import bound
 from orchestra.settings.reading import Entry
-from orchestra.tasks.settings import TASKS
+from orchestra.tasks import TASKS
 from orchestra.trainer.settings import Run
 
 DESCRIPTION = """\

@@ -11,10 +11,9 @@ import numpy
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 
-from orchestra.data.plan import Plan
-from orchestra.data.sharding import Sharding
+from orchestra.data import Plan, Sharding
 from orchestra.errors import InputError
 
 T = TypeVar("T")
@@ -31,12 +30,8 @@ class Samples(Protocol):
 class GlobalOrder:
     """Epoch after epoch, each a permutation of its own of all samples, or all in sequence.
 
-    The order follows from the seed alone. It draws nothing from the global generators, and any
-    place of the stream can be read at any time.
-
-    Args:
-        samples: samples in the dataset, at least 1.
-        seed: at least 0.
+    The order of the `samples` of a dataset follows from the seed alone. It draws nothing from the
+    global generators, and any place of the stream can be read at any time.
     """
 
     def __init__(self, samples: int, seed: int, *, shuffled: bool = True) -> None:
@@ -49,13 +44,12 @@ class GlobalOrder:
 
     def indices(self, start: int, stop: int) -> Tensor:
         """Return the samples at positions `start` to `stop`, which may straddle epochs."""
-        parts = []
+        parts = [torch.empty(0, dtype=torch.long)]
         while start < stop:
             epoch, offset = divmod(start, self.samples)
-            count = min(stop - start, self.samples - offset)
-            parts.append(self._of_epoch(epoch)[offset : offset + count])
-            start += count
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long)
+            parts.append(self._of_epoch(epoch)[offset : offset + stop - start])
+            start += len(parts[-1])
+        return torch.cat(parts)
 
     def _of_epoch(self, epoch: int) -> Tensor:
         if self._epoch not in (None, epoch):
@@ -68,24 +62,16 @@ class GlobalOrder:
 
 
 class MapSamples:
-    """A map-style dataset in its global order. Any place can be read at any time.
+    """A map-style dataset in its global order. Any place can be read at any time."""
 
-    With `members` it consists of these samples only, in an order of their own.
-    """
-
-    def __init__(
-        self, dataset: Dataset[Any], seed: int, collate: Collate, members: Tensor | None = None
-    ) -> None:
+    def __init__(self, dataset: Dataset[Any], seed: int, collate: Collate) -> None:
         self._dataset: Any = dataset
         self._collate = collate
-        self._members = members
-        samples = epoch_samples(dataset) if members is None else len(members)
-        self._order = GlobalOrder(samples, seed)
+        self._order = GlobalOrder(epoch_samples(dataset), seed)
 
     def read(self, start: int, stop: int) -> Any:
         """Return the batch; draw no random numbers but those of the dataset itself."""
-        places = self._order.indices(start, stop)
-        indices = (places if self._members is None else self._members[places]).tolist()
+        indices = self._order.indices(start, stop).tolist()
         if getattr(self._dataset, "__getitems__", None):
             return self._collate(self._dataset.__getitems__(indices))
         return self._collate([self._dataset[index] for index in indices])
@@ -154,10 +140,7 @@ def open_shard(
     worker: int,
 ) -> Samples:
     """Return the stream of samples that `sharding` gives a worker; `shares` are those of all.
-
-    Raises:
-        InputError: there is no telling which sample is where, or of which class.
-    """
+    InputError if there is no telling which sample is where, or of which class."""
     if isinstance(dataset, IterableDataset):
         raise InputError(
             f"sharding: the samples of a {type(dataset).__name__} have no places to be shared out "
@@ -169,15 +152,13 @@ def open_shard(
     parts = sharding.split(labels, [share / whole for share in shares], seed)
     if not len(parts[worker]):
         raise InputError(f"sharding: {samples} samples are too few for {len(shares)} workers")
-    return MapSamples(dataset, seed, collate or default_collate, torch.from_numpy(parts[worker]))
+    # In an order of its own.
+    return MapSamples(Subset(dataset, parts[worker].tolist()), seed, collate or default_collate)
 
 
 def labels_of(dataset: Any) -> NDArray[numpy.int64]:
-    """Return the class of every sample: the dataset's `targets` or `labels`, else read one by one.
-
-    Raises:
-        InputError: a sample's last part is no whole number.
-    """
+    """Return the class of every sample: the dataset's `targets` or `labels`, else read one by one;
+    InputError if a sample's last part is no whole number."""
     known = getattr(dataset, "targets", getattr(dataset, "labels", None))
     if known is None and isinstance(tensors := getattr(dataset, "tensors", None), Sequence):
         known = tensors[-1]
@@ -193,14 +174,9 @@ def labels_of(dataset: Any) -> NDArray[numpy.int64]:
 
 
 def epoch_samples(dataset: Dataset[Any]) -> int:
-    """Return the samples of an epoch, for a budget in epochs.
-
-    Raises:
-        InputError: the dataset does not know its length.
-    """
-    sized: Any = dataset
+    """Return the samples of an epoch; InputError if the dataset does not know its length."""
     try:
-        return len(sized)
+        return len(dataset)  # type: ignore[arg-type]
     except TypeError:
         raise InputError(
             f"{type(dataset).__name__} has no __len__, so its epochs cannot be counted; "

@@ -10,18 +10,12 @@ from itertools import count, islice
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data.sampler import BatchSampler, RandomSampler, SequentialSampler
 
+from orchestra.data import Plan
 from orchestra.data.feed import GlobalOrder
-from orchestra.data.plan import Plan
 from orchestra.errors import InputError
 from orchestra.optimizers.state import AlikeStreams
 from orchestra.schedules.work_queue import WorkItem, WorkQueue
@@ -81,24 +75,11 @@ def shard_loader(
       the first turn of an epoch. Where batches run out in mid-turn, a worker without one repeats
       that of worker 0, and it counts 0.
 
-    Args:
-        loader: its workers, collate function, pinning and other settings are kept.
-        workers: how many ranks have data.
-        index: which of them this one is, from 0.
-        seed: of the permutations; equal on all workers.
-
-    Raises:
-        InputError: `loader` is distributed already, or gives no batches.
+    The worker processes, collate function, pinning and other settings of `loader` are kept. `seed`,
+    of the permutations, is equal on all workers. InputError if `loader` is distributed already, or
+    gives no batches.
     """
-    if not isinstance(loader, DataLoader):
-        _check_gives_batches(loader)
-        return _Whole(loader) if workers == 1 else _EveryNth(loader, workers, index, seed, alike)
-    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
-        raise InputError(
-            "the loader has a DistributedSampler, so its samples would be dealt out twice; "
-            "remove the sampler and say shuffle=True"
-        )
+    _check_gives_batches(loader)
     if workers == 1:
         return _Whole(loader)
     if _is_standard(loader):
@@ -107,6 +88,13 @@ def shard_loader(
 
 
 def _check_gives_batches(loader: object) -> None:
+    if isinstance(loader, DataLoader):
+        sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+            raise InputError(
+                "the loader has a DistributedSampler, so its samples would be dealt out twice; "
+                "remove the sampler and say shuffle=True"
+            )
     if isinstance(loader, Dataset):
         raise InputError(
             f"batches: {type(loader).__name__} is a data set, which gives samples: wrap it in a "
@@ -119,9 +107,11 @@ def _check_gives_batches(loader: object) -> None:
         raise InputError(f"batches: expected {remedy}, got {type(loader).__name__}")
 
 
-def _is_standard(loader: DataLoader[Any]) -> bool:
+def _is_standard(loader: Loader) -> TypeGuard[DataLoader[Any]]:
     """Return whether an epoch of `loader` is each sample once, in order or shuffled, in batches."""
-    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+    if not isinstance(loader, DataLoader) or loader.batch_size is None:
+        return False
+    if type(loader.batch_sampler) is not BatchSampler:
         return False
     sampler = loader.sampler
     if type(sampler) is RandomSampler:
@@ -278,8 +268,7 @@ class _EveryNth(ShardedLoader):
                 self._repeated.append(len(turn) < len(wanted))
                 yield turn[-1]
             with streams.drawing():
-                found = enumerate(islice(items, self._workers))
-                turn = [item for n, item in found if n in wanted]
+                turn = [item for n, item in enumerate(islice(items, self._workers)) if n in wanted]
 
     def _part(self, batch: Any) -> WorkerBatch:
         return WorkerBatch(batch, 0 if self._repeated.popleft() else batch_samples(batch), None)
@@ -307,7 +296,7 @@ class QueuedLoader:
     @staticmethod
     def of(loader: Loader, seed: int) -> QueuedLoader | None:
         """Return the queue of `loader`; None if samples have no places, or are loaded early."""
-        if not isinstance(loader, DataLoader) or not _is_standard(loader):
+        if not _is_standard(loader):
             return None
         # Worker processes load batches before the queue has given them out (decision 45).
         return None if loader.num_workers or not len(loader) else QueuedLoader(loader, seed)

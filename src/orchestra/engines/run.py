@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestra.cluster import Node
 from orchestra.cluster.units import read_price
-from orchestra.data.plan import apportion
+from orchestra.data import apportion
 from orchestra.errors import InputError, RunFailed
 from orchestra.records.record import RunRecord, combine, environment, write_atomically, write_curve
 from orchestra.records.report import RankReport, Straggler

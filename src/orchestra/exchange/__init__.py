@@ -12,14 +12,11 @@ if TYPE_CHECKING:
     from orchestra.exchange.average import *  # noqa: F403
     from orchestra.exchange.common_step import *  # noqa: F403
     from orchestra.exchange.compression import *  # noqa: F403
-    from orchestra.exchange.parts import *  # noqa: F403
-    from orchestra.exchange.rehearsal import *  # noqa: F403
     from orchestra.exchange.servers import *  # noqa: F403
     from orchestra.exchange.shards import *  # noqa: F403
-    from orchestra.exchange.shared_work import *  # noqa: F403
     from orchestra.exchange.stages import *  # noqa: F403
 else:
     __getattr__ = lazy_package(
-        __name__, "agreement", "average", "compression", "servers", "shared_work", "shards",
-        "common_step", "stages", "parts", "rehearsal",
+        __name__, "agreement", "average", "compression", "servers", "shards", "common_step",
+        "stages",
     )  # fmt: skip

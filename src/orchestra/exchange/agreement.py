@@ -1,12 +1,17 @@
-"""Parameters, buffers, moments: how ranks agree on them, mix them with neighbours, average them."""
+"""Parameters, buffers, moments: how ranks agree on them, mix them with neighbours, average them.
+
+And what a worker's steps consist of, by which `Auto` compares.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from orchestra.collectives import (
     Group,
@@ -18,11 +23,12 @@ from orchestra.collectives import (
 )
 from orchestra.exchange.average import note_buffer
 from orchestra.optimizers.spec import Moments, export_moments
+from orchestra.parameter_server.placement import Slice
 from orchestra.topologies import Graph, Topology, doubly_stochastic
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Work
-from orchestra.worker.worker import Worker
+from orchestra.worker.worker import Step, Worker
 
 T = TypeVar("T")
 
@@ -46,10 +52,7 @@ def broadcast_buffers(worker: Worker, group: Group) -> None:
 
 
 def wait_for_everyone(worker: Worker, number: int = 0) -> int:
-    """Collective over all ranks: nobody returns before everybody has called.
-
-    Returns the sum of what they call with, below 2^31.
-    """
+    """Collective over all ranks: once all have called return the sum of `number`, below 2^31."""
     total = torch.tensor([number], dtype=torch.int32)
     all_reduce(worker.transport, total, "butterfly", worker.everyone, Tag.AGREE)
     return int(total)
@@ -85,10 +88,8 @@ def agree_on_data(worker: Worker, data: Any, first: int) -> Any:
 
 
 def exact_mean(worker: Worker, weight: float = 1.0, part: slice = slice(None)) -> None:
-    """Replace all workers' parameters in `part` by their mean, weighted by `weight`.
-
-    Summed in float64, where a sum of float32 numbers is exact in practice.
-    """
+    """Replace all workers' parameters in `part` by their mean, weighted by `weight`. Summed in
+    float64, where a sum of float32 numbers is exact in practice."""
     values = worker.parameters[part]
     values.copy_(_mean(worker, values, weight))
 
@@ -136,9 +137,7 @@ def pack(named: list[tuple[str, Tensor]]) -> list[Packed]:
     return [Packed(tensors) for tensors in by_dtype.values()]
 
 
-def hand_over_moments(
-    worker: Worker, optimizer: torch.optim.Optimizer | None, *, averaged: bool
-) -> None:
+def hand_over_moments(worker: Worker, optimizer: Optimizer | None, *, averaged: bool) -> None:
     """Let the optimizers that this rank builds next inherit the moments of `optimizer`.
 
     With `averaged` the workers' mean of them; numbers stay as they are. Without an optimizer here
@@ -169,9 +168,7 @@ def swap_with_neighbours(
     worker: Worker, transport: Transport, values: Tensor, graph: Graph, *, alike: bool = True
 ) -> dict[int, Tensor]:
     """Send `values` to neighbours in `graph`, and wait for theirs; by place among the workers.
-
-    `alike`: theirs have the shape of `values`, and its device.
-    """
+    `alike`: theirs have the shape of `values`, and its device."""
     ranks, own = worker.workers.ranks, worker.workers.index(worker.rank)
     arriving = {
         peer: transport.receive(ranks[peer], Tag.MIX, torch.empty_like(values) if alike else None)
@@ -189,9 +186,7 @@ def mix_with_neighbours(
     worker: Worker, transport: Transport, into: Tensor, topology: Topology, step: int
 ) -> Tensor:
     """Set `into` to sum_j W_ij x_j over the neighbours j in the graph of `step`, and return it.
-
-    Waits for their parameters. `transport` is that of the flow which does it.
-    """
+    Waits for their parameters. `transport` is that of the flow which does it."""
     own, graph = worker.workers.index(worker.rank), topology.graph(len(worker.workers), step)
     weights, x = doubly_stochastic(graph)[own], worker.parameters
     arrived = swap_with_neighbours(worker, transport, x, graph)
@@ -213,10 +208,8 @@ def average_replicas(
     samples: int,
     total: int | None,
 ) -> None:
-    """Replace `values` by their mean over the workers, weighted by `samples`.
-
-    `transport` is that of the flow which does it. Where `total` is None the workers add it up.
-    """
+    """Replace `values` by their mean over the workers, weighted by `samples`. `transport` is that
+    of the flow which does it. Where `total` is None the workers add it up."""
     if len(worker.workers) == 1:
         return
     values.mul_(part_of_samples(worker, transport, algorithm, samples, total))
@@ -235,16 +228,10 @@ def part_of_samples(
 
 
 def average_moments(
-    worker: Worker,
-    optimizer: torch.optim.Optimizer,
-    algorithm: str,
-    samples: int,
-    total: int | None,
+    worker: Worker, optimizer: Optimizer, algorithm: str, samples: int, total: int | None
 ) -> None:
     """Replace the moments in `optimizer` by their mean over the workers, as `average_replicas`.
-
-    Those of a parameter that some worker has not updated yet stay as they are.
-    """
+    Those of a parameter that some worker has not updated yet stay as they are."""
     if len(worker.workers) == 1:
         return
     moments = export_moments(optimizer, worker.named_parameters())
@@ -259,11 +246,10 @@ def average_moments(
         for _, value in sorted(moments[name].items())
         if isinstance(value, Tensor) and value.dim()
     ]
-    if not tensors:
-        return
-    packed = Packed(tensors)
-    average_replicas(worker, worker.transport, packed.values, algorithm, samples, total)
-    packed.unpack()
+    if tensors:
+        packed = Packed(tensors)
+        average_replicas(worker, worker.transport, packed.values, algorithm, samples, total)
+        packed.unpack()
 
 
 def charge(
@@ -286,12 +272,104 @@ def ring_sum(worker: Worker, vector: Tensor, tag: int, ranks: tuple[int, ...] | 
 
 def fragments_of(worker: Worker, count: int) -> list[tuple[int, int]]:
     """Cut the flat parameters into `count` runs (first, end) of whole tensors, about equally large.
-
-    There are fewer where there are not as many tensors.
-    """
+    There are fewer where there are not as many tensors."""
     slots, size = worker.layout.slots, worker.layout.size
     # Cut k lies at the end of the tensor that is nearest to k / count of all elements.
     ends = [slot.offset for slot in slots[1:]] + [size]
     cuts = {min(ends, key=lambda end: abs(end - size * k / count)) for k in range(1, count + 1)}
-    distinct = sorted(cuts)
-    return list(zip([0, *distinct[:-1]], distinct, strict=True))
+    return list(pairwise([0, *sorted(cuts)]))
+
+
+# What exchanges take, and numbers of all workers
+
+CODING = ("encode", "decode")
+"""The kinds of work that belong to an exchange."""
+
+
+class Stopwatch:
+    """Parts the time of the main flow of `worker` into its own steps, and all that exchanges take:
+    communication, waiting, and the work of encoding and decoding.
+
+    For the last it takes the place of the worker's `Compute`.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker, self._compute = worker, worker.compute
+        self.reached, self.needs = worker.compute.reached, worker.compute.needs
+        worker.compute = self
+        self._began: float | None = None
+        self._exchanged = self._coded = 0.0
+
+    def begin(self) -> None:
+        """Start the watch at a step's beginning, if it does not run yet."""
+        if self._began is None:
+            self.lap()
+
+    def lap(self) -> tuple[float, float]:
+        """Return the seconds since the last call, and those of them that no exchange took."""
+        worker = self._worker
+        now = worker.transport.now()
+        exchanged = worker.transport.blocked() + self._coded + worker.measures.native_seconds
+        wall = 0.0 if self._began is None else now - self._began
+        own = max(wall - (exchanged - self._exchanged), 0.0)
+        self._began, self._exchanged = now, exchanged
+        return wall, own
+
+    @property
+    def seconds(self) -> float:
+        return self._compute.seconds
+
+    @property
+    def main_seconds(self) -> float:
+        return self._compute.main_seconds
+
+    def run(self, work: Work, function: Callable[[], T]) -> T:
+        if work.kind not in CODING:
+            return self._compute.run(work, function)
+        began = self._worker.transport.now()
+        try:
+            return self._compute.run(work, function)
+        finally:
+            self._coded += self._worker.transport.now() - began
+
+
+def own_seconds(worker: Worker) -> float:
+    """Return the seconds that `worker` has needed so far, without waiting for others."""
+    traffic = worker.transport.traffic
+    return worker.compute.seconds + traffic.seconds_communicating + traffic.seconds_in_background
+
+
+def counted(position: int, budget: int | None) -> Step:
+    """Make a step with what rules that count know of the round that ends at `position`."""
+    assert budget is not None, "an open end has no fractions"
+    return Step(planned=position, fraction=position / budget)
+
+
+def push_and_pull_once(worker: Worker, slices: Sequence[Slice], values: Tensor) -> None:
+    """Collective over the workers, which are the servers of `slices` as well. Replaces flat
+    `values` by their sum: each server adds up its slice, and sends it back."""
+    transport, own = worker.transport, worker.rank
+    others = [rank for rank in worker.workers.ranks if rank != own]
+    parts = [(part.rank, values[part.first : part.end]) for part in slices]
+    leaving = [transport.send(part, rank, Tag.REPLICAS) for rank, part in parts if rank != own]
+    for rank, part in parts:
+        if rank == own:
+            arriving = [transport.receive(other, Tag.REPLICAS) for other in others]
+            transport.add(part, *(each.wait() for each in arriving))
+            leaving += [transport.send(part, other, Tag.REPLICAS) for other in others]
+    for rank, part in parts:
+        if rank != own:
+            part.copy_(transport.receive(rank, Tag.REPLICAS).wait())
+    for handle in leaving:
+        handle.wait()
+
+
+def gather_numbers(worker: Worker, numbers: Sequence[float]) -> list[list[float]]:
+    """Collective over the workers: return the numbers of all, one row for each worker."""
+    table = torch.zeros(worker.runtime.ranks, len(numbers), dtype=torch.float64)
+    # Each in a row of its own, and zeros elsewhere: the sum has everybody's numbers, bit for bit.
+    table[worker.rank] = torch.tensor(numbers, dtype=torch.float64)
+    # The schedule with the fewest rounds: a decision costs a latency or two (decision 90).
+    all_reduce(worker.transport, table.view(-1), "butterfly", worker.workers, Tag.AGREE)
+    rows: list[list[float]] = table[list(worker.workers.ranks)].tolist()
+    return rows

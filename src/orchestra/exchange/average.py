@@ -52,10 +52,8 @@ def cut_into_buckets(worker: Worker) -> list[Bucket]:
 
 
 Begin = Callable[[Bucket, bool], Sequence[Task[int]]]
-"""begin(bucket, background): begins the sum of a bucket over the workers.
-
-Gives the collectives that it takes, in their order; each gives the bytes of its buffer.
-"""
+"""begin(bucket, background): begins the sum of a bucket over the workers; gives the collectives
+that it takes, in their order, each of which gives the bytes of its buffer."""
 
 BeginSum = Callable[[Tensor, bool], Task[int]]
 """begin_sum(vector, background): begins the sum of a vector over the workers, in its place."""
@@ -310,8 +308,7 @@ class PartialAverage:
         self._flow.wait()
 
     def _tell(self, step: int, samples: int) -> None:
-        message = torch.tensor([step, samples])
-        self._worker.transport.send(message, self._first, Tag.ARRIVED).wait()
+        self._worker.transport.send(torch.tensor([step, samples]), self._first, Tag.ARRIVED).wait()
 
     def _take_part(self, transport: Transport) -> None:
         """In the background, carry out one collective after another, late or not.
@@ -328,8 +325,7 @@ class PartialAverage:
                 buffer = self._collective.begin(transport, values).wait()
                 note_buffer(self._worker, buffer + stand_in.nbytes)
                 outcome = Outcome.TOOK_PART if chosen[own] else Outcome.LATE
-                report = torch.tensor([outcome, int(chosen.sum())])
-                transport.send(report, transport.rank, Tag.DONE)
+                transport.send(torch.tensor([outcome, int(chosen.sum())]), transport.rank, Tag.DONE)
                 if outcome is Outcome.LATE:
                     transport.send(values, transport.rank, Tag.AVERAGE)
                 step += 1

@@ -1,19 +1,18 @@
-"""A step that all workers leave after, agreed on while each goes at its own pace.
-
-What the workers report of their steps is put together, for a rule that asks for such a step.
-"""
+"""Workers at their own pace: a step that all leave after, and a queue of batches on one rank."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from orchestra.errors import PeerLost
-from orchestra.schedules.work_queue import Report
-from orchestra.transports.protocol import Task, Transport, send_unless_lost
+from orchestra.schedules.work_queue import Kind, Report, WorkInHand, WorkItem, WorkQueue, item_of
+from orchestra.transports.protocol import Handle, Task, Transport, send_unless_lost
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Step, Worker
 
@@ -65,12 +64,10 @@ class CommonStep:
         self._lease = steps + LEASE
         self._final = False
         self._wished = False
-        self._reports = _Reports(worker, observe or (lambda step: False))
+        self._control = _Control(worker, self._tag, self._lease, observe or (lambda step: False))
         self._flow: Task[None] | None = None
         if len(worker.workers) > 1:
-            ranks = set(worker.workers.ranks)
-            control = _Control(ranks, self._leader, self._tag, self._lease, self._reports)
-            self._flow = worker.transport.spawn(control.run)
+            self._flow = worker.transport.spawn(self._control.run)
 
     def reached(self, steps: int, *, wish: bool) -> bool:
         """Return whether step number `steps` of this worker, which is over, is the common one.
@@ -79,7 +76,7 @@ class CommonStep:
         """
         self._steps = steps
         if self._flow is None:
-            self._wished = self._wished or wish
+            self._wished |= wish
             return self._wished
         if wish and not self._wished:
             self._wished = True
@@ -97,8 +94,8 @@ class CommonStep:
         """Tell the leader what this worker saw in its step: the fields of a `Step`."""
         if self._flow is not None:
             self._tell(self._leader, _MessageKind.REPORT, steps, *values)
-        elif self._reports.add(steps, self._transport.rank, list(values)):
-            self._wished = True
+        else:
+            self._wished |= self._control.report(steps, self._transport.rank, list(values))
 
     def settle(self) -> None:
         """Collective over the workers, after a step of all: wait until reports are observed."""
@@ -121,22 +118,26 @@ def _message(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+@dataclass
 class _Control:
     """The control flow of one rank; that of the leader also gathers and announces."""
 
-    def __init__(
-        self, ranks: set[int], leader: int, tag: int, lease: int, reports: _Reports
-    ) -> None:
-        self._ranks, self._leader, self._tag, self._lease = ranks, leader, tag, lease
-        self._promised = False
-        self._asked = False  # the main flow waits for an answer
-        self._common: int | None = None
-        self._reports = reports  # from here on of the leader alone
-        self._requested = False
-        self._announced = False
-        self._promises: dict[int, int] = {}
-        self._ended: set[int] = set()
-        self._settled: set[int] = set()
+    _worker: Worker
+    _tag: int
+    _lease: int
+    _observe: Observe
+    _promised = False
+    _asked = False  # the main flow waits for an answer
+    _common: int | None = None
+    _requested = _announced = False  # from here on of the leader alone
+    _reports: dict[int, dict[int, list[float]]] = field(default_factory=dict)  # by step and rank
+    _promises: dict[int, int] = field(default_factory=dict)
+    _ended: set[int] = field(default_factory=set)
+    _settled: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._leader, *_ = ranks = self._worker.workers.ranks
+        self._ranks = set(ranks)
 
     def run(self, transport: Transport) -> None:
         """Answer until everyone has finished."""
@@ -159,13 +160,11 @@ class _Control:
             if lost.rank == self._leader:
                 raise
             self._end(lost.rank)
-        else:
-            known = _MessageKind(int(kind))
-            self._take(known, handle.source, values)
-            return known is not _MessageKind.BYE
-        return True
+            return True
+        self._take(kind, handle.source, values)
+        return bool(kind != _MessageKind.BYE)
 
-    def _take(self, kind: _MessageKind, source: int, values: list[float]) -> None:
+    def _take(self, kind: float, source: int, values: list[float]) -> None:
         number = int(values[0]) if values else 0
         match kind:
             # A promise holds: the main flow stops at its lease until the common step is known.
@@ -184,7 +183,7 @@ class _Control:
             case _MessageKind.WISH:
                 self._request()
             case _MessageKind.REPORT:
-                if self._reports.add(number, source, values[1:]):
+                if self.report(number, source, values[1:]):
                     self._request()
             case _MessageKind.PROMISE:
                 self._promises[source] = number
@@ -201,8 +200,8 @@ class _Control:
             self._tell_main(_MessageKind.ANNOUNCE, self._common)
 
     def _tell_main(self, kind: _MessageKind, number: int) -> None:
-        to = self._transport.rank, self._tag + 1
-        self._transport.send(_message(kind, number), *to).wait()
+        transport = self._transport
+        transport.send(_message(kind, number), transport.rank, self._tag + 1).wait()
 
     # The leader's part
 
@@ -210,6 +209,22 @@ class _Control:
         if not self._requested:
             self._requested = True
             self._tell_all(_MessageKind.REQUEST)
+
+    def report(self, step: int, rank: int, report: list[float]) -> bool:
+        """Put the reports of all on a step together; return whether then all are to leave."""
+        there = self._reports.setdefault(step, {})
+        there[rank] = report
+        # Not all are there yet; nobody waits for a lost worker.
+        if set(self._worker.workers.ranks) - self._worker.transport.lost() - there.keys():
+            return False
+        del self._reports[step]
+        reports = [there[rank] for rank in sorted(there)]
+        samples, losses, seconds, rates, epochs, fractions, own, mean = zip(*reports, strict=True)
+        together = _together(
+            tuple(map(int, samples)), losses, seconds=seconds, rates=(min(rates),),
+            epoch=min(epochs), fraction=min(fractions), squares=own, square=mean[0],
+        )  # fmt: skip
+        return self._observe(together)
 
     def _announce(self) -> None:
         everyone = self._promises.keys() | self._ended >= self._ranks
@@ -221,8 +236,8 @@ class _Control:
     def _settle(self) -> None:
         if self._settled and self._settled | self._ended >= self._ranks:
             for rank in sorted(self._settled):
-                settled = _message(_MessageKind.SETTLE)
-                send_unless_lost(self._transport, settled, rank, self._tag + 1)
+                message = _message(_MessageKind.SETTLE)
+                send_unless_lost(self._transport, message, rank, self._tag + 1)
             self._settled.clear()
 
     def _end(self, rank: int) -> None:
@@ -242,69 +257,163 @@ class _Control:
         send_unless_lost(self._transport, _message(kind, *values), rank, self._tag)
 
 
-class _Reports:
-    """Puts the reports of all workers on a step together, for `observe`."""
-
-    def __init__(self, worker: Worker, observe: Observe) -> None:
-        self._worker = worker
-        self._observe = observe
-        self._of_step: dict[int, dict[int, list[float]]] = {}
-
-    def add(self, step: int, rank: int, report: list[float]) -> bool:
-        """Return whether, with this report of `rank`, all are to leave."""
-        there = self._of_step.setdefault(step, {})
-        there[rank] = report
-        # Not all are there yet; nobody waits for a lost worker.
-        if set(self._worker.workers.ranks) - self._worker.transport.lost() - there.keys():
-            return False
-        del self._of_step[step]
-        reports = [there[rank] for rank in sorted(there)]
-        samples, losses, seconds, rates, epochs, fractions, own, mean = zip(*reports, strict=True)
-        counts = tuple(map(int, samples))
-        together = _together(counts, losses, seconds, min(rates), min(epochs), min(fractions))
-        together.squares, together.square = own, mean[0]
-        return self._observe(together)
-
-
 def step_of_round(reports: Sequence[Report], seconds: tuple[float, ...]) -> Step:
     """Make one step of a round of batches, before whose end all samples are done."""
     counts = tuple(report.stop - report.start for report in reports)
     losses = tuple(report.loss for report in reports)
     rates, epochs, fractions = zip(*((r.rate, r.epoch, r.fraction) for r in reports), strict=True)
-    return _together(counts, losses, seconds, min(rates), max(epochs), max(fractions))
+    seen = {"rates": (min(rates),), "epoch": max(epochs), "fraction": max(fractions)}
+    return _together(counts, losses, seconds=seconds, **seen)
 
 
-def _together(
-    counts: tuple[int, ...],
-    losses: tuple[float, ...],
-    seconds: tuple[float, ...],
-    rate: float,
-    epoch: float,
-    fraction: float,
-) -> Step:
+def _together(counts: tuple[int, ...], losses: tuple[float, ...], **seen: Any) -> Step:
     """Return the step of all workers that have had `counts` samples each."""
     samples = sum(counts)
     total = sum(count * loss for count, loss in zip(counts, losses, strict=True))
-    return Step(
-        samples=samples,
-        total_samples=samples,
-        loss=total / samples if samples else 0.0,
-        losses=losses,
-        seconds=seconds,
-        rates=(rate,),
-        epoch=epoch,
-        fraction=fraction,
-        counts=counts,
-    )
+    loss = total / samples if samples else 0.0
+    return Step(samples, samples, loss=loss, losses=losses, counts=counts, **seen)
 
 
-def counted(position: int, budget: int | None) -> Step:
-    """Make a step with what rules that count know of the round that ends at `position`."""
-    assert budget is not None, "an open end has no fractions"
-    return Step(planned=position, fraction=position / budget)
+# A queue of batches
 
 
-def own_seconds(worker: Worker) -> float:
-    """Return the seconds that `worker` has needed so far, without waiting for others."""
-    traffic = worker.transport.traffic
-    return worker.compute.seconds + traffic.seconds_communicating + traffic.seconds_in_background
+class _Request(enum.IntEnum):
+    """What a worker asks of the flow that holds the queue."""
+
+    NEXT = 0  # give me the item after the one that I begin now
+    STOP = 1  # the same, and the user wishes to stop
+    CLOSE = 2  # I take nothing more
+    DONE = 3  # my batch is done, and I have begun no other; answer when you have read this
+    WAIT = 4  # the same; answer with what I do next, as soon as there is something
+
+
+def share_work(
+    worker: Worker, shares: tuple[float, ...], holder: int | None = None, expendable: bool = False
+) -> SharedWork | None:
+    """Make this rank's end of a queue of all batches that are left; None if work is dealt out.
+
+    The first worker holds it, unless another `holder` is named. Where workers are `expendable`, the
+    run goes on without one that is lost: no worker ends before all batches are done, since another
+    one's may come back.
+    """
+    queue, copy = worker.make_queue(shares), worker.make_queue(shares)
+    if queue is None or copy is None:
+        return None
+    rank = worker.workers.ranks[0] if holder is None else holder
+    return SharedWork(worker, queue, copy, rank, expendable)
+
+
+class SharedWork:
+    """A worker's batches from a queue that a background flow of the rank `holder` holds.
+
+    A worker asks for its next item when it begins a batch, so that the answer is there when the
+    batch is done: no step waits for a round trip. A checkpoint keeps nothing of it: at a pause no
+    batch is under way, and all that follows is known from the samples before it. Where a rule
+    watches the phase, the report of a batch comes with the next question; before a pause alone.
+    The flow holds `queue`; `copy` is the same, for what a worker knows without a message.
+    """
+
+    def __init__(
+        self, worker: Worker, queue: WorkQueue, copy: WorkQueue, holder: int, expendable: bool
+    ) -> None:
+        self._worker = worker
+        self._holder = holder
+        self._works = worker.rank in worker.workers.ranks
+        if self._works:
+            self._in_hand = WorkInHand(copy, worker.rank)
+        self._asked: Handle | None = None
+        self._begun = False
+        self._flow: Task[None] | None = None
+        if worker.rank == holder:
+            queue.expendable = expendable
+            self._flow = worker.transport.spawn(_Holder(queue, set(worker.workers.ranks)).run)
+
+    def take(self) -> WorkItem:
+        """Return what this worker does next; the item before is done."""
+        if self._asked is not None:
+            self._in_hand.item = item_of(self._asked.wait().tolist())
+            self._asked = None
+        item, report = self._in_hand.take(), self._report()
+        self._begun = item.kind is Kind.BATCH
+        if self._begun:
+            stop = self._worker.reporter.stop_requested()
+            # Asked now, a step ahead: the answer is there when this batch is done.
+            self._asked = self._ask(_Request.STOP if stop else _Request.NEXT, report)
+        elif item.kind is Kind.WAIT:
+            self._asked = self._ask(_Request.WAIT, report)
+        elif report:
+            self._ask(_Request.DONE, report).wait()
+        return item
+
+    def skip(self, values: Tensor) -> None:
+        """Do nothing: the next item was asked for already."""
+
+    def _report(self) -> tuple[float, ...]:
+        """The report on the finished batch, empty if no rule asked for one."""
+        step = self._worker.step
+        if not self._begun or not step.report:
+            return ()
+        assert step.position is not None
+        return (step.position, step.position + step.samples, *step.report)
+
+    def close(self) -> None:
+        """Collective over the workers and the holder: nobody takes anything more."""
+        if self._works:
+            self._tell(_Request.CLOSE)
+        if self._flow is not None:
+            self._flow.wait()
+
+    def _ask(self, request: _Request, report: tuple[float, ...]) -> Handle:
+        self._tell(request, *report)
+        return self._worker.transport.receive(self._holder, Tag.WORK)
+
+    def _tell(self, *message: float) -> None:
+        self._worker.transport.send(_message(*message), self._holder, Tag.WORK_REQUEST).wait()
+
+
+@dataclass
+class _Holder:
+    """The background flow: it answers at once, whatever the main flows do."""
+
+    _queue: WorkQueue
+    _open: set[int]  # workers
+
+    def run(self, transport: Transport) -> None:
+        """Answer until all workers have closed."""
+        queue, gone = self._queue, transport.lost()
+        queue.restart()
+        for rank in self._open & gone:  # lost in a phase before
+            queue.lose(rank)
+        self._open -= gone
+        while self._open:
+            message = transport.receive(None, Tag.WORK_REQUEST)
+            try:
+                request, *report = message.wait().tolist()
+            except PeerLost as lost:
+                self._open.discard(lost.rank)
+                queue.lose(lost.rank)
+            else:
+                if report:
+                    start, stop, *seen = report
+                    queue.report(Report(message.source, int(start), int(stop), *seen))
+                self._heed(transport, message.source, request)
+            for worker, item in queue.woken():
+                send_unless_lost(transport, _message(*item), worker, Tag.WORK)
+
+    def _heed(self, transport: Transport, worker: int, request: float) -> None:
+        answer = None
+        if request == _Request.CLOSE:
+            self._open.discard(worker)
+            self._queue.finish(worker)
+        elif request == _Request.WAIT:
+            self._queue.wait(worker)
+        elif request == _Request.DONE:
+            # Its content does not matter. The worker goes on once its report has been observed.
+            answer = WorkItem(Kind.WAIT, 0, 0)
+        else:
+            self._queue.resume(worker)
+            if request == _Request.STOP:
+                self._queue.close()
+            answer = self._queue.take(worker, ahead=True)
+        if answer is not None:
+            send_unless_lost(transport, _message(*answer), worker, Tag.WORK)

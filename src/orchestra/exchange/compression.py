@@ -21,22 +21,18 @@ from orchestra.transports.protocol import Group, Task, Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
 
+Rounds = Iterator[Task[int]]
+"""Collectives of which the next is begun when the one before is over."""
+
 
 @dataclass
 class CompressionState:
-    """What compression keeps between steps on one worker.
+    """What compression keeps between steps on one worker."""
 
-    Attributes:
-        steps: begun so far.
-        residual: what error feedback has not sent yet; flat, shape [layout.size].
-        memory: of each tensor, in the layout's order, what the compressor keeps for it.
-        used: of each tensor 1 if this worker has had a gradient of it, so that some may wait here.
-    """
-
-    steps: int
-    residual: Tensor | None
-    memory: list[list[Tensor]]
-    used: Tensor
+    steps: int  # begun so far
+    residual: Tensor | None  # what error feedback has not sent yet; flat, shape [layout.size]
+    memory: list[list[Tensor]]  # of each tensor, in the layout's order, what the compressor keeps
+    used: Tensor  # of each tensor 1 if this worker has had a gradient: some of it may wait here
 
     @staticmethod
     def of(worker: Worker, compressor: Compressor) -> CompressionState:
@@ -85,18 +81,14 @@ class _Codec:
         self, pieces: Sequence[Piece], step: int, rank: int, state: CompressionState | None = None
     ) -> list[Context]:
         """Make the context of each piece for the compressor; without `state` one for decoding."""
-        contexts = []
+        contexts, workers = [], len(self._worker.workers)
         for piece in pieces:
             slot, size = self._worker.layout.slots[piece.tensor], piece.end - piece.first
-            shape: tuple[int, ...] = (size,)
-            start = piece.first - slot.offset
+            shape, start = tuple(slot.shape), piece.first - slot.offset
             memory = [] if state is None else state.memory[piece.tensor]
-            if size == slot.size:
-                shape = tuple(slot.shape)
-            else:
-                memory = [each[start : start + size] for each in memory]
-            about = step, rank, len(self._worker.workers)
-            contexts.append(Context(shape, piece.first, *about, memory))
+            if size < slot.size:
+                shape, memory = (size,), [each[start : start + size] for each in memory]
+            contexts.append(Context(shape, piece.first, step, rank, workers, memory))
         return contexts
 
     def _sizes(self, pieces: Sequence[Piece], step: int) -> list[int]:
@@ -131,8 +123,7 @@ class CompressedSum(_Codec):
         tag: int = Tag.GRADIENTS,
     ) -> None:
         super().__init__(worker, compressor)
-        self._transport = worker.transport if transport is None else transport
-        self._tag = tag
+        self._transport, self._tag = transport or worker.transport, tag
         self._state = state
         self._begin_sum = begin_sum
         self._gather = ScheduledGroup(ring_all_gather(len(ring)), ring)
@@ -142,12 +133,11 @@ class CompressedSum(_Codec):
         """Encode the bucket of this step and begin its first round, and the sum of the tail."""
         if bucket.first == 0:
             self._state.steps += 1
-        return self.sum(bucket, self._state.steps - 1, background=background)
+        return self.sum(bucket, self._state.steps - 1, background)
 
-    def sum(self, bucket: Bucket, step: int, *, background: bool) -> Sequence[Task[int]]:
+    def sum(self, bucket: Bucket, step: int, background: bool) -> Sequence[Task[int]]:
         """Like `begin`, for a bucket that is summed for the time number `step`."""
-        size = min(bucket.values.numel(), self._worker.layout.size - bucket.first)
-        gradient, tail = bucket.values[:size], bucket.values[size:]
+        gradient, tail = bucket.values.tensor_split([self._worker.layout.size - bucket.first])
         rounds = self._added if self._compressor.adds else self._gathered
         begun: list[Task[int]] = [_Rounds(rounds(bucket, step, gradient, background))]
         if tail.numel():
@@ -159,10 +149,10 @@ class CompressedSum(_Codec):
         """Return the tensors of `bucket`, or all as one where the compressor takes it `whole`."""
         if isinstance(self._compressor, Encoder) and self._compressor.whole:
             return [Piece(bucket.first_slot, bucket.first, bucket.first + len(gradient))]
-        slots = self._worker.layout.slots
+        slots = self._worker.layout.slots[bucket.first_slot : bucket.end_slot]
         return [
-            Piece(number, slots[number].offset, slots[number].offset + slots[number].size)
-            for number in range(bucket.first_slot, bucket.end_slot)
+            Piece(number, slot.offset, slot.offset + slot.size)
+            for number, slot in enumerate(slots, bucket.first_slot)
         ]
 
     def _with_residual(self, gradient: Tensor, first: int) -> Tensor | None:
@@ -173,9 +163,7 @@ class CompressedSum(_Codec):
         gradient.add_(residual)
         return residual
 
-    def _added(
-        self, bucket: Bucket, step: int, gradient: Tensor, background: bool
-    ) -> Iterator[Task[int]]:
+    def _added(self, bucket: Bucket, step: int, gradient: Tensor, background: bool) -> Rounds:
         """Yield one round after the other: sums by the strategy's own collective."""
         pieces, first = self._pieces(bucket, gradient), bucket.first
         contexts = self._contexts(pieces, step, self._worker.rank, self._state)
@@ -192,9 +180,7 @@ class CompressedSum(_Codec):
             yield self._begin_sum(vector, background)
             vector = self._charge("decode", decoding * gradient.numel(), advance)
 
-    def _gathered(
-        self, bucket: Bucket, step: int, gradient: Tensor, background: bool
-    ) -> Iterator[Task[int]]:
+    def _gathered(self, bucket: Bucket, step: int, gradient: Tensor, background: bool) -> Rounds:
         """Yield the gathers of all workers' payloads, and decode them one after the other."""
         compressor, pieces, first = self._encoder, self._pieces(bucket, gradient), bucket.first
         tensors = _cut(pieces, gradient, first)
@@ -225,9 +211,7 @@ class CompressedSum(_Codec):
         def decode() -> None:
             if gradient.is_meta:
                 return
-            arrived = [
-                piece.split(lengths) for piece, lengths in zip(gather.pieces(), table, strict=True)
-            ]
+            arrived = [own.split(cuts) for own, cuts in zip(gather.pieces(), table, strict=True)]
             for number, (values, context) in enumerate(zip(tensors, contexts, strict=True)):
                 compressor.combine([each[number] for each in arrived], values, context)
 
@@ -267,9 +251,8 @@ def _edges(sizes: tuple[int, ...]) -> tuple[int, ...]:
 class _Rounds:
     """Collectives one after the other, the first of them begun at once, as one task."""
 
-    def __init__(self, rounds: Iterator[Task[int]]) -> None:
-        self._rounds = rounds
-        self._under_way = next(rounds, None)
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds, self._under_way = rounds, next(rounds, None)
 
     def wait(self) -> int:
         buffer = 0
@@ -322,10 +305,9 @@ class SliceCodec(_Codec):
                 sizes = self._sizes(part.pieces, step)
                 lengths = [size // payload.element_size() for size in sizes]
             else:
-                head = 4 * len(part.pieces)
-                body = payload[head:]
+                head, body = payload.tensor_split([4 * len(part.pieces)])
                 # A copy: a view of another dtype has to begin at a multiple of its size.
-                lengths = payload[:head].clone().view(torch.int32).tolist()
+                lengths = head.clone().view(torch.int32).tolist()
             contexts = self._contexts(part.pieces, step, rank)
             there = _cut(part.pieces, values, part.first)
             for own, out, context in zip(body.split(lengths), there, contexts, strict=True):
@@ -364,12 +346,11 @@ def average_compressed(
     `values` are whole tensors, from element `first` of the flat vector on; `transport` is that of
     the flow that does it.
     """
-    slots = worker.layout.slots
+    slots, group = worker.layout.slots, worker.workers
     inside = [n for n, slot in enumerate(slots) if first <= slot.offset < first + len(values)]
     bucket = Bucket(first, values, inside[0], inside[-1] + 1)
-    group = worker.workers
-    ring = ScheduledGroup(ALL_REDUCE[algorithm](len(group)), group)
-    begin_sum = ring.sums(transport, Tag.REPLICAS)
+    collective = ScheduledGroup(ALL_REDUCE[algorithm](len(group)), group)
+    begin_sum = collective.sums(transport, Tag.REPLICAS)
     summed = CompressedSum(worker, compressor, state, begin_sum, group, transport, Tag.REPLICAS)
-    for task in summed.sum(bucket, step, background=False):
+    for task in summed.sum(bucket, step, False):
         note_buffer(worker, task.wait())

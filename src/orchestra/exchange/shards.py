@@ -14,7 +14,9 @@ from torch import Tensor
 
 from orchestra.collectives import Group, all_reduce
 from orchestra.exchange.average import Bucket, GradientAverage, ScheduledGroup
+from orchestra.exchange.servers import clip_together, tensors_of
 from orchestra.optimizers.spec import OptimizerPart, install_moments, set_rates
+from orchestra.parameter_server.placement import Piece
 from orchestra.schedules import ALL_REDUCE, ring_all_gather, ring_reduce_scatter
 from orchestra.transports.protocol import CollectiveCall, Task
 from orchestra.transports.tags import Tag
@@ -28,19 +30,6 @@ def share_of(ring: Sequence[int], rank: int) -> Share:
     """Return which slices a reduce-scatter around `ring` leaves summed on `rank`."""
     # After N - 1 rounds rank i has added up piece i + 1.
     return Share((ring.index(rank) + 1) % len(ring), len(ring))
-
-
-@dataclass(frozen=True)
-class OwnedTensor:
-    """A tensor, or a part of one that begins at its element `first`, which this worker updates.
-
-    `values` and `gradient` share memory with the flat vectors.
-    """
-
-    slot: int
-    first: int
-    values: Tensor
-    gradient: Tensor
 
 
 class Shards:
@@ -70,15 +59,8 @@ class Shards:
             worker.lay_out_gradients(self.units)
         self._sharded = isinstance(worker, ShardedWorker)
         self.gathering = self._gathered() if gather else None
-        self._parts = [
-            self._part(unit, piece.tensor, piece.first, piece.end)
-            for unit in self.units
-            for piece in unit.pieces
-        ]
-        names = [worker.layout.slots[part.slot].name for part in self._parts]
-        tensors = {
-            name: (part.values, part.first) for name, part in zip(names, self._parts, strict=True)
-        }
+        self._parts: list[tuple[int, Tensor, Tensor]] = []  # slot, values and gradient of each
+        tensors = {name: part for unit in self.units for name, part in self._own(unit).items()}
         self.optimizer = worker.optimizer.build({name: t for name, (t, _) in tensors.items()})
         install_moments(self.optimizer, tensors, worker.inherited)
         self.part = OptimizerPart(self.optimizer, tensors)
@@ -116,16 +98,19 @@ class Shards:
         # N sum(x^2) = (sum x)^2 only if all x are equal (Cauchy and Schwarz).
         return bool(len(group) * squares == total**2)
 
-    def _part(self, unit: Unit, tensor: int, first: int, end: int) -> OwnedTensor:
-        """Return elements [first, end) of `unit`, in the tensor's shape if it is whole."""
-        worker, index = self._worker, unit.first_slot + tensor
-        slot, start = worker.layout.slots[index], unit.first + first
-        shape = slot.shape if end - first == slot.size else (end - first,)
-        own = slice(start - unit.own, start - unit.own + end - first)
+    def _own(self, unit: Unit) -> dict[str, tuple[Tensor, int]]:
+        """Return, by name, the tensors of `unit` that this worker updates; see `tensors_of`."""
+        worker, first = self._worker, unit.first
+        pieces = [
+            Piece(unit.first_slot + piece.tensor, first + piece.first, first + piece.end)
+            for piece in unit.pieces
+        ]
         at = unit.at if self._sharded else unit.own
-        values = worker.parameters[at : at + unit.size][own].view(shape)
-        gradient = worker.gradients.own(unit)[own].view(shape)
-        return OwnedTensor(index, start - slot.offset, values, gradient)
+        values = tensors_of(worker.layout, pieces, worker.parameters[at : at + unit.size], unit.own)
+        gradients = tensors_of(worker.layout, pieces, worker.gradients.own(unit), unit.own)
+        for piece, value, gradient in zip(pieces, values.values(), gradients.values(), strict=True):
+            self._parts.append((piece.tensor, value[0], gradient[0]))
+        return values
 
     def average(self) -> GradientAverage:
         """Make what sums the gradients: of each unit the slice that this worker owns."""
@@ -149,11 +134,11 @@ class Shards:
     def update(self) -> None:
         """Clip and step on the own slices; then all parameters are collected, if they are kept."""
         worker = self._worker
-        for part in self._parts:
-            part.values.grad = part.gradient if worker.gradients.used[part.slot] else None
+        for slot, values, gradient in self._parts:
+            values.grad = gradient if worker.gradients.used[slot] else None
         self._clip()
         set_rates(self.optimizer, worker.step.rates)
-        elements = sum(part.values.numel() for part in self._parts)
+        elements = sum(values.numel() for _, values, _ in self._parts)
         worker.compute.run(Work("update", elements), self.optimizer.step)
         if self.gathering is not None:
             return  # they are when they are used
@@ -172,15 +157,8 @@ class Shards:
         if worker.clip_norm is None or len(group) == 1:
             worker.clip()
             return
-        gradients = [part.gradient for part in self._parts if part.values.grad is not None]
-        square = torch.zeros(1, dtype=torch.float64, device=worker.layout.device)
-        for gradient in gradients:
-            square += gradient.double().square().sum()
-        all_reduce(worker.transport, square, "butterfly", group, Tag.NORM)
-        factor = worker.clip_norm / (float(square.sqrt()) + 1e-6)
-        if factor < 1.0:
-            for gradient in gradients:
-                gradient.mul_(factor)
+        gradients = [gradient for _, values, gradient in self._parts if values.grad is not None]
+        clip_together(worker.clip_norm, group, "butterfly", worker.transport, *gradients)
 
 
 @dataclass

@@ -63,10 +63,8 @@ def stage_of(
     The model is cut before the layers named `cuts`, or where that evens out the cost of the stages.
     The cost of an operation is counted in one forward pass, with what `loss_of`, the loss on a few
     samples, gives the model: it is the same on every machine, so that all ranks, and a run that is
-    resumed, cut alike.
-
-    Raises:
-        InputError: the model cannot be traced or has too few places to be cut at.
+    resumed, cut alike. Raises InputError: the model cannot be traced or has too few places to be
+    cut at.
     """
     # torch.fx replaces methods of `nn.Module` while it traces: no other rank of this process may
     # call a module meanwhile (decision 20).
@@ -131,9 +129,7 @@ class _Line(fx.Interpreter):
         with FlopCounterMode(display=False) as counter:
             value = super().run_node(n)
         self.costs[n] = counter.get_total_flops()
-        self.changed += [
-            (node, n) for node, (tensor, version) in before.items() if tensor._version > version
-        ]
+        self.changed += [(node, n) for node, (held, old) in before.items() if held._version > old]
         if isinstance(value, Tensor):
             self.elements[n] = value.numel()
             self.costs[n] += value.numel()
@@ -174,8 +170,7 @@ class _Line(fx.Interpreter):
 
     def places_of(self, cuts: Sequence[str]) -> tuple[int, ...]:
         places = [self._place_of(name) for name in cuts]
-        edges = [0, *places, len(self.nodes)]
-        for first, end in pairwise(edges):
+        for first, end in pairwise([0, *places, len(self.nodes)]):
             if end <= first or not self.parameters_in(first, end):
                 raise InputError(
                     f"Pipeline.cuts: {list(cuts)} leave a stage without parameters to train; name "
@@ -307,11 +302,8 @@ class Closing(fx.Tracer):
 
 
 def trace(module: nn.Module) -> fx.Graph:
-    """Return the operations of `module`, in their order, with names as in `module`.
-
-    Raises:
-        InputError: its forward cannot be traced.
-    """
+    """Return the operations of `module`, in their order, with names as in `module`. Raises
+    InputError: its forward cannot be traced."""
     for tracer in (fx.Tracer(), Closing()):
         try:
             with _recorded_factories():

@@ -22,7 +22,7 @@ from orchestra.records.record import EXPERIMENT, SUMMARY, RunRecord, read_summar
 from orchestra.settings import Settings, write
 from orchestra.settings.reading import Entry
 from orchestra.strategies.registry import STRATEGIES
-from orchestra.tasks.settings import TASKS
+from orchestra.tasks import TASKS
 
 if TYPE_CHECKING:
     from orchestra.strategies.base import Strategy

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestra.cluster.file import is_file, load_cluster
-from orchestra.data.plan import shares_of
-from orchestra.data.sharding import SHARDINGS
+from orchestra.data import SHARDINGS, shares_of
 from orchestra.errors import InputError, nearest
 from orchestra.experiments.experiment import Experiment
 from orchestra.optimizers.settings import SCHEDULES, Group, Optimizer
@@ -31,7 +30,7 @@ from orchestra.settings.reading import (
 )
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
-from orchestra.tasks.settings import replace_task_setting, task_name, task_text
+from orchestra.tasks import replace_task_setting, task_name, task_text
 from orchestra.trainer.balancing import BALANCINGS
 from orchestra.trainer.settings import MEASURED, Training
 

@@ -21,7 +21,7 @@ from orchestra.engines.processes.environment import detect, rank, world_size
 from orchestra.errors import InputError
 from orchestra.strategies.base import Strategy, roles_of
 from orchestra.strategies.registry import strategy_of
-from orchestra.trainer.own_loop.batches import Batches
+from orchestra.trainer.own_loop import Batches
 
 try:
     import lightning.pytorch as lightning

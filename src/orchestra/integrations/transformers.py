@@ -19,7 +19,7 @@ from orchestra.engines.processes.environment import detect, rank, world_size
 from orchestra.errors import InputError
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import strategy_of
-from orchestra.trainer.own_loop.batches import Batches
+from orchestra.trainer.own_loop import Batches
 
 try:
     from accelerate import skip_first_batches

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from orchestra.errors import InputError
-from orchestra.tasks import settings
+from orchestra.tasks import Characters
 from orchestra.tasks.task import Task, tensor_task
 from orchestra.worker.batches import Batch
 
@@ -23,7 +23,7 @@ KNOWN = "\n" + "".join(map(chr, range(32, 127)))
 VOCABULARY = len(KNOWN) + 1
 
 
-def characters(chosen: settings.Characters) -> Task:
+def characters(chosen: Characters) -> Task:
     """Return the task: windows in memory, and a GPT."""
     splits = (windows(part, chosen.context) for part in split_text())
     model = partial(GPT, VOCABULARY, chosen.context, chosen.layers, chosen.heads, chosen.width)
@@ -64,11 +64,8 @@ def split_text() -> tuple[str, str, str]:
 
 
 def windows(part: str, context: int) -> tuple[Tensor, Tensor]:
-    """Return characters and those that follow, both (n, context), cut one after the other.
-
-    Raises:
-        InputError: the text is shorter than one window.
-    """
+    """Return characters and those that follow, both (n, context), cut one after the other. Raises
+    InputError: the text is shorter than one window."""
     places = {character: place for place, character in enumerate(KNOWN)}
     tokens = torch.tensor([places.get(character, len(KNOWN)) for character in part])
     # The last character has no following one.

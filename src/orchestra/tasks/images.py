@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from orchestra.errors import InputError
-from orchestra.tasks import settings
+from orchestra.tasks import Cifar10, Images, Mnist
 from orchestra.tasks.classification import (
     cached,
     image_task,
@@ -48,12 +48,11 @@ MEAN, DEVIATION = 0.5, 0.178
 CHUNK = 500
 
 
-def images(chosen: settings.Images) -> Task:
+def images(chosen: Images) -> Task:
     """Return the task: images mapped from the cache, and ResNet-20."""
     name = f"images-recipe{RECIPE}-noise{chosen.noise!r}.safetensors"
     made = cached(name, lambda: _made(chosen.noise))
-    sizes = [TRAIN, VALIDATION, TEST]
-    splits = split(made["images"], made["labels"], sizes, chosen.train_samples)
+    splits = split(made["images"], made["labels"], [TRAIN, VALIDATION, TEST], chosen.train_samples)
     transform = partial(standardised, mean=MEAN, deviation=DEVIATION)
     return image_task(resnet20, *splits, transform=transform)
 
@@ -66,11 +65,9 @@ def _made(noise: float) -> dict[str, Tensor]:
     # Each class in turn, so that every split has all of them equally often.
     labels = numpy.arange(TRAIN + VALIDATION + TEST) % CLASSES
     chunks = numpy.split(labels, range(CHUNK, len(labels), CHUNK))
-    images = [_drawn(waves[chunk], colours[chunk], noise, random) for chunk in chunks]
-    return {
-        "images": torch.from_numpy(numpy.concatenate(images)),
-        "labels": torch.from_numpy(labels),
-    }
+    drawn = [_drawn(waves[chunk], colours[chunk], noise, random) for chunk in chunks]
+    images = torch.from_numpy(numpy.concatenate(drawn))
+    return {"images": images, "labels": torch.from_numpy(labels)}
 
 
 def _textures(random: RandomState, count: int) -> tuple[Numbers, Numbers]:
@@ -129,11 +126,8 @@ SPLIT_SEED = 0
 
 
 def data_folder(task: str, folder: str, source: str) -> Path:
-    """Return the folder of the files of `task`; `source` says where they come from.
-
-    Raises:
-        InputError: there is no such folder.
-    """
+    """Return the folder of the files of `task`; `source` says where they come from. Raises
+    InputError: there is no such folder."""
     path = Path(folder).expanduser()
     if not path.is_dir():
         raise InputError(f"task {task}: there is no folder {path.absolute()}; {source}")
@@ -143,12 +137,8 @@ def data_folder(task: str, folder: str, source: str) -> Path:
 def hold_out(
     task: str, tensors: tuple[Tensor, ...], samples: int
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return tensors of equal first dimension without `samples` entries, and these; always the
-    same ones.
-
-    Raises:
-        InputError: nothing would be left to train on.
-    """
+    """Return tensors of equal first dimension without `samples` entries, and these; always the same
+    ones. Raises InputError: nothing would be left to train on."""
     count = len(tensors[0])
     if samples >= count:
         raise InputError(
@@ -177,7 +167,7 @@ BYTES = 8
 MNIST_MEAN, MNIST_DEVIATION = 0.1307, 0.3081
 
 
-def mnist(chosen: settings.Mnist) -> Task:
+def mnist(chosen: Mnist) -> Task:
     """Return the task: images in memory, and LeNet-5."""
     folder = data_folder("mnist", chosen.folder, MNIST_SOURCE)
     rest, held = hold_out("mnist", mnist_images(folder, "training"), chosen.validation_samples)
@@ -187,10 +177,7 @@ def mnist(chosen: settings.Mnist) -> Task:
 
 def mnist_images(folder: Path, split: str) -> tuple[Tensor, Tensor]:
     """Return images (n, 1, 28, 28) of dtype uint8, and labels (n,), for "training" or "test".
-
-    Raises:
-        InputError: a file is missing, damaged or of another kind, or the two do not fit together.
-    """
+    InputError if a file is missing, damaged or of another kind, or the two do not fit together."""
     images_path, images = read_idx(folder, FILES[f"{split} images"], 3)
     labels_path, labels = read_idx(folder, FILES[f"{split} labels"], 1)
     if images.shape[1:] != (28, 28):
@@ -211,8 +198,7 @@ def read_idx(folder: Path, name: str, dimensions: int) -> tuple[Path, Tensor]:
     """Return the IDX file `name`, compressed or not, of `dimensions` dimensions: where it is, and
     its bytes as a tensor of that shape, dtype uint8.
 
-    Raises:
-        InputError: the file is missing, no such thing, or not whole.
+    Raises InputError: the file is missing, no such thing, or not whole.
     """
     path = next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None)
     if path is None:
@@ -253,7 +239,7 @@ RECORD = 1 + 3 * 32 * 32
 CIFAR_MEAN, CIFAR_DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
-def cifar10(chosen: settings.Cifar10) -> Task:
+def cifar10(chosen: Cifar10) -> Task:
     """Return the task: images in memory, and ResNet-20."""
     folder = data_folder("cifar10", chosen.folder, CIFAR_SOURCE)
     rest, held = hold_out("cifar10", training_images(folder), chosen.validation_samples)
@@ -265,11 +251,8 @@ def cifar10(chosen: settings.Cifar10) -> Task:
 
 
 def training_images(folder: Path) -> tuple[Tensor, Tensor]:
-    """Return the images and labels of the five training files, one after the other.
-
-    Raises:
-        InputError: a file is missing, damaged, or holds another number of images than the rest.
-    """
+    """Return the images and labels of the five training files, one after the other. Raises
+    InputError: a file is missing, damaged, or holds another number of images than the rest."""
     parts = [cifar10_images(folder / name) for name in CIFAR_TRAINING]
     counts = [len(labels) for _, labels in parts]
     if len(set(counts)) > 1:
@@ -282,11 +265,8 @@ def training_images(folder: Path) -> tuple[Tensor, Tensor]:
 
 
 def cifar10_images(path: Path) -> tuple[Tensor, Tensor]:
-    """Return images (n, 3, 32, 32) of dtype uint8, and labels (n,), of one file.
-
-    Raises:
-        InputError: it is missing, not whole, or no file of CIFAR-10.
-    """
+    """Return images (n, 3, 32, 32) of dtype uint8, and labels (n,), of one file. Raises InputError:
+    it is missing, not whole, or no file of CIFAR-10."""
     if not path.is_file():
         raise InputError(f"task cifar10: {path.name} is not in {path.parent}; {CIFAR_SOURCE}")
     content = bytearray(path.read_bytes())

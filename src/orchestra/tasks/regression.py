@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from orchestra.tasks import settings
+from orchestra.tasks import Regression, Synthetic
 from orchestra.tasks.task import Task, tensor_task
 from orchestra.worker.batches import Batch
 
@@ -24,7 +24,7 @@ TEACHER_HIDDEN = 32
 TEACHER_GAIN = 2.0
 
 
-def regression(chosen: settings.Regression) -> Task:
+def regression(chosen: Regression) -> Task:
     """Return the task: data in memory, and a student of these settings."""
     inputs, targets = _data(chosen)
     sizes = [chosen.train_samples, chosen.validation_samples, chosen.test_samples]
@@ -33,7 +33,7 @@ def regression(chosen: settings.Regression) -> Task:
     return tensor_task(model, *splits, loss=squared_error, metrics=regression_scores)
 
 
-def _data(chosen: settings.Regression) -> tuple[Tensor, Tensor]:
+def _data(chosen: Regression) -> tuple[Tensor, Tensor]:
     """Make inputs (samples, inputs) and targets (samples, outputs) of all splits, in float32."""
     samples = chosen.train_samples + chosen.validation_samples + chosen.test_samples
     # RandomState: NumPy promises that its stream never changes.
@@ -106,7 +106,7 @@ FLOPS_PER_PARAMETER = 6.0
 """Operations of a sample's gradient that uses each parameter once: 2 forward, 4 backward."""
 
 
-def synthetic(chosen: settings.Synthetic) -> Task:
+def synthetic(chosen: Synthetic) -> Task:
     """Return the task, which holds no data."""
     flops = chosen.sample_flops or FLOPS_PER_PARAMETER * chosen.parameters
     edges = [chosen.parameters * k // chosen.tensors for k in range(chosen.tensors + 1)]

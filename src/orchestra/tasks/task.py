@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from orchestra.errors import InputError
 from orchestra.settings import Settings, parse
-from orchestra.tasks.settings import TASKS
+from orchestra.tasks import TASKS
 from orchestra.worker.batches import Batch, to_device
 
 Loss: TypeAlias = Callable[[nn.Module, Batch], Tensor]
@@ -142,13 +142,8 @@ def tensor_task(
     transform: Transform | None = None,
     augmented: Transform | None = None,
 ) -> Task:
-    """Return a task whose samples are in memory.
-
-    Args:
-        splits: the tensors for training, validation and test.
-        transform: changes each batch when it is read.
-        augmented: the same of a training batch; `transform` by default.
-    """
+    """Return a task whose samples are in memory: tensors for training, validation and test.
+    `transform` changes each batch when it is read; `augmented`, if given, each training batch."""
     train, validation, test = splits
     return Task(
         model=model,
@@ -208,10 +203,8 @@ def evaluate(
     device.
 
     The dataset is read in order, in batches of `batch_size`. The model is in evaluation mode
-    meanwhile, and each of its modules gets its own mode back. No random number is drawn.
-
-    Raises:
-        InputError: the metrics are not a dict of numbers.
+    meanwhile, and each of its modules gets its own mode back. No random number is drawn. InputError
+    if the metrics are not a dict of numbers.
     """
     total = 0.0
     sized: Any = dataset
@@ -238,10 +231,8 @@ def evaluate(
 
 @contextmanager
 def one_forward_each(model: nn.Module) -> Iterator[None]:
-    """Remember the last outputs inside: a second call with the same inputs returns them.
-
-    The loss of a batch comes first, so that the metrics may do with the outputs what they like.
-    """
+    """Remember the last outputs inside: a second call with the same inputs returns them. The loss
+    of a batch comes first, so that the metrics may do with the outputs what they like."""
     before = model.__dict__.get("forward")
     forward = model.forward
     known: tuple[tuple[Any, ...], Any] = ((), None)

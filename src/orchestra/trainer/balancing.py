@@ -14,7 +14,7 @@ from math import fsum, inf
 from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers
-from orchestra.data.plan import Plan, apportion, plan_of
+from orchestra.data import Plan, apportion, plan_of
 from orchestra.errors import InputError
 from orchestra.settings import MAX_STEPS, Registry, Settings, setting
 
@@ -58,9 +58,7 @@ class Balancing(Settings, ABC):
     def wanted(self, batches: Batches, speeds: Speeds) -> Sequence[float]:
         """Return numbers in proportion to the next batches, before bounds and sum are applied.
 
-        Args:
-            batches: the samples of each worker in a step so far.
-            speeds: the predicted samples a second of each worker.
+        `batches` are the samples of each worker in a step so far, `speeds` the predicted ones.
         """
 
     def decide(self, batches: Batches, speeds: Speeds) -> Batches:
@@ -73,11 +71,7 @@ class Balancing(Settings, ABC):
 
     def fitted(self, wanted: Sequence[float], total: int) -> Batches:
         """Return integers within the bounds that sum to `total`, in proportion to `wanted` as far
-        as possible.
-
-        Raises:
-            InputError: the bounds leave no such numbers.
-        """
+        as possible. Raises InputError: the bounds leave no such numbers."""
         workers, high = len(wanted), inf if self.high is None else self.high
         if not self.low * workers <= total <= high * workers:
             raise InputError(
@@ -176,17 +170,12 @@ MOST_CHANGES = 200
 
 @dataclass
 class BalanceState:
-    """The workers' knowledge of each other's speeds; kept in checkpoints.
+    """The workers' knowledge of each other's speeds; kept in checkpoints."""
 
-    Attributes:
-        speeds: samples a second that are expected of each rank; 0: nothing is known.
-        batches: of each rank in a step of the phase under way; 0 for one without data.
-        changes: of each change of the batches the steps before it, and the batches from there on.
-    """
-
-    speeds: tuple[float, ...]
-    batches: tuple[int, ...] = ()
+    speeds: tuple[float, ...]  # samples a second expected of each rank; 0: nothing is known
+    batches: tuple[int, ...] = ()  # of each rank in a step of this phase; 0 for one without data
     changes: list[list[int]] = field(default_factory=list)
+    """Of each change of the batches the steps before it, and the batches from there on."""
 
 
 class Balancer:

@@ -223,9 +223,7 @@ class CollectiveCheckpoints:
 
 def rank_state(worker: Worker, state: Any, parameters: Any) -> dict[str, Any]:
     """Return the state from which a rank can go on; `resume` puts it back, but for `parameters`.
-
-    `state` is that of the strategy.
-    """
+    `state` is that of the strategy."""
     return {
         "parameters": parameters,
         "buffers": dict(worker.buffers),
@@ -289,10 +287,7 @@ def parameters_hash(module: nn.Module) -> str:
 
 def pack(value: Any, put: Callable[[str, Tensor], str], place: str = "") -> Any:
     """Return `value`, of nested dicts and sequences, as JSON data: a key in place of each tensor.
-
-    Args:
-        put: keeps a contiguous tensor on the CPU, from a place ("/moments/0"); returns its key.
-    """
+    `put`: keeps a contiguous tensor on the CPU, from a place ("/moments/0"); returns its key."""
     if isinstance(value, Tensor):
         return {TENSOR: put(place, value.detach().cpu().contiguous())}
     if isinstance(value, dict):
@@ -335,10 +330,8 @@ def send_state(transport: Transport, value: Any, to: int) -> None:
 
 
 def receive_state(transport: Transport, source: int, known: Tensors) -> Any:
-    """Return the value that the rank `source` sends with `send_state`.
-
-    Tensors that `known` has already do not travel; others are added to it.
-    """
+    """Return the value that the rank `source` sends with `send_state`. Tensors that `known` has
+    already do not travel; others are added to it."""
     tree, keys = receive_object(transport, source)
     wanted = [key for key in keys if key not in known]
     send_object(transport, wanted, source)

@@ -43,16 +43,15 @@ MAX_EVALUATED_REPLICAS = 16
 SnapshotMetrics = dict[int, dict[str, float]]
 """The loss and the metrics of each snapshot, by its index."""
 
+OwnMetrics = Callable[[], SnapshotMetrics]
+
 _EVALUATE, _DONE = -1, -2
 """Requests other than the number of a part."""
 
 
-def hand_in(worker: Worker, leader: int, metrics: Callable[[], SnapshotMetrics]) -> None:
+def hand_in(worker: Worker, leader: int, metrics: OwnMetrics) -> None:
     """Tell the leader which parts this rank has, and answer its requests; on all other ranks.
-
-    Args:
-        metrics: those of this rank's own snapshots.
-    """
+    `metrics`: those of this rank's own snapshots."""
     parts, transport = worker.snapshots.parts, worker.transport
     send_object(transport, [{**vars(part), "values": None} for part in parts], leader)
     # The leader makes no requests of a rank without parts.
@@ -122,16 +121,11 @@ class Gathered:
         overlapping = len({held.head.offset for held in apart}) < len(apart)
         return sorted({held.rank for held in apart}) if overlapping else []
 
-    def evaluated(
-        self, seed: int, metrics: Callable[[], SnapshotMetrics]
-    ) -> dict[int, SnapshotMetrics]:
+    def evaluated(self, seed: int, metrics: OwnMetrics) -> dict[int, SnapshotMetrics]:
         """Return the metrics of replicas that differ, at each snapshot, by rank.
 
-        All ranks evaluate at the same time.
-
-        Args:
-            seed: draws `MAX_EVALUATED_REPLICAS` of the ranks where there are more.
-            metrics: those of this rank's own snapshots.
+        All ranks evaluate at the same time. `seed`: draws `MAX_EVALUATED_REPLICAS` of the ranks
+        where there are more. `metrics`: those of this rank's own snapshots.
         """
         ranks: Collection[int] = {rank for i in self.indices for rank in self.replicas(i)}
         if len(ranks) > MAX_EVALUATED_REPLICAS:
@@ -228,9 +222,8 @@ def points_of(
 ) -> list[Point]:
     """Return the figures of all snapshots with an index less than `below`, on the leader.
 
-    Args:
-        nodes: the figures of replicas, by rank; their mean becomes the `metrics` of a point, and
-            the figures of the average model its `average`.
+    `nodes`: the figures of replicas, by rank; their mean becomes the `metrics` of a point, and the
+    figures of the average model its `average`.
     """
     dataset, points = evaluation_data(task), []
     if dataset is None:
@@ -302,9 +295,7 @@ def moments(held: Sequence[Contribution], size: int) -> list[Point]:
 
 def agree_on_buffers(worker: Worker, samples: int, leader: int) -> None:
     """After an asynchronous run: the leader takes the sample-weighted mean of the buffers.
-
-    `samples` are those of this rank. Only ranks that have data at the end take part.
-    """
+    `samples` are those of this rank. Only ranks that have data at the end take part."""
     vector, workers = buffers_vector(worker.buffers), worker.workers.ranks
     if vector is None:
         return
@@ -317,12 +308,10 @@ def agree_on_buffers(worker: Worker, samples: int, leader: int) -> None:
     for rank in (rank for rank in workers if rank in there):
         with suppress(PeerLost):
             own = rank == leader
-            message = weighted if own else worker.transport.receive(rank, Tag.PARTS).wait()
+            given = weighted if own else worker.transport.receive(rank, Tag.PARTS).wait()
             # A run of shapes has no values, and the weight of a rank without samples is 0.
-            if not message.is_meta and message[-1] > 0:
-                parts.append(
-                    Contribution(0, 0, 0.0, 0, message[:-1], float(message[-1]), "buffers")
-                )
+            if not given.is_meta and given[-1] > 0:
+                parts.append(Contribution(0, 0, 0.0, 0, given[:-1], float(given[-1]), "buffers"))
     set_buffers(worker.buffers, parts)
 
 
@@ -338,8 +327,7 @@ def put_together(module: nn.Module, part: Contribution) -> None:
         first, last = max(start, 0), min(end, slot.size)  # of the tensor's elements
         if first < last:
             with torch.no_grad():
-                flat = named[slot.name].view(-1)
-                flat[first:last] = part.values[first - start : last - start]
+                named[slot.name].view(-1)[first:last] = part.values[first - start : last - start]
 
 
 # While others wait
@@ -362,10 +350,8 @@ def signs_of_life(worker: Worker, module: nn.Module, steps: int) -> Iterator[Non
 
 @contextmanager
 def all_cores() -> Iterator[None]:
-    """Use all cores that this process may, or as many threads as OMP_NUM_THREADS allows.
-
-    The other ranks have nothing to do meanwhile.
-    """
+    """Use all cores that this process may, or as many threads as OMP_NUM_THREADS allows. The other
+    ranks have nothing to do meanwhile."""
     threads = torch.get_num_threads()
     # Where cores are busy, threads that wait for each other take ten times as long as one thread
     # (decision 33); OMP_NUM_THREADS is the user's way to say so.

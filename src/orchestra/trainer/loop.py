@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any
 
+from orchestra.data import Plan, Shares, apportion, plan_of
 from orchestra.data.feed import Feed, Samples
-from orchestra.data.plan import Plan, apportion, plan_of
 from orchestra.errors import RunFailed
 from orchestra.exchange import CommonStep
 from orchestra.schedules.work_queue import Kind, WorkItem, WorkQueue, WorkSource
@@ -24,36 +24,25 @@ from orchestra.worker.worker import Step, Worker
 
 @dataclass
 class Position:
-    """The progress of a rank; kept in checkpoints.
+    """The progress of a rank; kept in checkpoints."""
 
-    `steps` are the gradients that it computed. `consumed` are the samples of the cluster, as far
-    as this rank knows; the plan under way began at `plan_start` and stands at `plan_step`. `own`
-    counts the samples that the rank has read of its own shard, where it takes them from a queue.
-    """
-
-    steps: int = 0
-    consumed: int = 0
-    plan_start: int = 0
-    plan_step: int = 0
-    own: int | None = None
+    steps: int = 0  # gradients that it computed
+    consumed: int = 0  # samples of the cluster, as far as this rank knows
+    plan_start: int = 0  # of the plan under way
+    plan_step: int = 0  # at which it stands
+    own: int | None = None  # samples read of its own shard, where it takes them from a queue
 
 
 def plan_of_roles(
-    training: Training,
-    start: int,
-    budget: int,
-    shares: tuple[float, ...],
-    measured: tuple[float, ...] | None = None,
+    training: Training, start: int, budget: int, shares: Shares, measured: Shares | None = None
 ) -> Plan:
     """Return the plan of samples `start` to `budget`, for ranks that have these `shares` of a step.
-
-    `measured` are the ranks' speeds, where workers that step together get parts by them.
-    """
+    `measured` are the ranks' speeds, where workers that step together get parts by them."""
     weights = training.weighted(shares, measured)
     return plan_of(min(start, budget), budget, training.global_batch(shares), weights)
 
 
-def queue_of(training: Training, budget: int, start: int, shares: tuple[float, ...]) -> WorkQueue:
+def queue_of(training: Training, budget: int, start: int, shares: Shares) -> WorkQueue:
     """Return a queue of the same samples; batches are as large as in a step of the plan."""
     plan = plan_of_roles(training, start, budget, shares)
     counts = apportion(plan.global_batch, plan.shares)
@@ -63,32 +52,24 @@ def queue_of(training: Training, budget: int, start: int, shares: tuple[float, .
 
 
 class Loop(ABC):
-    """Steps on a worker, serving on a rank without data, until the budget is used up.
-
-    Attributes:
-        state: the strategy's.
-        training: its settings; an epoch has `epoch_samples`, and the whole run `budget`.
-        shares: the measured weights of the ranks' parts wherever workers step together, if any.
-        balancer: changes these parts there as the run goes on, if a rule says so.
-        stopped: the user's stop was agreed on.
-    """
+    """Steps on a worker, serving on a rank without data, until the budget is used up."""
 
     worker: Worker
     strategy: Strategy[Any]
-    state: Any
+    state: Any  # the strategy's
     training: Training
     epoch_samples: int
-    budget: int
+    budget: int  # samples of the whole run
     position: Position
     recorder: Recorder
     trace: Trace
-    shares: tuple[float, ...] = ()
-    balancer: Balancer | None = None
-    stopped = False
+    shares: Shares = ()  # measured, of the ranks' parts wherever workers step together
+    balancer: Balancer | None = None  # changes these parts as the run goes on, if a rule says so
+    stopped = False  # the user's stop was agreed on
     _leaving: CommonStep | None = None
 
     @abstractmethod
-    def _samples(self, shares: tuple[float, ...]) -> Samples:
+    def _samples(self, shares: Shares) -> Samples:
         """Return what this rank reads where ranks have these shares: all samples, or its shard."""
 
     @abstractmethod
@@ -101,15 +82,11 @@ class Loop(ABC):
         self._phase, self._base_rates = self.worker.phase, self.worker.optimizer.base_rates
         self._roles = roles = strategy.current_roles(self.worker, self.state)
         together = strategy.under_way(self.state).steps_together
-        plan = plan_of_roles(
-            self.training,
-            self.position.plan_start,
-            self.budget,
-            roles.shares,
-            # Elsewhere nobody waits for slow workers, and larger batches would weigh too little in
-            # updates that are made one by one (decision 43).
-            (self.shares or None) if together else None,
-        )
+        # Elsewhere nobody waits for slow workers, and larger batches would weigh too little in
+        # updates that are made one by one (decision 43).
+        measured = (self.shares or None) if together else None
+        start, budget = self.position.plan_start, self.budget
+        plan = plan_of_roles(self.training, start, budget, roles.shares, measured)
         self._balances = self.balancer if together else None
         if self._balances is not None:
             plan = self._balances.begin(plan, self.position.steps)
@@ -213,13 +190,13 @@ class Loop(ABC):
     def _step(self) -> None:
         position = self.position
         batch, samples = self.recorder.read(lambda: self._feed.next(position.plan_step))
-        deal = self._feed.plan.deal(position.plan_step)
+        start, stop = map(self._feed.plan.position, (position.plan_step, position.plan_step + 1))
         position.plan_step += 1
         # Where workers step together one without samples still takes part in the exchange.
         if not samples and not self.strategy.currently_lockstep(self.state):
             return
-        consumed = min(position.consumed + deal.samples, self.budget)
-        step = Step(samples, deal.samples, consumed, planned=deal.stop)
+        consumed = min(position.consumed + stop - start, self.budget)
+        step = Step(samples, stop - start, consumed, planned=stop)
         self._train(batch, step, done=position.consumed)
         if self.worker.phase != self._phase:
             return  # `_follow_phase` takes a checkpoint with all ranks; some count no steps

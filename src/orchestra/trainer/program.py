@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from orchestra.data import shares_of
 from orchestra.data.feed import Samples, open_samples, open_shard
-from orchestra.data.plan import shares_of
 from orchestra.errors import InputError, RunFailed
 from orchestra.exchange import start_together
 from orchestra.optimizers.state import restore, undisturbed
@@ -25,10 +25,9 @@ from orchestra.tasks.task import Task, evaluate, load_task
 from orchestra.trainer import checkpoints, curve, setup
 from orchestra.trainer.balancing import Balancer
 from orchestra.trainer.loop import Loop, Position, queue_of
-from orchestra.trainer.memory import in_files, kept_bytes, sizes_of
-from orchestra.trainer.order import Order, Recording, Repeating, write_order
-from orchestra.trainer.recorder import Recorder, Totals
+from orchestra.trainer.recorder import Order, Recorder, Recording, Repeating, Totals, write_order
 from orchestra.trainer.settings import Run
+from orchestra.trainer.setup import in_files, kept_bytes, sizes_of
 from orchestra.trainer.trace import Trace
 from orchestra.worker.batches import Batch, to_device
 from orchestra.worker.gathering import ShardedWorker
@@ -40,10 +39,8 @@ from orchestra.worker.worker import Worker
 
 
 def train(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
-    """Take this rank's part in a run, write its records into the run's folder, and report.
-
-    In a run of shapes no value is computed, and nothing is written.
-    """
+    """Take this rank's part in a run, write its records into the run's folder, and report. In a run
+    of shapes no value is computed, and nothing is written."""
     run, folder = assignment
     assert isinstance(run.strategy, Strategy)
     runtime.reporter.phase("set-up")
@@ -108,8 +105,7 @@ class Session(Loop):
         self._passed("group")
         self.scalars: Scalars | None = None
         if training.tensorboard:
-            first = self.position.steps + 1
-            self.scalars = Scalars(folder, f"rank-{runtime.rank}", first=first)
+            self.scalars = Scalars(folder, f"rank-{runtime.rank}", first=self.position.steps + 1)
         path = None if self.shared else folder / f"steps-rank-{runtime.rank}.jsonl"
         self.recorder = Recorder(self.worker, path, self.totals, self.position.steps, self.scalars)
         self.worker.observe = self.recorder.observe
@@ -321,8 +317,7 @@ class Session(Loop):
         if not strategy.divides_model:
             return None
         with undisturbed():
-            device = next(module.parameters()).device
-            batch = to_device(self._first_samples(), device)
+            batch = to_device(self._first_samples(), next(module.parameters()).device)
             return strategy.part_of(
                 module, lambda model: self.task.loss(model, batch), runtime.rank, runtime.ranks
             )
@@ -331,27 +326,20 @@ class Session(Loop):
         """Read a batch that training reads, too."""
         size = min(self.training.batch_size, self.epoch_samples)
         # Of a reader of its own, so that the run's keeps its place in a stream.
-        fresh = open_samples(self.task.train, self.run.seed, self.task.collate)
-        return fresh.read(0, size)
+        return open_samples(self.task.train, self.run.seed, self.task.collate).read(0, size)
 
     def _samples(self, shares: tuple[float, ...]) -> Samples:
         sharding, rank = self.training.sharding, self.roles.part(self.runtime.rank)
         if sharding is None or not shares[rank]:
             return self.samples
         workers = [place for place, share in enumerate(shares) if share]
-        return open_shard(
-            self.task.train,
-            self.run.seed,
-            self.task.collate,
-            sharding,
-            [shares[worker] for worker in workers],
-            workers.index(rank),
-        )
+        weights, task = [shares[worker] for worker in workers], self.task
+        index = workers.index(rank)
+        return open_shard(task.train, self.run.seed, task.collate, sharding, weights, index)
 
     def _passed(self, part: str) -> None:
         """Note that the set-up has come to the end of `part`."""
-        passed = self.runtime.transport.now() - self.began
-        self.setup[part] = passed - sum(self.setup.values())
+        self.setup[part] = self.runtime.transport.now() - self.began - sum(self.setup.values())
 
     # Checkpoints
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal, Self, TypeAlias
 
-from orchestra.data.sharding import Sharding
+from orchestra.data import Sharding
 from orchestra.errors import InputError
 from orchestra.optimizers.settings import Constant, Optimizer, Schedule
 from orchestra.records.report import Point
@@ -289,8 +289,7 @@ class Run(Settings):
 
     @property
     def _several_together(self) -> bool:
-        several = len(self.strategy.roles(self.training.ranks).workers) > 1
-        return several and self.steps_together
+        return len(self.strategy.roles(self.training.ranks).workers) > 1 and self.steps_together
 
     def check(self) -> None:
         """Refuse settings that need values in a run of shapes, and others that do not combine."""

@@ -1,17 +1,24 @@
-"""The set-up of a rank before it trains: its worker, a warm-up, and measured speeds."""
+"""The set-up of a rank: its worker, its memory by formula, a warm-up, and measured speeds."""
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+import mmap
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from orchestra.collectives import Group, all_reduce
 from orchestra.data.feed import epoch_samples
@@ -20,18 +27,19 @@ from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.optimizers.state import undisturbed
 from orchestra.strategies.base import ModelPart, roles_of
 from orchestra.tasks.task import Task, load_task
-from orchestra.trainer.memory import Sizes, sizes_of
+from orchestra.trainer.checkpoints import writing
 from orchestra.trainer.settings import Run, Training
 from orchestra.transports.tags import Tag
 from orchestra.worker.batches import Batch, batch_samples, to_device
 from orchestra.worker.gathering import ShardedWorker
-from orchestra.worker.layout import Layout, buffer_places
+from orchestra.worker.layout import Layout, bucket_edges, buffer_places
 from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.shapes import ShapeWorker, SharedShapes
 from orchestra.worker.snapshots import Contribution, Place, Places, Snapshots
 from orchestra.worker.worker import Worker
 
 Extents = dict[str, tuple[int, int]]
+Read = Callable[[], Batch]
 GRADIENTS = 7
 """Gradients that each rank computes to measure its speed; their median seconds count."""
 
@@ -51,11 +59,7 @@ def budget_of(task: Task, training: Training) -> tuple[int, int]:
 
 
 def device_of(training: Training, runtime: Runtime) -> torch.device:
-    """Return the device of this rank's model.
-
-    Raises:
-        InputError: there is no such device.
-    """
+    """Return the device of this rank's model. Raises InputError: there is no such device."""
     available = torch.cuda.is_available()
     if training.device == "cuda" and not available:
         raise InputError("device: cuda was asked for, but torch sees no GPU here; use cpu or auto")
@@ -70,7 +74,6 @@ def make_worker(
     runtime: Runtime, run: Run, task: Task, module: nn.Module, part: ModelPart | None, budget: int
 ) -> Worker:
     """Return the worker of this rank, which trains `module`, or `part` or a shard of it."""
-    make: Callable[..., Worker] = Worker
     # From the whole model: names in parameter groups, and snapshots that are due, are those of the
     # whole, also where this rank has a part of it (decision 20).
     spec = _optimizer(run, module)
@@ -84,8 +87,8 @@ def make_worker(
         module = part.module
     share = run.strategy.share_of(runtime.rank, runtime.ranks)
     if share is not None:
-        make = functools.partial(ShardedWorker, share=share)
-    return make(runtime, module, spec, **options)
+        return ShardedWorker(runtime, module, spec, share=share, **options)
+    return Worker(runtime, module, spec, **options)
 
 
 def _optimizer(run: Run, module: nn.Module) -> OptimizerSpec:
@@ -98,7 +101,7 @@ def _optimizer(run: Run, module: nn.Module) -> OptimizerSpec:
 def _worker_options(
     runtime: Runtime, training: Training, task: Task, budget: int, layout: Layout
 ) -> dict[str, Any]:
-    due = training.snapshots_due(budget, layout.bytes)
+    snapshots = Snapshots(training.snapshots_due(budget, layout.bytes), runtime.transport.now)
     return {
         "loss": task.loss,
         "precision": training.precision,
@@ -107,7 +110,7 @@ def _worker_options(
         "budget_ranks": training.ranks,
         "bucket_bytes": int(training.bucket_megabytes * 1e6),
         "overlap": training.overlap,
-        "snapshots": Snapshots(due, runtime.transport.now),
+        "snapshots": snapshots,
     }
 
 
@@ -115,10 +118,8 @@ class ShapesRun:
     """A run of shapes as all of its ranks share it: they agree from the start.
 
     Nothing is read, evaluated, written or put into checkpoints; of snapshots it is known when they
-    are taken, which the `parts` of all ranks tell.
-
-    Raises:
-        InputError: the model cannot be made without values.
+    are taken, which the `parts` of all ranks tell. Raises InputError: the model cannot be made
+    without values.
     """
 
     def __init__(self, run: Run) -> None:
@@ -163,7 +164,7 @@ def meta_model(task: Task) -> nn.Module:
         ) from error
 
 
-def warm_up(worker: Worker, read: Callable[[], Batch], updated: float) -> None:
+def warm_up(worker: Worker, read: Read, updated: float) -> None:
     """Compute once, before the stopwatch starts, so that no step has the costs of a first one.
 
     A forward and a backward pass on a copy of the model, with a micro-batch of what `read` gives,
@@ -185,9 +186,7 @@ def warm_up(worker: Worker, read: Callable[[], Batch], updated: float) -> None:
             worker.optimizer.build(own).step()
 
 
-def measured_speeds(
-    runtime: Runtime, worker: Worker, read: Callable[[], Batch]
-) -> tuple[float, ...]:
+def measured_speeds(runtime: Runtime, worker: Worker, read: Read) -> tuple[float, ...]:
     """Collective over all ranks: return the gradients a second of each one, measured all at once.
 
     They are of the batch that `read` gives, on a copy of the model; random streams stay as they
@@ -202,7 +201,7 @@ def measured_speeds(
     return tuple(speeds.tolist())
 
 
-def _seconds(runtime: Runtime, worker: Worker, read: Callable[[], Batch]) -> list[float]:
+def _seconds(runtime: Runtime, worker: Worker, read: Read) -> list[float]:
     now, device, seconds = runtime.transport.now, worker.layout.device, []
     with undisturbed():
         module, batch = copy.deepcopy(worker.module), to_device(read(), device)
@@ -259,3 +258,123 @@ def _places(part: Extents, whole: Extents, owned: frozenset[str]) -> Sequence[Pl
         else:
             places.append(Place(first, end, offset))
     return places
+
+
+# Memory by formula, and models that are built without memory for them
+
+Sizes = Counter[str]
+"""The bytes of `parameters` (with buffers), of those `trained`, of the optimizer's `state`."""
+
+
+def sizes_of(module: nn.Module, spec: OptimizerSpec) -> Sizes:
+    """Return the sizes of a model, or of the part that a rank trains; tensors need no values."""
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    sizes = Counter(
+        parameters=_bytes([*module.parameters(), *module.buffers()]),
+        trained=_bytes(trained.values()),
+    )
+    try:
+        sizes["state"] = _state_bytes(spec, trained, "meta")
+    except RuntimeError:
+        # An optimizer that reads numbers, as Adafactor does, cannot run on the meta device; one
+        # tensor at a time, as there may be no room for all.
+        sizes["state"] = sum(_state_bytes(spec, {n: p}, "cpu") for n, p in trained.items())
+    return sizes
+
+
+def kept_bytes(run: Run, rank: int, sizes: Sizes, layout: Layout) -> Counter[str]:
+    """Return the bytes that `rank` keeps, by purpose; without activations and kernels' workspaces.
+
+    Where buckets have memory only while they are in use, two have it at a time: one that is used,
+    and one under way. Micro-batches but the last add to whole gradients. `layout`: of what the rank
+    trains.
+    """
+    training = run.training
+    footprint = run.strategy.footprint(rank, training.ranks)
+    others = sizes["parameters"] - sizes["trained"]
+    parameters = footprint.parameters * sizes["trained"]
+    parameters += others if footprint.windows else footprint.parameters * others
+    gradients = footprint.gradients * sizes["trained"]
+    if footprint.windows and training.accumulation > 1:
+        gradients += sizes["trained"]
+    kept = {
+        "parameters": parameters,
+        "gradients": gradients,
+        f"state of {training.optimizer.name}": footprint.optimizer * sizes["state"],
+        "further copies": footprint.copies * sizes["trained"],
+        "buckets in use": footprint.windows * _two_largest(layout, training.bucket_megabytes),
+    }
+    return Counter({name: round(size) for name, size in kept.items()})
+
+
+def _two_largest(layout: Layout, megabytes: float) -> int:
+    """Return the bytes of the two largest buckets, or of the only one."""
+    edges = [offset for _, offset in bucket_edges(layout, int(megabytes * 1e6))]
+    sizes = [end - first for first, end in pairwise(edges)]
+    return sum(sorted(sizes)[-2:]) * layout.dtype.itemsize
+
+
+def _state_bytes(spec: OptimizerSpec, trained: dict[str, nn.Parameter], device: str) -> int:
+    """Return the bytes of the optimizer's state after a step."""
+    parameters = {
+        name: nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=device))
+        for name, p in trained.items()
+    }
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = spec.build(parameters)
+    optimizer.step()
+    values: list[Any] = [value for state in optimizer.state.values() for value in state.values()]
+    return _bytes(value for value in values if isinstance(value, Tensor))
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+# A model without memory for it
+
+
+_ONE_AT_A_TIME = threading.Lock()  # torch calls hooks of all threads
+
+
+@contextmanager
+def in_files(folder: Path) -> Iterator[None]:
+    """Put the parameters of modules that are made inside into nameless files of `folder`.
+
+    Their initial values are drawn there, to the same bits. The kernel keeps as much of them in
+    memory as there is room for. Parameters on other devices than the CPU stay there.
+    """
+    mapped: list[mmap.mmap] = []
+    places: set[int] = set()
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if (
+            # Parameters that are tied, or registered again, lie in a file already.
+            parameter is None
+            or isinstance(parameter, nn.UninitializedParameter)
+            or parameter.device.type != "cpu"
+            or not parameter.numel()
+            or parameter.data_ptr() in places
+        ):
+            return
+        with writing(folder), tempfile.TemporaryFile(dir=folder) as file:
+            file.truncate(parameter.nbytes)
+            # The mapping has a descriptor of its own; the file, without a name, goes with it.
+            memory = mmap.mmap(file.fileno(), parameter.nbytes)
+        # Of a shared mapping this drops the pages from the process; the file keeps what was drawn.
+        if mapped and hasattr(mmap, "MADV_DONTNEED"):
+            mapped[-1].madvise(mmap.MADV_DONTNEED)
+        values = torch.frombuffer(memory, dtype=parameter.dtype).view(parameter.shape)
+        with torch.no_grad():
+            values.copy_(parameter)
+        parameter.data = values
+        mapped.append(memory)
+        places.add(parameter.data_ptr())
+
+    with _ONE_AT_A_TIME:
+        hook = register_module_parameter_registration_hook(register)
+        try:
+            yield
+        finally:
+            hook.remove()

@@ -35,12 +35,8 @@ class Trace(Interceptor):
     """Keeps the timeline of one rank, for all of its flows.
 
     A window lasts for `limit` steps, or on a rank that serves for as many messages from any
-    source as its workers send in `limit` steps. Without a limit above 0 none ever opens.
-
-    Args:
-        now: the clock.
-        limit: steps of a window.
-        windows: how many there are at most.
+    source as its workers send in `limit` steps. Without a limit above 0 none ever opens. There are
+    `windows` of them at most; `now` is the clock.
     """
 
     def __init__(self, now: Callable[[], float], limit: int, windows: int = 1) -> None:
@@ -54,11 +50,9 @@ class Trace(Interceptor):
         self._rows: dict[Flow, int] = {}
         self._slices: list[Slice] = []
         self._instants: list[Instant] = []
-        self._began = 0.0
         self._serving = False
-        self._left = 0
-        self._step = 0
-        self._step_began = 0.0
+        self._left = self._step = 0
+        self._began = self._step_began = 0.0
 
     # What the loop says
 
@@ -235,8 +229,7 @@ class Trace(Interceptor):
             source, size = operation.source, result.nbytes  # type: ignore[attr-defined]
             name = f"receive {_size_text(size)} from {_name(flow, source)}"
             about = {"payload_bytes": size, "tag": tag, "peer": source}
-            number = self._number(operation)
-            message = Message(source, flow.transport.rank, operation.tag, number)
+            message = Message(source, flow.transport.rank, operation.tag, self._number(operation))
             self._add(flow, "receive", name, moving, end, about, message)
         elif traffic.seconds_communicating > moved:  # else it had been complete
             name = f"send the rest to {_name(flow, peer)}"

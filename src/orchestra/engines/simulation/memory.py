@@ -19,9 +19,8 @@ from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.optimizers.state import undisturbed
 from orchestra.strategies.base import Strategy
 from orchestra.tasks.task import Task, load_task
-from orchestra.trainer.memory import Sizes, kept_bytes, sizes_of
 from orchestra.trainer.settings import Run
-from orchestra.trainer.setup import meta_model
+from orchestra.trainer.setup import Sizes, kept_bytes, meta_model, sizes_of
 from orchestra.worker.batches import Batch, map_tensors
 from orchestra.worker.layout import Layout
 from orchestra.worker.runtime import Work

@@ -17,8 +17,8 @@ from orchestra.optimizers.state import capture
 from orchestra.strategies.base import roles_of
 from orchestra.strategies.single import Single
 from orchestra.trainer import checkpoints
-from orchestra.trainer.order import read_order
 from orchestra.trainer.program import Session
+from orchestra.trainer.recorder import read_order
 from orchestra.trainer.settings import Run
 from orchestra.worker.interception import Interceptor, intercepted
 from orchestra.worker.runtime import Runtime, Work

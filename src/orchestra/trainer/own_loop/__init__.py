@@ -1,12 +1,15 @@
-"""A loop of the user's own: `loss.backward()` is half of a step, `optimizer.step()` the other."""
+"""A loop of the user's own: `loss.backward()` is half of a step, `optimizer.step()` the other.
+
+And its batches, as a script iterates, saves and resumes them.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import itertools
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,14 +17,168 @@ from torch import Tensor, nn
 
 from orchestra.data.loaders import Loader
 from orchestra.errors import InputError
-from orchestra.optimizers.spec import get_rates, set_rates
+from orchestra.optimizers.spec import get_options, get_rates, set_rates
 from orchestra.strategies.base import Strategy
-from orchestra.strategies.switch import phases
-from orchestra.trainer.own_loop.batches import Batches
-from orchestra.trainer.own_loop.epochs import ENDED
-from orchestra.trainer.own_loop.model import FORWARD, STATE_DICT, Audit, Hook, check_model
+from orchestra.trainer.own_loop import model as checks
+from orchestra.trainer.own_loop.epochs import ENDED, SAVING, Epochs
+from orchestra.worker.batches import digest
 from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.worker import Step
+
+
+class Batches(Epochs):
+    """The user's loader, dealt out to the workers; iterate it as before, once an epoch.
+
+    When an iteration ends, every worker's model holds the agreed parameters. A rank that has become
+    a server gets nothing more: its iterations serve until the workers' epoch is over, and the one
+    after the workers have left ends its script, with status 0. Where workers take batches from a
+    queue, which `queued` loads, they get unlike numbers of them.
+    """
+
+    # Saving and resuming
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the training; every worker calls it, between two steps.
+
+        It holds parameters, buffers and moments as each rank has them, slices on servers included,
+        the epoch and the place in it, and random generators: plain data and tensors, for
+        torch.save. Save the state of the first worker, which alone is complete. InputError if it
+        cannot be taken at this place; the message says where it can.
+        """
+        ranks = {}
+        if not self._is_over():
+            if self.is_worker():
+                # Refused on each worker alike, before anything collective begins
+                self._check_place()
+                self.take_over()
+                # Servers learn of the saving by this step of the pause
+                self.strategy.quiesce(self.worker, self.state, SAVING)
+                ranks = self.collect(self._order_state())
+            else:
+                self._serve(until_saved=True)
+        return {
+            "settings": self._settings(),
+            "position": self._position(),
+            "groups": get_options(self.optimizer),
+            "ranks": ranks,
+        }
+
+    def _position(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            # Batches that were taken ahead have had no step: they are read again.
+            "taken": self.taken - (self.passes.ahead or 0),
+            "length": self.length,
+            "order": self._order_number,
+            "backwards": self.passes.done if self.taken else 0,
+            "consumed": self.worker.step.consumed,
+            "steps": self.steps,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`; every worker calls it with the first worker's `state_dict()`.
+
+        Call it after `distribute` and before the loop over these batches, whose first iteration
+        goes on where the epoch was left. InputError if `state` is of other settings, or training
+        has come too far to go back.
+        """
+        if self._is_over():
+            return
+        where = "batches.load_state_dict()"
+        if self._in_epoch and not self.left:
+            raise InputError(
+                f"{where}: an iteration over the batches is under way: call it before the loop "
+                "over them, or leave that with break"
+            )
+        generators = self._generators()
+        checks.check_fits(where, state, self._settings(), self.worker, self.length, generators)
+        # A switch has happened, and the state is of the roles before it
+        if self.roles != self.strategy.roles(self.worker.runtime.ranks):
+            raise InputError(
+                f"{where}: ranks have changed their roles since the beginning: load before training"
+            )
+        position, ranks = state["position"], state["ranks"]
+        # Workers that go on from unlike states would train unlike models, and nothing would say so
+        if not self.alike(digest([position, checks.parameters_in(ranks)])):
+            raise InputError(f"{where}: workers load unlike states: give all the same one")
+        self.load(state)
+        self._go_on_from(position, ranks[str(self.worker.rank)]["order"])
+
+    def start_at(self, batch: int) -> None:
+        """Begin the next epoch at its batch number `batch`, from 0."""
+        self._go_on_from(self._position() | {"taken": batch, "backwards": 0}, self._order_state())
+
+    def _go_on_from(self, position: Mapping[str, Any], order: dict[str, Any]) -> None:
+        """Let the next iteration begin at `position`, as `state_dict` gave it."""
+        self.epoch = position["epoch"]
+        self.taken = self._resumed_at = position["taken"]
+        self._passes_before = position["backwards"]
+        self._deal_out()
+        if self._sharded is not None:
+            self._sharded.epoch = position["order"]
+        self.begun = self._in_epoch = self.left = False
+        self._order = order
+        for generator, state in zip(self._generators(), order["generators"], strict=True):
+            generator.set_state(state)
+
+    def _settings(self) -> dict[str, Any]:
+        """Return what has to be the same where a state is loaded."""
+        return {
+            "strategy": repr(self.strategy),
+            "ranks": self.worker.runtime.ranks,
+            "optimizer": type(self.optimizer).__name__,
+            "accumulation": self.passes.accumulation,
+            "seed": self._seed,
+            "work": "shared" if self._uses_queue else "equal",
+        }
+
+    def _check_place(self) -> None:
+        """Refuse to save where there is no state that could be gone on from."""
+        where = "batches.state_dict()"
+        if self.passes.under_way or self.passes.complete:
+            raise InputError(f"{where}: gradients wait for their step: call it after that")
+        if self.taken and self.source() is not None:
+            raise InputError(
+                f"{where} in mid-epoch needs equally many batches on every worker: set "
+                "work='equal' in distribute, or save when the epoch has ended"
+            )
+        if self.taken and self.workers != self._roles.workers:
+            raise InputError(
+                f"{where}: a rank has become a server in this epoch, so that nobody takes its part "
+                "of it: save when the epoch has ended"
+            )
+
+    # What else a loop tells
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Let this rank take any time inside; the others wait when they need it.
+
+        For work that takes longer than `patience` without a forward pass of the model. Under
+        `AllReduce("native")` the collectives of the others give up after four times `patience`.
+        """
+        reporter = self.worker.reporter
+        reporter.phase("paused")
+        try:
+            yield
+        finally:
+            reporter.phase("training")
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Let `backward()` exchange nothing inside; the next one outside exchanges for all of them.
+
+        As `no_sync` of DistributedDataParallel, for loops that know which one is the last.
+        """
+        self.passes.paused = True
+        try:
+            yield
+        finally:
+            self.passes.paused = False
+
+    def report(self, loss: float) -> None:
+        """Tell this step's loss, before `loss.backward()`: for rules that watch it."""
+        self.loss = float(loss)
 
 
 class OwnLoop:
@@ -50,8 +207,8 @@ class OwnLoop:
         bucket_megabytes: float = 25.0,
         overlap: bool = True,
     ) -> None:
-        _check_roles(strategy, runtime.ranks)
-        check_model(model, optimizer, len(strategy.roles(runtime.ranks).workers))
+        checks.check_roles(strategy, runtime.ranks)
+        checks.check_model(model, optimizer, len(strategy.roles(runtime.ranks).workers))
         self.optimizer, self.strategy = optimizer, strategy
         self.batches = Batches(
             runtime, model, optimizer, strategy, loader,
@@ -61,10 +218,10 @@ class OwnLoop:
         self.worker, self._passes = self.batches.worker, self.batches.passes
         self._gradients = self.worker.gradients
         self._left: list[tuple[Tensor | None, int]] = []  # each `.grad` after the last backward
-        self._audit = Audit(self.worker)
+        self._audit = checks.Audit(self.worker)
         self._model_hooks = [
-            model.register_forward_pre_hook(Hook(self.enter, FORWARD)),
-            model.register_state_dict_pre_hook(Hook(self._may_be_saved, STATE_DICT)),
+            model.register_forward_pre_hook(checks.Hook(self.enter, checks.FORWARD)),
+            model.register_state_dict_pre_hook(checks.Hook(self._may_be_saved, checks.STATE_DICT)),
         ]
         self._gradients.on_backward = self._backward_begins
         self._take_over_step()
@@ -148,8 +305,7 @@ class OwnLoop:
     # The second half: in optimizer.step()
 
     def _take_over_step(self) -> None:
-        original = self.optimizer.step
-        loop = self
+        original, loop = self.optimizer.step, self
 
         @functools.wraps(original)  # a scheduler that was made before looks for its mark on it
         def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -160,11 +316,9 @@ class OwnLoop:
                 if loop._handed_over:
                     return original(closure)
                 raise InputError(f"optimizer.step(): {ENDED}")
-            loss = None
-            if closure is not None:
-                # As torch's optimizers do, whose `step` runs without gradients.
-                with torch.enable_grad():
-                    loss = closure()
+            # As torch's optimizers do, whose `step` runs without gradients.
+            with torch.enable_grad():
+                loss = None if closure is None else closure()
             if loop._has_gradient():
                 loop._update()
             return loss
@@ -263,25 +417,3 @@ class OwnLoop:
         for hook in self._model_hooks:
             hook.remove()
         self.batches.close()
-
-
-def may_serve(strategy: Strategy[Any], ranks: int) -> bool:
-    """Return whether a rank has no data in some phase of `strategy`."""
-    return any(len(phase.roles(ranks).workers) < ranks for phase in phases(strategy))
-
-
-def _check_roles(strategy: Strategy[Any], ranks: int) -> None:
-    """Refuse another number of ranks, and one that serves first: it would not run the loop."""
-    shares = len(strategy.roles(ranks).shares)
-    if shares != ranks:
-        raise InputError(
-            f"{strategy!r} runs on {shares} process(es), but {ranks} were started: start as many, "
-            "or name another strategy"
-        )
-    for first, then in itertools.pairwise(phases(strategy)):
-        late = set(then.roles(ranks).workers) - set(first.roles(ranks).workers)
-        if late:
-            raise InputError(
-                f"{strategy!r}: rank {min(late)} serves first, and could not come into a loop of "
-                "your own in mid-epoch: set placement='beside' in the first phase"
-            )

@@ -31,17 +31,7 @@ ENDED = (
 
 
 class Epochs(OwnRank):
-    """The user's loader, iterated once an epoch; `Batches` saves and resumes it, too.
-
-    Attributes:
-        epoch: how many have ended.
-        begun: an epoch was begun, or served.
-        left: an iteration was left before its epoch's end, and nobody has agreed since.
-        item: what this worker took from the queue and has not made a step with.
-        loss: what was reported last.
-        share: of the samples behind the gradient of the batch, or group, that was handed out last,
-            this worker's; 1 where its gradient is not averaged.
-    """
+    """The user's loader, iterated once an epoch; `Batches` saves and resumes it, too."""
 
     def __init__(
         self,
@@ -67,10 +57,13 @@ class Epochs(OwnRank):
         queue_of = None if self._queued is None else self._queued.queue
         super().__init__(runtime, model, optimizer, strategy, queue_of, **options)
         self.passes = BackwardPasses(accumulation, copied=self.worker.layout.device.type != "cpu")
-        self.epoch = 0
-        self.begun = self.left = False
-        self.item: WorkItem | None = None
-        self.loss = float("nan")
+        self.epoch = 0  # how many have ended
+        self.begun = False  # an epoch was begun, or served
+        self.left = False  # an iteration, before its epoch's end, and nobody has agreed since
+        self.item: WorkItem | None = None  # taken from the queue; no step was made with it yet
+        self.loss = float("nan")  # what was reported last
+        # This worker's of the samples behind the gradient of the batch, or group, that was handed
+        # out last; 1 where its gradient is not averaged.
         self.share = 1.0
         self._seed = seed
         self._goes_on = self._in_epoch = False
@@ -115,10 +108,7 @@ class Epochs(OwnRank):
         For loops that take the batches of a step before its first `backward()`. They call
         `backward()` once for each batch, and `step()` once for each group. Only the last
         `backward()` of a group exchanges, whatever `accumulation` says; the last group of an epoch
-        may be smaller.
-
-        Raises:
-            InputError: batches lie in a queue, from which workers take one at a time.
+        may be smaller. InputError if batches lie in a queue, from which workers take one at a time.
         """
         if self._uses_queue:
             raise InputError("batches.groups() needs as many on every worker: set work='equal'")
@@ -237,10 +227,8 @@ class Epochs(OwnRank):
         self._sharded: loaders.ShardedLoader | None = None
         workers, rank = self._roles.workers, self.worker.rank
         if rank in workers:
-            index, alike = workers.index(rank), self.alike
-            self._sharded = loaders.shard_loader(
-                self.loader, len(workers), index, self._seed, alike
-            )
+            own, alike = workers.index(rank), self.alike
+            self._sharded = loaders.shard_loader(self.loader, len(workers), own, self._seed, alike)
             self._sharded.epoch = self.epoch
 
     def _end_epoch(self) -> None:
@@ -267,10 +255,8 @@ class Epochs(OwnRank):
         """Let every worker's model hold the agreed parameters in mid-epoch; training can go on.
 
         Every worker calls it, after equally many steps; for instance after `break`, before saving.
-        Where an epoch has ended it changes nothing.
-
-        Raises:
-            InputError: workers take unlike numbers of batches.
+        Where an epoch has ended it changes nothing. InputError if workers take unlike numbers of
+        batches.
         """
         for each in self._in_mid_epoch("agree"):
             each.strategy.quiesce(each.worker, each.state, MID_EPOCH)
@@ -281,10 +267,7 @@ class Epochs(OwnRank):
 
         Every worker's model then holds the agreed parameters, and the next iteration begins another
         epoch. Every worker calls it, after equally many steps. Where an epoch has ended it changes
-        nothing.
-
-        Raises:
-            InputError: workers take unlike numbers of batches.
+        nothing. InputError if workers take unlike numbers of batches.
         """
         for each in self._in_mid_epoch("end_epoch"):
             each._end_epoch()

@@ -1,8 +1,9 @@
-"""Checks of the model in a loop of the user's own, and counts of the batches behind gradients."""
+"""Checks of model, roles and state in a loop of the user's own, and counts of backward passes."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from orchestra.errors import InputError
+from orchestra.strategies.base import Strategy
+from orchestra.strategies.switch import phases
 from orchestra.worker.batches import tensors_of
 from orchestra.worker.layout import owner_of
 from orchestra.worker.worker import Worker
@@ -51,6 +54,28 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, workers: int
                     "model does not have, so that no other worker would learn of it: put both into "
                     "one nn.Module (an nn.ModuleList) and distribute that"
                 )
+
+
+def may_serve(strategy: Strategy[Any], ranks: int) -> bool:
+    """Return whether a rank has no data in some phase of `strategy`."""
+    return any(len(phase.roles(ranks).workers) < ranks for phase in phases(strategy))
+
+
+def check_roles(strategy: Strategy[Any], ranks: int) -> None:
+    """Refuse another number of ranks, and one that serves first: it would not run the loop."""
+    shares = len(strategy.roles(ranks).shares)
+    if shares != ranks:
+        raise InputError(
+            f"{strategy!r} runs on {shares} process(es), but {ranks} were started: start as many, "
+            "or name another strategy"
+        )
+    for first, then in itertools.pairwise(phases(strategy)):
+        late = set(then.roles(ranks).workers) - set(first.roles(ranks).workers)
+        if late:
+            raise InputError(
+                f"{strategy!r}: rank {min(late)} serves first, and could not come into a loop of "
+                "your own in mid-epoch: set placement='beside' in the first phase"
+            )
 
 
 @dataclass(eq=False)
@@ -136,10 +161,8 @@ def check_fits(
     length: int | None,
     generators: Sequence[torch.Generator],
 ) -> None:
-    """Refuse a `state` that a loop of these `settings`, on `worker`, cannot go on from.
-
-    `length` is that of an epoch; `generators` are those of the loader. Messages begin with `where`.
-    """
+    """Refuse a `state` that a loop of these `settings`, on `worker`, cannot go on from. `length` is
+    that of an epoch; `generators` are those of the loader. Messages begin with `where`."""
     expected = {"settings", "position", "groups", "ranks"}
     if not isinstance(state, Mapping) or not expected <= state.keys():
         raise InputError(f"{where}: expected what batches.state_dict() returned")
@@ -207,23 +230,15 @@ class BackwardPasses:
     Usually a backward pass follows each batch. A loop may take batches ahead of the backward pass
     of an earlier one, which it still holds then; it may pass batches over, which it has let go of;
     and it may make several backward passes on one batch, each of which has the batch's counts.
-
-    Args:
-        accumulation: backward passes of a step, of which the last one exchanges.
-        copied: batches go to another device; those that were let go of say nothing then.
-
-    Attributes:
-        ahead: batches that the loop has taken, and not begun, when it calls `backward`.
-        under_way: a pass has begun, and not ended.
-        complete: a pass has ended since the last step.
-        done: passes in this epoch, or group of batches.
-        entered: a forward pass of this step has begun.
-        paused: no pass exchanges, for now.
+    `accumulation`: backward passes of a step, of which the last one exchanges. `copied`: batches go
+    to another device; those that were let go of say nothing then.
     """
 
     def __init__(self, accumulation: int, *, copied: bool) -> None:
         self.accumulation = accumulation
-        self.paused = self.under_way = self.complete = False
+        self.paused = False  # no pass exchanges, for now
+        self.under_way = False  # a pass has begun, and not ended
+        self.complete = False  # a pass has ended since the last step
         self._copied = copied
         self._exchanged: Count | None = None  # of the last exchange
         self._stepped: Count | None = None  # of the last step
@@ -233,9 +248,10 @@ class BackwardPasses:
 
     def begin_epoch(self, done: int) -> None:
         """Count batches and passes from here, where `done` passes of the epoch are over."""
+        # Batches that the loop has taken, and not begun, when it calls `backward`.
         self.ahead: int | None = None
-        self.done = done
-        self.entered = False
+        self.done = done  # passes in this epoch, or group of batches
+        self.entered = False  # a forward pass of this step has begun
         self._every = self.accumulation
         self._grouped = False  # all batches of a step were taken before its first backward
         self._taken: deque[tuple[Count, Callable[[], object]]] = deque()  # None: nobody holds it
@@ -251,11 +267,8 @@ class BackwardPasses:
         self._ended = True
 
     def exchanges(self, at_end: Callable[[], bool]) -> bool:
-        """Return whether the pass under way is the last of its step, and so exchanges.
-
-        Args:
-            at_end: returns whether all batches of the epoch are taken.
-        """
+        """Return whether the pass under way is the last of its step, and so exchanges. `at_end`:
+        returns whether all batches of the epoch are taken."""
         last = (self.done + 1) % self._every == 0 or (at_end() and not self._grouped)
         return last and not self.paused
 
@@ -273,11 +286,7 @@ class BackwardPasses:
         self._forwards_on_last += 1
 
     def backward(self) -> None:
-        """Called when a backward pass begins.
-
-        Raises:
-            InputError: no batch can be behind it.
-        """
+        """Called when a backward pass begins. Raises InputError: no batch can be behind it."""
         none_before = self._exchanged is None and self._in_exchange is None
         over = self._ended and self._stepped_since
         if not self._taken and (none_before or over):

@@ -13,14 +13,7 @@ from torch.utils.dlpack import from_dlpack
 from orchestra import exchange
 from orchestra.collectives import all_reduce
 from orchestra.errors import InputError, PeerLost
-from orchestra.optimizers.spec import (
-    Moments,
-    OptimizerSpec,
-    export_moments,
-    get_options,
-    join_moments,
-    set_options,
-)
+from orchestra.optimizers import spec
 from orchestra.optimizers.state import capture, restore
 from orchestra.schedules.work_queue import WorkSource
 from orchestra.strategies.base import Roles, Strategy
@@ -48,11 +41,6 @@ class OwnRank:
 
     Parameters and moments that were loaded count from the next step on: where a strategy keeps
     copies of its own, as servers do, it starts anew with them.
-
-    Attributes:
-        steps: that were made.
-        taken: batches of the epoch under way that this worker has had.
-        ended: all workers have left.
     """
 
     def __init__(
@@ -65,8 +53,9 @@ class OwnRank:
         **options: Any,
     ) -> None:
         self.strategy, self.optimizer = strategy, optimizer
-        self.steps = self.taken = 0
-        self.ended = False
+        self.steps = 0  # that were made
+        self.taken = 0  # batches of the epoch under way that this worker has had
+        self.ended = False  # all workers have left
         self._loaded_model = self._loaded_moments = self._restoring = False
         self._collected = False  # since the last step: the first worker's optimizer has all moments
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -90,9 +79,9 @@ class OwnRank:
             *(module.register_load_state_dict_post_hook(loaded) for module in model.modules()),
         ]
 
-    def _spec(self) -> OptimizerSpec:
+    def _spec(self) -> spec.OptimizerSpec:
         """Return how to make an optimizer with the options that the user's has now."""
-        return OptimizerSpec.from_instance(self.optimizer, self._names)
+        return spec.OptimizerSpec.from_instance(self.optimizer, self._names)
 
     def _prepare_start(self) -> None:
         """Undo what a strategy that has started, and may have changed its phase, has set."""
@@ -105,7 +94,7 @@ class OwnRank:
     def _agree_on_moments(self) -> None:
         """Collective over all ranks, before `start`: let it inherit what `optimizer` has loaded."""
         worker = self.worker
-        worker.inherited = export_moments(self.optimizer, worker.named_parameters())
+        worker.inherited = spec.export_moments(self.optimizer, worker.named_parameters())
         if not self.strategy.synchronous:
             return
         tensors: checkpoints.Tensors = {}
@@ -226,13 +215,13 @@ class OwnRank:
             )
         parameters = self.worker.named_parameters()
         self.tell(Command.RESTART)
-        self._restart(export_moments(self.optimizer, parameters) if moved else None)
+        self._restart(spec.export_moments(self.optimizer, parameters) if moved else None)
 
-    def _restart(self, moments: Moments | None) -> None:
+    def _restart(self, moments: spec.Moments | None) -> None:
         """Collective: start anew, with `moments`, or those that there were."""
         worker = self.worker
         before = self.strategy.optimizer_parts(worker, self.state)
-        consumed, groups = worker.step.consumed, get_options(self.optimizer)
+        consumed, groups = worker.step.consumed, spec.get_options(self.optimizer)
         put_back = worker.keep()
 
         def renew() -> None:
@@ -255,7 +244,7 @@ class OwnRank:
 
     def _set_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Set weight decay and the like, also of optimizers that are made elsewhere or later."""
-        set_options(self.optimizer, groups)
+        spec.set_options(self.optimizer, groups)
         self.worker.optimizer = self._spec()
 
     # Saving
@@ -292,15 +281,15 @@ class OwnRank:
         }
 
     def _own_moments(self) -> list[dict[str, Any]]:
-        with_parts = self.strategy.optimizer_parts(self.worker, self.state)
-        return [each for part in with_parts for each in part.moments()]
+        parts = self.strategy.optimizer_parts(self.worker, self.state)
+        return [each for part in parts for each in part.moments()]
 
-    def _joined(self, ranks: Iterable[Sequence[Any]]) -> Moments:
+    def _joined(self, ranks: Iterable[Sequence[Any]]) -> spec.Moments:
         parts = [part for parts in ranks for part in parts]
         elementwise = self.worker.optimizer.elementwise
-        return join_moments(parts, self.worker.named_parameters(), elementwise=elementwise)
+        return spec.join_moments(parts, self.worker.named_parameters(), elementwise=elementwise)
 
-    def _install(self, moments: Moments) -> None:
+    def _install(self, moments: spec.Moments) -> None:
         parameters = self.worker.named_parameters()
         for name, state in moments.items():
             # Moments of equal content travelled as one tensor, and an optimizer changes them.
