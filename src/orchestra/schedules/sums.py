@@ -12,7 +12,8 @@ import functools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -26,6 +27,8 @@ T = TypeVar("T")
 
 Tree = int | tuple["Tree", "Tree"]
 """A rank, or the sum of two trees."""
+
+Vectors = Sequence[Tensor] | Mapping[int, Tensor]
 
 
 class PieceRun(NamedTuple):
@@ -73,12 +76,7 @@ class Sums:
         return sum((cuts[end] - cuts[first]) * times for first, end, times in reads)
 
     def form(
-        self,
-        vectors: Sequence[Tensor] | Mapping[int, Tensor],
-        out: Tensor,
-        cuts: Sequence[int],
-        first: int,
-        end: int,
+        self, vectors: Vectors, out: Tensor, cuts: Sequence[int], first: int, end: int
     ) -> None:
         """Write the elements [first, end) of the sums to `out`, which is none of `vectors`.
 
@@ -104,7 +102,7 @@ class Sums:
             out[here] = _value(tree, vectors, here)
 
 
-def _value(tree: Tree, vectors: Sequence[Tensor] | Mapping[int, Tensor], here: slice) -> Tensor:
+def _value(tree: Tree, vectors: Vectors, here: slice) -> Tensor:
     if isinstance(tree, int):
         return vectors[tree][here]
     return _value(tree[0], vectors, here) + _value(tree[1], vectors, here)
@@ -128,24 +126,21 @@ def _chain(tree: Tree) -> list[int] | None:
 
 def _interleaved(chains: list[tuple[int, int, list[int]]]) -> list[Chained]:
     """Return the additions rank after rank, round and round, of adjacent pieces in one go."""
-    done = [1] * len(chains)
-    left = sum(len(chain) - 1 for _, _, chain in chains)
-    ranks = 1 + max((max(chain) for _, _, chain in chains), default=0)
+    additions = []
+    for place, (first, end, chain) in enumerate(chains):
+        turn = 0
+        for number, (before, rank) in enumerate(pairwise(chain)):
+            turn += number > 0 and rank < before
+            chained = Chained(first, end, rank, None if number else before)
+            additions.append((turn, rank, place, chained))
     order: list[Chained] = []
-    while left:
-        # By rank, so that pieces whose turn it is follow one another in `order`, and become one
-        for rank in range(ranks):
-            for place, (first, end, chain) in enumerate(chains):
-                if done[place] < len(chain) and chain[done[place]] == rank:
-                    other = chain[0] if done[place] == 1 else None
-                    last = order[-1] if order else None
-                    # One addition over adjacent pieces in place of several short ones
-                    if last and last[1:] == (first, rank, other):
-                        order[-1] = last._replace(end=end)
-                    else:
-                        order.append(Chained(first, end, rank, other))
-                    done[place] += 1
-                    left -= 1
+    # By rank, so that pieces whose turn it is follow one another in `order`, and become one
+    for *_, each in sorted(additions, key=itemgetter(0, 1, 2)):
+        last = order[-1] if order else None
+        if last and last[1:] == (each.first, each.rank, each.other):
+            order[-1] = last._replace(end=each.end)
+        else:
+            order.append(each)
     return order
 
 
@@ -207,9 +202,8 @@ def sums_of(schedule: Schedule) -> Sums:
     names.run(schedule.rounds())
     same = all(pieces == names.held[0] for pieces in names.held.values())
     assert same, f"{schedule.name} is no all-reduce"
-    return Sums(
-        PieceRun(first, end, names.trees[name]) for first, end, name in _runs(names.held[0])
-    )
+    runs = _runs(names.held[0])
+    return Sums(PieceRun(first, end, names.trees[name]) for first, end, name in runs)
 
 
 def _in_order(ranks: int) -> Tree:

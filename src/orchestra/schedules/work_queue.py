@@ -133,7 +133,7 @@ class WorkQueue:
             self.restart()
 
     def take(self, worker: int, *, ahead: bool = False) -> WorkItem:
-        """Return the next item of `worker`, which has ended its last batch or (`ahead`) begins it."""
+        """Return the next item of `worker`, whose last batch is done, or (`ahead`) begins now."""
         self._held[worker] = self._held.get(worker, [])[-1:] if ahead else []
         # The last batches may come back from a worker that is lost, so that nobody leaves before.
         over = self._next == self._stop and not (self._returned or self._closed)

@@ -37,13 +37,13 @@ class AutoState:
     exchanges: list[float] = field(default_factory=list)  # of each candidate, as rehearsed last
     ratios: list[float] = field(default_factory=list)  # measured over predicted; 1 if unknown
     usual: float = 0.0  # of a step at the last decision; 0 if there was none in this phase
-    since: float = 0.0  # the last rehearsal
-    cost: float = 0.0  # of that
+    since: float = 0.0  # since the last rehearsal
+    cost: float = 0.0  # of that one
     watch: exchange.Stopwatch | None = field(default=None, metadata=optimizers.TRANSIENT)
 
 
 @dataclass(frozen=True, repr=False)
-class Auto(Phased[AutoState]):
+class Auto(Phased):
     """Train under the candidate that is predicted to reach the target first, as things are now.
 
     It begins with the first of `candidates`. After 3 steps, and then at least every `every` steps,

@@ -80,7 +80,9 @@ class Hop(Replicas[HopState]):
     backup: int = setting(0, "neighbours that a worker does not wait for", low=0, high=MAX_RANKS)
     staleness: int = setting(0, "s: iterations that an update may be old", low=0, high=MAX_STEPS)
     skip: int = setting(0, "most iterations left out by one that is behind", low=0, high=MAX_STEPS)
-    behind: int = setting(2, "with skip: iterations that are not yet behind", low=1, high=MAX_STEPS)
+    behind: int = setting(
+        2, "with skip: behind when a neighbour is more iterations ahead", low=1, high=MAX_STEPS
+    )
 
     def check(self) -> None:
         """Refuse a `skip` that never happens, as nobody gets that far behind."""

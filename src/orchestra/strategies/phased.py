@@ -7,7 +7,7 @@ import functools
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from orchestra import exchange, optimizers
 from orchestra.strategies.base import Footprint, Strategy
@@ -20,37 +20,31 @@ if TYPE_CHECKING:
     from orchestra.worker.worker import QueueOf, Step, Worker
 
 
-class PhaseState(Protocol):
-    """`inner` is the state of the phase under way."""
-
-    inner: Any
-
-
-P = TypeVar("P", bound=PhaseState)
-
-
 def _by_phase(name: str) -> Any:
     """Return a method that does what the phase under way does."""
 
-    def method(strategy: Phased[Any], worker: Worker, state: PhaseState, *args: Any) -> Any:
+    def method(strategy: Phased, worker: Worker, state: Any, *args: Any) -> Any:
         return getattr(strategy.phase(state), name)(worker, state.inner, *args)
 
     return method
 
 
-class Phased(Strategy[P]):
-    """A strategy whose steps are those of another one, its phase under way."""
+class Phased(Strategy[Any]):
+    """A strategy whose steps are those of another one, its phase under way.
+
+    `state.inner` is the state of that phase.
+    """
 
     switches = True
 
     @property
     @abstractmethod
     def phases(self) -> tuple[Strategy[Any], ...]:
-        """The strategies that a phase may have."""
+        """The strategies that may be under way."""
 
     @abstractmethod
-    def phase(self, state: P) -> Strategy[Any]:
-        """Return the phase under way, whose state is `state.inner`."""
+    def phase(self, state: Any) -> Strategy[Any]:
+        """Return the phase under way."""
 
     @property
     def native(self) -> bool:
@@ -64,7 +58,7 @@ class Phased(Strategy[P]):
         each = (phase.footprint(rank, ranks) for phase in self.phases)
         return functools.reduce(lambda one, other: one.joined(other, max), each)
 
-    def under_way(self, state: P) -> Strategy[Any]:
+    def under_way(self, state: Any) -> Strategy[Any]:
         return self.phase(state).under_way(state.inner)
 
     before_forward = _by_phase("before_forward")
@@ -75,11 +69,11 @@ class Phased(Strategy[P]):
     stop = _by_phase("stop")
     optimizer_parts = _by_phase("optimizer_parts")
 
-    def restart(self, worker: Worker, state: P, renew: Callable[[], None]) -> P:
+    def restart(self, worker: Worker, state: Any, renew: Callable[[], None]) -> Any:
         state.inner = self.phase(state).restart(worker, state.inner, renew)
         return state
 
-    def optimizer_of(self, state: P) -> Optimizer | None:
+    def optimizer_of(self, state: Any) -> Optimizer | None:
         return self.phase(state).optimizer_of(state.inner)
 
 

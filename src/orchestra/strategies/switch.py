@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, repr=False)
-class Switch(Phased[SwitchState]):
+class Switch(Phased):
     """Train with `first` until `when` says so, with `then` from there on.
 
     Strategy-Switch (Provatas et al., IEEE Access 2025) is
