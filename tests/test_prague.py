@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -32,13 +32,21 @@ from tests.training import equal, settings
 from orchestra.errors import InputError
 from orchestra.settings import parse
 from orchestra.strategies.local_sgd import LocalSGD
-from orchestra.strategies.prague import GroupAverage, GroupGenerator, Prague, PragueState, Scheme
+from orchestra.strategies.prague import GroupAverage, GroupGenerator, Prague, PragueState
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.worker.worker import Worker
 
 Ranks = tuple[int, ...]
+Scheme = Literal["smart", "random"]
 
 # The generator of groups
+
+
+def generator_of(
+    workers: int, size: int, scheme: Scheme, threshold: int | None, seed: int
+) -> GroupGenerator:
+    prague = Prague(size, generator=scheme, threshold=threshold, seed=seed)
+    return GroupGenerator(range(workers), prague)
 
 
 class Play:
@@ -83,7 +91,7 @@ class Play:
             else:
                 there.discard(worker)
                 self.tell(worker, self.generator.leave(worker))
-            if self.generator._scheme == "smart":
+            if self.generator.prague.generator == "smart":
                 scheduled = [member for group in self.told for member in group]
                 assert len(scheduled) == len(set(scheduled)), "two groups share a worker"
         assert not any(self.todo.values()), "somebody waits for one who has left"
@@ -97,7 +105,7 @@ def test_every_request_is_answered_and_nobody_is_left_waiting(
     workers: int, size: int, scheme: Scheme, threshold: int | None, seed: int
 ) -> None:
     chance = random.Random(seed)
-    generator = GroupGenerator(range(workers), size, scheme, threshold, seed)
+    generator = generator_of(workers, size, scheme, threshold, seed)
     play = Play(generator, workers, chance)
     steps = {worker: chance.randrange(12) for worker in range(workers)}
     play.run(dict(steps))
@@ -112,7 +120,7 @@ def test_every_request_is_answered_and_nobody_is_left_waiting(
     [(10, 4, [4, 3, 3]), (8, 4, [4, 4]), (4, 3, [2, 2]), (5, 2, [2, 2]), (3, 8, [3])],
 )
 def test_a_division_takes_each_idle_worker_once(workers: int, size: int, sizes: list[int]) -> None:
-    generator = GroupGenerator(range(workers), size, "smart", None, 0)
+    generator = generator_of(workers, size, "smart", None, 0)
     groups = {
         group
         for worker in range(workers)
@@ -126,7 +134,7 @@ def test_a_division_takes_each_idle_worker_once(workers: int, size: int, sizes: 
 
 def test_a_group_that_waits_for_a_member_is_left_alone() -> None:
     """The others divide among themselves, until the last member has come."""
-    generator = GroupGenerator(range(4), 2, "smart", None, 0)
+    generator = generator_of(4, 2, "smart", None, 0)
     (first,) = generator.ask(0)
     late = next(member for member in first if member != 0)
     others = set(range(4)) - set(first)
@@ -138,7 +146,7 @@ def test_a_group_that_waits_for_a_member_is_left_alone() -> None:
 
 
 def test_all_are_in_groups_again_once_the_last_one_rests() -> None:
-    generator = GroupGenerator(range(4), 4, "smart", None, 0)
+    generator = generator_of(4, 4, "smart", None, 0)
     (everyone,) = generator.ask(0)
     assert [generator.rest(worker) for worker in (1, 2)] == [[everyone]] * 2
     assert generator.ask(3) == [everyone]
@@ -157,7 +165,7 @@ def test_slow_workers_are_left_out_until_they_ask(scheme: Scheme) -> None:
 
     def awaited(threshold: int | None) -> list[bool]:
         """Whether anybody waited for the slow worker when it asked; at last it is far behind."""
-        generator = GroupGenerator(range(5), 2, scheme, threshold, 1)
+        generator = generator_of(5, 2, scheme, threshold, 1)
         play, found = Play(generator, 5, random.Random(2)), []
         for number in range(400):
             fast = [worker for worker in range(4) if not play.todo[worker]]
@@ -176,7 +184,7 @@ def test_slow_workers_are_left_out_until_they_ask(scheme: Scheme) -> None:
 
 def test_groups_follow_from_the_seed_and_the_requests() -> None:
     def groups(seed: int) -> list[Ranks]:
-        generator = GroupGenerator(range(8), 3, "smart", 4, seed)
+        generator = generator_of(8, 3, "smart", 4, seed)
         order = random.Random(7).choices(range(8), k=60)
         return [group for worker in order for group in generator.ask(worker)]
 

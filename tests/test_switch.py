@@ -23,6 +23,7 @@ from orchestra.strategies.gossip import Gossip
 from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.strategies.pairwise_averaging import PairwiseAveraging
 from orchestra.strategies.parameter_server import ParameterServer
+from orchestra.strategies.phased import SwitchState
 from orchestra.strategies.single import Single
 from orchestra.strategies.stochastic_gradient_push import StochasticGradientPush
 from orchestra.strategies.switch import Switch
@@ -35,7 +36,6 @@ from orchestra.strategies.switch_rules import (
     NoiseState,
     Straggler,
 )
-from orchestra.strategies.switch_state import SwitchState
 from orchestra.tasks import load_task
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.worker import Step, Worker

@@ -19,8 +19,7 @@ from orchestra.transports.tags import Tag
 def all_reduce(transport: Transport, vector: Tensor, algorithm: str, group: Group, tag: int) -> int:
     """Replace `vector` (flat, contiguous) by its sum over `group`, on every rank of it.
 
-    Returns the bytes of buffer that this rank needed beside the vector. For a rank alone nothing is
-    to be done.
+    Returns the bytes of buffer that this rank needed beside the vector.
     """
     if len(group) == 1:
         return 0
@@ -40,9 +39,7 @@ def execute(
     tag: int,
     edges: Sequence[int] | None = None,
 ) -> int:
-    """Begin `Transport.collective` and wait for it; return the bytes of buffer used beside
-    `vector`.
-    """
+    """Wait for a `Transport.collective`; return the bytes of buffer used beside `vector`."""
     return transport.collective(CollectiveCall(schedule, vector, group, tag, edges)).wait()
 
 
@@ -59,9 +56,7 @@ def receive_object(transport: Transport, source: int) -> Any:
 
 
 def gather_objects(transport: Transport, value: Any, group: Group, root: int) -> Sequence[Any]:
-    """Return the plain JSON data of every rank of `group`, in its order, on `root`; empty
-    elsewhere.
-    """
+    """Return on `root` the plain JSON data of all ranks of `group`, in order; else nothing."""
     if transport.rank != root:
         send_object(transport, value, root)
         return ()

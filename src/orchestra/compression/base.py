@@ -12,31 +12,25 @@ from orchestra.settings.registry import LazyModule
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
+    import torch as torch
     from torch import Tensor
-else:
-    np, torch = LazyModule("numpy"), LazyModule("torch")  # settings load without them
+
+    from orchestra.compression import packing as packing
+else:  # for all compressors, which are settings, and load without them
+    np, torch = LazyModule("numpy"), LazyModule("torch")
+    packing = LazyModule("orchestra.compression.packing")
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a compressor may know of the tensor at hand, beside its values.
+    """What a compressor may know of the tensor at hand, beside its values."""
 
-    Attributes:
-        shape: of the tensor, which itself is passed flat.
-        first: the element of the flat gradient at which it begins; it tells tensors apart.
-        step: counts how often the tensor was compressed in this phase; the same on all workers.
-        rank: of the worker whose values these are.
-        workers: how many values are added up, each weighted by its part of the samples.
-        memory: what `Compressor.memory` gave for the tensor on this worker.
-    """
-
-    shape: tuple[int, ...]
-    first: int
-    step: int
-    rank: int
-    workers: int
-    memory: Sequence[Tensor] = field(default=())
+    shape: tuple[int, ...]  # of the tensor, which itself is passed flat
+    first: int  # the element of the flat gradient at which it begins; it tells tensors apart
+    step: int  # how often the tensor was compressed in this phase; the same on all workers
+    rank: int  # of the worker whose values these are
+    workers: int  # how many values are added up, each weighted by its part of the samples
+    memory: Sequence[Tensor] = field(default=())  # what `Compressor.memory` gave on this worker
 
     def random(self, *, shared: bool) -> np.random.Generator:
         """Return a generator for this tensor and step; `shared`: the same on every worker.
@@ -45,6 +39,10 @@ class Context:
         """
         key = self.step, self.first, 0 if shared else 1 + self.rank
         return np.random.Generator(np.random.SFC64(key))  # the fastest there is
+
+
+Tensors = Sequence["Tensor"]
+Contexts = Sequence[Context]
 
 
 @dataclass(frozen=True, repr=False)
@@ -57,22 +55,15 @@ class Compressor(Settings, ABC):
     sent) for the next step.
     """
 
+    # Payloads may be summed before they are decoded, by any all-reduce. Otherwise they are bytes,
+    # and everybody gets those of all workers.
     adds: ClassVar[bool] = False
-    """True if payloads may be summed before they are decoded, by any all-reduce.
-
-    Otherwise they are bytes, and everybody gets those of all workers.
-    """
-
+    # What a simulation charges for encoding, and for decoding the payload of one worker (or for
+    # each later round): multiples of one pass over the tensor, own += 0.5 other; measured by
+    # `python -m benchmarks.compression`.
     passes: ClassVar[tuple[float, float]] = (1.0, 1.0)
-    """What a simulation charges for encoding, and for decoding the payload of one worker (or for
-    each later round): multiples of one pass over the tensor, own += 0.5 other; measured by
-    `python -m benchmarks.compression`."""
-
-    copies: ClassVar[float] = 0.0
-    """Vectors of all parameters that `memory` takes, to a first approximation."""
-
-    brings_momentum: ClassVar[bool] = False
-    """True if the optimizer has to be SGD without momentum of its own."""
+    copies: ClassVar[float] = 0.0  # vectors of all parameters that `memory` takes, about
+    brings_momentum: ClassVar[bool] = False  # the optimizer has to be SGD without momentum
 
     _: KW_ONLY
     error_feedback: bool = setting(False, "send in later steps what was left out in this one")
@@ -92,12 +83,7 @@ class Compressor(Settings, ABC):
         return []
 
     @abstractmethod
-    def rounds(
-        self,
-        tensors: Sequence[Tensor],
-        residuals: Sequence[Tensor],
-        contexts: Sequence[Context],
-    ) -> Iterator[Tensor]:
+    def rounds(self, tensors: Tensors, residuals: Tensors, contexts: Contexts) -> Iterator[Tensor]:
         """For payloads that add: yield flat vectors to be summed over the workers.
 
         Each has become the sum, in its place, when the next one is asked for.
@@ -111,11 +97,8 @@ class Compressor(Settings, ABC):
 class Encoder(Compressor):
     """A compressor whose payloads travel once."""
 
-    sized: ClassVar[bool] = True
-    """True if the bytes of a payload depend on its shape and the step alone."""
-
-    whole: ClassVar[bool] = False
-    """True if it works element by element: then several tensors may pass as one."""
+    sized: ClassVar[bool] = True  # the bytes of a payload depend on its shape and the step alone
+    whole: ClassVar[bool] = False  # element by element: several tensors may pass as one
 
     @property
     def decodable_alone(self) -> bool:
@@ -142,12 +125,7 @@ class Encoder(Compressor):
         for payload in payloads:
             self.add(payload, out, context)
 
-    def encode_all(
-        self,
-        tensors: Sequence[Tensor],
-        residuals: Sequence[Tensor],
-        contexts: Sequence[Context],
-    ) -> list[Tensor]:
+    def encode_all(self, tensors: Tensors, residuals: Tensors, contexts: Contexts) -> list[Tensor]:
         """Return the payloads of all tensors; set `residuals`, if any, to what these leave out."""
         payloads = [self.encode(each, c) for each, c in zip(tensors, contexts, strict=True)]
         for number, residual in enumerate(residuals):
@@ -156,12 +134,7 @@ class Encoder(Compressor):
             self.add(payloads[number], residual, contexts[number], alpha=-1.0)
         return payloads
 
-    def rounds(
-        self,
-        tensors: Sequence[Tensor],
-        residuals: Sequence[Tensor],
-        contexts: Sequence[Context],
-    ) -> Iterator[Tensor]:
+    def rounds(self, tensors: Tensors, residuals: Tensors, contexts: Contexts) -> Iterator[Tensor]:
         payloads = self.encode_all(tensors, residuals, contexts)
         sizes = [payload.numel() for payload in payloads]
         flat = torch.cat(payloads) if len(payloads) > 1 else payloads[0]

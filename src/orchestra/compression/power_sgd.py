@@ -7,15 +7,11 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
-from orchestra.compression.base import Compressor, Context
+from orchestra.compression.base import Compressor, Context, Contexts, Tensors, torch
 from orchestra.settings import setting
-from orchestra.settings.registry import LazyModule
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-else:
-    torch = LazyModule("torch")  # settings load without it
 
 
 @dataclass(frozen=True, repr=False)
@@ -36,9 +32,7 @@ class PowerSGD(Compressor):
 
     rank: int = setting(4, "r: columns of the factors; more are more exact", low=1, high=4096)
     _: KW_ONLY
-    min_rate: float = setting(
-        2.0, "tensors that would not shrink to 1/min_rate stay whole", low=1, high=1e9
-    )
+    min_rate: float = setting(2.0, "tensors that shrink less than this stay whole", low=1, high=1e9)
     error_feedback: bool = setting(True, "send in later steps what was left out in this one")
 
     def _shape(self, shape: Sequence[int]) -> tuple[int, int] | None:
@@ -58,12 +52,7 @@ class PowerSGD(Compressor):
         random = context.random(shared=True).standard_normal((self.rank, shape[1]), "float32")
         return [torch.from_numpy(random).to(tensor)]
 
-    def rounds(
-        self,
-        tensors: Sequence[Tensor],
-        residuals: Sequence[Tensor],
-        contexts: Sequence[Context],
-    ) -> Iterator[Tensor]:
+    def rounds(self, tensors: Tensors, residuals: Tensors, contexts: Contexts) -> Iterator[Tensor]:
         low_rank: list[tuple[int, Tensor, Tensor]] = []  # its number, M and Q^T
         whole: list[int] = []
         for number, (values, each) in enumerate(zip(tensors, contexts, strict=True)):

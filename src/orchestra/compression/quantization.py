@@ -6,19 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from orchestra.compression.base import Context, Encoder
+from orchestra.compression.base import Context, Encoder, packing, torch
 from orchestra.settings import setting
-from orchestra.settings.registry import LazyModule
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
     from torch import Tensor
-
-    from orchestra.compression import packing
-else:
-    torch = LazyModule("torch")  # settings load without it
-    packing = LazyModule("orchestra.compression.packing")
 
 
 @dataclass(frozen=True, repr=False)

@@ -6,18 +6,11 @@ import math
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
-from orchestra.compression.base import Context, Encoder
+from orchestra.compression.base import Context, Encoder, packing, torch
 from orchestra.settings import MAX_STEPS, setting
-from orchestra.settings.registry import LazyModule
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-
-    from orchestra.compression import packing
-else:
-    torch = LazyModule("torch")  # settings load without it
-    packing = LazyModule("orchestra.compression.packing")
 
 
 def kept(elements: int, part: float) -> int:
@@ -45,25 +38,6 @@ def largest(values: Tensor, count: int) -> Tensor:
     return values.abs().topk(count, sorted=False).indices.sort().values
 
 
-def sparse_bytes(count: int, elements: int, itemsize: int) -> int:
-    """Return the bytes of `pack_sparse` for `count` of `elements` elements."""
-    return count * itemsize + packing.positions_bytes(count, elements)
-
-
-def pack_sparse(values: Tensor, positions: Tensor) -> Tensor:
-    """Pack the values at rising `positions`, then these."""
-    chosen = packing.to_bytes(values[positions])
-    return torch.cat([chosen, packing.pack_positions(positions, len(values))])
-
-
-def add_sparse(payload: Tensor, out: Tensor, count: int, alpha: float) -> None:
-    """Add alpha times the `count` values of a `pack_sparse` to `out`."""
-    split = count * out.element_size()
-    values = packing.from_bytes(payload[:split], out.dtype)
-    positions = packing.unpack_positions(payload[split:], count, len(out))
-    out[positions] += values.mul_(alpha)
-
-
 @dataclass(frozen=True, repr=False)
 class TopK(Encoder):
     """The largest elements of each tensor, by magnitude; the rest waits for a later step.
@@ -80,18 +54,31 @@ class TopK(Encoder):
     _: KW_ONLY
     error_feedback: bool = setting(True, "send in later steps what was left out in this one")
 
+    def count(self, elements: int, step: int) -> int:
+        """Return k."""
+        return kept(elements, self.keep)
+
     def size(self, elements: int, itemsize: int, step: int) -> int:
-        return sparse_bytes(kept(elements, self.keep), elements, itemsize)
+        count = self.count(elements, step)
+        return count * itemsize + packing.positions_bytes(count, elements)
 
     def encode(self, values: Tensor, context: Context) -> Tensor:
-        return pack_sparse(values, largest(values, kept(len(values), self.keep)))
+        return self._packed(values, largest(values, self.count(len(values), context.step)))
+
+    def _packed(self, values: Tensor, positions: Tensor) -> Tensor:
+        chosen = packing.to_bytes(values[positions])
+        return torch.cat([chosen, packing.pack_positions(positions, len(values))])
 
     def add(self, payload: Tensor, out: Tensor, context: Context, alpha: float = 1.0) -> None:
-        add_sparse(payload, out, kept(len(out), self.keep), alpha)
+        count = self.count(len(out), context.step)
+        split = count * out.element_size()
+        values = packing.from_bytes(payload[:split], out.dtype)
+        positions = packing.unpack_positions(payload[split:], count, len(out))
+        out[positions] += values.mul_(alpha)
 
 
 @dataclass(frozen=True, repr=False)
-class DGC(Encoder):
+class DGC(TopK):
     """The largest elements of what has accumulated, momentum included; for plain SGD.
 
     Deep Gradient Compression (Lin et al., ICLR 2018). For the gradient g of each tensor on each
@@ -122,15 +109,12 @@ class DGC(Encoder):
         """Make u and v."""
         return [torch.zeros_like(tensor).view(-1) for _ in "uv"]
 
-    def _count(self, elements: int, step: int) -> int:
+    def count(self, elements: int, step: int) -> int:
         part = self.keep
         if step < self.warm_up:
             # Four stages of equal length: 1/4, 1/16, 1/64, 1/256.
             part = max(part, 0.25 ** (1 + 4 * step // self.warm_up))
         return kept(elements, part)
-
-    def size(self, elements: int, itemsize: int, step: int) -> int:
-        return sparse_bytes(self._count(elements, step), elements, itemsize)
 
     def encode(self, values: Tensor, context: Context) -> Tensor:
         u, v = context.memory
@@ -139,14 +123,10 @@ class DGC(Encoder):
             values = values * (limit / (values.norm() + 1e-6)).clamp(max=1.0)
         u.mul_(self.momentum).add_(values)
         v.add_(u)
-        positions = largest(v, self._count(len(v), context.step))
-        payload = pack_sparse(v, positions)
-        u[positions] = 0.0
-        v[positions] = 0.0
+        positions = largest(v, self.count(len(v), context.step))
+        payload = self._packed(v, positions)
+        u[positions] = v[positions] = 0.0
         return payload
-
-    def add(self, payload: Tensor, out: Tensor, context: Context, alpha: float = 1.0) -> None:
-        add_sparse(payload, out, self._count(len(out), context.step), alpha)
 
 
 @dataclass(frozen=True, repr=False)
@@ -175,8 +155,7 @@ class Threshold(Encoder):
     def encode(self, values: Tensor, context: Context) -> Tensor:
         some = values[:: max(1, len(values) // self.sample)][: self.sample].abs()
         threshold = float(some.topk(kept(len(some), self.keep)).values[-1])
-        # Most of the sample is 0: all elements that are not count.
-        if threshold == 0:
+        if threshold == 0:  # most of the sample is 0: all elements that are not count
             positions = packing.positions_of(values != 0)
         else:
             positions = packing.positions_of_large(values, threshold)

@@ -111,16 +111,14 @@ class OptimizerSpec:
     @property
     def base_rates(self) -> tuple[float, ...]:
         """The learning rate of each group before any schedule."""
-        default = self.arguments.get("lr")
-        rates = []
-        for _, overrides in self.groups:
-            rate = overrides.get("lr", default)
-            if rate is None:
-                names = sorted(name for members, _ in self.groups for name in members)
-                # The class's own default, which only an instance tells.
-                return get_rates(self.build({name: torch.zeros(1, 1) for name in names}))
-            rates.append(float(rate))
-        return tuple(rates)
+        given: list[Any] = [
+            {**self.arguments, **overrides}.get("lr") for _, overrides in self.groups
+        ]
+        if None not in given:
+            return tuple(map(float, given))
+        # The class's own default, which only an instance tells.
+        names = sorted(name for members, _ in self.groups for name in members)
+        return get_rates(self.build({name: torch.zeros(1, 1) for name in names}))
 
     def check(self) -> None:
         """Refuse early, and clearly, arguments that the class or a step of it does not take.
@@ -152,7 +150,7 @@ class OptimizerSpec:
         A group none of whose parameters is here stays, empty, so that groups keep their numbers.
         """
         groups = [
-            {"params": [parameters[name] for name in parameters if name in members], **overrides}
+            {"params": [p for name, p in parameters.items() if name in members], **overrides}
             for members, overrides in self.groups
         ]
         try:
@@ -186,13 +184,9 @@ def set_options(optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str,
 
 def torch_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
     """Return the classes of torch.optim by name, in the order of the names."""
-    return {
-        name: value
-        for name, value in sorted(vars(torch.optim).items())
-        if isinstance(value, type)
-        and issubclass(value, torch.optim.Optimizer)
-        and value is not torch.optim.Optimizer
-    }
+    base = torch.optim.Optimizer
+    classes = ((n, c) for n, c in sorted(vars(torch.optim).items()) if isinstance(c, type))
+    return {name: cls for name, cls in classes if issubclass(cls, base) and cls is not base}
 
 
 # Moments
@@ -234,11 +228,8 @@ def join_moments(
 
 def export_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> Moments:
     """Return the moments of `parameters` in `optimizer`; parameters never updated have none."""
-    return {
-        name: dict(optimizer.state[parameter])
-        for name, parameter in parameters.items()
-        if parameter in optimizer.state
-    }
+    updated = {name: p for name, p in parameters.items() if p in optimizer.state}
+    return {name: dict(optimizer.state[parameter]) for name, parameter in updated.items()}
 
 
 def install_moments(
@@ -255,11 +246,12 @@ def install_moments(
             continue
         state = optimizer.state[tensor]
         for key, value in moments[name].items():
-            if isinstance(value, Tensor) and elementwise and value.dim():
+            if not isinstance(value, Tensor):
+                state[key] = value
+            elif not value.dim():
+                state[key] = value.clone()  # a count of steps: torch keeps it on the CPU
+            elif elementwise:
                 part = value.reshape(-1)[first : first + tensor.numel()]
                 state[key] = part.to(tensor.device, copy=True).view(tensor.shape)
-            # Counts of steps stay where they are: torch keeps them on the CPU.
-            elif isinstance(value, Tensor):
-                state[key] = value.to(tensor.device if value.dim() else value.device, copy=True)
             else:
-                state[key] = value
+                state[key] = value.to(tensor.device, copy=True)

@@ -69,12 +69,9 @@ class Schedule:
     result: Callable[[int], int] | None = None
 
     def edges(self, length: int) -> tuple[int, ...]:
-        """Return the start of each piece of a vector (or buffer of slots) of `length`, and the
-        end.
-        """
-        if self.slots:
-            return tuple(piece * length for piece in range(self.pieces + 1))
-        return tuple(length * piece // self.pieces for piece in range(self.pieces + 1))
+        """Return the start of each piece of a vector (or buffer of slots), and the end."""
+        cut = 1 if self.slots else self.pieces
+        return tuple(length * piece // cut for piece in range(self.pieces + 1))
 
 
 def ring(ranks: int) -> Schedule:
@@ -95,18 +92,16 @@ def ring_reduce_scatter(ranks: int) -> Schedule:
 
     In round k, rank i passes piece (i - k) mod N on to rank i + 1, which adds it.
     """
-
-    def result(rank: int) -> int:
-        return (rank + 1) % ranks
-
     rounds = functools.partial(_passed_on, ranks, 0, REDUCE)
-    return Schedule("ring_reduce_scatter", ranks, ranks, rounds, synchronizing=True, result=result)
+    return Schedule(
+        "ring_reduce_scatter", ranks, ranks, rounds, synchronizing=True,
+        result=lambda rank: (rank + 1) % ranks,
+    )  # fmt: skip
 
 
 @functools.cache
 def ring_all_gather(ranks: int) -> Schedule:
     """Return the second half of `ring`: piece (i + 1) mod N of rank i becomes everybody's."""
-
     rounds = functools.partial(_passed_on, ranks, 1, COPY)
     return Schedule("ring_all_gather", ranks, ranks, rounds, synchronizing=True)
 
@@ -130,12 +125,10 @@ def halving_doubling(ranks: int) -> Schedule:
     def rounds() -> Iterator[Round]:
         rank = np.arange(core)
         yield from _fold(ranks, core, core, REDUCE)
-        distance = core // 2
-        while distance:
+        for distance in reversed(_distances(core)):
             # The half that the partner goes on with; the sender is done with it.
             given = (rank ^ distance) // distance * distance
             yield _columns(rank, rank ^ distance, given, given + distance, REDUCE)
-            distance //= 2
         for distance in _distances(core):
             held = rank // distance * distance
             yield _columns(rank, rank ^ distance, held, held + distance, COPY)
@@ -163,10 +156,9 @@ def butterfly(ranks: int) -> Schedule:
 
 
 def tree(ranks: int) -> Schedule:
-    """Sums go up a binary tree to rank 0, and the result comes down.
+    """Sums go up a binary tree to rank 0, and the result comes down: two rounds a level.
 
-    Rank i is the parent of ranks 2i+1 and 2i+2. There are two rounds for each level below the root,
-    and each vector travels whole.
+    Rank i is the parent of ranks 2i+1 and 2i+2. Each vector travels whole.
     """
     child = np.arange(1, ranks)
     level = np.frexp(child + 1)[1] - 1  # the whole logarithm: 1 is right under the root
@@ -182,10 +174,7 @@ def tree(ranks: int) -> Schedule:
 
 
 def ring_gather(ranks: int) -> Schedule:
-    """Whole gradients forwarded round the ring: N-1 rounds and a buffer of N gradients.
-
-    The ring of older notes on distributed training: N/2 times the bytes of `ring`.
-    """
+    """Whole gradients forwarded round the ring: N/2 times the bytes of `ring`, and N buffers."""
     rounds = functools.partial(_passed_on, ranks, 0, COPY)
     return Schedule("ring_gather", ranks, ranks, rounds, slots=True, all_reduce=True)
 
@@ -227,14 +216,6 @@ def broadcast(ranks: int, root: int) -> Schedule:
     return Schedule("broadcast", ranks, 1, rounds)
 
 
-Row = tuple[int, int, int, int, int]
-
-
-def transfers(*rows: Row) -> Round:
-    """Return a round from its rows; an empty one keeps its five columns."""
-    return np.array(rows, dtype=np.int64).reshape(-1, 5)
-
-
 def hierarchical(nodes: Sequence[int]) -> Schedule:
     """Three rings: reduce-scatter inside each node, all-reduce between nodes, all-gather inside.
 
@@ -265,24 +246,24 @@ def _hierarchical(nodes: tuple[int, ...]) -> Schedule:
     def inside(operation: int) -> Iterator[Round]:
         """A ring in each node at the same time, over runs of blocks."""
         for k in range(blocks - 1):
-            rows: list[Row] = []
+            rows = []
             for size, first in zip(nodes, first_ranks, strict=False):
                 for place in range(size if k < size - 1 else 0):
                     run = (place - k + (operation == COPY)) % size
                     start, end = (blocks * each // size * count for each in (run, run + 1))
                     rows.append((first + place, first + (place + 1) % size, start, end, operation))
-            yield transfers(*rows)
+            yield np.array(rows, dtype=np.int64)
 
     def between(operation: int) -> Iterator[Round]:
         """A ring for each block at the same time, over the nodes' owners of it."""
         for k in range(count - 1):
-            rows: list[Row] = []
+            rows = []
             for block in range(blocks):
                 for node in range(count):
                     piece = block * count + (node - k + (operation == COPY)) % count
                     ends = owner(block, node), owner(block, (node + 1) % count)
                     rows.append((*ends, piece, piece + 1, operation))
-            yield transfers(*rows)
+            yield np.array(rows, dtype=np.int64)
 
     def rounds() -> Iterator[Round]:
         yield from inside(REDUCE)
@@ -305,15 +286,13 @@ def _power_of_two(ranks: int) -> int:
     return 1 << ranks.bit_length() - 1
 
 
-def _distances(core: int) -> Iterator[int]:
-    """Yield 1, 2, 4 ... below `core`."""
-    yield from (1 << bit for bit in range(core.bit_length() - 1))
+def _distances(core: int) -> list[int]:
+    """Return 1, 2, 4 ... below `core`."""
+    return [1 << bit for bit in range(core.bit_length() - 1)]
 
 
 def _single(source: Integers, target: Integers, piece: Integers, operation: int) -> Round:
-    """Return a round in which each message is one piece; the arrays have an element for each
-    message.
-    """
+    """Return a round in which each message is one piece; arrays have an element for each."""
     return _columns(source, target, piece, piece + 1, operation)
 
 

@@ -16,8 +16,7 @@ Order = tuple[int, ...]
 EXACT = 12
 """The most ranks for which the best order is found for certain: the work doubles with each rank."""
 STARTS = 4
-"""The number of first guesses that are improved if there are more ranks; each may end at another
-order."""
+"""First guesses that are improved if there are more ranks; each may end at another order."""
 
 
 def ring_order(costs: Sequence[Sequence[float]]) -> Order:
@@ -95,9 +94,7 @@ def _shortest_cycle(costs: Costs, join: Callable[..., Any]) -> tuple[Order, floa
 
 
 def _improved(costs: Costs) -> Order:
-    """Return the best of the nearest neighbours' orders, with stretches exchanged while that
-    helps.
-    """
+    """Return the best of the nearest neighbours' orders, exchanging stretches while it helps."""
 
     def price(order: Order) -> tuple[float, float]:
         """Return the slowest link of a ring, and the sum of all."""

@@ -12,8 +12,9 @@ import functools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import NamedTuple, TypeVar
+from itertools import groupby, pairwise
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +27,8 @@ T = TypeVar("T")
 
 Tree = int | tuple["Tree", "Tree"]
 """A rank, or the sum of two trees."""
+
+Vectors = Sequence[Tensor] | Mapping[int, Tensor]
 
 
 class PieceRun(NamedTuple):
@@ -49,9 +52,8 @@ class Sums:
     """The structure of the sums of some pieces: chains, as far as possible."""
 
     def __init__(self, runs: Iterable[PieceRun]) -> None:
-        runs = list(runs)
-        self.copied = [(*run[:2], run.tree) for run in runs if isinstance(run.tree, int)]
-        self.others = []
+        self.copied: list[tuple[int, int, int]] = []
+        self.others: list[PieceRun] = []
         chains = []
         for run in runs:
             chain = _chain(run.tree)
@@ -59,6 +61,8 @@ class Sums:
                 self.others.append(run)
             elif len(chain) > 1:
                 chains.append((run.first, run.end, chain))
+            else:
+                self.copied.append((run.first, run.end, chain[0]))
         self.chained = _interleaved(chains)
 
     def __bool__(self) -> bool:
@@ -66,20 +70,13 @@ class Sums:
 
     def read(self, cuts: Sequence[int]) -> int:
         """Return the number of elements of all vectors together that are read for these sums."""
-        found = sum(cuts[end] - cuts[first] for first, end, _ in self.copied)
-        for first, end, _, other in self.chained:
-            found += (cuts[end] - cuts[first]) * (1 if other is None else 2)
-        for run in self.others:
-            found += (cuts[run.end] - cuts[run.first]) * sum(1 for _ in _leaves(run.tree))
-        return found
+        reads = [(first, end, 1) for first, end, _ in self.copied]
+        reads += [(*run[:2], 1 if run.other is None else 2) for run in self.chained]
+        reads += [(*run[:2], len(list(_leaves(run.tree)))) for run in self.others]
+        return sum((cuts[end] - cuts[first]) * times for first, end, times in reads)
 
     def form(
-        self,
-        vectors: Sequence[Tensor] | Mapping[int, Tensor],
-        out: Tensor,
-        cuts: Sequence[int],
-        first: int,
-        end: int,
+        self, vectors: Vectors, out: Tensor, cuts: Sequence[int], first: int, end: int
     ) -> None:
         """Write the elements [first, end) of the sums to `out`, which is none of `vectors`.
 
@@ -89,26 +86,23 @@ class Sums:
             cuts: where each piece of the whole vector begins, and its end.
         """
 
-        def part(begin: int, stop: int) -> slice:
-            start = max(cuts[begin], first) - first
-            return slice(start, max(min(cuts[stop], end) - first, start))
+        def within(runs: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+            """Yield the part of each run that is among these elements, and what is summed there."""
+            for begin, stop, *what in runs:
+                start, past = max(cuts[begin], first) - first, min(cuts[stop], end) - first
+                if start < past:
+                    yield slice(start, past), *what
 
-        for begin, stop, rank in self.copied:
-            here = part(begin, stop)
-            if here.start < here.stop:
-                out[here].copy_(vectors[rank][here])
-        for begin, stop, rank, other in self.chained:
-            here = part(begin, stop)
-            if here.start < here.stop:
-                before = out[here] if other is None else vectors[other][here]
-                torch.add(before, vectors[rank][here], out=out[here])
-        for begin, stop, tree in self.others:
-            here = part(begin, stop)
-            if here.start < here.stop:
-                out[here] = _value(tree, vectors, here)
+        for here, rank in within(self.copied):
+            out[here].copy_(vectors[rank][here])
+        for here, rank, other in within(self.chained):
+            before = out[here] if other is None else vectors[other][here]
+            torch.add(before, vectors[rank][here], out=out[here])
+        for here, tree in within(self.others):
+            out[here] = _value(tree, vectors, here)
 
 
-def _value(tree: Tree, vectors: Sequence[Tensor] | Mapping[int, Tensor], here: slice) -> Tensor:
+def _value(tree: Tree, vectors: Vectors, here: slice) -> Tensor:
     if isinstance(tree, int):
         return vectors[tree][here]
     return _value(tree[0], vectors, here) + _value(tree[1], vectors, here)
@@ -131,27 +125,22 @@ def _chain(tree: Tree) -> list[int] | None:
 
 
 def _interleaved(chains: list[tuple[int, int, list[int]]]) -> list[Chained]:
-    """Return the additions rank after rank, round and round; pieces side by side are added in
-    one go.
-    """
-    done = [1] * len(chains)
-    left = sum(len(chain) - 1 for _, _, chain in chains)
-    ranks = 1 + max((max(chain) for _, _, chain in chains), default=0)
+    """Return the additions rank after rank, round and round, of adjacent pieces in one go."""
+    additions = []
+    for place, (first, end, chain) in enumerate(chains):
+        turn = 0
+        for number, (before, rank) in enumerate(pairwise(chain)):
+            turn += number > 0 and rank < before
+            chained = Chained(first, end, rank, None if number else before)
+            additions.append((turn, rank, place, chained))
     order: list[Chained] = []
-    while left:
-        # By rank, so that pieces whose turn it is follow one another in `order`, and become one
-        for rank in range(ranks):
-            for place, (first, end, chain) in enumerate(chains):
-                if done[place] < len(chain) and chain[done[place]] == rank:
-                    other = chain[0] if done[place] == 1 else None
-                    last = order[-1] if order else None
-                    # One addition over adjacent pieces in place of several short ones
-                    if last and last[1:] == (first, rank, other):
-                        order[-1] = last._replace(end=end)
-                    else:
-                        order.append(Chained(first, end, rank, other))
-                    done[place] += 1
-                    left -= 1
+    # By rank, so that pieces whose turn it is follow one another in `order`, and become one
+    for *_, each in sorted(additions, key=itemgetter(0, 1, 2)):
+        last = order[-1] if order else None
+        if last and last[1:] == (each.first, each.rank, each.other):
+            order[-1] = last._replace(end=each.end)
+        else:
+            order.append(each)
     return order
 
 
@@ -174,13 +163,11 @@ class _Names:
                 for piece in range(first, end)
             ]
             for target, piece, operation, name in arriving:
-                held[target][piece] = (
-                    self._sum(held[target][piece], name) if operation == REDUCE else name
-                )
+                own = held[target]
+                own[piece] = self._sum(own[piece], name) if operation == REDUCE else name
 
     def _sum(self, own: int, other: int) -> int:
-        # a + b has the bits of b + a.
-        pair = (min(own, other), max(own, other))
+        pair = (min(own, other), max(own, other))  # a + b has the bits of b + a
         if pair not in self._pairs:
             self._pairs[pair] = len(self.trees)
             self.trees.append((self.trees[pair[0]], self.trees[pair[1]]))
@@ -194,6 +181,11 @@ def _runs(values: Iterable[T]) -> Iterator[tuple[int, int, T]]:
         end = first + len(list(group))
         yield first, end, value
         first = end
+
+
+def _true(values: Iterable[bool]) -> list[tuple[int, int]]:
+    """Runs of true values."""
+    return [(first, end) for first, end, value in _runs(values) if value]
 
 
 def _tree_runs(trees: Iterable[Tree | None]) -> list[PieceRun]:
@@ -210,9 +202,8 @@ def sums_of(schedule: Schedule) -> Sums:
     names.run(schedule.rounds())
     same = all(pieces == names.held[0] for pieces in names.held.values())
     assert same, f"{schedule.name} is no all-reduce"
-    return Sums(
-        PieceRun(first, end, names.trees[name]) for first, end, name in _runs(names.held[0])
-    )
+    runs = _runs(names.held[0])
+    return Sums(PieceRun(first, end, names.trees[name]) for first, end, name in runs)
 
 
 def _in_order(ranks: int) -> Tree:
@@ -231,8 +222,7 @@ def add_up(schedule: Schedule, vectors: Sequence[Tensor], edges: Sequence[int] |
     if schedule.slots:
         cuts = (0, length)
     with torch.no_grad():
-        # The sum of one is itself
-        if len(vectors) > 1:
+        if len(vectors) > 1:  # the sum of one is itself
             total = torch.empty_like(vectors[0])
             sums_of(schedule).form(vectors, total, cuts, 0, length)
             for vector in vectors:
@@ -251,23 +241,15 @@ Rounds = tuple[int, int]
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive rounds that `ranks` carry out among themselves, as sums of what each holds.
-
-    Attributes:
-        shared: sums that several ranks end with.
-        taken: the pieces of them that a rank ends with, by rank.
-        alone: what only one rank ends with, by rank.
-        whole: `shared` and `alone` together, by rank.
-        shown: the pieces of a rank that these sums are formed of.
-    """
+    """Consecutive rounds that `ranks` carry out among themselves, as sums of what each holds."""
 
     ranks: tuple[int, ...]
     rounds: Rounds
-    shared: Sums
-    taken: Mapping[int, Pieces]
-    alone: Mapping[int, Sums]
-    whole: Mapping[int, Sums]
-    shown: Mapping[int, Pieces]
+    shared: Sums  # that several ranks end with
+    taken: Mapping[int, Pieces]  # of them, those that a rank ends with
+    alone: Mapping[int, Sums]  # what only this rank ends with
+    whole: Mapping[int, Sums]  # `shared` and `alone` together
+    shown: Mapping[int, Pieces]  # those of a rank that these sums are formed of
 
     @functools.cached_property
     def chained_pieces(self) -> int:
@@ -317,9 +299,7 @@ def _of_ranks(transfers: Round, ranks: Collection[int]) -> Round:
 
 @functools.lru_cache(maxsize=4)
 def _live(schedule: Schedule, wanted: frozenset[int]) -> Mapping[int, NDArray[np.bool_]]:
-    """Return what the result depends on before each of the `wanted` rounds; shape [ranks,
-    pieces].
-    """
+    """Return what the result depends on before each `wanted` round; shape [ranks, pieces]."""
     live = np.ones((schedule.ranks, schedule.pieces), dtype=bool)
     if schedule.result is not None:
         for rank in range(schedule.ranks):
@@ -360,8 +340,7 @@ def _local(
 
 
 def _stage(ends: Mapping[int, Sequence[Tree | None]], rounds: Rounds) -> Stage:
-    """Return the stage that gives each rank the trees `ends`, one a piece; None: it keeps its
-    piece.
+    """Return the stage that gives each rank the trees `ends`, one a piece (None: it keeps its own).
 
     Of the sums of one piece that several ranks end with, the first is formed by all together.
     """
@@ -374,20 +353,15 @@ def _stage(ends: Mapping[int, Sequence[Tree | None]], rounds: Rounds) -> Stage:
     taken, alone, whole, shown = {}, {}, {}, {}
     leaves: dict[int, set[int]] = {rank: set() for rank in ranks}
     for rank, trees in ends.items():
-        takes = [
-            tree is not None and tree == common for tree, common in zip(trees, shared, strict=True)
-        ]
-        taken[rank] = [(first, end) for first, end, value in _runs(takes) if value]
-        alone[rank] = Sums(
-            _tree_runs([None if t else tree for t, tree in zip(takes, trees, strict=True)])
-        )
+        pairs = list(zip(trees, shared, strict=True))
+        taken[rank] = _true(tree is not None and tree == common for tree, common in pairs)
+        alone[rank] = Sums(_tree_runs(None if tree == common else tree for tree, common in pairs))
         whole[rank] = Sums(_tree_runs(trees))
         for first, end, tree in _runs(trees):
             for leaf in _leaves(tree):
                 leaves[leaf].update(range(first, end))
     for rank in ranks:
-        pieces = [piece in leaves[rank] for piece in range(len(shared))]
-        shown[rank] = [(first, end) for first, end, value in _runs(pieces) if value]
+        shown[rank] = _true(piece in leaves[rank] for piece in range(len(shared)))
     return Stage(ranks, rounds, Sums(_tree_runs(shared)), taken, alone, whole, shown)
 
 

@@ -46,8 +46,7 @@ class WorkSource(Protocol):
         """Return the next item of work; the one before is done."""
 
     def skip(self, values: Tensor) -> None:
-        """Note that nobody computes the last item's batch; the flat parameters `values` may be
-        renewed.
+        """Note that nobody computes the last item's batch; renew the flat parameters `values`.
 
         For loops of the user's own, which may take a batch and make no step with it.
         """
@@ -86,26 +85,19 @@ class WorkQueue:
         sizes: the samples in a batch of each worker, as (rank, samples).
         pause_every: all workers pause when the samples before each multiple of this are handed
             out; None: never. No batch crosses such a point.
-
-    Attributes:
-        expendable: workers may be lost, so that nobody ends before all batches are done.
-        idle: the workers that wait for a batch to come back, or for the end.
     """
 
     def __init__(
         self, start: int, stop: int | None, sizes: Sizes, pause_every: int | None = None
     ) -> None:
-        self.start = start
-        self.budget = stop
+        self.start, self.budget = start, stop
         self.round = sum(size for _, size in sizes)
-        self._stop = stop
-        self._level = 0
+        self.expendable = True  # workers may be lost: nobody ends before all batches are done
+        self.idle: set[int] = set()  # workers that wait for a batch to come back, or for the end
+        self._stop, self._level = stop, 0
         self._due: int | None = None
-        self.expendable = True
-        self.idle: set[int] = set()
         self._rounds: list[Rounds] = []
-        self._sizes = sizes
-        self._size_of = dict(sizes)
+        self._sizes, self._size_of = sizes, dict(sizes)
         self._pause_every = pause_every
         self._next = start
         self._limit = self._pause_after(start)
@@ -116,9 +108,7 @@ class WorkQueue:
         self._returned: list[WorkItem] = []
 
     def first(self, position: int) -> Mapping[int, WorkItem]:
-        """Return an item for each worker, in rank order, where the samples before `position` are
-        done.
-        """
+        """Return an item for each worker, in rank order, if all before `position` is done."""
         limit = self._pause_after(position)
         return _first(position, self._stop, limit, self._sizes, self._level)
 
@@ -143,9 +133,7 @@ class WorkQueue:
             self.restart()
 
     def take(self, worker: int, *, ahead: bool = False) -> WorkItem:
-        """Return the next item of `worker`, whose last batch is done; or `ahead`, when it begins
-        that.
-        """
+        """Return the next item of `worker`, whose last batch is done, or (`ahead`) begins now."""
         self._held[worker] = self._held.get(worker, [])[-1:] if ahead else []
         # The last batches may come back from a worker that is lost, so that nobody leaves before.
         over = self._next == self._stop and not (self._returned or self._closed)

@@ -31,8 +31,7 @@ def require_ring(strategy: str, compressor: Compressor, algorithm: str) -> None:
         )
 
 
-SHARDS = ("nothing", "optimizer", "gradients", "parameters")
-"""What `shard` may be: the stages of ZeRO."""
+SHARDS = ("nothing", "optimizer", "gradients", "parameters")  # the stages of ZeRO
 
 
 @dataclass
@@ -78,35 +77,20 @@ class AllReduce(Strategy[AllReduceState]):
     use = "for workers of equal speed, and what one process would have learnt"
     variants = (
         ('AllReduce("ring")', "for large models: the fewest bytes"),
-        (
-            'AllReduce("halving_doubling")',
-            "for many workers, a power of two: as few bytes, few rounds",
-        ),
+        ('AllReduce("halving_doubling")', "for many workers, a power of two: few bytes and rounds"),
         ('AllReduce("butterfly")', "for small models, where rounds cost the most"),
         ('AllReduce("tree")', "for small models and any number of workers"),
-        (
-            'AllReduce("hierarchical", ranks_per_node=2)',
-            "for nodes of several ranks on slow networks",
-        ),
+        ('AllReduce("hierarchical", ranks_per_node=2)', "for multi-rank nodes on slow networks"),
         ('AllReduce("ring_gather")', "to see whole gradients travel; ring sends fewer bytes"),
         ('AllReduce("parallel")', "for tiny models: all in one round"),
         ('AllReduce("reduce_to_one")', "for a few ranks on one host"),
         ('AllReduce("native")', "for GPUs: torch.distributed's own (NCCL, gloo)"),
-        (
-            'AllReduce("ring", shard="optimizer")',
-            "for an optimizer whose state is too large for each",
-        ),
+        ('AllReduce("ring", shard="optimizer")', "for an optimizer whose state is too large"),
         ('AllReduce("ring", shard="gradients")', "for gradients, too, that are too large for each"),
-        (
-            'AllReduce("ring", shard="parameters")',
-            "for models that fit no worker; half as many bytes again",
-        ),
+        ('AllReduce("ring", shard="parameters")', "for models that fit no worker; 50 % more bytes"),
         ('AllReduce("ring", backup=1)', "for workers that are slow by turns"),
         ('AllReduce("ring", compression=BF16())', "for slow networks: half the bytes"),
-        (
-            'AllReduce("ring", compression=PowerSGD(4))',
-            "for very slow networks, and models of large matrices",
-        ),
+        ('AllReduce("ring", compression=PowerSGD(4))', "for very slow networks and large matrices"),
     )
 
     algorithm: Literal[
@@ -118,26 +102,24 @@ class AllReduce(Strategy[AllReduceState]):
         None, "the ranks in their order in the ring; None: by number", low=0, high=MAX_RANKS
     )
     ranks_per_node: int | None = setting(
-        None,
-        "hierarchical: ranks close to each other; None: those of a host",
-        low=1,
+        None, "hierarchical: ranks close to each other; None: those of a host", low=1,
         high=MAX_RANKS,
-    )
+    )  # fmt: skip
     shard: Literal["nothing", "optimizer", "gradients", "parameters"] = setting(
         "nothing",
         "of what each worker keeps 1/N: the optimizer's state (ZeRO-1), also gradients (ZeRO-2), "
         "also parameters (ZeRO-3, FSDP)",
     )
-    backup: int = setting(
-        0, "workers not waited for: the first N - backup make the average", low=0, high=MAX_RANKS
-    )
-
-    compression: Compressor | None = setting(
-        None, "what gradients are compressed by, as PowerSGD(4); none: not at all"
-    )
+    backup: int = setting(0, "b: workers of a step that nobody waits for", low=0, high=MAX_RANKS)
+    compression: Compressor | None = setting(None, "what compresses gradients, as PowerSGD(4)")
 
     def check(self) -> None:
-        self._check_compression()
+        if self.compression is not None:
+            require_ring("AllReduce", self.compression, self.algorithm)
+            if self.shard != "nothing" or self.backup:
+                raise InputError(
+                    "AllReduce: compression does not go with shard or backup: leave these out"
+                )
         if self.order is not None and sorted(self.order) != list(range(len(self.order))):
             raise InputError(
                 f"AllReduce.order: {self.order!r} does not hold each of the ranks 0 to "
@@ -152,15 +134,6 @@ class AllReduce(Strategy[AllReduceState]):
         if self.algorithm == "native" and (self.order is not None or self.backup):
             raise InputError(
                 "AllReduce: order and backup do not go with algorithm='native': name a schedule"
-            )
-
-    def _check_compression(self) -> None:
-        if self.compression is None:
-            return
-        require_ring("AllReduce", self.compression, self.algorithm)
-        if self.shard != "nothing" or self.backup:
-            raise InputError(
-                "AllReduce: compression does not go with shard or backup: leave these out"
             )
 
     @property
@@ -222,9 +195,10 @@ class AllReduce(Strategy[AllReduceState]):
         elif self.native:
             exchange.native_sum(worker)(values, False).wait()
         else:
-            order, nodes = self.order, self.ranks_per_node
-            collective = exchange.make_collective(worker, self.algorithm, order, nodes)
-            collective.begin(worker.transport, values).wait()
+            self._collective(worker).begin(worker.transport, values).wait()
+
+    def _collective(self, worker: Worker) -> exchange.ScheduledGroup:
+        return exchange.make_collective(worker, self.algorithm, self.order, self.ranks_per_node)
 
     def start(self, worker: Worker) -> AllReduceState:
         """Begin with the parameters of rank 0."""
@@ -241,9 +215,7 @@ class AllReduce(Strategy[AllReduceState]):
         worker.reporter.expendable(False)
         if self.native:
             return self._averaging(worker, exchange.native_sum(worker), worker.workers)
-        collective = exchange.make_collective(
-            worker, self.algorithm, self.order, self.ranks_per_node
-        )
+        collective = self._collective(worker)
         if self.backup:
             # (N - b) of the first to come make the average (Chen et al., 2016).
             needed = len(worker.workers) - self.backup
@@ -264,27 +236,27 @@ class AllReduce(Strategy[AllReduceState]):
         return AllReduceState(shards.optimizer, average, shards)
 
     def _check_sharded(self, worker: Worker) -> None:
-        if self.shard in ("gradients", "parameters"):
-            if worker.own_loop:
-                raise InputError(
-                    f"AllReduce: shard={self.shard!r} needs orchestra's own loop (orchestra "
-                    "train): a loop of your own has whole gradients; set shard='optimizer'"
-                )
-            if not worker.overlap:
-                raise InputError(
-                    f"AllReduce: shard={self.shard!r} sums gradients while backward goes on: set "
-                    "overlap to true, or shard='optimizer'"
-                )
+        if self.shard not in ("gradients", "parameters"):
+            return
+        if worker.own_loop:
+            raise InputError(
+                f"AllReduce: shard={self.shard!r} needs orchestra's own loop (orchestra train): a "
+                "loop of your own has whole gradients; set shard='optimizer'"
+            )
+        if not worker.overlap:
+            raise InputError(
+                f"AllReduce: shard={self.shard!r} sums gradients while backward goes on: set "
+                "overlap to true, or shard='optimizer'"
+            )
 
     def _averaging(
         self, worker: Worker, begin_sum: exchange.BeginSum, ring: Group
     ) -> AllReduceState:
         """Make the state with a whole optimizer, and averages by `begin_sum`."""
-        if self.compression is None:
-            average = exchange.GradientAverage(worker, exchange.each_bucket(begin_sum))
-            return AllReduceState(worker.local_optimizer(), average)
-        kept = exchange.CompressionState.of(worker, self.compression)
-        begin = exchange.CompressedSum(worker, self.compression, kept, begin_sum, ring).begin
+        kept, begin = None, exchange.each_bucket(begin_sum)
+        if self.compression is not None:
+            kept = exchange.CompressionState.of(worker, self.compression)
+            begin = exchange.CompressedSum(worker, self.compression, kept, begin_sum, ring).begin
         average = exchange.GradientAverage(worker, begin)
         return AllReduceState(worker.local_optimizer(), average, compression=kept)
 

@@ -27,35 +27,23 @@ FIRST = 3
 
 @dataclass
 class AutoState:
-    """The phase under way, and what is known of the candidates.
+    """The phase under way, and what is known of the candidates; times are seconds."""
 
-    Attributes:
-        current: the candidate under way.
-        inner: its state.
-        steps: of the run so far.
-        walls: seconds of this worker's steps since the last decision.
-        own: of these, what was neither communication nor waiting.
-        exchanges: seconds of one exchange of each candidate, when last rehearsed.
-        ratios: of each, the seconds of a step last measured, over those predicted; 1 if unknown.
-        usual: seconds of a step at the last decision; 0 if there was none in this phase.
-        since, cost: seconds since the last rehearsal, and those that it took.
-    """
-
-    current: int = 0
-    inner: Any = None
-    steps: int = 0
-    walls: list[float] = field(default_factory=list)
-    own: list[float] = field(default_factory=list)
-    exchanges: list[float] = field(default_factory=list)
-    ratios: list[float] = field(default_factory=list)
-    usual: float = 0.0
-    since: float = 0.0
-    cost: float = 0.0
+    current: int = 0  # the candidate under way
+    inner: Any = None  # its state
+    steps: int = 0  # of the run so far
+    walls: list[float] = field(default_factory=list)  # of own steps since the last decision
+    own: list[float] = field(default_factory=list)  # without communication and waiting
+    exchanges: list[float] = field(default_factory=list)  # of each candidate, as rehearsed last
+    ratios: list[float] = field(default_factory=list)  # measured over predicted; 1 if unknown
+    usual: float = 0.0  # of a step at the last decision; 0 if there was none in this phase
+    since: float = 0.0  # since the last rehearsal
+    cost: float = 0.0  # of that one
     watch: exchange.Stopwatch | None = field(default=None, metadata=optimizers.TRANSIENT)
 
 
 @dataclass(frozen=True, repr=False)
-class Auto(Phased[AutoState]):
+class Auto(Phased):
     """Train under the candidate that is predicted to reach the target first, as things are now.
 
     It begins with the first of `candidates`. After 3 steps, and then at least every `every` steps,
@@ -77,17 +65,13 @@ class Auto(Phased[AutoState]):
     go over where the workers have them, as their mean where they differ.
     """
 
-    switches = True
     depends_on_speed = True
     steps_together = True
     reads_values = True  # what workers measure travels as such
 
     use = "where links or nodes change during a run, or are not known before it"
     variants = (
-        (
-            'Auto([AllReduce("ring"), LocalSGD(16)], samples=[1.0, 1.2])',
-            "for links that others use, too",
-        ),
+        ('Auto([AllReduce("ring"), LocalSGD(16)], samples=[1.0, 1.2])', "for shared links"),
     )
 
     candidates: tuple[Strategy[Any], ...] = setting(
@@ -120,12 +104,8 @@ class Auto(Phased[AutoState]):
                 )
 
     @property
-    def native(self) -> bool:
-        return any(each.native for each in self.candidates)
-
-    @property
-    def synchronous(self) -> bool:
-        return all(each.synchronous for each in self.candidates)
+    def phases(self) -> tuple[Strategy[Any], ...]:
+        return self.candidates
 
     @property
     def hands_over_moments(self) -> bool:
@@ -141,10 +121,8 @@ class Auto(Phased[AutoState]):
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
         """Return the largest of each part, and add the copy that rehearsals exchange."""
-        first, *others = (each.footprint(rank, ranks) for each in self.candidates)
-        for other in others:
-            first = first.joined(other, max)
-        return replace(first, copies=first.copies + 1)
+        largest = super().footprint(rank, ranks)
+        return replace(largest, copies=largest.copies + 1)
 
     def phase(self, state: AutoState) -> Strategy[Any]:
         return self.candidates[state.current]
@@ -158,7 +136,6 @@ class Auto(Phased[AutoState]):
         return state
 
     def resume(self, worker: Worker, saved: Mapping[str, Any]) -> AutoState:
-        """Resume in the phase that the checkpoint was taken in."""
         state = self._begin(worker)
         plain = {name: value for name, value in saved.items() if name != "inner"}
         optimizers.restore(state, plain)
@@ -198,7 +175,8 @@ class Auto(Phased[AutoState]):
         state.walls, state.own = [], []
         seconds = max(row[0] for row in table) / steps
         state.since += seconds * steps
-        changed = self._changed(state.usual, seconds)
+        slow, fast = max(state.usual, seconds), min(state.usual, seconds)
+        changed = state.usual > 0 and slow > (1 + self.margin) * fast
         if not state.exchanges or state.cost <= (AFTER_CHANGE if changed else OFTEN) * state.since:
             self._rehearse(worker, state)
         state.usual = seconds
@@ -231,24 +209,19 @@ class Auto(Phased[AutoState]):
         if new != state.current:
             self._change(worker, state, new)
 
-    def _changed(self, before: float, now: float) -> bool:
-        """Return whether the seconds of a step have changed by more than the margin."""
-        return before > 0 and max(before, now) > (1 + self.margin) * min(before, now)
-
     def _rehearse(self, worker: Worker, state: AutoState) -> None:
         """Collective: measure the exchange of each candidate; the slowest worker counts."""
         kinds = [each.exchanges_as for each in self.candidates]
         own: dict[str, float] = {}
         now, values = worker.transport.now, worker.parameters.clone()
-        for kind in kinds:
+        # Candidates with the same exchange, as LocalSGD and its all-reduce, share one.
+        for name, kind in {repr(kind): kind for kind in kinds}.items():
             assert kind is not None
-            # Candidates with the same exchange, as LocalSGD and its all-reduce, share one.
-            if repr(kind) not in own:
-                # Together, or the first to come would measure how long it waits for the others.
-                exchange.wait_for_workers(worker)
-                began = now()
-                kind.rehearse(worker, values)
-                own[repr(kind)] = now() - began
+            # Together, or the first to come would measure how long it waits for the others.
+            exchange.wait_for_workers(worker)
+            began = now()
+            kind.rehearse(worker, values)
+            own[name] = now() - began
         table = exchange.gather_numbers(worker, [*own.values()])
         longest = dict(zip(own, map(max, zip(*table, strict=True)), strict=True))
         state.exchanges = [longest[repr(kind)] for kind in kinds]
@@ -291,21 +264,13 @@ class Auto(Phased[AutoState]):
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast a candidate is, and how far the target is from it.
+    """How fast a candidate is, and how far the target is from it."""
 
-    Attributes:
-        name: the candidate in its notation.
-        samples: to the target, in a unit that all candidates share.
-        exchange: seconds of one exchange, as it was rehearsed.
-        predicted: seconds a step, by what workers compute and the exchange.
-        ratio: of the seconds measured while it was under way over those predicted; 1 before.
-    """
-
-    name: str
-    samples: float
-    exchange: float
-    predicted: float
-    ratio: float = 1.0
+    name: str  # in its notation
+    samples: float  # to the target, in a unit that all candidates share
+    exchange: float  # seconds of one, as it was rehearsed
+    predicted: float  # seconds a step, by what workers compute and the exchange
+    ratio: float = 1.0  # of the seconds measured while it was under way over those predicted
 
     @staticmethod
     def of(

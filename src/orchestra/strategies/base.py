@@ -1,4 +1,4 @@
-"""The base class of all strategies: their settings, and a method for each point of a run.
+"""The base classes of strategies: their settings, and a method for each point of a run.
 
 A strategy object has no state, because all ranks of a simulation share it; `start` returns one.
 """
@@ -7,25 +7,31 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import Settings
+from orchestra.settings.registry import LazyModule
 
 if TYPE_CHECKING:
+    import torch as torch
     from torch import Tensor, nn, optim
 
+    from orchestra.exchange import SharedWork
     from orchestra.optimizers.spec import OptimizerPart
     from orchestra.parameter_server.messages import Pause
     from orchestra.schedules.work_queue import WorkSource
     from orchestra.worker.batches import Batch
     from orchestra.worker.layout import Share
     from orchestra.worker.worker import Worker
+else:
+    torch = LazyModule("torch")  # for all strategies, which are settings, and load without it
 
 S = TypeVar("S")
+R = TypeVar("R", bound="ReplicaState")
 
 # Below 0, so that it is the number of no step
 CHANGED = -1
@@ -37,18 +43,12 @@ Of nested phases the one with the number `level` ends at CHANGED - level.
 
 @dataclass(frozen=True)
 class Roles:
-    """The workers and servers of a run, for a number of ranks.
+    """The workers and servers of a run, for a number of ranks."""
 
-    `shares` has one entry for each process: its part of the data, in per-worker batches a step
-    (0: a rank without data). `servers` are the ranks that own slices of the parameters. `reads`
-    holds for each rank the rank whose part of the data it works on; if empty, each works on its
-    own. If slices have `replicas`, the run survives the loss of a server.
-    """
-
-    shares: tuple[float, ...]
-    servers: tuple[int, ...] = ()
-    reads: tuple[int, ...] = ()
-    replicas: int = 0
+    shares: tuple[float, ...]  # each process's part of the data, in per-worker batches a step
+    servers: tuple[int, ...] = ()  # the ranks that own slices of the parameters
+    reads: tuple[int, ...] = ()  # the rank whose part of the data each works on; empty: its own
+    replicas: int = 0  # of slices: if there are any, the run survives the loss of a server
 
     @cached_property
     def workers(self) -> tuple[int, ...]:
@@ -71,20 +71,14 @@ class Roles:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory of a rank in training, in multiples of what it trains: a model or part.
-
-    `copies` are vectors of all parameters beside the optimizer's state: for arriving values, for
-    anchors and outer momenta. `batches` is the number of per-worker batches whose activations
-    are held at the same time. `windows` is how often two buckets are held beside a rank's shard:
-    for gradients, and for parameters in use.
-    """
+    """The memory of a rank in training, in multiples of what it trains: a model or part."""
 
     parameters: float = 1.0
     gradients: float = 1.0
     optimizer: float = 1.0
-    copies: float = 0.0
-    batches: float = 1.0
-    windows: float = 0.0
+    copies: float = 0.0  # vectors of all parameters: arriving values, anchors, outer momenta
+    batches: float = 1.0  # per-worker batches whose activations are held at the same time
+    windows: float = 0.0  # times two buckets beside a shard: gradients, and parameters in use
 
     def joined(self, other: Footprint, how: Callable[[float, float], float]) -> Footprint:
         """Combine two footprints part by part with `how` (a sum, a maximum)."""
@@ -93,33 +87,22 @@ class Footprint:
 
 @dataclass(frozen=True)
 class ModelPart:
-    """The part of a model that one rank trains; its tensors have their names in the whole model.
-
-    `owned` are the names of the tensors that snapshots and the final model take from this rank.
-    """
+    """The part of a model that one rank trains; its tensors have their names in the whole model."""
 
     module: nn.Module
-    owned: frozenset[str]
+    owned: frozenset[str]  # the tensors that snapshots and the final model take from this rank
 
 
 @dataclass(frozen=True, repr=False)
 class Strategy(Settings, ABC, Generic[S]):
     """A distribution strategy. The defaults are those of a worker that exchanges nothing."""
 
-    use: ClassVar[str] = ""
-    """When to use it: a line of `orchestra list`."""
-
+    use: ClassVar[str] = ""  # when to use it: a line of `orchestra list`
+    # Notable settings of it, in the notation, each with when to use them
     variants: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """Notable settings of it, in the notation, each with when to use them."""
-
-    distributed: ClassVar[bool] = True
-    """True if several processes train, given several ranks; False only for `Single`."""
-
-    switches: ClassVar[bool] = False
-    """True if a rule may end a phase and begin another one, as in `Switch`."""
-
-    divides_model: ClassVar[bool] = False
-    """True if each rank has only a part of the model."""
+    distributed: ClassVar[bool] = True  # several processes train, given several ranks
+    switches: ClassVar[bool] = False  # a rule may end a phase and begin another one
+    divides_model: ClassVar[bool] = False  # each rank has only a part of the model
 
     @property
     def shards_parameters(self) -> bool:
@@ -137,17 +120,12 @@ class Strategy(Settings, ABC, Generic[S]):
 
     @property
     def depends_on_speed(self) -> bool:
-        """True if the parameters depend on the speed of ranks and links.
-
-        If not, a simulation on one cluster knows them for every other.
-        """
+        """True if the parameters depend on the speed of ranks and links, and so on the cluster."""
         return not self.synchronous
 
     @property
     def answers_beside(self) -> bool:
-        """True if workers answer others from a background flow, on the core that computes their
-        gradients.
-        """
+        """True if workers answer others in a background flow, on the core of their gradients."""
         return False
 
     @property
@@ -181,9 +159,7 @@ class Strategy(Settings, ABC, Generic[S]):
         return None
 
     def end_phase(self, worker: Worker, state: S, level: int) -> None:
-        """Begin the phase after the one that is over, the number `level` of nested ones.
-        Collective, called when `work` has ended before the budget.
-        """
+        """Begin the phase after the nested phase number `level`. Collective, where `work` ends."""
         raise AssertionError(f"{self!r} has no phases")
 
     @property
@@ -267,9 +243,7 @@ class Strategy(Settings, ABC, Generic[S]):
         """Called before the first forward pass of a step; the place to exchange buffers."""
 
     def gradient(self, worker: Worker, state: S, batch: Batch | None) -> None:
-        """Compute the gradient of `batch` and exchange it. `batch` is None if this rank has no
-        samples in this step.
-        """
+        """Compute the gradient of `batch` (None: no samples in this step) and exchange it."""
         self.before_forward(worker, state)
         worker.backward(batch)
         self.reduce(worker, state)
@@ -325,8 +299,7 @@ class Strategy(Settings, ABC, Generic[S]):
 
     def optimizer_of(self, state: S) -> optim.Optimizer | None:
         """Return the optimizer whose moments a next phase inherits: `state.optimizer`, if any."""
-        optimizer: optim.Optimizer | None = getattr(state, "optimizer", None)
-        return optimizer
+        return getattr(state, "optimizer", None)
 
     def optimizer_parts(self, worker: Worker, state: S) -> list[OptimizerPart]:
         """Return this rank's parts of optimizers whose moments are spread over several ranks."""
@@ -342,3 +315,70 @@ def roles_of(strategy: Strategy[Any], ranks: int) -> Roles:
         return _roles_of(strategy, ranks)
     except TypeError:  # a setting of it, such as a list, cannot be looked up
         return strategy.roles(ranks)
+
+
+@dataclass
+class ReplicaState:
+    """The state of a worker that trains a replica: `work` is its end of a queue of batches."""
+
+    optimizer: optim.Optimizer
+    work: SharedWork | None = field(default=None, kw_only=True, metadata=optimizers.TRANSIENT)
+
+
+@dataclass(frozen=True, repr=False)
+class Replicas(Strategy[R]):
+    """Each worker trains a replica of its own, and averages it with some or all others.
+
+    The final parameters are the exact mean of the replicas.
+    """
+
+    synchronous = False  # replicas differ, and losses are each worker's own
+
+    def work(self, state: R) -> WorkSource | None:
+        return state.work
+
+    def currently_lockstep(self, state: R) -> bool:
+        return state.work is None  # where batches follow the plan, all count the same steps
+
+    def start(self, worker: Worker) -> R:
+        """Give all workers the parameters of the first rank, and allocate the state."""
+        exchange.agree_on_parameters(worker)
+        # The final parameters are the exact mean, for which every replica is needed
+        worker.reporter.expendable(False)
+        shares = roles_of(self, worker.budget_ranks).shares
+        # One queue for all who take batches at their own pace: whoever is free takes the next
+        work = exchange.share_work(worker, shares) if self.self_paced else None
+        return self.allocate(worker, work)
+
+    @abstractmethod
+    def allocate(self, worker: Worker, work: SharedWork | None) -> R:
+        """Return the state at the start."""
+
+    def settle(self, worker: Worker, state: R) -> None:
+        """Wait until nothing of the workers is in flight. Collective over the workers."""
+
+    def quiesce(self, worker: Worker, state: R, step: int) -> bool:
+        """Wait until nothing is in flight; all workers are present."""
+        self.settle(worker, state)
+        return True
+
+    def reduce(self, worker: Worker, state: R) -> None:
+        """Keep the gradient on this worker."""
+        # Left where autograd put it, not copied: optimizers read tensor by tensor (decision 122)
+        exchange.keep_gradient(worker)
+
+    def agree(self, worker: Worker, state: R) -> None:
+        """Set the parameters and buffers to the exact mean of the replicas."""
+        self.settle(worker, state)
+        exchange.exact_mean(worker)
+        exchange.exact_mean_of_buffers(worker)
+
+    def stop(self, worker: Worker, state: R) -> None:
+        """Set the parameters to the exact mean of the replicas."""
+        self.settle(worker, state)
+        # Closed before the last snapshot: the queue's last answer tells how much all have consumed,
+        # and a due point may lie between this worker's last batch and that.
+        if state.work is not None:
+            state.work.close()
+            worker.snapshots.offer(worker.step.consumed, worker.parameters)
+        exchange.exact_mean(worker)

@@ -15,7 +15,7 @@ from orchestra.strategies.server_strategy import (
     ServerStrategy,
     ServerStrategyState,
     placed_roles,
-)
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,17 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class ElasticAveragingState(ServerStrategyState):
-    """The state of a worker: its clock t, the `samples` since its last exchange, and v (EAMSGD).
+    """The state of a worker; a server's is that of every `ServerStrategy`."""
 
-    `force` is alpha (x - c) of the step under way, where it has an exchange; `own` is x while the
-    model shows the centre, between two epochs of a loop of the user's own.
-    """
-
-    clock: int = 0
-    samples: int = 0
-    velocity: Tensor | None = None
+    clock: int = 0  # t
+    samples: int = 0  # since the last exchange
+    velocity: Tensor | None = None  # v (EAMSGD)
+    # alpha (x - c) of the step under way, where it has an exchange
     force: Tensor | None = field(default=None, metadata=optimizers.TRANSIENT)
     work: exchange.SharedWork | None = field(default=None, metadata=optimizers.TRANSIENT)
+    # x while the model shows the centre, between two epochs of a loop of the user's own
     own: Tensor | None = field(default=None, metadata=optimizers.TRANSIENT)
 
 
@@ -66,17 +64,11 @@ class ElasticAveraging(ServerStrategy[ElasticAveragingState]):
         ("ElasticAveraging(10, momentum=0.9)", "the same, with momentum on each worker (EAMSGD)"),
     )
 
-    every: int = setting(
-        10, "tau: steps of a worker from one exchange to the next", low=1, high=MAX_STEPS
-    )
+    every: int = setting(10, "tau: steps of a worker between exchanges", low=1, high=MAX_STEPS)
     _: KW_ONLY
-    beta: float = setting(
-        0.9, "pull of all workers on the centre; alpha is beta / p", above=0, high=1
-    )
+    beta: float = setting(0.9, "pull of all on the centre; alpha is beta / p", above=0, high=1)
     momentum: float = setting(0.0, "delta: of Nesterov's momentum on each worker", low=0, high=1)
-    servers: int = setting(
-        1, "servers that the centre is cut over, balanced by bytes", low=1, high=MAX_RANKS
-    )
+    servers: int = setting(1, "servers, each with a slice of the centre", low=1, high=MAX_RANKS)
     placement: Literal["dedicated", "beside"] = setting(
         "dedicated", "servers on the last ranks, without data; or beside the first workers"
     )
@@ -106,9 +98,8 @@ class ElasticAveraging(ServerStrategy[ElasticAveragingState]):
         roles = self.roles(worker.budget_ranks)
         state = ElasticAveragingState(exchange.slices_of(worker, roles.servers, updates=False))
         if worker.rank in roles.servers:
-            rules = exchange.ServerRules(
-                parameter_server.Asynchronous(), updates=False, elastic=True
-            )
+            on_arrival = parameter_server.Asynchronous()
+            rules = exchange.ServerRules(on_arrival, updates=False, elastic=True)
             state.server = exchange.make_server(worker, state.slices, roles.workers, rules)
         if worker.rank in roles.workers:
             state.client = parameter_server.Client(worker.transport, state.slices)
@@ -117,9 +108,8 @@ class ElasticAveraging(ServerStrategy[ElasticAveragingState]):
                 state.velocity = worker.parameters.new_zeros(worker.parameters.shape)
             if state.server is not None:
                 state.flow = worker.transport.spawn(state.server.serve_to_the_end)
-        state.work = exchange.share_work(
-            worker, roles.shares, holder=roles.servers[0], expendable=True
-        )
+        holder = roles.servers[0]
+        state.work = exchange.share_work(worker, roles.shares, holder=holder, expendable=True)
         worker.reporter.expendable(worker.rank not in roles.servers)
         return state
 
@@ -176,7 +166,6 @@ class ElasticAveraging(ServerStrategy[ElasticAveragingState]):
         state.samples += worker.step.samples
 
     def quiesce(self, worker: Worker, state: ElasticAveragingState, step: int) -> bool:
-        """Wait until every exchange is over and every worker is here."""
         self._account(worker, state)
         return super().quiesce(worker, state, step)
 
@@ -187,7 +176,6 @@ class ElasticAveraging(ServerStrategy[ElasticAveragingState]):
         super().agree(worker, state)
 
     def stop(self, worker: Worker, state: ElasticAveragingState) -> None:
-        """Workers leave; then agree."""
         if state.client is not None:
             self._account(worker, state)
         if state.work is not None:

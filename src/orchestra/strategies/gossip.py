@@ -11,29 +11,22 @@ from orchestra.compression.base import Compressor, Encoder
 from orchestra.errors import InputError
 from orchestra.parameter_server.placement import place
 from orchestra.settings import setting
-from orchestra.settings.registry import LazyModule
-from orchestra.strategies.base import Footprint, Roles
-from orchestra.strategies.replicas import Replicas, ReplicaState
+from orchestra.strategies.base import Footprint, Replicas, ReplicaState, Roles, torch
 from orchestra.topologies import Ring, Topology, connected, doubly_stochastic, sources_of
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from orchestra.transports.protocol import Task, Transport
     from orchestra.worker.worker import Worker
-else:
-    torch = LazyModule("torch")  # settings load without it
 
 
 @dataclass
 class PublicCopies:
     """CHOCO-SGD: what neighbours know of each other, all of it flat: shape [layout.size].
 
-    Attributes:
-        own: x^_i, what the others know of this worker's parameters.
-        mixed: s_i = sum_j W_ij x^_j, which is all that has to be known of the neighbours'.
-        compression: what the compressor keeps.
+    `own` is x^_i, what the others know of this worker's parameters; `mixed` is s_i = sum_j W_ij
+    x^_j, all that has to be known of the neighbours'. `compression`: what the compressor keeps.
     """
 
     own: Tensor
@@ -50,11 +43,10 @@ class PublicCopies:
 
 @dataclass
 class GossipState(ReplicaState):
-    """`step` counts the steps done; `mixing` makes, in `mixed`, the parameters of the next one;
-    `copies` are there with compression."""
+    """`mixing` makes, in `mixed`, the parameters of the next step."""
 
-    step: int = 0
-    copies: PublicCopies | None = None
+    step: int = 0  # steps done
+    copies: PublicCopies | None = None  # with compression
     mixed: Tensor | None = field(default=None, metadata=optimizers.TRANSIENT)
     mixing: Task[Tensor] | None = field(default=None, metadata=optimizers.TRANSIENT)
 
@@ -88,47 +80,40 @@ class Gossip(Replicas[GossipState]):
     use = "where no link should carry everything, and only neighbours should wait for each other"
     variants = (
         ("Gossip()", "for a few workers, or networks that are rings"),
-        (
-            "Gossip(Exponential(peers=1))",
-            "for many workers that all reach each other: one message a step",
-        ),
+        ("Gossip(Exponential(peers=1))", "for many that all reach each other: one message a step"),
     )
 
     topology: Topology = setting(Ring(), "who mixes with whom")
     _: KW_ONLY
-    compression: Compressor | None = setting(
-        None, "what differences are compressed by, as TopK(0.1); none: not at all"
-    )
+    compression: Compressor | None = setting(None, "what compresses differences, as TopK(0.1)")
     consensus: float = setting(
         0.2, "gamma, with compression: how far neighbours approach in a step", above=0, high=1
     )
 
     def check(self) -> None:
         compressor = self.compression
-        if compressor is not None and not (
-            compressor.decodable_alone and not compressor.brings_momentum
-        ):
+        if compressor and (compressor.brings_momentum or not compressor.decodable_alone):
             raise InputError(
                 f"Gossip: {compressor!r} is for sums of gradients: take TopK or QSGD, or another "
                 "compressor of single vectors"
             )
 
     def roles(self, ranks: int) -> Roles:
-        if self.compression is not None and self.topology.period(ranks) > 1:
+        graphs = self.topology.graphs(ranks)
+        if self.compression is not None and len(graphs) > 1:
             raise InputError(
                 f"{self!r}: the topology changes from step to step, so that copies of all would "
                 "have to be kept: take one that does not, or leave out compression"
             )
-        if not connected(self.topology, ranks):
+        if not connected(graphs):
             raise InputError(f"{self!r}: the topology does not connect {ranks} ranks")
-        for step in range(self.topology.period(ranks)):
-            doubly_stochastic(self.topology.graph(ranks, step))
-        return Roles((1.0,) * ranks)
+        for graph in graphs:
+            doubly_stochastic(graph)
+        return super().roles(ranks)
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
         """Add what arrives from all neighbours in a step, and what it is mixed in."""
-        steps = range(self.topology.period(ranks))
-        arriving = max(len(sources_of(self.topology.graph(ranks, step))[rank]) for step in steps)
+        arriving = max(len(sources_of(graph)[rank]) for graph in self.topology.graphs(ranks))
         copies = float(arriving + 1) if self.compression is None else 3.0  # x^, s and a difference
         return replace(super().footprint(rank, ranks), copies=copies)
 
@@ -153,9 +138,8 @@ class Gossip(Replicas[GossipState]):
         if state.mixed is None:
             state.mixed = torch.empty_like(worker.parameters)
         mixed, step = state.mixed, state.step
-        return lambda transport: exchange.mix_with_neighbours(
-            worker, transport, mixed, self.topology, step
-        )
+        mix = exchange.mix_with_neighbours
+        return lambda transport: mix(worker, transport, mixed, self.topology, step)
 
     def _take_mixed(self, worker: Worker, state: GossipState) -> None:
         """Replace the parameters by the mixed ones."""
@@ -180,9 +164,8 @@ class Gossip(Replicas[GossipState]):
         (whole,) = place(spans, layout.size, 1, divisible=False)
 
         (payload,) = codec.encode([whole], x - copies.own, copies.compression, step)
-        arrived = exchange.swap_with_neighbours(
-            worker, worker.transport, payload, graph, alike=False
-        )
+        swap = exchange.swap_with_neighbours
+        arrived = swap(worker, worker.transport, payload, graph, alike=False)
         # Its own difference as the others decode it, so that all copies of x^ stay equal.
         arrived[own] = payload
         # In a fixed order, so that the sum has the same bits in each run.

@@ -7,18 +7,12 @@ from typing import TYPE_CHECKING
 
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
-from orchestra.settings.registry import LazyModule
-from orchestra.strategies.base import Footprint
-from orchestra.strategies.replicas import Replicas, ReplicaState
+from orchestra.strategies.base import Footprint, Replicas, ReplicaState, torch
 from orchestra.transports.tags import Tag
 
 if TYPE_CHECKING:
-    import torch
-
     from orchestra.transports.protocol import SharedTensor
     from orchestra.worker.worker import Worker
-else:
-    torch = LazyModule("torch")  # settings load without it
 
 
 @dataclass
@@ -29,6 +23,9 @@ class HogwildState(ReplicaState):
     shared: SharedTensor = field(metadata=optimizers.TRANSIENT)
     updates: SharedTensor = field(metadata=optimizers.TRANSIENT)
     seen: int = 0
+
+    def count(self) -> int:
+        return 0 if self.updates.values.is_meta else int(self.updates.values.sum())
 
 
 @dataclass(frozen=True, repr=False)
@@ -78,13 +75,12 @@ class Hogwild(Replicas[HogwildState]):
     def before_forward(self, worker: Worker, state: HogwildState) -> None:
         """Note the updates so far: from here on the parameters are read."""
         state.shared.catch_up()
-        state.seen = _sum(state)
+        state.seen = state.count()
 
     def update(self, worker: Worker, state: HogwildState) -> None:
-        """Take the optimizer's step on the shared parameters."""
         worker.clip()
         state.shared.catch_up()
-        worker.step.staleness = (_sum(state) - state.seen,)
+        worker.step.staleness = (state.count() - state.seen,)
         worker.measures.staleness.extend(worker.step.staleness)
         state.updates.values[worker.workers.index(worker.rank)] += 1
         worker.update_locally(state.optimizer)
@@ -92,7 +88,6 @@ class Hogwild(Replicas[HogwildState]):
             worker.snapshots.offer(worker.step.consumed, worker.parameters)
 
     def settle(self, worker: Worker, state: HogwildState) -> None:
-        """Wait until all workers have made their updates."""
         exchange.wait_for_workers(worker)
 
     def agree(self, worker: Worker, state: HogwildState) -> None:
@@ -110,8 +105,3 @@ class Hogwild(Replicas[HogwildState]):
         # Nobody may write before all have copied: hence the second `settle`.
         worker.move_parameters(worker.parameters.clone())
         self.settle(worker, state)
-
-
-def _sum(state: HogwildState) -> int:
-    counts = state.updates.values
-    return 0 if counts.is_meta else int(counts.sum())

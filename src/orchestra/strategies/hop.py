@@ -8,20 +8,15 @@ from typing import TYPE_CHECKING
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import MAX_RANKS, MAX_STEPS, setting
-from orchestra.settings.registry import LazyModule
-from orchestra.strategies.base import Footprint, Roles
-from orchestra.strategies.replicas import Replicas, ReplicaState
+from orchestra.strategies.base import Footprint, Replicas, ReplicaState, Roles, torch
 from orchestra.topologies import Ring, Topology, connected, doubly_stochastic, sources_of
 from orchestra.transports.tags import Tag
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from orchestra.transports.protocol import Handle
     from orchestra.worker.worker import Worker
-else:
-    torch = LazyModule("torch")  # settings load without it
 
 CLOSED = 2**63 - 1
 """In place of an iteration: no more before the next quiet point."""
@@ -81,16 +76,10 @@ class Hop(Replicas[HopState]):
 
     topology: Topology = setting(Ring(), "who mixes with whom; the same in every step")
     _: KW_ONLY
-    max_gap: int = setting(
-        5, "max_ig: iterations a worker may be ahead of those it sends to", low=1, high=MAX_STEPS
-    )
-    backup: int = setting(
-        0, "neighbours whose updates a worker does not wait for", low=0, high=MAX_RANKS
-    )
+    max_gap: int = setting(5, "max_ig: iterations a worker may be ahead", low=1, high=MAX_STEPS)
+    backup: int = setting(0, "neighbours that a worker does not wait for", low=0, high=MAX_RANKS)
     staleness: int = setting(0, "s: iterations that an update may be old", low=0, high=MAX_STEPS)
-    skip: int = setting(
-        0, "iterations that a worker leaves out at most when it is behind", low=0, high=MAX_STEPS
-    )
+    skip: int = setting(0, "most iterations left out by one that is behind", low=0, high=MAX_STEPS)
     behind: int = setting(
         2, "with skip: behind when a neighbour is more iterations ahead", low=1, high=MAX_STEPS
     )
@@ -115,15 +104,14 @@ class Hop(Replicas[HopState]):
         return self.skip > 0
 
     def roles(self, ranks: int) -> Roles:
-        """All ranks are workers; the graph has to connect them, and to stay the same."""
-        if not connected(self.topology, ranks):
+        graph, *others = self.topology.graphs(ranks)
+        if not connected([graph, *others]):
             raise InputError(f"{self!r}: the topology does not connect {ranks} ranks")
-        if self.topology.period(ranks) > 1:
+        if others:
             raise InputError(
                 f"{self!r}: the topology changes from step to step, and neighbours that are not in "
                 "the same iteration would disagree on it; take one that does not, or Gossip"
             )
-        graph = self.topology.graph(ranks, 0)
         doubly_stochastic(graph)
         fewest = min(map(len, sources_of(graph)))
         if ranks > 1 and self.backup >= fewest:
@@ -131,7 +119,7 @@ class Hop(Replicas[HopState]):
                 f"{self!r}: of {ranks} ranks one hears of {fewest} only; set backup below that, or "
                 "take a topology with more links"
             )
-        return Roles((1.0,) * ranks)
+        return super().roles(ranks)
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
         """Add updates of the iterations that neighbours are ahead, and those on their way out."""
@@ -173,8 +161,7 @@ class IterationQueues:
         graph = hop.topology.graph(len(worker.workers), 0)
         own, ranks = worker.workers.index(worker.rank), worker.workers.ranks
         weights = doubly_stochastic(graph)[own]
-        self._worker = worker
-        self._hop = hop
+        self._worker, self._hop = worker, hop
         self._weights = {ranks[peer]: weight for peer, weight in sorted(weights.items())}
         self._targets = [ranks[peer] for peer in graph[own]]
         self._sources = [ranks[peer] for peer in sources_of(graph)[own]]
@@ -198,10 +185,8 @@ class IterationQueues:
             self._jump()
         # A token of each target: `max_gap` + Iter(target) - Iter(own) has to be 0 or more. All
         # enter iteration 0 without hearing of anybody.
-        while any(
-            self.iteration - max(self._iterations[target], 0) > self._hop.max_gap
-            for target in self._targets
-        ):
+        least = self.iteration - self._hop.max_gap
+        while any(max(self._iterations[target], 0) < least for target in self._targets):
             self._take_next()
         self._entered = True
         # Not waited for before a quiet point: a suspended neighbour must not hold this worker up.
@@ -236,8 +221,8 @@ class IterationQueues:
 
     def _jump(self) -> None:
         """Leave out iterations, if this worker is behind and the updates to do so are here."""
-        theirs = [self._iterations[target] for target in self._targets]
-        theirs = [iteration for iteration in theirs if iteration < CLOSED]
+        known = (self._iterations[target] for target in self._targets)
+        theirs = [iteration for iteration in known if iteration < CLOSED]
         furthest, slowest = max(theirs, default=-1), min(theirs, default=-1)
         # By the furthest target, as far as the tokens of the slowest allow. By the slowest alone
         # two slow neighbours would never jump (decision 47).
@@ -260,15 +245,12 @@ class IterationQueues:
 
     def _usable(self, iteration: int) -> dict[int, int]:
         """Find the sources whose updates can be mixed in `iteration`, and the newest of each."""
-        newest = {
-            source: max(updates, default=-1) if self._hop.staleness else iteration
-            for source, updates in self._updates.items()
-        }
-        return {
-            source: k
-            for source, k in newest.items()
-            if k in self._updates[source] and k >= iteration - self._hop.staleness
-        }
+        usable, stale = {}, self._hop.staleness
+        for source, updates in self._updates.items():
+            newest = max(updates, default=-1) if stale else iteration
+            if newest in updates and newest >= iteration - stale:
+                usable[source] = newest
+        return usable
 
     def _enough(self, iteration: int) -> bool:
         """Tell whether all but `backup` sources sent what can be mixed, or no more can come."""

@@ -11,9 +11,8 @@ from orchestra.compression.base import Compressor
 from orchestra.errors import InputError
 from orchestra.settings import MAX_STEPS, setting
 from orchestra.strategies.all_reduce import AllReduce, require_ring
-from orchestra.strategies.base import Footprint
-from orchestra.strategies.outer import Average, Outer, OuterRound, OuterState, SlowMo
-from orchestra.strategies.replicas import Replicas, ReplicaState
+from orchestra.strategies.base import Footprint, Replicas, ReplicaState
+from orchestra.strategies.outer import Average, Outer, OuterState, SlowMo
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,24 +26,18 @@ NEGLIGIBLE_WEIGHT = 2.0**-100
 
 @dataclass
 class Fragment:
-    """Elements [first, end) of the flat parameters, which are averaged at once, and how they stand.
-
-    `samples` are this worker's since the last average, `total` those of all workers; `averages`
-    are those made so far. While one is on its way `travelling` holds it, to be applied at step
-    `due`, and `sent` what this worker sent, if that is needed then. `anchor` is the last average,
-    for compression, where the outer state keeps no x_0.
-    """
+    """Elements [first, end) of the flat parameters that are averaged at once; how they stand."""
 
     first: int = field(metadata=optimizers.TRANSIENT)
     end: int = field(metadata=optimizers.TRANSIENT)
     outer: OuterState
-    samples: int = 0
-    total: int = 0
-    averages: int = 0
-    anchor: Tensor | None = None
-    travelling: Tensor | None = None
-    sent: Tensor | None = None
-    due: int = 0
+    samples: int = 0  # of this worker since the last average
+    total: int = 0  # of all workers
+    averages: int = 0  # made so far
+    anchor: Tensor | None = None  # the last average, for compression, if `outer` keeps no x_0
+    travelling: Tensor | None = None  # an average on its way
+    sent: Tensor | None = None  # what this worker sent, if that is needed when it arrives
+    due: int = 0  # the step at which it is applied
     flow: Task[None] | None = field(default=None, metadata=optimizers.TRANSIENT)
 
     @property
@@ -75,17 +68,13 @@ class Fragment:
 
 @dataclass
 class LocalSGDState(ReplicaState):
-    """`epochs` are those over.
-
-    `ended` are the fragments whose round is over, where the outer rule takes them with the next
-    gradient. `samples` are this worker's since its buffers were last averaged.
-    """
+    """The fragments of this worker's replica, and what it counts."""
 
     fragments: list[Fragment]
     steps: int = 0
-    epochs: int = 0
-    ended: list[int] = field(default_factory=list)
-    samples: int = 0
+    epochs: int = 0  # those over
+    ended: list[int] = field(default_factory=list)  # fragments that move with the next gradient
+    samples: int = 0  # of this worker since its buffers were last averaged
     compression: exchange.CompressionState | None = None
 
 
@@ -118,53 +107,31 @@ class LocalSGD(Replicas[LocalSGDState]):
     variants = (
         ("LocalSGD(8)", "for slow links, and steps that are short"),
         ("LocalSGD(8, outer=SlowMo(0.5))", "the same, where plain averages lose accuracy"),
-        (
-            "LocalSGD(3, outer=SlowMo(0.5, every=48))",
-            "the same, with plain averages between two slow updates",
-        ),
-        (
-            "LocalSGD(16, outer=Nesterov(0.7, 0.9))",
-            "for very slow links and long trainings (DiLoCo)",
-        ),
-        (
-            "LocalSGD(16, outer=Nesterov(0.7, 0.9), fragments=4, overlap=2)",
-            "the same, in small pieces that nobody waits for",
-        ),
-        (
-            "LocalSGD(4, outer=Elastic())",
-            "for replicas that are to stay apart, round a common centre",
-        ),
+        ("LocalSGD(3, outer=SlowMo(0.5, every=48))",
+         "the same, with plain averages between two slow updates"),
+        ("LocalSGD(16, outer=Nesterov(0.7, 0.9))", "for very slow links, long trainings (DiLoCo)"),
+        ("LocalSGD(16, outer=Nesterov(0.7, 0.9), fragments=4, overlap=2)",
+         "the same, in small pieces that nobody waits for"),
+        ("LocalSGD(4, outer=Elastic())", "for replicas that stay apart, round a common centre"),
         ("LocalSGD(None)", "for no exchange before the end; the replicas must not part"),
-    )
+    )  # fmt: skip
 
-    every: int | None = setting(
-        8, "H: local steps of a round; None: one average, at the very end", low=1, high=MAX_STEPS
-    )
+    every: int | None = setting(8, "H: local steps of a round; none: all", low=1, high=MAX_STEPS)
     _: KW_ONLY
     every_epochs: int | None = setting(
         None, "passes over the data of a round, in place of `every`", low=1, high=MAX_STEPS
     )
-    outer: Outer = setting(
-        Average(), "what the average becomes: Average, SlowMo, Nesterov, Elastic"
-    )
+    outer: Outer = setting(Average(), "what averages become: Average, SlowMo, Nesterov, Elastic")
     algorithm: Literal[
         "ring", "ring_gather", "parallel", "reduce_to_one", "halving_doubling", "butterfly", "tree"
     ] = setting("ring", "how the average is made")
-    fragments: int = setting(
-        1, "parts of the parameters that are averaged in turn", low=1, high=10_000
-    )
-    overlap: int = setting(
-        0, "tau: steps that go on while a fragment is averaged", low=0, high=MAX_STEPS
-    )
-    mix: float = setting(
-        0.5, "share of the worker's own values when a late average arrives", low=0, high=1
-    )
+    fragments: int = setting(1, "parts of the parameters, averaged in turn", low=1, high=10_000)
+    overlap: int = setting(0, "tau: steps while a fragment is averaged", low=0, high=MAX_STEPS)
+    mix: float = setting(0.5, "share of own values when a late average arrives", low=0, high=1)
     late: Literal["mixed", "added"] = setting(
         "mixed", "with overlap: what was learnt meanwhile is mixed with a late average, or added"
     )
-    compression: Compressor | None = setting(
-        None, "what differences are compressed by, as QSGD(7); none: not at all"
-    )
+    compression: Compressor | None = setting(None, "what compresses differences, as QSGD(7)")
 
     def check(self) -> None:
         if self.compression is not None:
@@ -277,8 +244,7 @@ class LocalSGD(Replicas[LocalSGDState]):
         own = fragment.replica(worker)
         average, moved = exchange.copy_of(worker, own), own.clone()
         self._averaging(worker, state, fragment, average)(worker.transport)
-        round = OuterRound(worker.step.rates[0], len(worker.workers))
-        self.outer.step(fragment.outer, moved, average, round)
+        self.outer.step(fragment.outer, moved, average, worker)
         return moved.sub_(own)
 
     def _averaging(
@@ -314,10 +280,8 @@ class LocalSGD(Replicas[LocalSGDState]):
             return [0] if ends else []
         if self.every is None:
             return []
-        count = len(state.fragments)
-        return [
-            k for k in range(count) if (state.steps + k * self.every // count) % self.every == 0
-        ]
+        every, count, steps = self.every, len(state.fragments), state.steps
+        return [k for k in range(count) if (steps + k * every // count) % every == 0]
 
     def _send(self, worker: Worker, state: LocalSGDState, fragment: Fragment) -> None:
         counts = fragment.counts(worker)
@@ -342,8 +306,7 @@ class LocalSGD(Replicas[LocalSGDState]):
         assert fragment.travelling is not None
         own = fragment.replica(worker)
         learnt = own.clone() if self.overlap else own  # the rule below overwrites `own`
-        round = OuterRound(worker.step.rates[0], len(worker.workers))
-        self._rule(fragment).step(fragment.outer, own, fragment.travelling, round)
+        self._rule(fragment).step(fragment.outer, own, fragment.travelling, worker)
         if fragment.sent is not None:
             own.add_(learnt.sub_(fragment.sent))  # CoCoD-SGD: what was learnt since it left
         elif self.overlap:

@@ -15,6 +15,8 @@ from orchestra.settings import MAX_STEPS, Settings, setting
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from orchestra.worker.worker import Worker
+
 
 @dataclass
 class OuterState:
@@ -24,33 +26,21 @@ class OuterState:
     velocity: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class OuterRound:
-    """`rate` is gamma, the learning rate of the local steps; `workers` is p."""
-
-    rate: float
-    workers: int
-
-
 @dataclass(frozen=True, repr=False)
 class Outer(Settings, ABC):
     """Makes of the average of the replicas what the next round begins with."""
 
+    # It takes the replicas at which the next gradient is computed, not those before. What it
+    # changes is then added beside the local step of that gradient.
     beside_gradient: ClassVar[bool] = False
-    """True if it takes the replicas at which the next gradient is computed, not those before.
-
-    What it changes is then added beside the local step of that gradient.
-    """
-
-    copies: ClassVar[int] = 2
-    """Vectors of all parameters in its state."""
+    copies: ClassVar[int] = 2  # vectors of all parameters in its state
 
     def begin(self, parameters: Tensor) -> OuterState:
         """Return the state before the first round."""
         return OuterState(parameters.clone(), parameters.new_zeros(parameters.shape))
 
     @abstractmethod
-    def step(self, state: OuterState, own: Tensor, average: Tensor, round: OuterRound) -> None:
+    def step(self, state: OuterState, own: Tensor, average: Tensor, worker: Worker) -> None:
         """Replace `own` (this worker's replica) in place by what the next round begins with."""
 
     def contribution(self, state: OuterState, own: Tensor) -> Tensor:
@@ -67,7 +57,7 @@ class Average(Outer):
     def begin(self, parameters: Tensor) -> OuterState:
         return OuterState()
 
-    def step(self, state: OuterState, own: Tensor, average: Tensor, round: OuterRound) -> None:
+    def step(self, state: OuterState, own: Tensor, average: Tensor, worker: Worker) -> None:
         own.copy_(average)
 
 
@@ -93,7 +83,7 @@ class SlowMo(Outer):
         "maintain", "what becomes of the local optimizers' moments at a slow update"
     )
 
-    def step(self, state: OuterState, own: Tensor, average: Tensor, round: OuterRound) -> None:
+    def step(self, state: OuterState, own: Tensor, average: Tensor, worker: Worker) -> None:
         """Apply the rule above. A local rate of 0 moves nothing, and adds nothing to u."""
         assert state.start is not None
         assert state.velocity is not None
@@ -101,10 +91,10 @@ class SlowMo(Outer):
         own.copy_(average).add_(delta, alpha=1 - self.rate)
         # With u = beta u' + Delta / gamma: x_0 - alpha gamma u = x + (1 - alpha) Delta - alpha
         # gamma beta u'.
-        if round.rate > 0:
+        if (gamma := worker.step.rates[0]) > 0:
             state.velocity.mul_(self.momentum)
-            own.sub_(state.velocity, alpha=self.rate * round.rate)
-            state.velocity.add_(delta, alpha=1 / round.rate)
+            own.sub_(state.velocity, alpha=self.rate * gamma)
+            state.velocity.add_(delta, alpha=1 / gamma)
         state.start.copy_(own)
 
 
@@ -118,7 +108,7 @@ class Nesterov(Outer):
     rate: float = setting(0.7, "eta: the outer learning rate", above=0.0, high=1e9)
     momentum: float = setting(0.9, "mu: of the outer momentum", low=0.0, high=1.0)
 
-    def step(self, state: OuterState, own: Tensor, average: Tensor, round: OuterRound) -> None:
+    def step(self, state: OuterState, own: Tensor, average: Tensor, worker: Worker) -> None:
         assert state.start is not None
         assert state.velocity is not None
         delta = state.start - average
@@ -145,15 +135,13 @@ class Elastic(Outer):
 
     beside_gradient = True  # gradient and elastic force are those of one x_i
 
-    beta: float = setting(
-        0.9, "pull of the workers on the centre; alpha is beta / p", above=0, high=1
-    )
+    beta: float = setting(0.9, "pull of all on the centre; alpha is beta / p", above=0, high=1)
 
-    def step(self, state: OuterState, own: Tensor, average: Tensor, round: OuterRound) -> None:
+    def step(self, state: OuterState, own: Tensor, average: Tensor, worker: Worker) -> None:
         """Apply the rule above, without the gradient."""
         centre = state.start
         assert centre is not None
-        own.lerp_(centre, self.beta / round.workers)
+        own.lerp_(centre, self.beta / len(worker.workers))
         # After the force, which is that of the centre before the step.
         centre.lerp_(average, self.beta)
 

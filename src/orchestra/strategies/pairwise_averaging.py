@@ -10,20 +10,15 @@ from typing import TYPE_CHECKING
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import MAX_SEED, setting
-from orchestra.settings.registry import LazyModule
-from orchestra.strategies.base import Footprint, Roles
-from orchestra.strategies.replicas import Replicas, ReplicaState
-from orchestra.topologies import Complete, Graph, Topology, connect
+from orchestra.strategies.base import Footprint, Replicas, ReplicaState, Roles, torch
+from orchestra.topologies import Complete, Graph, Topology, connected
 from orchestra.transports.tags import Tag
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from orchestra.transports.protocol import Handle, Task, Transport
     from orchestra.worker.worker import Worker
-else:
-    torch = LazyModule("torch")  # settings load without it
 
 
 @dataclass
@@ -31,10 +26,8 @@ class PairwiseState(ReplicaState):
     """`pair` averages with another worker; `partners`: the choices, for each step of a period."""
 
     pair: PairwiseAverage = field(metadata=optimizers.TRANSIENT)
+    partners: list[tuple[int, ...]] = field(metadata=optimizers.TRANSIENT)
     step: int = 0
-    partners: dict[int, tuple[int, ...]] = field(
-        default_factory=dict, metadata=optimizers.TRANSIENT
-    )
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,33 +58,29 @@ class PairwiseAveraging(Replicas[PairwiseState]):
 
     def roles(self, ranks: int) -> Roles:
         """All ranks are workers; the links between even and odd ones have to connect them."""
-        period = self.topology.period(ranks)
-        graphs = [self.topology.graph(ranks, step) for step in range(period)]
-        if not connect(
-            [tuple(_partners(graph, rank) for rank in range(ranks)) for graph in graphs]
-        ):
+        graphs = self.topology.graphs(ranks)
+        if not connected([tuple(_partners(graph, r) for r in range(ranks)) for graph in graphs]):
             raise InputError(
                 f"{self!r}: the links between even and odd ranks do not connect {ranks} ranks"
             )
-        return Roles((1.0,) * ranks)
+        return super().roles(ranks)
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
         """Add what is averaged meanwhile: x, and that of the other worker."""
         return replace(super().footprint(rank, ranks), copies=2.0)
 
     def allocate(self, worker: Worker, work: exchange.SharedWork | None) -> PairwiseState:
-        return PairwiseState(worker.local_optimizer(), PairwiseAverage(worker), work=work)
+        own, graphs = worker.workers.index(worker.rank), self.topology.graphs(len(worker.workers))
+        partners = [_partners(graph, own) for graph in graphs]
+        return PairwiseState(worker.local_optimizer(), PairwiseAverage(worker), partners, work=work)
 
     def before_forward(self, worker: Worker, state: PairwiseState) -> None:
         """Let the parameters be averaged while the gradient of the old ones is taken."""
         state.pair.give(self._partner(worker, state) if state.pair.active else None)
 
     def _partner(self, worker: Worker, state: PairwiseState) -> int | None:
-        own, ranks = worker.workers.index(worker.rank), len(worker.workers)
-        phase = state.step % self.topology.period(ranks)
-        if phase not in state.partners:
-            state.partners[phase] = _partners(self.topology.graph(ranks, phase), own)
-        choices = state.partners[phase]
+        own = worker.workers.index(worker.rank)
+        choices = state.partners[state.step % len(state.partners)]
         return random.Random(f"{self.seed}-{own}-{state.step}").choice(choices) if choices else None
 
     def update(self, worker: Worker, state: PairwiseState) -> None:
@@ -104,11 +93,9 @@ class PairwiseAveraging(Replicas[PairwiseState]):
         state.step += 1
 
     def settle(self, worker: Worker, state: PairwiseState) -> None:
-        """Wait until nobody averages any more."""
         state.pair.settle()
 
     def stop(self, worker: Worker, state: PairwiseState) -> None:
-        """The exact mean of the replicas."""
         state.pair.settle()
         state.pair.close()
         if state.work is not None:
@@ -119,12 +106,8 @@ class PairwiseAveraging(Replicas[PairwiseState]):
 
 def _partners(graph: Graph, rank: int) -> tuple[int, ...]:
     """Return the ranks of the other parity that are linked with `rank` in either direction."""
-    near = set(graph[rank])
-    return tuple(
-        other
-        for other in range((rank + 1) % 2, len(graph), 2)
-        if other in near or rank in graph[other]
-    )
+    near, others = set(graph[rank]), range((rank + 1) % 2, len(graph), 2)
+    return tuple(other for other in others if other in near or rank in graph[other])
 
 
 NOBODY = -1

@@ -14,13 +14,14 @@ from orchestra.errors import InputError
 from orchestra.parameter_server.placement import parts_by_links
 from orchestra.settings import MAX_RANKS, MAX_STEPS, setting
 from orchestra.strategies.base import Footprint, Roles, roles_of
-from orchestra.strategies.parameter_server_checks import contradictions, contradictions_with
 from orchestra.strategies.server_strategy import (
     NOTHING,
     ServerStrategy,
     ServerStrategyState,
+    contradictions,
+    contradictions_with,
     placed_roles,
-)
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,13 +36,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Missed:
-    """`steps` of its plan that a worker has still to pass over: the others took them without it.
-
-    `loss` and `consumed` are those of its last push.
-    """
+    """`steps` of its plan that a worker has still to pass over: the others took them without it."""
 
     steps: int = 0
-    loss: float = 0.0
+    loss: float = 0.0  # of its last push, like `consumed`
     consumed: int = 0
 
 
@@ -90,47 +88,29 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
     variants = (
         ("ParameterServer()", "for workers of equal speed, and a rank to spare"),
         ('ParameterServer(placement="beside")', "the same without a rank to spare"),
-        (
-            'ParameterServer(placement="beside", returns="gradients")',
-            "for optimizers that no slice can run",
-        ),
+        ('ParameterServer(placement="beside", returns="gradients")', "for whole-model optimizers"),
         ("ParameterServer(backup=1)", "for many workers that are slow by turns"),
         ('ParameterServer(consistency="asynchronous")', "for unlike speeds: nobody waits"),
-        (
-            'ParameterServer(consistency="asynchronous", placement="beside")',
-            "the same without a rank to spare",
-        ),
-        (
-            'ParameterServer(consistency="asynchronous", learning_rate="by_staleness")',
-            "where a few gradients are very stale",
-        ),
-        (
-            'ParameterServer(consistency="bounded", staleness=1)',
-            "for speeds that change: nobody is far ahead",
-        ),
-        (
-            'ParameterServer(consistency="asynchronous", delay_compensation="constant")',
-            "where staleness costs accuracy, and memory is there for one more copy",
-        ),
-        (
-            'ParameterServer(consistency="asynchronous", delay_compensation="adaptive")',
-            "the same, where gradients differ much in size; two more copies",
-        ),
+        ('ParameterServer(consistency="asynchronous", placement="beside")',
+         "the same without a rank to spare"),
+        ('ParameterServer(consistency="asynchronous", learning_rate="by_staleness")',
+         "where a few gradients are very stale"),
+        ('ParameterServer(consistency="bounded", staleness=1)',
+         "for speeds that change: nobody is far ahead"),
+        ('ParameterServer(consistency="asynchronous", delay_compensation="constant")',
+         "where staleness costs accuracy, and memory is there for one more copy"),
+        ('ParameterServer(consistency="asynchronous", delay_compensation="adaptive")',
+         "the same, where gradients differ much in size; two more copies"),
         ("ParameterServer(servers=2, replicas=1)", "for long runs, where a server may die"),
-    )
+    )  # fmt: skip
 
     _: KW_ONLY
-    servers: int = setting(
-        1, "servers that the parameters are cut over, balanced by bytes", low=1, high=MAX_RANKS
-    )
+    servers: int = setting(1, "servers, each with a part of the parameters", low=1, high=MAX_RANKS)
     slices: tuple[float, ...] | Literal["links"] | None = setting(
         None,
         "weight of each server's slice; links: by the bandwidth of its link, where the cluster is "
-        "described; equal if none",
-        low=1e-12,
-        high=1e12,
-        above=0,
-    )
+        "described; equal if none", low=1e-12, high=1e12, above=0,
+    )  # fmt: skip
     consistency: Literal["synchronous", "asynchronous", "bounded"] = setting(
         "synchronous", "whether a pull waits for the pushes of all workers, or how far for them"
     )
@@ -143,9 +123,7 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
     returns: Literal["parameters", "gradients"] = setting(
         "parameters", "gradients: servers only average, and each worker runs the optimizer"
     )
-    backup: int = setting(
-        0, "workers not waited for: the first N - backup make the average", low=0, high=MAX_RANKS
-    )
+    backup: int = setting(0, "b: workers of a step that nobody waits for", low=0, high=MAX_RANKS)
     learning_rate: Literal["kept", "divided", "by_staleness"] = setting(
         "kept", "of a push: divided by the number of workers, or by its staleness if above 0"
     )
@@ -158,13 +136,8 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
     mean_square: float | None = setting(
         None, "m, adaptive: what the mean square keeps in a push; none: 0.95", low=0, high=1
     )
-    replicas: int = setting(
-        0, "further copies of each slice, on the next server: the run survives a server", low=0,
-        high=1,
-    )  # fmt: skip
-    compression: Compressor | None = setting(
-        None, "what pushes are compressed by, as TopK(0.01); none: not at all"
-    )
+    replicas: int = setting(0, "further copies of each slice, on the next server", low=0, high=1)
+    compression: Compressor | None = setting(None, "what compresses pushes, as TopK(0.01)")
 
     @property
     def answers_beside(self) -> bool:
@@ -219,9 +192,8 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
             copies = 1.0 if updates and not self.replicas else 0.0  # that arrive
             if self.compression is not None:
                 copies = self.compression.footprint
-            whole = replace(
-                super().footprint(rank, ranks), optimizer=0.0 if updates else 1.0, copies=copies
-            )
+            optimizer = 0.0 if updates else 1.0
+            whole = replace(super().footprint(rank, ranks), optimizer=optimizer, copies=copies)
         if rank not in roles.servers:
             return whole
         weights = self.slices if isinstance(self.slices, tuple) else (1.0,) * self.servers
@@ -372,9 +344,9 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
             worker.clip()
         if self.backup and not worker.step.samples:
             return  # the step was passed over
-        client, before = state.client, state.client.clock
+        before, step = state.client.clock, worker.step
         self.push_and_pull(worker, state, worker.parameters)
-        missed, step = client.clock - before - 1, worker.step  # steps that a dropped push skips
+        missed = state.client.clock - before - 1  # steps that a dropped push skips
         state.missed = Missed(missed, step.loss, step.consumed)
 
     def agree(self, worker: Worker, state: ParameterServerState) -> None:

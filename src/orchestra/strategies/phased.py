@@ -1,65 +1,174 @@
-"""What strategies that train in phases have in common: they do as the phase under way does."""
+"""Strategies that train in phases: what they have in common, and what a `Switch` keeps."""
 
 from __future__ import annotations
 
+import copy
+import functools
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from orchestra.strategies.base import Strategy
+from orchestra import exchange, optimizers
+from orchestra.strategies.base import Footprint, Strategy
+from orchestra.strategies.switch_rules import Rule, RuleState
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from orchestra.optimizers.spec import OptimizerPart
-    from orchestra.worker.batches import Batch
-    from orchestra.worker.worker import Worker
+    from orchestra.schedules.work_queue import Report, WorkQueue
+    from orchestra.worker.worker import QueueOf, Step, Worker
 
 
-class PhaseState(Protocol):
-    """`inner` is the state of the phase under way."""
+def _by_phase(name: str) -> Any:
+    """Return a method that does what the phase under way does."""
 
-    inner: Any
+    def method(strategy: Phased, worker: Worker, state: Any, *args: Any) -> Any:
+        return getattr(strategy.phase(state), name)(worker, state.inner, *args)
+
+    return method
 
 
-P = TypeVar("P", bound=PhaseState)
+class Phased(Strategy[Any]):
+    """A strategy whose steps are those of another one, its phase under way.
 
+    `state.inner` is the state of that phase.
+    """
 
-class Phased(Strategy[P]):
-    """A strategy whose steps are those of another one, its phase under way."""
+    switches = True
+
+    @property
+    @abstractmethod
+    def phases(self) -> tuple[Strategy[Any], ...]:
+        """The strategies that may be under way."""
 
     @abstractmethod
-    def phase(self, state: P) -> Strategy[Any]:
-        """Return the phase under way, whose state is `state.inner`."""
+    def phase(self, state: Any) -> Strategy[Any]:
+        """Return the phase under way."""
 
-    def under_way(self, state: P) -> Strategy[Any]:
-        """Return the innermost phase under way."""
+    @property
+    def native(self) -> bool:
+        return any(each.native for each in self.phases)
+
+    @property
+    def synchronous(self) -> bool:
+        return all(each.synchronous for each in self.phases)
+
+    def footprint(self, rank: int, ranks: int) -> Footprint:
+        each = (phase.footprint(rank, ranks) for phase in self.phases)
+        return functools.reduce(lambda one, other: one.joined(other, max), each)
+
+    def under_way(self, state: Any) -> Strategy[Any]:
         return self.phase(state).under_way(state.inner)
 
-    def before_forward(self, worker: Worker, state: P) -> None:
-        self.phase(state).before_forward(worker, state.inner)
+    before_forward = _by_phase("before_forward")
+    gradient = _by_phase("gradient")
+    reduce = _by_phase("reduce")
+    quiesce = _by_phase("quiesce")
+    agree = _by_phase("agree")
+    stop = _by_phase("stop")
+    optimizer_parts = _by_phase("optimizer_parts")
 
-    def gradient(self, worker: Worker, state: P, batch: Batch | None) -> None:
-        self.phase(state).gradient(worker, state.inner, batch)
-
-    def reduce(self, worker: Worker, state: P) -> None:
-        self.phase(state).reduce(worker, state.inner)
-
-    def quiesce(self, worker: Worker, state: P, step: int) -> bool:
-        return self.phase(state).quiesce(worker, state.inner, step)
-
-    def agree(self, worker: Worker, state: P) -> None:
-        self.phase(state).agree(worker, state.inner)
-
-    def stop(self, worker: Worker, state: P) -> None:
-        self.phase(state).stop(worker, state.inner)
-
-    def restart(self, worker: Worker, state: P, renew: Callable[[], None]) -> P:
+    def restart(self, worker: Worker, state: Any, renew: Callable[[], None]) -> Any:
         state.inner = self.phase(state).restart(worker, state.inner, renew)
         return state
 
-    def optimizer_of(self, state: P) -> Optimizer | None:
+    def optimizer_of(self, state: Any) -> Optimizer | None:
         return self.phase(state).optimizer_of(state.inner)
 
-    def optimizer_parts(self, worker: Worker, state: P) -> list[OptimizerPart]:
-        return self.phase(state).optimizer_parts(worker, state.inner)
+
+@dataclass
+class SwitchState:
+    """The state of the phase under way.
+
+    Where the workers take batches from a queue in place of steps, `rule` and `steps` are those of
+    the sample number `begun`, at which that began. On the rank that holds the queue a rule that
+    observes goes on meanwhile, and has `fired` where the queue is to end. `queue` is a copy of it;
+    `queue_of` makes queues that end with the budget alone. `leaving` finds the step to switch at
+    where workers do not decide alike; `seconds` are this worker's own up to its last report.
+    """
+
+    when: Rule = field(metadata=optimizers.TRANSIENT)
+    level: int = field(metadata=optimizers.TRANSIENT)  # of the first phase, among nested ones
+    rule: RuleState  # what `when` remembers
+    inner: Any = None
+    switched: bool = False
+    steps: int = 0  # that `rule` has observed
+    before: int = 0  # steps of another switch's first phase, if this one is in its second
+    begun: int | None = None
+    fired: bool = False
+    queue: WorkQueue | None = field(default=None, metadata=optimizers.TRANSIENT)
+    seconds: float = field(default=0.0, metadata=optimizers.TRANSIENT)
+    leaving: exchange.CommonStep | None = field(default=None, metadata=optimizers.TRANSIENT)
+    queue_of: QueueOf | None = field(default=None, metadata=optimizers.TRANSIENT)
+
+    def end_watch(self) -> None:
+        """Collective over the workers, where they report: report no more."""
+        if self.leaving is not None:
+            self.leaving.close()
+            self.leaving = None
+
+    def observe(self, step: Step) -> bool:
+        """Let the rule take note of `step`; True to switch now."""
+        return self.when.observe(self.rule, step)
+
+    def report(self, worker: Worker) -> tuple[float, ...]:
+        """Return the fields of a `Report` of the step, from its loss on."""
+        step, before = worker.step, self.seconds
+        self.seconds = exchange.own_seconds(worker)
+        rate = step.rates[0] if step.rates else 0.0
+        return (step.loss, self.seconds - before, rate, step.epoch, step.fraction)
+
+    def is_over(self, worker: Worker, square: float) -> bool:
+        """Return after a step whether all are to switch; `square` is |g|^2 of the average."""
+        if self.leaving is None:
+            return self.observe(worker.step)
+        values = (*self.report(worker), worker.gradients.square, square)
+        self.leaving.report(self.steps, worker.step.samples, *values)
+        return self.leaving.reached(self.steps, wish=False)
+
+    def make_queue(self, start: int, shares: tuple[float, ...]) -> WorkQueue:
+        """Make a queue of the first phase, or of one inside it that begins at sample `start`."""
+        assert self.queue_of is not None
+        queue = self.queue_of(start, shares)
+        assert queue is not None
+        if self.inner is not None:
+            self.count_rounds(start)
+        if self.begun is None:
+            self.begun = start
+        self.queue = queue
+        if self.when.counts:
+            queue.end_at(self._end(queue, self.begun), self.level)
+            return queue
+
+        def observe(reports: Sequence[Report], seconds: tuple[float, ...]) -> None:
+            """Called on the rank that holds the queue, when all batches of a round are done."""
+            if not self.fired and self.observe(exchange.step_of_round(reports, seconds)):
+                self.fired = True
+                queue.end(self.level)
+
+        queue.watch(observe)
+        if self.fired:
+            queue.end(self.level)
+        return queue
+
+    def _end(self, queue: WorkQueue, position: int) -> int:
+        """Find the sample before which a phase ends by a rule that counts, from `position` on."""
+        assert queue.budget is not None
+        # On a copy: the rule itself observes the rounds once they are done (`count_rounds`).
+        rule, over = copy.deepcopy(self.rule), False
+        while position < queue.budget and not over:
+            position = min(position + queue.round, queue.budget)
+            over = self.when.observe(rule, exchange.counted(position, queue.budget))
+        return position
+
+    def count_rounds(self, position: int) -> None:
+        """Count the rounds of a queue that has ended at `position`, and go on from there."""
+        if self.begun is None or self.queue is None:
+            return
+        while self.begun < position:
+            self.begun = min(self.begun + self.queue.round, position)
+            self.steps += 1
+            if self.when.counts:
+                self.observe(exchange.counted(self.begun, self.queue.budget))
+        self.fired = False

@@ -13,11 +13,10 @@ from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import MAX_RANKS, setting
 from orchestra.settings.registry import LazyModule
-from orchestra.strategies.base import Footprint, ModelPart, Roles, Strategy
+from orchestra.strategies.base import Footprint, ModelPart, Roles, Strategy, torch
 from orchestra.transports.tags import Tag
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
 else:
-    torch = LazyModule("torch")  # settings load without it
     batches = LazyModule("orchestra.worker.batches")
     collectives = LazyModule("orchestra.collectives")
 
@@ -64,9 +62,7 @@ class Pipeline(Strategy[PipelineState]):
     use = "for models that have no room in the memory of one rank"
     variants = (("Pipeline()", use),)
 
-    stages: int | None = setting(
-        None, "S: ranks of a pipeline; None: all ranks", low=1, high=MAX_RANKS
-    )
+    stages: int | None = setting(None, "S: ranks of a pipeline; none: all", low=1, high=MAX_RANKS)
     microbatches: int = setting(4, "M: parts of a pipeline's batch", low=1, high=100_000)
     schedule: Literal["gpipe", "1f1b"] = setting("1f1b", "the order of the passes; see above")
     _: KW_ONLY

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -13,17 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from orchestra import exchange
 from orchestra.errors import PeerLost
 from orchestra.settings import MAX_RANKS, MAX_SEED, MAX_STEPS, setting
-from orchestra.settings.registry import LazyModule
-from orchestra.strategies.replicas import Replicas, ReplicaState
+from orchestra.strategies.base import Replicas, ReplicaState, torch
 from orchestra.transports.tags import Tag
 
 if TYPE_CHECKING:
-    import torch
-
     from orchestra.transports.protocol import Task, Transport
     from orchestra.worker.worker import Worker
-else:
-    torch = LazyModule("torch")  # settings load without it
 
 
 @dataclass
@@ -83,7 +79,6 @@ class Prague(Replicas[PragueState]):
         return PragueState(worker.local_optimizer(), GroupAverage(worker, self), work=work)
 
     def update(self, worker: Worker, state: PragueState) -> None:
-        """Take the optimizer's step, then average in groups."""
         worker.clip()
         worker.update_locally(state.optimizer)
         state.groups.average()
@@ -104,9 +99,6 @@ class Prague(Replicas[PragueState]):
         exchange.exact_mean(worker)
 
 
-Scheme = Literal["smart", "random"]
-
-
 @dataclass(eq=False)
 class Scheduled:
     """A group, and those of its members who do not know of it yet."""
@@ -116,39 +108,26 @@ class Scheduled:
 
 
 class GroupGenerator:
-    """Forms groups of workers, and puts them in order. Pure: no messages, no clock.
+    """Forms groups of `workers`, and puts them in order. Pure: no messages, no clock.
 
     A worker performs the groups of an answer in their order, and asks again once it has done so.
     All members of two groups have them in the same order, that in which they were formed. So no
     worker is averaged in two groups at a time, and workers never wait for each other in a circle.
 
-    Args:
-        workers: their ranks.
-        size: members of a group, at most.
-        scheme: "random": each request forms a group. "smart": a request is answered with the group
-            that the worker is scheduled in; if there is none, all idle workers are divided.
-        threshold: a worker that has asked so many times less than the one that asks now is in no
-            group formed now; None: nobody is left out.
-        seed: of all draws.
-
-    Attributes:
-        requests: how often each worker has asked.
-        draws: how often chance has decided.
+    `requests` counts how often each worker has asked, `draws` how often chance has decided.
     """
 
-    def __init__(
-        self, workers: Sequence[int], size: int, scheme: Scheme, threshold: int | None, seed: int
-    ) -> None:
+    def __init__(self, workers: Sequence[int], prague: Prague) -> None:
+        self.prague = prague
         self.requests = dict.fromkeys(workers, 0)
         self.draws = 0
-        self._size, self._scheme, self._threshold, self._seed = size, scheme, threshold, seed
         self._active = set(workers)
         self._resting: set[int] = set()
         self._buffer: dict[int, list[Scheduled]] = {worker: [] for worker in workers}
 
     def ask(self, worker: int) -> list[tuple[int, ...]]:
         """Return the groups that `worker` performs now, one after the other; maybe none."""
-        if self._scheme == "random":
+        if self.prague.generator == "random":
             self._draw(worker)
         elif not self._buffer[worker]:
             self._divide(worker)
@@ -184,7 +163,7 @@ class GroupGenerator:
         idle = [other for other in self._candidates(worker) if not self._buffer[other]]
         self._chance().shuffle(idle)
         divided = iter([worker, *idle])
-        count = -(-(len(idle) + 1) // self._size)
+        count = -(-(len(idle) + 1) // self.prague.group_size)
         # Sizes differ by one at most. The worker that asks comes first: it is in a largest group.
         smaller, rest = divmod(len(idle) + 1, count)
         for number in range(count):
@@ -192,23 +171,21 @@ class GroupGenerator:
 
     def _draw(self, worker: int) -> None:
         others = self._candidates(worker)
-        self._schedule([worker, *self._chance().sample(others, min(self._size - 1, len(others)))])
+        count = min(self.prague.group_size - 1, len(others))
+        self._schedule([worker, *self._chance().sample(others, count)])
 
     def _candidates(self, worker: int) -> list[int]:
         """Return all others that may be in a group which is formed for `worker`."""
-        requests, threshold = self.requests, self._threshold
-        return [
-            other
-            for other in requests
-            if other in self._active
-            and other != worker
-            and (threshold is None or requests[worker] - requests[other] < threshold)
-        ]
+        least = -math.inf
+        if self.prague.threshold is not None:
+            least = self.requests[worker] - self.prague.threshold
+        others = (other for other in self.requests if other in self._active and other != worker)
+        return [other for other in others if self.requests[other] > least]
 
     def _chance(self) -> random.Random:
         self.draws += 1
         # Seeded by its number: a checkpoint only keeps how many draws there were.
-        return random.Random(f"{self._seed}-{self.draws}")
+        return random.Random(f"{self.prague.seed}-{self.draws}")
 
     def _schedule(self, workers: Iterator[int] | Sequence[int]) -> None:
         """Schedule a group, unless it has only one member."""
@@ -237,15 +214,13 @@ class GroupAverage:
         self._worker = worker
         self._holder = worker.workers.ranks[0]
         self._alone = len(worker.workers) == 1
-        self._generator = GroupGenerator(
-            worker.workers.ranks, prague.group_size, prague.generator, prague.threshold, prague.seed
-        )
+        self._generator = GroupGenerator(worker.workers.ranks, prague)
         self._flow: Task[None] | None = None
         if worker.rank == self._holder and not self._alone:
             self._flow = worker.transport.spawn(self._serve)
 
     def average(self) -> None:
-        """After a step: ask, and average with each group of the answer; waits for its members."""
+        """Ask after a step, and average with each group of the answer: wait for its members."""
         self._perform(_Request.ASK)
 
     def settle(self) -> None:
@@ -302,9 +277,8 @@ class GroupAverage:
                 continue
             if request is _Request.LEAVE:
                 there.discard(worker)
-            numbers = [
-                number for group in answers[request](worker) for number in (len(group), *group)
-            ]
+            groups = answers[request](worker)
+            numbers = [number for group in groups for number in (len(group), *group)]
             with suppress(PeerLost):
                 # At once, before the other members are there: a worker waits inside the all-reduce,
                 # where the watcher sees for whom (decision 48).
@@ -316,7 +290,6 @@ class GroupAverage:
         return {"draws": generator.draws, "requests": list(generator.requests.values())}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from `saved`."""
         generator = self._generator
         generator.draws = saved["draws"]
         generator.requests = dict(zip(generator.requests, saved["requests"], strict=True))

@@ -16,49 +16,43 @@ from orchestra.settings import Registry, parse, write
 from orchestra.strategies.base import Strategy
 
 
-def _places(modules: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+def _places(modules: Mapping[str, str]) -> dict[str, str]:
     """Return where each name is: `modules` has, for a module, the names in it."""
-    return {name: f"orchestra.{at}:{name}" for at, names in modules.items() for name in names}
+    return {
+        name: f"orchestra.{at}:{name}" for at, names in modules.items() for name in names.split()
+    }
 
 
 STRATEGIES = Registry(
     "strategy",
     _places(
         {
-            "strategies.all_reduce": ("AllReduce",),
-            "strategies.auto": ("Auto",),
-            "strategies.elastic_averaging": ("ElasticAveraging",),
-            "strategies.gossip": ("Gossip",),
-            "strategies.hogwild": ("Hogwild",),
-            "strategies.hop": ("Hop",),
-            "strategies.local_sgd": ("LocalSGD",),
-            "strategies.pairwise_averaging": ("PairwiseAveraging",),
-            "strategies.parameter_server": ("ParameterServer",),
-            "strategies.pipeline": ("Pipeline",),
-            "strategies.prague": ("Prague",),
-            "strategies.single": ("Single",),
-            "strategies.stochastic_gradient_push": ("StochasticGradientPush",),
-            "strategies.switch": ("Switch",),
+            "strategies.all_reduce": "AllReduce",
+            "strategies.auto": "Auto",
+            "strategies.elastic_averaging": "ElasticAveraging",
+            "strategies.gossip": "Gossip",
+            "strategies.hogwild": "Hogwild",
+            "strategies.hop": "Hop",
+            "strategies.local_sgd": "LocalSGD",
+            "strategies.pairwise_averaging": "PairwiseAveraging",
+            "strategies.parameter_server": "ParameterServer",
+            "strategies.pipeline": "Pipeline",
+            "strategies.prague": "Prague",
+            "strategies.single": "Single",
+            "strategies.stochastic_gradient_push": "StochasticGradientPush",
+            "strategies.switch": "Switch",
         }
     ),
     group="orchestra.strategies",
     arguments=_places(
         {
-            "compression.power_sgd": ("PowerSGD",),
-            "compression.quantization": ("BF16", "FP16", "QSGD", "SignSGD"),
-            "compression.sparsification": ("DGC", "RandomK", "Threshold", "TopK"),
-            "strategies.outer": ("Average", "Elastic", "Nesterov", "SlowMo"),
-            "strategies.switch_rules": (
-                "AfterDecay",
-                "AfterFraction",
-                "AfterSteps",
-                "Both",
-                "Either",
-                "LossStable",
-                "NoiseScale",
-                "Straggler",
-            ),
-            "topologies": ("Complete", "Exponential", "RandomRegular", "Ring", "Star"),
+            "compression.power_sgd": "PowerSGD",
+            "compression.quantization": "BF16 FP16 QSGD SignSGD",
+            "compression.sparsification": "DGC RandomK Threshold TopK",
+            "strategies.outer": "Average Elastic Nesterov SlowMo",
+            "strategies.switch_rules": "AfterDecay AfterFraction AfterSteps Both Either LossStable "
+            "NoiseScale Straggler",
+            "topologies": "Complete Exponential RandomRegular Ring Star",
         }
     ),
     elsewhere={
@@ -81,7 +75,6 @@ STRATEGIES = Registry(
 
 NEAR = 1.05
 """As good as the best: at most this many times its seconds to the target."""
-
 
 Seconds = Mapping[str, Mapping[str, float | None]]
 """To the target, of each strategy in its normal notation, on each of several places.
@@ -107,12 +100,8 @@ class Standing:
         """Read the table that comes with Orchestra."""
         table = json.loads(Path(__file__).with_name("standing.json").read_text())
         simulated = table.get("simulated", {"clusters": {}, "remark": cls.simulated_remark})
-        return cls(
-            _seconds(table["tasks"]),
-            table["remark"],
-            _seconds(simulated["clusters"]),
-            simulated["remark"],
-        )
+        seconds, on_clusters = _seconds(table["tasks"]), _seconds(simulated["clusters"])
+        return cls(seconds, table["remark"], on_clusters, simulated["remark"])
 
     def good_on(self, notation: str) -> list[str]:
         """Return the tasks on which this strategy was best in real runs, or within 5 % of that."""
@@ -124,11 +113,7 @@ class Standing:
 
 
 def strategy_of(strategy: Strategy[Any] | str) -> Strategy[Any]:
-    """Return a strategy as it is, or the one that a notation names.
-
-    Raises:
-        InputError: it is neither.
-    """
+    """Return a strategy as it is, or the one that a notation names; else raise InputError."""
     if isinstance(strategy, str):
         strategy = parse(strategy, STRATEGIES, where="strategy")
     if not isinstance(strategy, Strategy):

@@ -1,7 +1,8 @@
-"""The base of strategies whose workers exchange with parameter servers."""
+"""The base of strategies with parameter servers, and which settings of these do not go together."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from orchestra.optimizers.spec import OptimizerPart
     from orchestra.parameter_server.placement import Slice
+    from orchestra.strategies.parameter_server import ParameterServer
     from orchestra.transports.protocol import Task
     from orchestra.worker.worker import Worker
 
@@ -95,7 +97,6 @@ class ServerStrategy(Strategy[V]):
         exchange.collect_slices(worker, state.slices, state.server)
 
     def stop(self, worker: Worker, state: V) -> None:
-        """Workers leave; then agree."""
         if state.parts is not None:
             state.parts.close()
         if state.client is not None:
@@ -132,3 +133,95 @@ def placed_roles(name: str, ranks: int, servers: int, placement: str, replicas: 
     owners = range(servers) if beside else range(workers, ranks)
     shares = (1.0,) * workers + (0.0,) * (ranks - workers)
     return Roles(shares, tuple(owners), replicas=replicas)
+
+
+# Which settings of `ParameterServer` do not go together, and why
+
+ON_ARRIVAL = "consistency='asynchronous', or 'bounded' with a staleness above 0"
+
+
+def contradictions(given: ParameterServer) -> Iterator[str]:
+    """Yield what is wrong with settings that do not go together."""
+    yield from _wrong_consistency(given)
+    yield from _wrong_replicas(given) if given.replicas else ()
+    if isinstance(given.slices, tuple) and len(given.slices) != given.servers:
+        yield f"slices={given.slices} is not one weight for each of {given.servers} servers"
+    if given.lambda0 is not None and given.delay_compensation == "none":
+        yield "lambda0 needs delay_compensation='constant' or 'adaptive'"
+    if given.mean_square is not None and given.delay_compensation != "adaptive":
+        yield "mean_square needs delay_compensation='adaptive'"
+    if given.compression is not None and not given.compression.decodable_alone:
+        yield (
+            f"a server cannot read a payload of {given.compression!r} without those of all "
+            "workers: take AllReduce, or another compressor (SignSGD with vote=False)"
+        )
+    if given.backup and (given.servers > 1 or given.returns == "gradients"):
+        yield (
+            "backup needs servers=1 and returns='parameters': several servers would not drop "
+            "the same gradients, and a late worker would miss updates"
+        )
+    if given.backup and given.compression is not None:
+        yield (
+            "backup does not go with compression: what waits for a later step would count on "
+            "gradients that are dropped"
+        )
+
+
+def contradictions_with(given: ParameterServer, worker: Worker) -> Iterator[str]:
+    """Yield what is wrong with settings, given what `worker` has."""
+    if given.backup and worker.own_loop:
+        yield (
+            "backup needs orchestra's own loop (orchestra train): a late worker passes over "
+            "batches, which a loop of your own cannot"
+        )
+    if given.replicas and given.averages and worker.clip_norm is not None:
+        yield (
+            f"replicas=1 with clip_norm needs {ON_ARRIVAL}, where workers clip: synchronous "
+            "servers clip together, and the death of one would cut that short"
+        )
+
+
+def _wrong_consistency(given: ParameterServer) -> Iterator[str]:
+    """Yield what does not go with `consistency`."""
+    bounded = given.consistency == "bounded"
+    same = "a synchronous server averages gradients of the same parameters"
+    if given.staleness is not None and not bounded:
+        yield f"staleness={given.staleness} needs consistency='bounded', not {given.consistency!r}"
+    if given.staleness is None and bounded:
+        yield (
+            "consistency='bounded' needs its bound: give both, as in ParameterServer("
+            "consistency='bounded', staleness=1), or set consistency='asynchronous'"
+        )
+    if given.averages and given.learning_rate != "kept":
+        yield f"learning_rate={given.learning_rate!r} needs {ON_ARRIVAL}: {same}"
+    if given.averages and given.delay_compensation != "none":
+        yield f"delay_compensation={given.delay_compensation!r} needs {ON_ARRIVAL}: {same}"
+    if given.returns == "gradients" and not given.averages:
+        yield (
+            f"returns='gradients' needs consistency='synchronous': a server that is "
+            f"{given.consistency} has no average to return"
+        )
+    if given.backup and not given.averages:
+        yield (
+            f"backup needs consistency='synchronous': where it is {given.consistency!r}, no "
+            "gradient comes too late"
+        )
+
+
+def _wrong_replicas(given: ParameterServer) -> Iterator[str]:
+    """Yield what does not go with `replicas`."""
+    if given.servers < 2:
+        yield (
+            "replicas=1 needs servers=2 or more: the replica of a server's slice lies on the "
+            "next server"
+        )
+    if given.returns == "gradients":
+        yield (
+            "replicas=1 needs returns='parameters': servers that only average keep nothing "
+            "that could be lost"
+        )
+    if given.averages and given.placement == "beside":
+        yield (
+            f"replicas=1 beside workers needs {ON_ARRIVAL}: with a server its worker dies, "
+            "and a synchronous step needs all workers; or set placement='dedicated'"
+        )

@@ -9,30 +9,18 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from orchestra import exchange, optimizers
+from orchestra import exchange, optimizers, topologies
 from orchestra.errors import InputError
 from orchestra.settings import MAX_SEED, MAX_STEPS, setting
-from orchestra.settings.registry import LazyModule
-from orchestra.strategies.base import Footprint, Roles
-from orchestra.strategies.replicas import Replicas, ReplicaState
-from orchestra.topologies import (
-    Exponential,
-    Topology,
-    connected,
-    random_shares,
-    sources_of,
-    uniform_shares,
-)
+from orchestra.strategies.base import Footprint, Replicas, ReplicaState, Roles, torch
+from orchestra.topologies import Exponential, Topology, sources_of
 from orchestra.transports.tags import Tag
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from orchestra.transports.protocol import Task, Transport
     from orchestra.worker.worker import Worker
-else:
-    torch = LazyModule("torch")  # settings load without it
 
 SENDING, RECEIVING = 0, 1
 """Lanes of background flows: neither waits for the other."""
@@ -105,9 +93,7 @@ class StochasticGradientPush(Replicas[PushState]):
 
     topology: Topology = setting(Exponential(peers=1), "who sends to whom")
     _: KW_ONLY
-    overlap: int = setting(
-        0, "tau: steps a worker may be ahead of the messages sent to it", low=0, high=MAX_STEPS
-    )
+    overlap: int = setting(0, "tau: steps that a message may be late", low=0, high=MAX_STEPS)
     exchanges: Literal["every_tau_steps", "one_at_a_time", "every_step"] = setting(
         "every_tau_steps", "with overlap: in which steps a worker sends"
     )
@@ -128,19 +114,16 @@ class StochasticGradientPush(Replicas[PushState]):
         """True if messages are added when they are there: with `overlap`."""
         return self.overlap > 0
 
-    @property
-    def self_paced(self) -> bool:
-        """True if messages need not be of a certain step: with `overlap`."""
-        return self.overlap > 0
+    self_paced = depends_on_speed  # messages need not be of a certain step
 
     def roles(self, ranks: int) -> Roles:
-        if not connected(self.topology, ranks):
+        if not topologies.connected(self.topology.graphs(ranks)):
             raise InputError(f"{self!r}: the topology does not connect {ranks} ranks")
-        return Roles((1.0,) * ranks)
+        return super().roles(ranks)
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
         """Add x, and messages on their way, out and in, of as many steps as they may be late."""
-        graphs = [self.topology.graph(ranks, s) for s in range(self.topology.period(ranks))]
+        graphs = self.topology.graphs(ranks)
         moving = max(len(graph[rank]) + len(sources_of(graph)[rank]) for graph in graphs)
         copies = 1.0 + moving * (1 + self.overlap) + (self.overlap > 0)  # the mass before its parts
         return replace(super().footprint(rank, ranks), copies=copies)
@@ -152,8 +135,8 @@ class StochasticGradientPush(Replicas[PushState]):
     def shares(self, targets: tuple[int, ...], rank: int, number: int) -> Mapping[int, float]:
         """Return the shares that `rank` sends to targets in exchange `number`, and keeps; sum 1."""
         if self.weights == "uniform":
-            return uniform_shares(targets, rank, number)
-        return random_shares(targets, rank, number, seed=self.seed)
+            return topologies.uniform_shares(targets, rank, number)
+        return topologies.random_shares(targets, rank, number, seed=self.seed)
 
     def before_forward(self, worker: Worker, state: PushState) -> None:
         """Follow the authors' code: add what has arrived, begin an exchange, then show z."""
@@ -173,7 +156,6 @@ class StochasticGradientPush(Replicas[PushState]):
         worker.snapshots.offer(worker.step.consumed, worker.parameters, weight=state.push.w)
 
     def settle(self, worker: Worker, state: PushState) -> None:
-        """Take in all mass that was sent until this step."""
         state.push.drain()
         worker.parameters.copy_(state.push.z())
 

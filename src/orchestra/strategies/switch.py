@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,10 +12,9 @@ from orchestra.errors import InputError
 from orchestra.settings import setting
 from orchestra.settings.base import REQUIRED
 from orchestra.strategies.all_reduce import AllReduce
-from orchestra.strategies.base import CHANGED, Footprint, Roles, Strategy
-from orchestra.strategies.phased import Phased
+from orchestra.strategies.base import CHANGED, Roles, Strategy
+from orchestra.strategies.phased import Phased, SwitchState
 from orchestra.strategies.switch_rules import LossStable, Rule
-from orchestra.strategies.switch_state import SwitchState
 
 if TYPE_CHECKING:
     from orchestra.parameter_server.messages import Pause
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, repr=False)
-class Switch(Phased[SwitchState]):
+class Switch(Phased):
     """Train with `first` until `when` says so, with `then` from there on.
 
     Strategy-Switch (Provatas et al., IEEE Access 2025) is
@@ -40,8 +39,6 @@ class Switch(Phased[SwitchState]):
     all batches of a round are done, and then no further batch is handed out.
     """
 
-    switches = True
-
     use = "where the early steps need another strategy than the late ones"
     variants = (
         (
@@ -49,11 +46,9 @@ class Switch(Phased[SwitchState]):
             'LossStable(window=6, threshold=0.12, every=10), learning_rate="divided")',
             "for workers of unlike speed, once the loss is calm (Strategy-Switch)",
         ),
-        (
-            'Switch(AllReduce("ring"), LocalSGD(8), when=AfterFraction(0.5))',
-            "for slow links, where local steps from the start lose accuracy (post-local SGD)",
-        ),
-    )
+        ('Switch(AllReduce("ring"), LocalSGD(8), when=AfterFraction(0.5))',
+         "for slow links, where local steps from the start lose accuracy (post-local SGD)"),
+    )  # fmt: skip
 
     first: Strategy[Any] = setting(REQUIRED, "the strategy of the first phase")
     then: Strategy[Any] = setting(REQUIRED, "the strategy of the second phase")
@@ -70,7 +65,7 @@ class Switch(Phased[SwitchState]):
 
     def check(self) -> None:
         """Phases train whole models; gradients are compared where their average is at hand."""
-        for phase in (self.first, self.then):
+        for phase in self.phases:
             if phase.divides_model or phase.shards_parameters:
                 raise InputError(
                     f"Switch: {phase!r} gives each rank a part of the model, which no other phase "
@@ -85,16 +80,12 @@ class Switch(Phased[SwitchState]):
             )
 
     @property
-    def native(self) -> bool:
-        return self.first.native or self.then.native
-
-    @property
-    def synchronous(self) -> bool:
-        return self.first.synchronous and self.then.synchronous
+    def phases(self) -> tuple[Strategy[Any], ...]:
+        return self.first, self.then
 
     @property
     def depends_on_speed(self) -> bool:
-        return self.first.depends_on_speed or self.then.depends_on_speed or self._announced
+        return self._announced or any(phase.depends_on_speed for phase in self.phases)
 
     @property
     def _announced(self) -> bool:
@@ -111,9 +102,6 @@ class Switch(Phased[SwitchState]):
             )
         self._check_moments(first, then)
         return first
-
-    def footprint(self, rank: int, ranks: int) -> Footprint:
-        return self.first.footprint(rank, ranks).joined(self.then.footprint(rank, ranks), max)
 
     def _check_moments(self, first: Roles, then: Roles) -> None:
         if self.moments == "reset":
@@ -133,7 +121,7 @@ class Switch(Phased[SwitchState]):
 
     @property
     def steps_together(self) -> bool:
-        return self.first.steps_together or self.then.steps_together
+        return any(phase.steps_together for phase in self.phases)
 
     def currently_lockstep(self, state: SwitchState) -> bool:
         """Return whether the phase under way is; until the switch workers count steps alike."""
@@ -147,14 +135,12 @@ class Switch(Phased[SwitchState]):
         return self.phase(state).work(state.inner)
 
     def start(self, worker: Worker) -> SwitchState:
-        state = SwitchState(
-            self.when, self.nesting, self.when.begin(), before=worker.measures.switched_at_step or 0
-        )
+        before = worker.measures.switched_at_step or 0
+        state = SwitchState(self.when, self.nesting, self.when.begin(), before=before)
         self._begin_first(worker, state, lambda: self.first.start(worker))
         return state
 
     def resume(self, worker: Worker, saved: Mapping[str, Any]) -> SwitchState:
-        """Resume in the phase that the checkpoint was taken in."""
         steps, before = saved["steps"], saved.get("before", 0)
         state = SwitchState(self.when, self.nesting, self.when.begin(), steps=steps, before=before)
         optimizers.restore(state.rule, saved["rule"])
@@ -199,10 +185,10 @@ class Switch(Phased[SwitchState]):
         """Switch, or let a switch inside the phase under way do so."""
         if not state.switched and level == self.nesting:
             self._switch(worker, state)
-        else:
-            before = self.under_way(state)
-            self.phase(state).end_phase(worker, state.inner, level)
-            self._follow(worker, state, before)
+            return
+        before = self.under_way(state)
+        self.phase(state).end_phase(worker, state.inner, level)
+        self._follow(worker, state, before)
 
     def _share_count(self, worker: Worker, state: SwitchState) -> None:
         """Collective over all ranks, where a phase inside the first one ends after a step.
@@ -244,9 +230,8 @@ class Switch(Phased[SwitchState]):
         if not self.first.synchronous and worker.rank == worker.workers.ranks[0]:
             worker.reporter.expendable(False)  # it announces the step to leave after
         if self._announced and worker.rank in worker.workers.ranks:
-            level = self.nesting + 1
             state.leaving = exchange.CommonStep(
-                worker, steps=state.steps, level=level, observe=state.observe
+                worker, steps=state.steps, level=self.nesting + 1, observe=state.observe
             )
             state.seconds = exchange.own_seconds(worker)
             worker.gradients.measures_square = self.when.reads_gradients
@@ -254,8 +239,7 @@ class Switch(Phased[SwitchState]):
     @property
     def nesting(self) -> int:
         """How many switches may be waiting inside the phases of this one."""
-        inside = [p.nesting + 1 for p in (self.first, self.then) if isinstance(p, Switch)]
-        return max(inside, default=0)
+        return max((p.nesting + 1 for p in self.phases if isinstance(p, Switch)), default=0)
 
     @property
     def hands_over_moments(self) -> bool:
@@ -330,9 +314,8 @@ class Switch(Phased[SwitchState]):
             exchange.exact_mean_of_buffers(worker)
         if self._takes(worker, state):
             state.count_rounds(position)
-        worker.step.consumed, state.steps = exchange.agree_on_data(
-            worker, [position, state.steps], there
-        )
+        known = [position, state.steps]
+        worker.step.consumed, state.steps = exchange.agree_on_data(worker, known, there)
 
     def serve(self, worker: Worker, state: SwitchState) -> Pause | None:
         """Serve as the phase under way does; where its workers switch, switch with them."""
@@ -348,7 +331,7 @@ class Switch(Phased[SwitchState]):
 
     def quiesce(self, worker: Worker, state: SwitchState, step: int) -> bool:
         """Come to rest as the phase under way does, with all reports in the rule's state."""
-        complete = super().quiesce(worker, state, step)
+        complete: bool = super().quiesce(worker, state, step)
         if complete and state.leaving is not None:
             state.leaving.settle()
         return complete
@@ -361,10 +344,8 @@ class Switch(Phased[SwitchState]):
         return self.then if state.switched else self.first
 
 
-def phases(strategy: Strategy[Any]) -> Iterator[Strategy[Any]]:
-    """Yield the phases of a switch, also of switches in it, in order; else `strategy` itself."""
-    if isinstance(strategy, Switch):
-        yield from phases(strategy.first)
-        yield from phases(strategy.then)
-    else:
-        yield strategy
+def phases(strategy: Strategy[Any]) -> list[Strategy[Any]]:
+    """Return the phases of a switch, also of switches in it, in order; else `strategy` itself."""
+    if not isinstance(strategy, Switch):
+        return [strategy]
+    return [*phases(strategy.first), *phases(strategy.then)]

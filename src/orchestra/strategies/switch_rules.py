@@ -33,23 +33,16 @@ class Rule(Settings, ABC):
 
     Where all workers know the same of a step each observes it, and all decide alike. Elsewhere
     they report to one, which observes for all. Rules combine: `a & b`, `a | b`.
-
-    Attributes:
-        memory: the class of its state.
-        reads_loss: it depends on the training loss.
-        counts: it depends on the number of the step alone, or on what is planned.
-        compares_workers: it needs what each worker measures by itself.
-        reads_gradients: it compares workers by their gradients, which are then averaged.
     """
 
-    memory: ClassVar[type[RuleState]] = RuleState
-    reads_loss: ClassVar[bool] = False
-    counts: ClassVar[bool] = False
-    compares_workers: ClassVar[bool] = False
-    reads_gradients: ClassVar[bool] = False
+    memory: ClassVar[type[RuleState]] = RuleState  # of its state
+    reads_loss: ClassVar[bool] = False  # it depends on the training loss
+    counts: ClassVar[bool] = False  # on the number of the step alone, or on what is planned
+    compares_workers: ClassVar[bool] = False  # it needs what each worker measures by itself
+    reads_gradients: ClassVar[bool] = False  # of workers, which are then averaged
 
     def begin(self) -> RuleState:
-        """The memory at the beginning."""
+        """Return the memory at the beginning."""
         return self.memory()
 
     @abstractmethod
@@ -106,9 +99,7 @@ class AfterDecay(Rule):
 
     memory = DecayState
 
-    below: float = setting(
-        1.0, "a decay is a rate below so much of the largest before", above=0.0, high=1.0
-    )
+    below: float = setting(1.0, "a decay is a rate below this part of the largest", above=0, high=1)
 
     def observe(self, state: DecayState, step: Step) -> bool:
         rate = step.rates[0]
@@ -138,9 +129,7 @@ class Straggler(Rule):
     compares_workers = True
     memory = StragglerState
 
-    ratio: float = setting(
-        1.5, "seconds of the slowest over the median that make one", above=1.0, high=1e9
-    )
+    ratio: float = setting(1.5, "seconds of a straggler over the median", above=1.0, high=1e9)
     _: KW_ONLY
     window: int = setting(10, "steps that the seconds are the mean of", low=1, high=1_000_000)
     present: bool = setting(True, "false: when there is none any more")
@@ -182,9 +171,7 @@ class NoiseScale(Rule):
     reads_gradients = True
     memory = NoiseState
 
-    ratio: float = setting(
-        1.0, "B over the samples of a step, from which on it fires", above=0.0, high=1e9
-    )
+    ratio: float = setting(1.0, "B over a step's samples that makes it fire", above=0.0, high=1e9)
     _: KW_ONLY
     smoothing: float = setting(0.95, "of the two estimates, from step to step", low=0.0, high=1.0)
     least: int = setting(20, "steps before it may fire", low=1, high=MAX_STEPS)
@@ -271,22 +258,16 @@ class LossStable(Rule):
     reads_loss = True
 
     window: int = setting(6, "W: observations", low=2, high=1_000_000)
-    threshold: float = setting(
-        0.01, "largest mean relative change that counts as stable", low=0.0, high=1e9
-    )
+    threshold: float = setting(0.01, "mean relative change that counts as stable", low=0, high=1e9)
     _: KW_ONLY
     every: int | Literal["epoch"] = setting(
-        1,
-        "steps that one observation is the mean of; 'epoch': those of one pass over the data",
-        low=1,
+        1, "steps that one observation is the mean of; 'epoch': a pass over the data", low=1,
         high=MAX_STEPS,
-    )
+    )  # fmt: skip
     source: Literal["mean", "max"] = setting(
         "mean", "a step's loss: the sample-weighted mean over the workers, or the largest of them"
     )
-    floor: float = setting(
-        1e-12, "losses nearer to 0 count as this much in the denominator", above=0.0, high=1e9
-    )
+    floor: float = setting(1e-12, "least denominator, for losses near 0", above=0.0, high=1e9)
 
     def observe(self, state: RuleState, step: Step) -> bool:
         state.total += step.loss if self.source == "mean" else max(step.losses)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 
@@ -40,6 +40,10 @@ class Topology(Settings, ABC):
         """Return the graph of any `step`, from 0."""
         return _links(self, ranks, step % self.period(ranks))
 
+    def graphs(self, ranks: int) -> list[Graph]:
+        """Return the graphs of a period."""
+        return [self.graph(ranks, step) for step in range(self.period(ranks))]
+
 
 @lru_cache(maxsize=1024)
 def _links(topology: Topology, ranks: int, step: int) -> Graph:
@@ -56,28 +60,15 @@ def sources_of(graph: Graph) -> Graph:
     return tuple(map(tuple, sources))
 
 
-def connected(topology: Topology, ranks: int) -> bool:
-    """Return whether information of any rank reaches every other one, through the graphs of a
-    period.
-    """
-    return connect([topology.graph(ranks, step) for step in range(topology.period(ranks))])
-
-
-def connect(graphs: Sequence[Graph]) -> bool:
-    """Return whether `graphs`, in turn and repeated, carry information of any rank to every
-    other one.
-    """
-    ranks = len(graphs[0])
-    forward = [{target for graph in graphs for target in graph[rank]} for rank in range(ranks)]
-    backward: list[set[int]] = [set() for _ in range(ranks)]
-    for rank, targets in enumerate(forward):
-        for target in targets:
-            backward[target].add(rank)
+def connected(graphs: Sequence[Graph]) -> bool:
+    """Return whether `graphs`, repeated in turn, carry information of any rank to every other."""
+    ranks = range(len(graphs[0]))
+    union = tuple(tuple({to for graph in graphs for to in graph[rank]}) for rank in ranks)
     # Whoever rank 0 reaches and is reached by reaches all others through it.
-    return all(len(_reached(links)) == ranks for links in (forward, backward))
+    return all(len(_reached(links)) == len(union) for links in (union, sources_of(union)))
 
 
-def _reached(links: list[set[int]]) -> set[int]:
+def _reached(links: Sequence[Iterable[int]]) -> set[int]:
     reached, fresh = {0}, {0}
     while fresh:
         fresh = set().union(*(links[rank] for rank in fresh)) - reached
@@ -94,9 +85,7 @@ def _require_room(ranks: int, degree: int, most: int = MAX_LINKS) -> None:
 
 
 def _circulant(ranks: int, distances: set[int]) -> Graph:
-    """Return the graph in which every rank sends to those that are `distances` further on the
-    circle.
-    """
+    """Return the graph in which each rank sends to those `distances` further on the circle."""
     steps = {distance % ranks for distance in distances} - {0}
     _require_room(ranks, len(steps))
     return tuple(
@@ -123,18 +112,15 @@ class Exponential(Topology):
 
     _: KW_ONLY
     peers: int | None = setting(
-        None,
-        "ranks that each one sends to in a step, the distances taking turns; none: all",
-        low=1,
-        high=MAX_RANKS,
-    )
+        None, "ranks that each one sends to in a step, the distances taking turns; none: all",
+        low=1, high=MAX_RANKS,
+    )  # fmt: skip
 
     def period(self, ranks: int) -> int:
         """Return the number of groups; 1 where every step uses all distances."""
         return 1 if self.peers is None else len(self._powers(ranks, self.peers + 1))
 
     def links(self, ranks: int, step: int) -> Graph:
-        """Return the graph of a step: rank i sends to i + each distance of the step."""
         if self.peers is None:
             return _circulant(ranks, set(self._powers(ranks, 2)))
         power = self._powers(ranks, self.peers + 1)[step]
@@ -173,9 +159,7 @@ class RandomRegular(Topology):
     degree is odd there is no such graph, and the degree is one higher.
     """
 
-    degree: int = setting(
-        3, "neighbours of each rank; all others where there are fewer", low=2, high=MAX_RANKS
-    )
+    degree: int = setting(3, "neighbours of each rank, if there are enough", low=2, high=MAX_RANKS)
     _: KW_ONLY
     seed: int = setting(0, "of the random choice", low=0, high=MAX_SEED)
 
@@ -247,17 +231,13 @@ def doubly_stochastic(graph: Graph) -> Weights:
 
 
 def uniform_shares(targets: tuple[int, ...], rank: int, step: int = 0) -> dict[int, float]:
-    """Return the shares that `rank` sends to each target, and keeps: equal parts of 1, in every
-    step.
-    """
+    """Return the shares that `rank` sends to each target, and keeps: equal parts of 1."""
     share = 1.0 / (len(targets) + 1)
     return {rank: share, **dict.fromkeys(targets, share)}
 
 
 def random_shares(targets: tuple[int, ...], rank: int, step: int, seed: int) -> dict[int, float]:
-    """Return the shares that `rank` sends to each target, and keeps: parts of 1, random in each
-    step.
-    """
+    """Return the shares that `rank` sends to each target, and keeps: random in each step, sum 1."""
     # A text seeds alike in every process, which `hash` does not.
     stream = random.Random(f"{seed}-{rank}-{step}")
     drawn = {to: stream.uniform(0.1, 1.0) for to in (rank, *targets)}
