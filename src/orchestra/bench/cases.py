@@ -111,10 +111,7 @@ STRATEGIES: dict[str, tuple[str, Callable[[Terms], float]]] = {
         f'ParameterServer({ASYNCHRONOUS}, placement="beside")',
         lambda t: t.asynchronous,
     ),
-    "bounded": (
-        'ParameterServer(consistency="bounded", staleness=1)',
-        lambda t: t.asynchronous,
-    ),
+    "bounded": ('ParameterServer(consistency="bounded", staleness=1)', lambda t: t.asynchronous),
     "server in parts": (
         "ParameterServer()",
         lambda t: t.ranks / t.workers * max(t.step, t.workers * (t.served + t.adding)),

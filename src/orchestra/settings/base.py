@@ -14,21 +14,11 @@ import copy
 import dataclasses
 import math
 import numbers
+import typing
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from types import GenericAlias, NoneType, UnionType
-from typing import (
-    Any,
-    Final,
-    Literal,
-    NamedTuple,
-    Self,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, Final, Literal, NamedTuple, Self, TypeVar, Union, get_args, get_origin
 
 from orchestra.errors import InputError, nearest
 
@@ -46,12 +36,9 @@ class Mismatch(ValueError):
 
 
 def convert(value: Any, hint: Any, leaf: Callable[[Any, Any], object] | None = None) -> Any:
-    """Return `value` as the annotation `hint` wants it.
+    """Return `value` as the annotation `hint` wants it, or raise `Mismatch`.
 
     `leaf` converts what is neither a union, a literal nor a container; as a setting by default.
-
-    Raises:
-        Mismatch: it does not fit.
     """
     origin, parts = get_origin(hint), get_args(hint)
     container = origin if isinstance(origin, type) else object
@@ -186,12 +173,8 @@ def to_plain(value: Any, *, finite: bool = False) -> Any:
 
 
 def from_plain(hint: Any, value: Any) -> Any:
-    """Return the object of the annotation `hint` that `to_plain` made `value` of.
-
-    Fields with a default may be missing.
-
-    Raises:
-        Mismatch: it is nothing of the kind.
+    """Return the object of the annotation `hint` that `to_plain` made `value` of, or raise
+    `Mismatch`. Fields with a default may be missing.
     """
     return convert(value, hint, _from_plain)
 
@@ -216,8 +199,6 @@ def _from_plain(value: Any, hint: Any) -> Any:
 
 
 T = TypeVar("T")
-
-_HINTS: dict[type, dict[str, Any]] = {}
 
 #: In place of a default: the caller has to give this setting.
 REQUIRED: Final[Any] = dataclasses.MISSING
@@ -252,7 +233,7 @@ class Limits:
         words = []
         if self.low is not None:
             words.append(f"at least {self.low!r}")
-        if self.above is not None and self.low is None:
+        elif self.above is not None:
             words.append(f"above {self.above!r}")
         if self.high is not None:
             words.append(f"at most {self.high!r}")
@@ -292,11 +273,8 @@ def redefault(base: type[Settings], name: str, default: T) -> T:
 class Settings:
     """Base of every frozen dataclass of settings; subclass with `frozen=True, repr=False`.
 
-    Construction checks each field against its annotation and range, and converts what can be
-    converted without loss (an int for a float, a list for a tuple).
-
-    Raises:
-        InputError: a value of the wrong type, out of range, or an unknown choice.
+    Construction checks each field against its annotation and range (`InputError`), and converts
+    what can be converted without loss (an int for a float, a list for a tuple).
     """
 
     def __post_init__(self) -> None:
@@ -346,11 +324,10 @@ def settings_of(cls: type[Settings]) -> tuple[dataclasses.Field[Any], ...]:
     return tuple(sorted(taken, key=lambda field: bool(field.kw_only)))
 
 
+@cache
 def type_hints(cls: type) -> dict[str, Any]:
     """Return the annotations of `cls`, evaluated on first use."""
-    if cls not in _HINTS:
-        _HINTS[cls] = get_type_hints(cls)
-    return _HINTS[cls]
+    return typing.get_type_hints(cls)
 
 
 def default_of(field: dataclasses.Field[Any]) -> object:
@@ -395,6 +372,5 @@ def call_text(settings: Settings, text: Callable[[object], str], name: str | Non
 
 
 def _limits(field: dataclasses.Field[Any]) -> Limits:
-    limits = field.metadata.get("limits", Limits())
-    assert isinstance(limits, Limits)
+    limits: Limits = field.metadata.get("limits", Limits())
     return limits

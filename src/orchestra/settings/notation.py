@@ -19,13 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestra.errors import InputError, nearest
-from orchestra.settings.base import (
-    Settings,
-    call_text,
-    require_setting,
-    type_hints,
-    wants_notation,
-)
+from orchestra.settings.base import Settings, call_text, require_setting, type_hints, wants_notation
 from orchestra.settings.registry import Registry
 
 MAX_NESTED = 40
@@ -96,11 +90,7 @@ class Call:
 
 
 def parse(text: str, registry: Registry, *, where: str) -> Any:
-    """Return the object that `text` names; `where` opens the message of every error.
-
-    Raises:
-        InputError: not a constructor call, an unknown name or argument, or a refused value.
-    """
+    """Return the object that `text` names; `where` opens the message of every error."""
     return build(read(text, where=where), registry, where=where)
 
 
@@ -112,7 +102,7 @@ def read(text: str, *, where: str) -> Call:
     return value
 
 
-def _read_any(text: str, *, where: str) -> object:
+def _read_any(text: object, *, where: str) -> object:
     """Return the call or literal, maybe with calls in it, that `text` spells; None if no text."""
     references: dict[str, str] = {}
 
@@ -123,23 +113,20 @@ def _read_any(text: str, *, where: str) -> object:
         references[name] = match["reference"]
         return name
 
-    value = None
-    if isinstance(text, str):
-        try:
-            tree = expression(_REFERENCE.sub(stand_in, text.strip()))
-        except ValueError as error:
-            raise InputError(f"{where}: {text.strip()!r} cannot be read: {error}") from None
-        try:
-            value = _value(tree, references)
-        except InputError as error:
-            raise InputError(f"{where}: {error}") from None
-    return value
+    if not isinstance(text, str):
+        return None
+    try:
+        return _value(expression(_REFERENCE.sub(stand_in, text.strip())), references)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+    except ValueError as error:
+        raise InputError(f"{where}: {text.strip()!r} cannot be read: {error}") from None
 
 
 def _value(node: ast.expr, references: Mapping[str, str]) -> object:
     """Return the value of a tree, in which `references` stand for `package.module:Name`."""
 
-    def inside(nodes: Iterable[ast.expr]) -> list[object]:
+    def inside(*nodes: ast.expr) -> list[object]:
         return [_value(item, references) for item in nodes]
 
     match node:
@@ -152,20 +139,20 @@ def _value(node: ast.expr, references: Mapping[str, str]) -> object:
                 raise InputError("arguments cannot be unpacked with *")
             if any(keyword.arg is None for keyword in keywords):
                 raise InputError("arguments cannot be unpacked with **")
-            name, positional = _name(func, references), tuple(inside(args))
-            given = inside(keyword.value for keyword in keywords)
+            name, positional = _name(func, references), tuple(inside(*args))
+            given = inside(*(keyword.value for keyword in keywords))
             return Call(name, positional, _each_once([str(it.arg) for it in keywords], given))
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
             return -number
         case ast.BinOp(left=left, op=ast.BitAnd() | ast.BitOr() as operator, right=right):
-            return Call(OPERATORS[type(operator)], tuple(inside((left, right))))
+            return Call(OPERATORS[type(operator)], tuple(inside(left, right)))
         case ast.List(elts=items) | ast.Tuple(elts=items):
-            return inside(items) if isinstance(node, ast.List) else tuple(inside(items))
+            return inside(*items) if isinstance(node, ast.List) else tuple(inside(*items))
         case ast.Dict(keys=keys, values=items) if None not in keys:
             names = [key.value for key in keys if isinstance(key, ast.Constant)]
             if len(names) < len(keys):
                 raise InputError("the keys of a dict have to be literals")
-            return _each_once(names, inside(items))
+            return _each_once(names, inside(*items))
     raise InputError(
         f"{ast.unparse(node)!r} is not a literal, a list, a tuple, a dict or a call of a name"
     )
@@ -192,10 +179,8 @@ def calls_in(value: object) -> Iterator[Call]:
     """Yield the outermost calls in `value`, in lists, tuples and dicts too."""
     if isinstance(value, Call):
         yield value
-    elif isinstance(value, Mapping):
-        yield from calls_in(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from calls_in(item)
 
 
@@ -241,13 +226,13 @@ def bound(call: Call, registry: Registry, *, where: str) -> Callable[..., Any]:
     signature = inspect.signature(target)
     _no_bare_text(call, registry, where)
     known = signature.parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
-        for name in call.keywords:
-            if name not in known:
-                wrong = f"has no argument {name!r}; {nearest(name, known)}"
-                if not known:
-                    wrong = f"takes no arguments, but got {name!r}"
-                raise InputError(f"{where}: {call.name} {wrong}")
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
+    for name in [] if takes_any else call.keywords:
+        if not known:
+            raise InputError(f"{where}: {call.name} takes no arguments, but got {name!r}")
+        if name not in known:
+            hint = nearest(name, known)
+            raise InputError(f"{where}: {call.name} has no argument {name!r}; {hint}")
     try:
         # Before anything is made, so that the message can name the arguments.
         signature.bind(*call.positional, **call.keywords)
@@ -303,9 +288,8 @@ def write(value: object, registry: Registry | None = None) -> str:
 
 
 def replace_setting(value: Any, path: str, text: str, registry: Registry, *, where: str) -> Any:
-    """Return a copy of `value` with the setting at the dotted `path` replaced by what `text` means.
-
-    `text` is a literal, a YAML scalar, or, where the setting holds an object, its notation.
+    """Return a copy of `value` with the setting at the dotted `path` replaced by what `text` means:
+    a literal, a YAML scalar, or, where the setting holds an object, its notation.
 
     Raises:
         InputError: no such setting (the nearest one is offered), or a refused value.

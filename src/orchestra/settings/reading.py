@@ -12,14 +12,7 @@ from typing import Any, TypeVar, get_args, get_origin
 import yaml
 
 from orchestra.errors import REPEATED, InputError, nearest
-from orchestra.settings.base import (
-    REQUIRED,
-    Settings,
-    checked,
-    default_of,
-    settings_of,
-    type_hints,
-)
+from orchestra.settings.base import REQUIRED, Settings, checked, default_of, settings_of, type_hints
 from orchestra.settings.notation import MAX_DIGITS, MAX_NESTED
 
 MAX_CHARACTERS = 4_000_000
@@ -63,19 +56,17 @@ class Loader(yaml.SafeLoader):
 
     def _check(self, node: yaml.Node, values: dict[int, int]) -> int:
         """Count the values that `node` stands for; `values` has those of the nodes before."""
-        known = values.get(id(node))
-        if known is not None:
+        if id(node) in values:
             # Its count is not known yet: it is under way above.
-            if not known:
+            if not values[id(node)]:
                 raise Refused("an alias stands inside of what it repeats", node)
-            return known
+            return values[id(node)]
         values[id(node)] = 0
-        count = 1
+        inside = node.value if isinstance(node, yaml.SequenceNode) else []
         if isinstance(node, yaml.MappingNode):
             self._check_keys(node)
-            count += sum(self._check(item, values) for _, item in node.value)
-        elif isinstance(node, yaml.SequenceNode):
-            count += sum(self._check(item, values) for item in node.value)
+            inside = [item for _, item in node.value]
+        count = 1 + sum(self._check(item, values) for item in inside)
         # Aliases of aliases grow exponentially, from a few lines (the "billion laughs")
         if count > MAX_VALUES:
             raise Refused(f"with its aliases it has more than {MAX_VALUES:,} values", node)
@@ -147,8 +138,7 @@ def yaml_text(value: object) -> str:
 def yaml_value(text: str, where: str = "") -> object:
     """Return the value of a YAML text, or the text itself where it is no YAML.
 
-    Raises:
-        InputError: it is YAML that is refused; `where`, if given, opens the message.
+    `where`, if given, opens the message about YAML that is refused.
     """
     try:
         return yaml.load(text, Loader=Loader)
@@ -180,10 +170,8 @@ class Entry:
 def read_document(path: Path, *, needs: str, example: str) -> dict[str, Entry]:
     """Return the keys of the YAML mapping in `path`, in order.
 
-    `needs` names the keys that it has to have, and `example` is a line of such a file.
-
-    Raises:
-        InputError: the file cannot be read, is no YAML, no mapping, or gives a key twice.
+    `needs` names the keys that it has to have, and `example` is a line of such a file, for
+    messages where the file cannot be read, is no YAML, no mapping, or gives a key twice.
     """
     try:
         with path.open(encoding="utf-8") as file:
@@ -205,15 +193,12 @@ def read_document(path: Path, *, needs: str, example: str) -> dict[str, Entry]:
 
 def _entries(text: str, name: str, needs: str, example: str) -> dict[str, Entry]:
     loader = Loader(text)
-    try:
-        root = loader.get_single_node()
-        if root is None:
-            raise InputError(f"{name}: is empty; it needs at least {needs}")
-        if not isinstance(root, yaml.MappingNode):
-            raise InputError(f"{name}: is not a mapping of keys to values, such as {example}")
-        return {str(key): entry for key, entry in _inside(loader, root, name).items()}
-    finally:
-        loader.dispose()
+    root = loader.get_single_node()
+    if root is None:
+        raise InputError(f"{name}: is empty; it needs at least {needs}")
+    if not isinstance(root, yaml.MappingNode):
+        raise InputError(f"{name}: is not a mapping of keys to values, such as {example}")
+    return {str(key): entry for key, entry in _inside(loader, root, name).items()}
 
 
 def _inside(loader: Loader, node: yaml.Node, name: str) -> dict[Any, Entry]:
@@ -284,10 +269,9 @@ class Reader:
         given: Mapping[str, Any] | None = None,
         also: Iterable[str] = (),
     ) -> S:
-        """Return the settings `cls` that a mapping spells.
+        """Return the settings `cls` that the mapping at the dotted `key` spells.
 
         Args:
-            key: its dotted key.
             inside: what it holds; by default what `entry` does.
             given: settings that do not come from the mapping.
             also: keys that were read before, for messages.
@@ -299,11 +283,8 @@ class Reader:
         refuse_others(inside, key, [*fields, *also])
         required = [field for field in fields.values() if default_of(field) is REQUIRED]
         require(inside, {field.name: self._example(field) for field in required}, where)
-        values = {
-            name: self.read_setting(cls, name, inside[name], f"{key}.{name}")
-            for name in fields
-            if name in inside
-        }
+        names = [name for name in fields if name in inside]
+        values = {n: self.read_setting(cls, n, inside[n], f"{key}.{n}") for n in names}
         try:
             return cls(**given, **values)
         except InputError as error:
@@ -321,7 +302,7 @@ class Reader:
 
     def read_setting(self, cls: type[Settings], name: str, entry: Entry, key: str) -> Any:
         """Return the value of `entry` as the setting `name` of `cls` wants it."""
-        field = next(field for field in settings_of(cls) if field.name == name)
+        field = cls.__dataclass_fields__[name]
         value, default = entry.value, default_of(field)
         inner, unit = _settings_in(type_hints(cls)[name]), field.metadata.get("unit")
         # `null` is the default of many settings; whether this one may be None is checked below

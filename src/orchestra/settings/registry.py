@@ -58,7 +58,6 @@ class Registry:
         return ":" in name or name in self._known or name in self._all
 
     def _hint(self, name: str) -> str:
-        """Return what to write in place of an unknown name."""
         if notation := self._elsewhere.get(name.lower().replace("-", "").replace("_", "")):
             return f"write {notation}"
         first = [known for known in self._all if known not in self._arguments]
@@ -93,10 +92,7 @@ class Registry:
     def name_of(self, cls: type) -> str:
         """Return the name under which `resolve` finds `cls`, without importing anything."""
         place = f"{cls.__module__}:{cls.__qualname__}"
-        for name, known in self._all.items():
-            if known == place:
-                return name
-        return place
+        return next((name for name, known in self._all.items() if known == place), place)
 
 
 class LazyModule:

@@ -14,14 +14,7 @@ import torch
 from torch import Tensor
 
 from orchestra.bench.calibrate.profile import FIRST_STEPS, Profile, train_profiled
-from orchestra.bench.timing import (
-    Budget,
-    Kept,
-    curve_of,
-    repeat,
-    rounds,
-    total,
-)
+from orchestra.bench.timing import Budget, Kept, curve_of, repeat, rounds, total
 from orchestra.cluster.calibration import Curve, Messages, MessageTimes
 from orchestra.collectives import Group
 from orchestra.schedules import ALL_REDUCE
@@ -229,12 +222,7 @@ def _served(runtime: Runtime, folder: str) -> float:
     """
     profile = Profile(time.thread_time)
     training = Training(
-        ranks=2,
-        batch_size=1,
-        equal="worker_batch",
-        steps=ROUNDS,
-        snapshots=0,
-        trace_steps=0,
+        ranks=2, batch_size=1, equal="worker_batch", steps=ROUNDS, snapshots=0, trace_steps=0
     )
     run = Run("calibration", f"synthetic({REDUCED // 4})", ParameterServer(), training=training)
     train_profiled(runtime, run, profile, PASSES * len(SIZES), folder)

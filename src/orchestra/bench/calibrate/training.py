@@ -16,16 +16,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from orchestra.bench.calibrate.profile import FIRST_STEPS, Profile, train_profiled
-from orchestra.bench.timing import (
-    LEAST,
-    MOST,
-    Budget,
-    Kept,
-    curve_of,
-    repeat,
-    rounds,
-    trimmed_mean,
-)
+from orchestra.bench.timing import LEAST, MOST, Budget, Kept, curve_of, repeat, rounds, trimmed_mean
 from orchestra.cluster.calibration import Parameter, TaskCosts, Timing
 from orchestra.collectives import Group, all_reduce
 from orchestra.data.feed import open_samples
