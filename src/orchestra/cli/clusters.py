@@ -6,8 +6,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestra.cli.arguments import Parser, choose
-from orchestra.cli.bench import print_table, progress_line
+from orchestra.cli.terminal import Parser, choose, print_table, progress_line
 from orchestra.cluster import Cluster, load_cluster
 from orchestra.cluster.file import cluster_text
 from orchestra.cluster.machines import cluster_of, instances

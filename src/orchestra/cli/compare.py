@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from orchestra.cli.arguments import RUN_SETTINGS, Parser, entries, numbers
+from orchestra.cli.terminal import RUN_SETTINGS, Parser, entries, numbers
 from orchestra.cli.train import check_task
 from orchestra.engines.processes.environment import detect
 from orchestra.errors import InputError

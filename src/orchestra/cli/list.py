@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from orchestra.cli.arguments import Parser
+from orchestra.cli.terminal import Parser
 from orchestra.cluster import CLUSTERS, Jitter, load_cluster
 from orchestra.cluster.file import cluster_text, is_file
 from orchestra.cluster.nodes import ASSUMED

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from orchestra.cli.arguments import RUN_SETTINGS, Parser, entries
+from orchestra.cli.terminal import RUN_SETTINGS, Parser, entries
 from orchestra.engines.processes.environment import Launched, detect
 from orchestra.engines.processes.system import handling
 from orchestra.engines.processes.training import take_part

@@ -1,4 +1,6 @@
-"""argparse with errors of one line, the nearest option for an unknown one, and lists of numbers."""
+"""What commands share: argparse with errors of one line and the nearest option for an unknown one,
+lists of numbers, tables, and a line of progress.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,22 @@ import argparse
 import difflib
 import itertools
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from rich import progress
+from rich.console import Console
+from rich.table import Table
 
 from orchestra.errors import InputError, nearest
 from orchestra.experiments.file import KNOWN_KEYS
 from orchestra.settings.reading import Entry
+
+if TYPE_CHECKING:
+    from orchestra.bench.timing import Progress
 
 ENGINES = ("processes", "emulation", "simulation")
 _SETTINGS = {
@@ -110,7 +121,7 @@ def choose(
     overview: str,
     unknown: str,
 ) -> int:
-    """Carry out the one of a command's actions that is named first; without any, print `overview`.
+    """Carry out the one of a command's actions that is named first, or print `overview`.
 
     `unknown` begins the message about another name.
     """
@@ -147,16 +158,11 @@ def numbers(text: str) -> list[int]:
         return given
     if dots != [len(parts) - 2] or len(given) < 3:
         raise _refused(text, "needs ... once, after two numbers or more and before the last one")
-    *first, last = given
-    return _continued(text, first, last)
+    return _continued(text, *given)
 
 
 def counts(option: str, text: str, *, low: int, why: str = "") -> list[int]:
-    """Return the numbers in the value of `option`, each at least `low`, for the reason `why`.
-
-    Raises:
-        InputError: they are no such numbers.
-    """
+    """Return the numbers in the value of `option`, each at least `low`, for the reason `why`."""
     try:
         found = numbers(text)
     except argparse.ArgumentTypeError as error:
@@ -166,18 +172,18 @@ def counts(option: str, text: str, *, low: int, why: str = "") -> list[int]:
     return found
 
 
-def _continued(text: str, first: list[int], last: int) -> list[int]:
-    """Go on as `first` does, which has to rise, up to `last`."""
+def _continued(text: str, *given: int) -> list[int]:
+    """Go on as the numbers before the last one do, which have to rise, up to the last one."""
+    *found, last = given
     # Equal steps come first: 1,2,...,8 are steps of one, and not powers of two.
-    rules = (1, first[1] - first[0]), (first[1] // max(first[0], 1), 0)
-    for factor, step in rules if first[1] > first[0] else ():
-        if all(b == a * factor + step for a, b in itertools.pairwise(first)):
+    rules = (1, found[1] - found[0]), (found[1] // max(found[0], 1), 0)
+    for factor, step in rules if found[1] > found[0] else ():
+        if all(b == a * factor + step for a, b in itertools.pairwise(found)):
             break
     else:
         raise _refused(text, "rises neither by equal steps nor by equal factors")
-    if last <= first[-1]:
-        raise _refused(text, f"has to end with a number above {first[-1]}")
-    found = list(first)
+    if last <= found[-1]:
+        raise _refused(text, f"has to end with a number above {found[-1]}")
     while found[-1] < last:
         found.append(found[-1] * factor + step)
         if len(found) > MOST:
@@ -190,3 +196,35 @@ def _continued(text: str, first: list[int], last: int) -> list[int]:
 
 def _refused(text: str, reason: str) -> argparse.ArgumentTypeError:
     return argparse.ArgumentTypeError(f"{text!r} {reason}")
+
+
+@contextmanager
+def progress_line() -> Iterator[Progress]:
+    """Show progress on standard error: a bar on a terminal, elsewhere a line now and then."""
+    if not sys.stderr.isatty():
+        from orchestra.engines.processes.display import Lines
+
+        yield Lines()
+        return
+    text, bar = progress.TextColumn("{task.description}"), progress.BarColumn(bar_width=24)
+    columns = (text, bar, progress.TimeElapsedColumn())
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as line:
+        task = line.add_task("starting", total=1.0)
+
+        def tell(what: str, part: float) -> None:
+            line.update(task, description=what, completed=part)
+
+        yield tell
+
+
+def print_table(title: str, headings: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
+    """Print a table; its first column is of names, the others of numbers."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for place, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if place else "left", no_wrap=True)
+    for line in lines:
+        table.add_row(*line)
+    # Without markup: names such as AllReduce[...] have brackets.
+    console = Console(highlight=False, markup=False)
+    console.print(title, style="bold", soft_wrap=True)
+    console.print(table, end="\n\n")
