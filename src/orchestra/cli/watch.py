@@ -18,10 +18,9 @@ from rich.live import Live
 from orchestra.cli.terminal import Parser
 from orchestra.engines.live import moments
 from orchestra.errors import InputError
-from orchestra.experiments.experiment import on_ranks, runs
+from orchestra.experiments.experiment import on_ranks, runs, trials
 from orchestra.experiments.file import load
 from orchestra.experiments.run import PARENT, finished
-from orchestra.experiments.tuning import trials
 from orchestra.records.live import read_live, under_way
 from orchestra.records.record import EXPERIMENT, run_folder
 from orchestra.report.watch_page import comparison_page, run_page

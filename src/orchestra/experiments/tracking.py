@@ -66,20 +66,13 @@ def _settings_of(run: Run, experiment: Experiment) -> dict[str, Any]:
     (strategy,) = settings.pop("strategies").values()
     settings |= {"label": run.name, "strategy": strategy, "seed": run.seed}
     for key in ("optimizer", "task", "schedule"):
-        call = read(settings[key], where=key)
-        settings |= {
-            f"{key}.{name}": str(value) if isinstance(value, Call) else value
-            for name, value in call.keywords.items()
-        }
+        for name, value in read(settings[key], where=key).keywords.items():
+            settings[f"{key}.{name}"] = str(value) if isinstance(value, Call) else value
     return settings
 
 
 class Tracker(Protocol):
-    """A run in an experiment tracker.
-
-    Attributes:
-        id: of the run there, by which it goes on when it is resumed.
-    """
+    """A run in an experiment tracker, and its `id` there, by which it goes on when resumed."""
 
     id: str
 
@@ -128,11 +121,7 @@ class MLflowTracker:
         from mlflow.entities import Metric
 
         now = int(datetime.now().timestamp() * 1000)
-        metrics = [
-            Metric(name, value, now, step)
-            for step, figures in rows
-            for name, value in figures.items()
-        ]
+        metrics = [Metric(name, x, now, step) for step, row in rows for name, x in row.items()]
         for first in range(0, len(metrics), MAX_METRICS):
             self._client.log_batch(self.id, metrics=metrics[first : first + MAX_METRICS])
 
@@ -276,9 +265,9 @@ class Tracking:
 
     def _of_now(self) -> dict[str, Any]:
         """Return the speeds and shares of the time of each rank, over its last steps."""
-        found: dict[str, Any] = {}
         rows = [track.row(rank, None, 0.0) for rank, track in sorted(self._tracks.items())]
-        found["train/samples_per_second"] = sum(row.samples_per_second or 0.0 for row in rows)
+        speed = sum(row.samples_per_second or 0.0 for row in rows)
+        found: dict[str, Any] = {"train/samples_per_second": speed}
         for row in rows[:MAX_RANKS] if len(rows) > 1 else ():
             figures = {
                 "loss": row.loss,
@@ -319,11 +308,7 @@ class Tracking:
 
 @contextmanager
 def tracked(run: Run, experiment: Experiment, folder: Path) -> Iterator[Tracking | None]:
-    """Log the run to the trackers that its settings ask for.
-
-    Raises:
-        InputError: one does not take it.
-    """
+    """Log the run to the trackers that its settings ask for; `InputError` if one refuses it."""
     if not any(getattr(run.training, name) for name in KINDS):
         yield None
         return
@@ -344,11 +329,10 @@ def _tell(text: str) -> None:
 
 
 def _known(folder: Path) -> dict[str, Any]:
-    try:
+    with suppress(OSError, ValueError):
         known = json.loads((folder / TRACKING).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}
+        return known if isinstance(known, dict) else {}
+    return {}
 
 
 def _of_step(line: Line) -> dict[str, Any]:
