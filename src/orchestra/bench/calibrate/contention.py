@@ -5,6 +5,7 @@ waiting one.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -76,20 +77,14 @@ def _all_reduces(
 ) -> tuple[float, float]:
     """Time all-reduces over the first `count` ranks for `seconds`, but at most `most`. Return
     the processor seconds and the seconds of waiting.
-
-    Of the waits the lower quartile counts: on a busy machine, ranks do not only wait for each
-    other.
     """
     ranks = tuple(range(count))
     # A gradient is in no cache when it is complete, so vectors take turns
     vectors = torch.ones(min(IN_TURN // size, 1000), size // 4)
     used, waited = [], []
 
-    def agreed(enough: bool) -> bool:
-        return total(transport, enough, ranks) > 0
-
-    for number, _ in enumerate(rounds(seconds, most, agreed=agreed)):
-        vector = vectors[number % len(vectors)]
+    turns = rounds(seconds, most, agreed=lambda own: total(transport, own, ranks) > 0)
+    for vector, _ in zip(itertools.cycle(vectors), turns, strict=False):
         began, ran = time.perf_counter(), time.thread_time()
         all_reduce(transport, vector, "ring", Group(ranks), TAG)
         used.append(time.thread_time() - ran)
@@ -98,8 +93,8 @@ def _all_reduces(
     # In a row of two each rank waits once: a mean over both is that of either
     starts = range(0, max(len(waited) - WINDOW, 0) + 1, WINDOW)
     waits = sorted(statistics.mean(waited[start : start + WINDOW]) for start in starts)
-    # The lower quartile: on a busy machine the mean of few repeats gave 6 ms to wake up in place of
-    # 0.07 (decision 82).
+    # The lower quartile: on a busy machine ranks do not only wait for each other, and the mean of
+    # few repeats gave 6 ms to wake up in place of 0.07 (decision 82).
     return statistics.median(used), waits[len(waits) // 4]
 
 
@@ -200,8 +195,7 @@ def measure_slices(runtime: Runtime, allowed: tuple[float, float]) -> tuple[list
         began = since = last = time.perf_counter()
         while last - began < seconds:
             now = time.perf_counter()
-            # The loop asks for nothing but the time, so between two looks somebody else had the
-            # core
+            # The loop asks for nothing but the time: between two looks somebody else had the core
             if now - last > PAUSE:
                 runs.append(last - since)
                 since = now
@@ -211,14 +205,13 @@ def measure_slices(runtime: Runtime, allowed: tuple[float, float]) -> tuple[list
 
 
 def _pace(step: Callable[[], None], seconds: float) -> float:
-    """Return the processor seconds of a step. The beginning and the end, where other ranks may
-    be missing, do not count.
+    """Return the processor seconds of a step, in the middle of `seconds`: ranks neither begin nor
+    end at the same moment.
     """
     times: list[tuple[float, float]] = []
     for now in rounds(seconds, least=3 if seconds > 0 else 1, limit=math.inf):
         started = time.thread_time()
         step()
         times.append((now, time.thread_time() - started))
-    # Ranks do not begin and end at the same moment
     inner = [spent for at, spent in times if 0.1 * seconds < at < 0.9 * seconds]
     return statistics.median(inner or [spent for _, spent in times])
