@@ -66,9 +66,7 @@ class Terms:
 
     @property
     def uneven(self) -> float:
-        """The extra messages of the ranks beyond a power of two."""
-        # The ranks beyond the power of two send their vector and get the result, so two messages
-        # more
+        """The extra messages of the ranks beyond a power of two: a vector there, a result back."""
         return 0.0 if 2**self.rounds == self.ranks else 2 * self.message
 
     @property
@@ -225,10 +223,9 @@ nodes could use."""
 
 def write_clusters(folder: Path) -> dict[str, Path]:
     """Write a file for each cluster into `folder`, and return the paths by name."""
-    paths = {}
-    for name, text in CLUSTERS.items():
-        paths[name] = folder / f"{name}.yaml"
-        paths[name].write_text(_NODES.format(name=name) + text)
+    paths = {name: folder / f"{name}.yaml" for name in CLUSTERS}
+    for name, path in paths.items():
+        path.write_text(_NODES.format(name=name) + CLUSTERS[name])
     return paths
 
 
@@ -236,8 +233,7 @@ def write_clusters(folder: Path) -> dict[str, Path]:
 class Case:
     """A prediction to be tested, on processes of this machine or on an emulated `cluster`.
 
-    A run has `steps` if given; otherwise the steps of the task, or the fewest for an emulated
-    cluster.
+    A run has `steps`, or else those of the task, or the fewest for an emulated cluster.
     """
 
     label: str
@@ -296,15 +292,10 @@ class Case:
         )
 
     def simulated(self, machine: str, calibration: str) -> Run:
-        """Return the same run in virtual time, on its cluster or else on a cluster that is this
-        `machine`.
-        """
-        run = self.run
+        """Return the same run in virtual time, on its cluster or else on this `machine`."""
+        run, cluster = self.run, str(self.file or machine)
         training = replace(
-            run.training,
-            engine="simulation",
-            cluster=str(self.file or machine),
-            calibration=calibration,
+            run.training, engine="simulation", cluster=cluster, calibration=calibration
         )
         return replace(run, training=training)
 
@@ -318,9 +309,6 @@ def cases(
     """Return the strategies with these labels, and the controls, on every task and number of
     ranks on which they can run. The numbers are `ranks`, or the task's own. They run on this
     machine, or on each of the emulated `clusters` with one rank on each node.
-
-    Raises:
-        InputError: nothing is left.
     """
     found = []
     for file, task in itertools.product(clusters, tasks):
@@ -384,9 +372,7 @@ def predicted(case: Case, calibration: Calibration) -> tuple[float, float]:
 
 
 def _way(case: Case, wire: float) -> tuple[float, float]:
-    """Return the latency and the seconds per byte of the worst route between two ranks of a
-    cluster; zeros on one machine.
-    """
+    """Return the latency and the seconds per byte of the worst route of a cluster, or zeros."""
     if case.cluster is None or case.processes == 1:
         return 0.0, 0.0
     nodes = case.cluster.nodes_of(case.processes)

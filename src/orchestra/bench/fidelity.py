@@ -1,6 +1,4 @@
-"""`orchestra bench fidelity`: predictions of the simulation compared with the same runs on
-processes.
-"""
+"""`orchestra bench fidelity`: predictions of the simulation beside the same runs on processes."""
 
 from __future__ import annotations
 
@@ -11,6 +9,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +47,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Observation:
-    """One run: the seconds of a step of the budget, the bytes sent, and the share of each
-    staleness.
+    """One run: the seconds of a step of the budget, bytes sent, and the share of each staleness.
 
     Attributes:
         others: the part of the machine's processor time that other programs took, stolen time
@@ -144,10 +142,7 @@ def bench_fidelity(
 
     With `calibration` that file is used, and nothing is measured. No case is run before it is
     predicted, and nothing is fitted afterwards. Return the rows and the calibration; if the user
-    stops it, the rows of the completed blocks.
-
-    Raises:
-        KeyboardInterrupt: the user stopped it before a block was completed.
+    stops it (`KeyboardInterrupt` before the first block is completed), those of completed blocks.
     """
     rows: list[FidelityRow] = []
     with tempfile.TemporaryDirectory(prefix="orchestra-fidelity-") as name:
@@ -176,14 +171,9 @@ def bench_fidelity(
 
 
 def _measured(
-    block: Sequence[Case],
-    rounds: int,
-    measured: Calibration,
-    path: Path,
-    tell: Callable[[str], None],
+    block: list[Case], rounds: int, measured: Calibration, path: Path, tell: Callable[[str], None]
 ) -> Iterator[FidelityRow]:
     """Predict all cases, then run them in turns for `rounds` rounds, every other one in reverse."""
-    block = [*block]
     with tempfile.TemporaryDirectory(prefix="orchestra-fidelity-") as name:
         folder = Path(name)
         virtual = {}
@@ -198,7 +188,6 @@ def _measured(
                 seen = observe(longer.simulated(measured.cluster, str(path)), keep)
             block[index], virtual[case.label] = longer, seen
         for number in range(rounds):
-            # Every other round in reverse, so that a machine that becomes slower favours nobody
             for case in order(block, number):
                 tell(f"running {case.label}")
                 real[case.label].append(observe(case.run, folder / f"{case.label}-run"))
@@ -213,9 +202,8 @@ def _measured(
                 run = case.simulated(measured.cluster, str(path))
                 # Only emulated nodes have cores of their own; elsewhere the recorded computation
                 # has the waiting for a core in it.
-                again = observe(
-                    run, folder / "replayed", pace_of(real[case.label][0], virtual[case.label])
-                )
+                pace = pace_of(real[case.label][0], virtual[case.label])
+                again = observe(run, folder / "replayed", pace)
                 row = replace(row, replayed=again.step_seconds)
             yield row
 
@@ -223,10 +211,6 @@ def _measured(
 def observe(run: Run, keep: Path, pace: Pace | None = None) -> Observation:
     """Carry out `run`, again if other programs disturbed it, and move its final parameters to
     the file `keep`. With `pace` (see `simulated_run`) it is a simulation.
-
-    Raises:
-        RunFailed: it failed.
-        KeyboardInterrupt: the user stopped it.
     """
     found: list[Observation] = []
     # With 3 % nearly every emulated run would be made three times (decision 97)
@@ -234,10 +218,8 @@ def observe(run: Run, keep: Path, pace: Pace | None = None) -> Observation:
     while len(found) < ATTEMPTS and (not found or (found[-1].others or 0.0) > quiet):
         with tempfile.TemporaryDirectory(prefix="orchestra-fidelity-") as name:
             folder = Path(name)
-            if pace is None:
-                record = train_run(run, folder, quiet=True)
-            else:
-                record = simulated_run(run, folder, quiet=True, pace=pace)
+            train = train_run if pace is None else partial(simulated_run, pace=pace)
+            record = train(run, folder, quiet=True)
             if record.status == "stopped":
                 raise KeyboardInterrupt
             found.append(_observation(record, step_seconds(run, folder), folder))
@@ -291,9 +273,7 @@ def losses_of(lines: Sequence[Mapping[str, Any]]) -> Floats | None:
 
 
 def pace_of(real: Observation, virtual: Observation) -> Pace:
-    """Return the factors by which each step's simulated computation becomes that of a real run,
-    by rank.
-    """
+    """Return by rank the factors from each step's simulated computation to the real one."""
     found = {}
     for rank, seconds in real.computed.items():
         usual = statistics.median(virtual.computed.get(rank) or [0.0])
@@ -335,11 +315,11 @@ def row_of(
     constant: float,
     parameters_differ: float | None,
 ) -> FidelityRow:
-    seconds = tuple(observation.step_seconds for observation in real)
-    differences = [virtual.bytes_sent - observation.bytes_sent for observation in real]
+    seconds = tuple(one.step_seconds for one in real)
+    differences = [virtual.bytes_sent - one.bytes_sent for one in real]
     together: dict[int, float] = defaultdict(float)
-    for observation in real:
-        for value, share in observation.staleness.items():
+    for one in real:
+        for value, share in one.staleness.items():
             together[value] += share / len(real)
     stale = bool(together) or bool(virtual.staleness)
     to_target = None
@@ -372,9 +352,7 @@ def row_of(
 
 
 def distance(one: Histogram, other: Histogram) -> float:
-    """Return the total variation distance: 0 for equal shares, 1 for shares without a common
-    value.
-    """
+    """Return the total variation distance: 0 for equal shares, 1 if they have no common value."""
     values = one.keys() | other.keys()
     return sum(abs(one.get(v, 0.0) - other.get(v, 0.0)) for v in values) / 2
 

@@ -1,9 +1,8 @@
-"""`orchestra bench step`: a step of `AllReduce` compared with one of DistributedDataParallel,
-and with one of a single process.
-"""
+"""`orchestra bench step`: a step of `AllReduce` beside DistributedDataParallel and one process."""
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -130,20 +129,19 @@ def bench_step(
         KeyboardInterrupt: the user stopped it.
     """
     rows = []
-    for subject in subjects:
-        for count in ranks:
-            # One round more, which warms up
-            blocks = (rounds + 1) * (len(BUCKET_MEGABYTES) + len(OURS) + 1)
-            what = f"{subject.name}, {count} ranks"
-            with tempfile.TemporaryDirectory(prefix="orchestra-bench-") as folder:
-                store = str(Path(folder) / "store")
-                # The launcher's threads, which are those of one process with all cores; ranks get a
-                # part of them
-                contest = Contest(subject, rounds, store, torch.get_num_threads())
-                first, *_ = run_ranks(
-                    measure, contest, count, steps=blocks, what=what, on_progress=on_progress
-                )
-            rows += step_rows(subject, count, first)
+    # One round more, which warms up
+    blocks = (rounds + 1) * (len(BUCKET_MEGABYTES) + len(OURS) + 1)
+    for subject, count in itertools.product(subjects, ranks):
+        what = f"{subject.name}, {count} ranks"
+        with tempfile.TemporaryDirectory(prefix="orchestra-bench-") as folder:
+            store = str(Path(folder) / "store")
+            # The launcher's threads, which are those of one process with all cores; ranks get a
+            # part of them
+            contest = Contest(subject, rounds, store, torch.get_num_threads())
+            first, *_ = run_ranks(
+                measure, contest, count, steps=blocks, what=what, on_progress=on_progress
+            )
+        rows += step_rows(subject, count, first)
     return rows
 
 
@@ -154,16 +152,11 @@ def step_rows(subject: BenchmarkModel, ranks: int, blocks: Blocks) -> list[StepR
     samples = ranks * subject.batch_size * subject.steps
     return [
         StepRow(
-            subject.name,
-            ranks,
-            name,
-            medians[name] / subject.steps,
-            median_ratio(seconds, blocks[best]),
-            samples / medians[name],
-            name == best,
+            subject.name, ranks, name, medians[name] / subject.steps,
+            median_ratio(seconds, blocks[best]), samples / medians[name], name == best,
         )
         for name, seconds in blocks.items()
-    ]
+    ]  # fmt: skip
 
 
 def _best_peer(blocks: Blocks) -> str:
@@ -195,11 +188,9 @@ def block_of(step: Callable[[], None], steps: int) -> Callable[[], None]:
 
 def _peer(subject: BenchmarkModel, bucket_megabytes: int) -> Callable[[], None]:
     torch.manual_seed(0)
+    # Without copies between gradients and buckets: the peer at its best
     model = DistributedDataParallel(
-        # Without copies between gradients and buckets: the peer at its best
-        subject.build(),
-        bucket_cap_mb=bucket_megabytes,
-        gradient_as_bucket_view=True,
+        subject.build(), bucket_cap_mb=bucket_megabytes, gradient_as_bucket_view=True
     )
     return plain_step(subject, model, subject.batch_size)
 
@@ -235,9 +226,8 @@ def plain_step(
 
 def alone(runtime: Runtime, contest: Contest, steps_of_block: int) -> Callable[[], None]:
     """Return a block in which the first rank has the batch of all ranks and all cores, while the
-    others wait.
+    others wait at the barrier before the next block.
     """
-    # The others wait at the barrier before the next block
     if runtime.rank != 0:
         return lambda: None
     subject = contest.subject
@@ -266,8 +256,7 @@ def our_step(
 
     def step() -> None:
         worker.begin_step(Step(samples, samples * runtime.ranks, rates=(RATE,)))
-        # The worker's own loop, without reading data and writing records, which the peers' loop
-        # lacks, too
+        # Without reading data and writing records, which the peers' loop lacks, too
         strategy.gradient(worker, state, batch)
         strategy.update(worker, state)
 

@@ -79,11 +79,9 @@ class Measurement:
     """One of the measurements of a calibration.
 
     Attributes:
-        name: for the user.
         weight: its part of the time, relative to the others.
         measure: is given the moments by which it should and by which it must be done (by the
-            clock), and a function to report its progress to; it returns None if it was not done in
-            time.
+            clock), and a function to report its progress to; returns None if not done in time.
     """
 
     name: str
@@ -93,8 +91,7 @@ class Measurement:
 
 def thread_counts(cores: int) -> tuple[int, ...]:
     """Return 1, 2, 4 and so on, and the number of cores."""
-    # Costs over threads are not linear; between two counts they are straight over 1 / threads
-    # (decision 39).
+    # Between two counts costs are straight over 1 / threads (decision 39)
     return tuple(sorted({2**k for k in range(cores.bit_length()) if 2**k < cores} | {cores}))
 
 
@@ -166,17 +163,13 @@ def _measurements(
     def general(until: float) -> tuple[float, float]:
         return seconds, until
 
+    def with_folder(until: float) -> tuple[float, float, str]:
+        return seconds, until, folder
+
+    turns = 3 * len(SIZES)
     found = [
-        _measurement(
-            "messages",
-            3.0,
-            measure_messages,
-            lambda until: (seconds, until, folder),
-            2,
-            3 * len(SIZES),
-            shared_memory=False,
-        ),
-        _measurement("messages in memory", 1.5, measure_near, general, 2, 3 * len(SIZES)),
+        _measurement("messages", 3.0, measure_messages, with_folder, 2, turns, shared_memory=False),
+        _measurement("messages in memory", 1.5, measure_near, general, 2, turns),
         _measurement("shared memory", 1.5, measure_memory, general, ranks_wanted(cores), CASES),
         # One more than there are cores, so that somebody has to wait
         _measurement("one thread more", 0.5, measure_slices, general, cores + 1, 1),
@@ -302,17 +295,14 @@ def measure_all(
     def attempt(
         what: str, measurement: Measurement, until: float, done: float = 0.0, part: float = 1.0
     ) -> Attempt | None:
-        """Make an attempt. `done` is the part of everything that is done already, `part` that of
-        this attempt.
-        """
+        """Make an attempt; `done` of everything is done already, and `part` is this attempt's."""
         started = clock()
         tell(what, done)
         found = measurement.measure(until, end, lambda own: tell(what, done + own * part))
         return found and replace(found, seconds=clock() - started)
 
     kept: list[Attempt] = []
-    whole = sum(measurement.weight for measurement in measurements)
-    done = 0.0
+    whole, done = sum(measurement.weight for measurement in measurements), 0.0
     for measurement in measurements:
         name, weight = measurement.name, measurement.weight
         # What an earlier one has left over, or taken too much, is shared by all that follow
@@ -335,20 +325,16 @@ def measure_all(
 
 
 def _most_in_need(kept: Sequence[Attempt], left: float) -> int | None:
-    """Return the disturbed measurement to repeat next, among those for which `left` seconds
-    suffice.
-    """
+    """Return the disturbed measurement to repeat next, if `left` seconds suffice for any."""
     # By turns: those repeated least often come first, and of these the one disturbed most
     disturbed = [p for p, one in enumerate(kept) if one.waited > MAX_WAITED and one.seconds < left]
     return min(disturbed, key=lambda p: (kept[p].repeats, -kept[p].waited), default=None)
 
 
 def _better(one: Attempt, again: Attempt | None) -> Attempt:
-    """Return the less disturbed attempt. If `again` is None it was cut off, and is not tried
-    again.
-    """
+    """Return the less disturbed attempt; `again` is None where it was cut off."""
     if again is None:
-        # It took longer than there was time
+        # Not tried again: it took longer than there was time
         return replace(one, repeats=one.repeats + 1, seconds=math.inf)
     # The best attempt, not a mean: an average of disturbed repeats would be a figure nobody
     # measured (decision 40).
