@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from orchestra.compression.base import Compressor, Context
 from orchestra.settings import setting
-from orchestra.settings.registry import LazyModule
+from orchestra.settings.notation import LazyModule
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from orchestra.settings import Registry, Settings, setting
-from orchestra.settings.registry import LazyModule
+from orchestra.settings.notation import LazyModule
 
 if TYPE_CHECKING:
     import numpy

@@ -18,8 +18,9 @@ from orchestra.optimizers.settings import SCHEDULES
 from orchestra.records.record import RunRecord, trial_folder, write_atomically
 from orchestra.report.numbers import count
 from orchestra.report.rows import grouped
-from orchestra.settings import MAX_RANKS, MAX_SEED, REQUIRED, Settings, replace_setting, setting
+from orchestra.settings import MAX_RANKS, MAX_SEED, REQUIRED, Settings, setting
 from orchestra.settings.base import to_plain
+from orchestra.settings.reading import replace_setting
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.single import Single

@@ -16,7 +16,7 @@ from orchestra.errors import InputError, nearest
 from orchestra.experiments.experiment import Experiment
 from orchestra.optimizers.settings import SCHEDULES, Group, Optimizer
 from orchestra.records.record import SUMMARY, read_summary
-from orchestra.settings import Settings, parse, read, replace_setting, write
+from orchestra.settings import Settings, parse, read, write
 from orchestra.settings.base import settings_of, to_plain
 from orchestra.settings.notation import bound, build
 from orchestra.settings.reading import (
@@ -25,6 +25,7 @@ from orchestra.settings.reading import (
     mapping,
     read_document,
     refuse_others,
+    replace_setting,
     require,
     yaml_text,
     yaml_value,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field
@@ -12,8 +13,26 @@ from typing import Any, TypeVar, get_args, get_origin
 import yaml
 
 from orchestra.errors import REPEATED, InputError, nearest
-from orchestra.settings.base import REQUIRED, Settings, checked, default_of, settings_of, type_hints
-from orchestra.settings.notation import MAX_DIGITS, MAX_NESTED
+from orchestra.settings.base import (
+    REQUIRED,
+    Settings,
+    checked,
+    default_of,
+    require_setting,
+    settings_of,
+    type_hints,
+    wants_notation,
+)
+from orchestra.settings.notation import (
+    MAX_DIGITS,
+    MAX_NESTED,
+    Call,
+    Registry,
+    build,
+    expression,
+    read,
+    read_any,
+)
 
 MAX_CHARACTERS = 4_000_000
 MAX_VALUES = 500_000
@@ -147,6 +166,56 @@ def yaml_value(text: str, where: str = "") -> object:
     # A notation such as AllReduce("ring") is no YAML, and is read as the text that it is
     except yaml.YAMLError:
         return text
+
+
+def literal(text: str) -> object:
+    """Return `text` of a command line as a value: a Python literal, else the value in YAML."""
+    try:
+        return ast.literal_eval(expression(text.strip()))
+    except (ValueError, TypeError):
+        return yaml_value(text)
+
+
+def replace_setting(value: Any, path: str, text: str, registry: Registry, *, where: str) -> Any:
+    """Return a copy of `value` with the setting at the dotted `path` replaced by what `text` means:
+    a literal, a YAML scalar, or, where the setting holds an object, its notation.
+
+    Raises:
+        InputError: no such setting (the nearest one is offered), or a refused value.
+    """
+    name, _, rest = path.partition(".")
+    try:
+        if rest:
+            inner = _held(value, name)
+            if not isinstance(inner, Settings | Call | dict):
+                raise InputError(f"{name} is {inner!r}, which has no settings of its own")
+            new = replace_setting(inner, rest, text, registry, where=where)
+        else:
+            new = literal(text)
+            if _holds_object(value, name) and isinstance(new, str):
+                reads = read_any if text.strip()[:1] in ("[", "(") else read
+                new = build(reads(text, where=where), registry, where=where)
+        # Through the constructor, so that the new value is checked like any other.
+        return {**value, name: new} if isinstance(value, dict) else value.with_setting(name, new)
+    except InputError as error:
+        message = str(error)
+        raise InputError(message if message.startswith(where) else f"{where}: {message}") from None
+
+
+def _held(value: Any, name: str) -> Any:
+    if isinstance(value, Settings):
+        require_setting(type(value), name)
+        return getattr(value, name)
+    inside = value.keywords if isinstance(value, Call) else value
+    if name not in inside:
+        raise InputError(f"there is no {name!r}; {nearest(name, map(str, inside))}")
+    return inside[name]
+
+
+def _holds_object(value: Any, name: str) -> bool:
+    if isinstance(value, Settings):
+        return wants_notation(type_hints(type(value)).get(name, str))
+    return isinstance(value, dict) and isinstance(_held(value, name), Settings)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from orchestra.compression.base import Compressor, Encoder
 from orchestra.errors import InputError
 from orchestra.parameter_server.placement import place
 from orchestra.settings import setting
-from orchestra.settings.registry import LazyModule
+from orchestra.settings.notation import LazyModule
 from orchestra.strategies.base import Footprint, Roles
 from orchestra.strategies.replicas import Replicas, ReplicaState
 from orchestra.topologies import Ring, Topology, connected, doubly_stochastic, sources_of

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
-from orchestra.settings.registry import LazyModule
+from orchestra.settings.notation import LazyModule
 from orchestra.strategies.base import Footprint
 from orchestra.strategies.replicas import Replicas, ReplicaState
 from orchestra.transports.tags import Tag

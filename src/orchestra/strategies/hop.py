@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import MAX_RANKS, MAX_STEPS, setting
-from orchestra.settings.registry import LazyModule
+from orchestra.settings.notation import LazyModule
 from orchestra.strategies.base import Footprint, Roles
 from orchestra.strategies.replicas import Replicas, ReplicaState
 from orchestra.topologies import Ring, Topology, connected, doubly_stochastic, sources_of

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import MAX_SEED, setting
-from orchestra.settings.registry import LazyModule
+from orchestra.settings.notation import LazyModule
 from orchestra.strategies.base import Footprint, Roles
 from orchestra.strategies.replicas import Replicas, ReplicaState
 from orchestra.topologies import Complete, Graph, Topology, connect

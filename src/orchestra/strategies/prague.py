@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from orchestra import exchange
 from orchestra.errors import PeerLost
 from orchestra.settings import MAX_RANKS, MAX_SEED, MAX_STEPS, setting
-from orchestra.settings.registry import LazyModule
+from orchestra.settings.notation import LazyModule
 from orchestra.strategies.replicas import Replicas, ReplicaState
 from orchestra.transports.tags import Tag
 

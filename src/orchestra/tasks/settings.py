@@ -17,11 +17,11 @@ from orchestra.settings import (
     Registry,
     Settings,
     read,
-    replace_setting,
     setting,
     write,
 )
 from orchestra.settings.notation import bound, build
+from orchestra.settings.reading import replace_setting
 
 if TYPE_CHECKING:
     from orchestra.tasks.task import Task
