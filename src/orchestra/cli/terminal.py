@@ -40,12 +40,9 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, command: str, description: str, epilog: str = "") -> None:
         super().__init__(
-            prog=f"orchestra {command}",
-            description=description,
-            epilog=epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
+            prog=f"orchestra {command}", description=description, epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        )  # fmt: skip
 
     def error(self, message: str) -> NoReturn:
         # argparse would print its usage and exit; `main` prints one line.
@@ -55,9 +52,9 @@ class Parser(argparse.ArgumentParser):
         """Add an option that takes a value, named in the help by `value`."""
         self.add_argument(name, metavar=value, help=meaning, **more)
 
-    def flag(self, name: str, meaning: str, **more: Any) -> None:
+    def flag(self, name: str, meaning: str, action: str = "store_true", **more: Any) -> None:
         """Add an option without a value, False by default."""
-        self.add_argument(name, action="store_true", help=meaning, **more)
+        self.add_argument(name, action=action, help=meaning, **more)
 
     def add_run_options(self, out: str) -> None:
         """Add the options of every command that makes runs; `out` is the help text of --out."""
@@ -71,11 +68,7 @@ class Parser(argparse.ArgumentParser):
         self.option("--out", "DIR", out, type=Path)
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Return the arguments of a command line.
-
-        Raises:
-            InputError: an unknown option or argument, a missing or refused value.
-        """
+        """Return the arguments of a command line; `InputError` if one is unknown or refused."""
         # `parse_args` names all unknown options at once, and none that may be meant.
         namespace, unknown = self.parse_known_args(arguments)
         for argument in unknown:
@@ -108,11 +101,8 @@ RUN_SETTINGS = ("engine", "cluster", "record_order")
 
 def entries(options: argparse.Namespace, *keys: str) -> dict[str, Entry]:
     """Return the options that are `keys` of an experiment and were given, in place of a file's."""
-    return {
-        key: Entry(value, f"--{key.replace('_', '-')}")
-        for key in keys
-        if (value := getattr(options, key)) is not None
-    }
+    given = {key: getattr(options, key) for key in keys if getattr(options, key) is not None}
+    return {key: Entry(value, f"--{key.replace('_', '-')}") for key, value in given.items()}
 
 
 def choose(
@@ -189,8 +179,7 @@ def _continued(text: str, *given: int) -> list[int]:
         if len(found) > MOST:
             raise _refused(text, f"stands for more than {MOST} numbers")
     if found[-1] != last:
-        nearest = " and ".join(map(str, found[-2:]))
-        raise _refused(text, f"does not come to {last}, but to {nearest}")
+        raise _refused(text, f"does not come to {last}, but to {found[-2]} and {found[-1]}")
     return found
 
 
