@@ -91,12 +91,9 @@ def _parser() -> Parser:
     measure = "in all processes of a launcher, one or more a machine: write the file --cluster of "
     parser.flag("--measure", measure + "the machines that they are on, and end")
     verify = "train the first candidates for real afterwards, on nodes that Linux emulates here (a "
-    parser.flag(
-        "--verify", verify + "cluster of one node: on this machine): predicted beside measured"
-    )
-    parser.add_argument(
-        "--no-report", dest="report", action="store_false", help="write no plan.html"
-    )
+    verify += "cluster of one node: on this machine): predicted beside measured"
+    parser.flag("--verify", verify)
+    parser.flag("--no-report", "write no plan.html", action="store_false", dest="report")
     return parser
 
 
@@ -142,9 +139,8 @@ def planning_parser(
 ) -> Parser:
     """Return a parser with the options of plan and map; `cluster` is the help text of --cluster."""
     parser = Parser(command, description, epilog)
-    parser.add_argument(
-        "experiment", nargs="?", type=Path, metavar="EXPERIMENT", help="a YAML file"
-    )
+    file = "a YAML file"
+    parser.add_argument("experiment", nargs="?", type=Path, metavar="EXPERIMENT", help=file)
     parser.option("--task", "TASK", "in place of the file's: digits, or package.module:function")
     parser.option("--cluster", "CLUSTER", f"{cluster}: a preset, or a file", required=True)
     target = "what is to be reached, as 'accuracy>=0.9' or 'loss<=0.3' (default: the file's; else "

@@ -144,11 +144,8 @@ class _Execution:
         self._progress = Progress(len(self._trials) + len(self.runs) + searches, quiet=quiet)
         self._bad_input: list[InputError] = []
         self._made = 0
-        self._records = {
-            place: record
-            for place in map(self._place, self.runs)
-            for record in finished(place, failed=True)
-        }
+        places = map(self._place, self.runs)
+        self._records = {p: record for p in places for record in finished(p, failed=True)}
 
     def run(self) -> bool:
         """Make all runs that are missing; return whether Ctrl-C ended it early."""
@@ -178,10 +175,8 @@ class _Execution:
         """Make all trials, and choose; rows with a completed run keep their choice."""
         made = all(finished(trial.folder(self._folder), failed=True) for trial in self._trials)
         if not made and not training.has_validation(self._experiment.task):
-            raise InputError(
-                f"tune: {self._experiment.task} has no validation data to choose by; leave tune "
-                "out, or give the task some"
-            )
+            lacks = f"{self._experiment.task} has no validation data to choose by"
+            raise InputError(f"tune: {lacks}; leave tune out, or give the task some")
         # A retried trial could change the choice, and runs of one row would have unlike settings.
         settled = {(r.name, r.ranks) for r in self.rows() if r.status == "completed"}
         outcomes = []
@@ -197,12 +192,15 @@ class _Execution:
         return choices
 
     def _compare(self) -> None:
-        self._write_summary()
+        def write() -> None:
+            write_summary(self._folder, self._experiment.name, self.rows(), self.not_run)
+
+        write()
         # After a whole block, so that one strategy with bad settings does not end the comparison.
         for _, block in groupby(self.runs, key=lambda run: run.seed):
             for run in block:
                 self._records[self._place(run)] = self._one(run)
-                self._write_summary()
+                write()
             self._require_good_input()
 
     def _judge(self) -> None:
@@ -244,9 +242,6 @@ class _Execution:
     def _place(self, run: Run) -> Path:
         return run_folder(self._folder, run.name, run.training.ranks, run.seed)
 
-    def _write_summary(self) -> None:
-        write_summary(self._folder, self._experiment.name, self.rows(), self.not_run)
-
     def _make(
         self,
         run: Run,
@@ -266,8 +261,7 @@ class _Execution:
             KeyboardInterrupt: Ctrl-C; what the run needs to go on is in `folder`.
         """
         self._made += 1
-        done = finished(folder, failed=not retry)
-        if done:
+        if done := finished(folder, failed=not retry):
             self._progress.skip()
             return done[0]
         # Ctrl-C while the last run was evaluated could not stop that run (decision 13).
@@ -298,14 +292,13 @@ class _Execution:
 
     def _finished(self, record: RunRecord, run: Run) -> RunRecord:
         """Tell the user the outcome of a run in a few words, and return its record."""
+        target = run.training.target
+        name = target.metric if target is not None else next(iter(record.metrics), "loss")
+        value = record.metrics.get(name, record.final_loss if name == "loss" else None)
+        figure = "" if value is None else f"{name} {value:.4g}, "
+        text = f"{figure}{record.train_seconds or 0.0:.1f} s"
         if record.failure is not None:
             text = f"failed: {record.failure.splitlines()[0]}"
-        else:
-            target = run.training.target
-            name = target.metric if target is not None else next(iter(record.metrics), "loss")
-            value = record.metrics.get(name, record.final_loss if name == "loss" else None)
-            figure = "" if value is None else f"{name} {value:.4g}, "
-            text = f"{figure}{record.train_seconds or 0.0:.1f} s"
         self._progress.finish(text, failed=record.status == "failed")
         return record
 

@@ -96,9 +96,10 @@ def steps_needed(run: Run, records: Sequence[RunRecord]) -> float | None:
 
     None if some did not reach it.
     """
-    own = [r for r in records if (r.name, r.ranks) == (run.name, run.training.ranks)]
     found = []
-    for record in own:
+    for record in records:
+        if (record.name, record.ranks) != (run.name, run.training.ranks):
+            continue
         whole = record.train_seconds
         until = whole if run.training.target is None else record.time_to_target_seconds
         if record.status != "completed" or not whole or until is None:
@@ -115,19 +116,14 @@ def break_even(
     seconds: float,
     on_event: Callable[[Event | Notice], None],
 ) -> BreakEven:
-    """Return the bandwidth at which `technique` begins to pay, by a search of so many `seconds`.
-
-    Raises:
-        KeyboardInterrupt: the user stopped it.
+    """Return the bandwidth at which `technique` begins to pay, by a search of so many `seconds`;
+    `KeyboardInterrupt` if the user stopped it.
     """
-    needed = [steps_needed(run, records) for run in (technique, plain)]
-    if None in needed:
+    needed = [(run, steps_needed(run, records)) for run in (technique, plain)]
+    if any(steps is None for _, steps in needed):
         return BreakEven(reason="not every run reached the target")
-    first, second = (
-        Rival(run, steps or 0.0, cost_source_of(run))
-        for run, steps in zip((technique, plain), needed, strict=True)
-    )
-    question = Question(first, second, seconds)
+    rivals = [Rival(run, steps or 0.0, cost_source_of(run)) for run, steps in needed]
+    question = Question(*rivals, seconds)
     try:
         outcome = launch(find_break_even, question, 1, patience=PATIENCE, on_event=on_event)
     # A technique without an answer is no reason to end a comparison that is done

@@ -48,14 +48,12 @@ class About:
     """The description of a run for a tracker: its name, settings, tags and folder."""
 
     def __init__(self, run: Run, experiment: Experiment, folder: Path) -> None:
-        self.experiment = experiment.name
+        self.experiment, self.folder = experiment.name, folder
         self.name = f"{on_ranks(run)}, seed {run.seed}"
-        self.folder = folder
         self.trial = run.judged_on == "validation"
         self.settings = _settings_of(run, experiment)
-        self.tags = [type(run.strategy).__name__, run.training.engine]
-        if self.trial:
-            self.tags.append("tuning")
+        tuning = ["tuning"] if self.trial else []
+        self.tags = [type(run.strategy).__name__, run.training.engine, *tuning]
 
 
 def _settings_of(run: Run, experiment: Experiment) -> dict[str, Any]:
@@ -108,8 +106,7 @@ class MLflowTracker:
                 "orchestra.strategy": about.tags[0],
                 "orchestra.engine": about.tags[1],
                 "orchestra.folder": str(about.folder.absolute()),
-                **({"orchestra.tuning": "true"} if about.trial else {}),
-            }
+            } | ({"orchestra.tuning": "true"} if about.trial else {})
             run_name = os.environ.get("MLFLOW_RUN_NAME", about.name)
             self.id = client.create_run(experiment, tags=tags, run_name=run_name).info.run_id
             texts = {key: str(value)[:MAX_TEXT] for key, value in about.settings.items()}
@@ -269,13 +266,11 @@ class Tracking:
         speed = sum(row.samples_per_second or 0.0 for row in rows)
         found: dict[str, Any] = {"train/samples_per_second": speed}
         for row in rows[:MAX_RANKS] if len(rows) > 1 else ():
-            figures = {
-                "loss": row.loss,
-                "samples_per_second": row.samples_per_second,
-                "bytes_sent_per_second": row.bytes_per_second,
-                **{f"{part}_share": row.parts.get(part) for part in PARTS},
-            }
-            found |= {f"rank_{row.rank}/{name}": value for name, value in figures.items()}
+            of_rank = f"rank_{row.rank}"
+            found[f"{of_rank}/loss"] = row.loss
+            found[f"{of_rank}/samples_per_second"] = row.samples_per_second
+            found[f"{of_rank}/bytes_sent_per_second"] = row.bytes_per_second
+            found |= {f"{of_rank}/{part}_share": row.parts.get(part) for part in PARTS}
         return found
 
     def _step_at(self, samples: int) -> int:
@@ -312,16 +307,15 @@ def tracked(run: Run, experiment: Experiment, folder: Path) -> Iterator[Tracking
     if not any(getattr(run.training, name) for name in KINDS):
         yield None
         return
-    tracking = Tracking(run, experiment, folder)
+    tracking, status = Tracking(run, experiment, folder), "failed"
     try:
         yield tracking
+        status = "completed" if tracking.record is None else tracking.record.status
     except KeyboardInterrupt:
-        tracking.finish("stopped")
+        status = "stopped"
         raise
-    except BaseException:
-        tracking.finish("failed")
-        raise
-    tracking.finish("completed" if tracking.record is None else tracking.record.status)
+    finally:
+        tracking.finish(status)
 
 
 def _tell(text: str) -> None:
@@ -360,8 +354,5 @@ def _of_record(record: RunRecord) -> dict[str, Any]:
 
 
 def _finite(figures: Mapping[str, Any]) -> Figures:
-    return {
-        name: float(value)
-        for name, value in figures.items()
-        if value is not None and math.isfinite(value)
-    }
+    known = ((name, value) for name, value in figures.items() if value is not None)
+    return {name: float(value) for name, value in known if math.isfinite(value)}

@@ -16,6 +16,7 @@ import math
 import numbers
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from types import GenericAlias, NoneType, UnionType
 from typing import Any, Final, Literal, NamedTuple, Self, TypeVar, Union, get_args, get_origin
@@ -85,10 +86,8 @@ def _is_plain(hint: Any) -> bool:
 def type_text(hint: Any) -> str:
     """Return `hint` in words for users."""
     origin, parts = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return " or ".join(repr(choice) for choice in parts)
-    if origin in (Union, UnionType):
-        return " or ".join(type_text(part) for part in parts)
+    if origin in (Literal, Union, UnionType):
+        return " or ".join(map(repr if origin is Literal else type_text, parts))
     if origin is tuple:
         return f"list of {type_text(parts[0])}{'s' if parts[0] in (int, float, str) else ''}"
     if isinstance(origin, type) and issubclass(origin, Mapping):
@@ -117,10 +116,8 @@ def _choice(value: object, choices: tuple[object, ...]) -> object:
 def _union(value: object, hint: Any, leaf: Callable[[Any, Any], object] | None) -> object:
     parts = get_args(hint)
     for part in parts:
-        try:
+        with suppress(Mismatch):
             return convert(value, part, leaf)
-        except Mismatch:
-            continue
     wanted = [part for part in parts if part is not NoneType]
     if isinstance(value, str) and len(wanted) > 1:
         # A text was meant for the part that takes texts: its message names the nearest choice.
@@ -139,10 +136,9 @@ def _setting_value(value: Any, hint: Any) -> object:
     if hint is int and isinstance(value, numbers.Integral):
         return int(value)
     if hint is float and isinstance(value, numbers.Real):
-        try:
+        number = math.inf
+        with suppress(OverflowError):
             number = float(value)
-        except OverflowError:
-            number = math.inf
         if not math.isfinite(number):
             raise Mismatch(f"{number!r} is not a finite number")
         return number

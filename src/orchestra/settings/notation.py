@@ -33,11 +33,7 @@ _PARSING = threading.RLock()
 
 
 def expression(text: str) -> ast.expr:
-    """Return the syntax tree of one expression.
-
-    Raises:
-        ValueError: it is none, or too long, too deep, or has a number with too many digits.
-    """
+    """Return the syntax tree of one expression; `ValueError` if it is none, or goes too far."""
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"it has more than {MAX_CHARACTERS:,} characters")
     try:

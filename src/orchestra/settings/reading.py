@@ -179,9 +179,6 @@ def literal(text: str) -> object:
 def replace_setting(value: Any, path: str, text: str, registry: Registry, *, where: str) -> Any:
     """Return a copy of `value` with the setting at the dotted `path` replaced by what `text` means:
     a literal, a YAML scalar, or, where the setting holds an object, its notation.
-
-    Raises:
-        InputError: no such setting (the nearest one is offered), or a refused value.
     """
     name, _, rest = path.partition(".")
     try:
