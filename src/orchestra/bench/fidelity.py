@@ -218,7 +218,8 @@ def observe(run: Run, keep: Path, pace: Pace | None = None) -> Observation:
     while len(found) < ATTEMPTS and (not found or (found[-1].others or 0.0) > quiet):
         with tempfile.TemporaryDirectory(prefix="orchestra-fidelity-") as name:
             folder = Path(name)
-            train = train_run if pace is None else partial(simulated_run, pace=pace)
+            simulate = partial(simulated_run, pace=pace)
+            train: Callable[..., RunRecord] = train_run if pace is None else simulate
             record = train(run, folder, quiet=True)
             if record.status == "stopped":
                 raise KeyboardInterrupt

@@ -30,11 +30,10 @@ from orchestra.worker.worker import Step, Worker
 
 @dataclass(frozen=True)
 class BenchmarkModel:
-    """A model and its batches for a benchmark.
+    """A model and its batches for a benchmark; `batch_size` is that of one worker.
 
-    `batch_size` is that of one worker; `batch` makes a batch of a number of samples. `steps`
-    steps are timed together as one block, which is long compared with the clock's resolution and
-    short compared with the drift of the machine.
+    `steps` steps are timed together as one block, which is long compared with the clock's
+    resolution and short compared with the drift of the machine.
     """
 
     name: str
@@ -123,11 +122,7 @@ def bench_step(
     subjects: Sequence[BenchmarkModel] = tuple(SUBJECTS.values()),
     on_progress: Progress | None = None,
 ) -> list[StepRow]:
-    """Measure every subject on every number of ranks (2 or more), in `rounds` rounds.
-
-    Raises:
-        KeyboardInterrupt: the user stopped it.
-    """
+    """Measure every subject on every number of ranks (2 or more), in `rounds` rounds."""
     rows = []
     # One round more, which warms up
     blocks = (rounds + 1) * (len(BUCKET_MEGABYTES) + len(OURS) + 1)

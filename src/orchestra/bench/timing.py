@@ -118,11 +118,9 @@ def run_ranks(
     on_progress: Progress | None = None,
     **limits: Any,
 ) -> Sequence[Any]:
-    """Launch `program` and return the result of each rank. `on_progress` is told how many of its
-    `steps` rank 0 has done; `limits` are those of `launch`.
-
-    Raises:
-        KeyboardInterrupt: the user stopped it: it has no result.
+    """Launch `program` and return the result of each rank, or raise `KeyboardInterrupt` if the user
+    stopped it. `on_progress` is told how many of its `steps` rank 0 has done; `limits` are those of
+    `launch`.
     """
 
     def tell(event: Event | Notice) -> None:
@@ -187,9 +185,7 @@ class Kept:
 
     @contextmanager
     def watched(self, cores: int) -> Iterator[None]:
-        """Record what other programs take while this rank and its peers want `cores` cores
-        together.
-        """
+        """Record what other programs take while this rank and its peers want so many cores."""
         meter = self.meters.setdefault(cores, UsageMeter())
         meter.running(True)
         try:
