@@ -23,27 +23,17 @@ from orchestra.trainer.settings import Run, Training
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of closed formulas, in seconds.
-
-    Attributes:
-        alone: a worker's whole step, with no other process beside it.
-        step: the same, while all ranks of the machine compute.
-        update: an update of all parameters.
-        stage: a micro-batch on one stage of a pipeline.
-        alpha: a message without content.
-        message: a message with all parameters.
-        adding: adding the content of such a message.
-    """
+    """The terms of closed formulas, in seconds."""
 
     ranks: int
     workers: int
-    alone: float
-    step: float
-    update: float
-    stage: float
-    alpha: float
-    message: float
-    adding: float
+    alone: float  # a worker's whole step, with no other process beside it
+    step: float  # the same, while all ranks of the machine compute
+    update: float  # of all parameters
+    stage: float  # a micro-batch on one stage of a pipeline
+    alpha: float  # a message without content
+    message: float  # a message with all parameters
+    adding: float  # adding the content of such a message
 
     @property
     def whole(self) -> float:
@@ -156,13 +146,11 @@ bucket."""
 
 @dataclass(frozen=True)
 class Subtask:
-    """A task: the `model` that it trains in words, the approximate number of its parameters, the
-    steps of its runs, and numbers of ranks.
-    """
+    """A task, with the steps of its runs, and their numbers of ranks."""
 
-    model: str
+    model: str  # that it trains, in words
     subject: Workload
-    parameters: int
+    parameters: int  # approximately
     steps: int
     ranks: tuple[int, ...]
 

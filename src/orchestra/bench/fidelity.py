@@ -27,16 +27,14 @@ from orchestra.engines.simulation.training import train_run as simulated_run
 from orchestra.records.record import RunRecord
 from orchestra.trainer.settings import Run
 
-SKIPPED = 4
-"""The first one of this many parts of a run's steps is not timed."""
+SKIPPED = 4  # the first one of this many parts of a run's steps is not timed
 QUIET, ATTEMPTS = 0.03, 3
 """A run of which other programs took a larger part of the machine is repeated, up to this many
 attempts in all; the least disturbed one counts."""
 EMULATED_QUIET = 0.1
 """The same for an emulated run, in which the kernel's own work for the network counts as that of
 others."""
-SMOOTHED = 4
-"""The training loss is a mean over the last one of this many parts of a run's samples."""
+SMOOTHED = 4  # the training loss is a mean over the last one of this many parts of a run's samples
 STEPS = "steps-rank-*.jsonl"
 LEAST_PACE = 1e-3
 """The least factor: a step without a gradient of the rank's own takes no time, which no simulation
@@ -47,28 +45,22 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Observation:
-    """One run: the seconds of a step of the budget, bytes sent, and the share of each staleness.
+    """One run.
 
-    Attributes:
-        others: the part of the machine's processor time that other programs took, stolen time
-            included; None if unknown.
-        own, stolen: processor seconds of the ranks, and those that the hypervisor gave away.
-        switches: how often a core was taken from a rank that had work to do.
-        attempts: how often it was run.
-        computed: seconds of computation in each step, by rank.
-        losses: the smoothed training loss over the seconds of the run, shape [steps, 2].
+    `others` is the part of the machine's processor time that other programs took, stolen time
+    included; None if unknown. `losses` is the smoothed training loss over the seconds of the run.
     """
 
-    step_seconds: float
+    step_seconds: float  # of the budget
     bytes_sent: int
-    staleness: Histogram
+    staleness: Histogram  # the share of each
     others: float | None = None
-    own: float = 0.0
-    stolen: float = 0.0
-    switches: int = 0
-    attempts: int = 1
-    computed: Mapping[int, Sequence[float]] = field(default_factory=dict)
-    losses: Floats | None = None
+    own: float = 0.0  # processor seconds of the ranks
+    stolen: float = 0.0  # processor seconds that the hypervisor gave away
+    switches: int = 0  # how often a core was taken from a rank that had work to do
+    attempts: int = 1  # how often it was run
+    computed: Mapping[int, Sequence[float]] = field(default_factory=dict)  # each step's, by rank
+    losses: Floats | None = None  # [steps, 2]
 
     def seconds_to(self, level: float) -> float:
         """Return the seconds until the training loss is at most `level`."""

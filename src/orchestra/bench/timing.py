@@ -42,17 +42,13 @@ from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import PassingReporter, Runtime, Work
 
 T = TypeVar("T")
-Blocks = dict[str, list[float]]
-"""The seconds of each contestant's blocks, by round."""
+Blocks = dict[str, list[float]]  # the seconds of each contestant's blocks, by round
 
 Progress = Callable[[str, float], None]
 """Is told what is being measured, and which part of it is done."""
-LEAST, MOST = 9, 400
-"""The fewest and the most repeats of a measurement, if there is time for them."""
-WARM_UP = 3
-"""The repeats before those that count."""
-FIRST_STEPS = 3
-"""The first steps of a training, which do not count."""
+LEAST, MOST = 9, 400  # the fewest and the most repeats of a measurement, if there is time for them
+WARM_UP = 3  # the repeats before those that count
+FIRST_STEPS = 3  # the first steps of a training, which do not count
 
 
 def join_gloo(runtime: Runtime, store: str, interface: str = "") -> None:
@@ -135,16 +131,11 @@ def run_ranks(
 
 @dataclass
 class Budget:
-    """The time of a measurement, divided evenly over the figures that remain.
+    """The time of a measurement, divided evenly over the `figures` that remain."""
 
-    Attributes:
-        until: when all have to be measured, by `clock`, the same for all processes of a machine.
-        figures: how many remain.
-    """
-
-    until: float = math.inf
+    until: float = math.inf  # when all have to be measured, by `clock`
     figures: int = 1
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float] = time.monotonic  # the same for all processes of a machine
 
     @property
     def over(self) -> bool:
@@ -163,20 +154,15 @@ class Budget:
 class Kept:
     """The conditions under which a process measured.
 
-    Attributes:
-        ran: seconds that the measuring thread ran while it was to wait for nothing.
-        passed: seconds that passed meanwhile.
-        meters: by the number of cores that all ranks of the measurement wanted, the processor time
-            that was used meanwhile.
-        left_out: figures that there was no time for.
-        share: of a core that the thread may have, less than 1 under a quota.
+    `meters` has, by the number of cores that all ranks of the measurement wanted, the processor
+    time that was used meanwhile.
     """
 
-    ran: float = 0.0
-    passed: float = 0.0
+    ran: float = 0.0  # seconds that the measuring thread ran while it was to wait for nothing
+    passed: float = 0.0  # seconds that passed meanwhile
     meters: dict[int, UsageMeter] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
-    share: float = 1.0
+    left_out: list[str] = field(default_factory=list)  # figures that there was no time for
+    share: float = 1.0  # of a core that the thread may have, less than 1 under a quota
 
     @property
     def waiting(self) -> float:

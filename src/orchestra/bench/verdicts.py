@@ -17,8 +17,7 @@ from orchestra.bench.fidelity import EMULATED_QUIET, QUIET, FidelityRow
 from orchestra.cluster.calibration import Calibration
 from orchestra.report.rows import grouped
 
-RESAMPLES = 1000
-"""The number of resamplings of the rounds for an interval."""
+RESAMPLES = 1000  # the number of resamplings of the rounds for an interval
 CONFIDENCE = 0.95
 
 
@@ -141,24 +140,16 @@ def ratio_errors(blocks: Sequence[Block]) -> Ratios:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The quality of one predictor, over all blocks.
+    """The quality of one predictor, over all blocks."""
 
-    Attributes:
-        ratios: errors of ratios within a block.
-        tau: the mean of Kendall's tau of the blocks.
-        regret, worst_regret: the median and the largest of the blocks.
-        median, worst: absolute errors of single step times.
-        pairs, kept: that differ by more than they scatter, and those in the right order.
-    """
-
-    ratios: Ratios | None
-    tau: float | None
-    regret: float
+    ratios: Ratios | None  # errors of ratios within a block
+    tau: float | None  # the mean of Kendall's tau of the blocks
+    regret: float  # the median of the blocks
     worst_regret: float
-    median: float
+    median: float  # of the absolute errors of single step times
     worst: float
-    pairs: int
-    kept: int
+    pairs: int  # that differ by more than they scatter
+    kept: int  # those in the right order
 
 
 def verdict(blocks: Sequence[Block]) -> Verdict:

@@ -138,11 +138,9 @@ FAIR = (
     "set-up and evaluation off the stopwatch"
 )
 
-SETTINGS = ("ranks", "batch", "steps")
-"""Columns that are left out if all rows agree."""
+SETTINGS = ("ranks", "batch", "steps")  # columns that are left out if all rows agree
 
-LABEL_COLUMNS = 24
-"""Longer cells, and those with a spread, are broken if the terminal is narrow."""
+LABEL_COLUMNS = 24  # longer cells, and those with a spread, are broken if the terminal is narrow
 
 
 def print_comparison(comparison: Comparison, baseline: str | None = None) -> None:

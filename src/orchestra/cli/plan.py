@@ -60,8 +60,7 @@ examples:
       on each of four machines: measure them, and write the file; then on the first one: plan on it
 """
 
-SHOWN = 12
-"""The most rows of the table; plan.json has all."""
+SHOWN = 12  # the most rows of the table; plan.json has all
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -59,8 +59,7 @@ docs/watching.md explains each column.
 """
 
 REDRAW_SECONDS = 1.0
-PLAIN_COLUMNS = 140
-"""The width of output that does not go to a terminal."""
+PLAIN_COLUMNS = 140  # the width of output that does not go to a terminal
 
 
 def main(arguments: Sequence[str]) -> int:

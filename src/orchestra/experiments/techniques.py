@@ -21,8 +21,7 @@ from orchestra.settings.base import default_of, from_plain, to_plain
 from orchestra.strategies.base import Strategy
 from orchestra.trainer.settings import Run
 
-PATIENCE = 600.0
-"""The most seconds of one simulation of a search."""
+PATIENCE = 600.0  # the most seconds of one simulation of a search
 
 
 @dataclass(frozen=True)

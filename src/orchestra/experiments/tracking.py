@@ -35,8 +35,7 @@ TRACKING = "tracking.json"
 LOOK_SECONDS = 1.0
 PATIENCE_SECONDS = 120.0
 """How long the end of a run waits for a tracker that is slow or unreachable."""
-MAX_RANKS = 32
-"""The most ranks with charts of their own."""
+MAX_RANKS = 32  # the most ranks with charts of their own
 MAX_METRICS = 1000  # of one call of MLflow
 MAX_TEXT = 500  # of a parameter, for any store of MLflow
 STEP = "train/global_step"

@@ -24,10 +24,8 @@ from typing import Any
 from orchestra.errors import InputError, nearest, text_of
 from orchestra.settings.base import Settings, call_text
 
-MAX_NESTED = 40
-"""The most levels of a text that is read, as notation or as YAML."""
-MAX_DIGITS = 100
-"""The most digits of a whole number in such a text."""
+MAX_NESTED = 40  # the most levels of a text that is read, as notation or as YAML
+MAX_DIGITS = 100  # the most digits of a whole number in such a text
 MAX_CHARACTERS = 400_000
 _PARSING = threading.RLock()
 

@@ -35,8 +35,7 @@ from orchestra.settings.notation import (
 )
 
 MAX_CHARACTERS = 4_000_000
-MAX_VALUES = 500_000
-"""The most values of a text, where each alias counts as all that it repeats."""
+MAX_VALUES = 500_000  # the most values of a text, where each alias counts as all that it repeats
 
 
 class Refused(yaml.MarkedYAMLError):

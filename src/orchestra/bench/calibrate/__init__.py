@@ -49,28 +49,18 @@ from orchestra.worker.threads import usable_cores
 
 __all__ = ["LIMIT", "Workload", "calibrate"]
 
-LIMIT = 120.0
-"""The seconds that a calibration with one task may take by default."""
-FIRST = 0.7
-"""The part of the time for measuring everything once; the rest is for repeats."""
+LIMIT = 120.0  # the seconds that a calibration with one task may take by default
+FIRST = 0.7  # the part of the time for measuring everything once; the rest is for repeats
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """The result of a measurement.
+    """The result of a measurement."""
 
-    Attributes:
-        value: the figures.
-        waited: the part of the processor time that other programs took.
-        left_out: figures that there was no time for.
-        seconds: the time of the last attempt.
-        repeats: how often it was repeated.
-    """
-
-    value: Any
-    waited: float
-    left_out: tuple[str, ...] = ()
-    seconds: float = 0.0
+    value: Any  # the figures
+    waited: float  # the part of the processor time that other programs took
+    left_out: tuple[str, ...] = ()  # figures that there was no time for
+    seconds: float = 0.0  # the time of the last attempt
     repeats: int = 0
 
 
@@ -78,14 +68,12 @@ class Attempt:
 class Measurement:
     """One of the measurements of a calibration.
 
-    Attributes:
-        weight: its part of the time, relative to the others.
-        measure: is given the moments by which it should and by which it must be done (by the
-            clock), and a function to report its progress to; returns None if not done in time.
+    `measure` is given the moments by which it should and by which it must be done (by the clock),
+    and a function to report its progress to; it returns None if it was not done in time.
     """
 
     name: str
-    weight: float
+    weight: float  # its part of the time, relative to the others
     measure: Callable[[float, float, Callable[[float], None]], Attempt | None]
 
 

@@ -25,10 +25,8 @@ from orchestra.transports.shared_memory import CHUNK_BYTES
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.threads import usable_cores
 
-SMALL = 4096
-"""The bytes of a vector that takes no time beside the collective itself."""
-LARGE = (1 << 18, 1 << 20, 4 << 20, 16 << 20)
-"""The bytes of vectors that do take time."""
+SMALL = 4096  # the bytes of a vector that takes no time beside the collective itself
+LARGE = (1 << 18, 1 << 20, 4 << 20, 16 << 20)  # the bytes of vectors that do take time
 CASES = 2 + len(LARGE)
 IN_TURN = 64 << 20
 """The bytes of all vectors that take turns: a complete gradient is not in the caches."""
@@ -39,11 +37,9 @@ TAG = 1
 
 Times = Mapping[tuple[int, int], tuple[float, float]]
 """By ranks and bytes: the processor seconds of one of the ranks, and the seconds that it waited."""
-WINDOW = 2
-"""The all-reduces in a row within which ranks wait in turn."""
+WINDOW = 2  # the all-reduces in a row within which ranks wait in turn
 TURNS = 9
-PAUSE = 0.0005
-"""The seconds between two looks at the clock that show that the thread was stopped."""
+PAUSE = 0.0005  # the seconds between two looks at the clock that show that the thread was stopped
 
 
 def ranks_wanted(cores: int) -> int:

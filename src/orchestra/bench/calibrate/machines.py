@@ -36,8 +36,7 @@ from orchestra.worker.threads import usable_cores
 TRIED, LEAST, MOST = 1 << 16, 1 << 16, 16 << 20
 """The bytes of the first message, which determines the size of the others; their least and most
 bytes."""
-ON_THE_WAY = 0.05
-"""The seconds of a message from which a bandwidth is computed."""
+ON_THE_WAY = 0.05  # the seconds of a message from which a bandwidth is computed
 SMALL = 4
 WINDOWS, WINDOW_SECONDS = 5, 0.6
 """The windows in which gradients are counted, and their seconds, longer than the period of a

@@ -37,18 +37,14 @@ from orchestra.worker.runtime import Runtime
 SIZES = (4, 4096, 65_536, 262_144, 1 << 20, 2 << 20, 4 << 20, 16 << 20)
 """The bytes of the measured messages."""
 ELEMENTS = (256, 4096, 65_536, 1 << 18, 1 << 20, 4 << 20)
-KINDS = 3
-"""The kinds of work on elements."""
-SMALL = SIZES[:5]
-"""The bytes of messages of a rank to itself."""
+KINDS = 3  # the kinds of work on elements
+SMALL = SIZES[:5]  # the bytes of messages of a rank to itself
 REDUCED, ROUNDS = 65_536, 200
 """The bytes of a message in a measured all-reduce or of a server, and the number of its repeats."""
-FIRST = 10
-"""The messages back and forth between two looks at the clock."""
+FIRST = 10  # the messages back and forth between two looks at the clock
 PASSES = 3
 TAG = 1
-LONG_AGO = 0.002
-"""The seconds after which a waiting rank is asleep."""
+LONG_AGO = 0.002  # the seconds after which a waiting rank is asleep
 
 
 @dataclass(frozen=True)

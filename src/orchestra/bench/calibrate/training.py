@@ -46,10 +46,8 @@ from orchestra.worker.runtime import Runtime
 
 SLICES = (1, 2, 4, 8)
 """Numbers of servers over which parameters are divided to measure the optimizer."""
-EXCHANGED = 65_536
-"""The bytes of an exchange that takes turns with steps."""
-ROUNDS = 3
-"""Times that each size of a batch is measured; the middle one counts."""
+EXCHANGED = 65_536  # the bytes of an exchange that takes turns with steps
+ROUNDS = 3  # times that each size of a batch is measured; the middle one counts
 OTHERS = 4
 """Further processes in which a gradient is measured, one after the other: a virtual machine may be
 a third slower for some seconds (docs/decisions/0132-five-measurements.md)."""
@@ -57,27 +55,18 @@ a third slower for some seconds (docs/decisions/0132-five-measurements.md)."""
 
 @dataclass(frozen=True)
 class Workload:
-    """A task to be calibrated, with batches around `batch_sizes`, of one worker.
-
-    Attributes:
-        seconds: for each figure, where there is so much time.
-        threads: numbers of threads that it is measured with: 1, and more.
-        until: when it has to be done, by the clock of a `Budget`.
-        folder: takes the files of what is trained; the launcher's, since ranks may be killed.
-        share: of a core that a rank has, less than 1 under a quota.
-        around: whether smaller and larger batches than those are measured, too.
-    """
+    """A task to be calibrated, with batches around `batch_sizes`, of one worker."""
 
     task: str
     optimizer: Optimizer
     precision: str = "float32"
     batch_sizes: tuple[int, ...] = (32,)
-    seconds: float = 0.5
-    threads: tuple[int, ...] = (1,)
-    until: float = math.inf
-    folder: str | None = None
-    share: float = 1.0
-    around: bool = True
+    seconds: float = 0.5  # for each figure, where there is so much time
+    threads: tuple[int, ...] = (1,)  # numbers that it is measured with: 1, and more
+    until: float = math.inf  # when it has to be done, by the clock of a `Budget`
+    folder: str | None = None  # for what is trained; the launcher's, since ranks may be killed
+    share: float = 1.0  # of a core that a rank has, less than 1 under a quota
+    around: bool = True  # whether smaller and larger batches than those are measured, too
 
     @property
     def key(self) -> tuple[str, str, str]:
