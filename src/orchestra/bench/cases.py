@@ -1,6 +1,4 @@
-"""The cases that `orchestra bench fidelity` predicts: strategies, each with a closed formula,
-and tasks.
-"""
+"""The cases of `orchestra bench fidelity`: tasks, and strategies, each with a closed formula."""
 
 from __future__ import annotations
 

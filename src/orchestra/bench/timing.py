@@ -181,9 +181,7 @@ class Kept:
 
 
 def waited(ranks: Sequence[Kept]) -> float:
-    """Return the part of the processor time that a measurement wanted and other programs took, in
-    its worst part; from the notes of all its `ranks`.
-    """
+    """Return the part of the processor time wanted that other programs took, in the worst part."""
     # The larger of both figures counts; where the system does not tell of others, this one alone
     parts = [kept.waiting for kept in ranks]
     for wanted in {wanted for kept in ranks for wanted in kept.meters}:

@@ -1,6 +1,4 @@
-"""The quality of predicted step times: ratios within a block, order, regret and absolute errors,
-and their tables for a terminal and for docs/fidelity.md.
-"""
+"""The quality of predicted step times, and its tables for a terminal and for docs/fidelity.md."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Block:
-    """The strategies that took turns on one machine: seconds of a step of each, the `real` ones for
-    each round.
-    """
+    """Strategies that took turns on one machine: seconds of a step, the `real` ones by round."""
 
     real: Mapping[str, Sequence[float]]
     predicted: Mapping[str, float]
@@ -59,16 +55,12 @@ class Block:
         return float(np.mean(signs)) if signs else None
 
     def regret(self) -> float:
-        """Return how much longer a step takes under the strategy predicted to be the fastest
-        than under the strategy that is the fastest, as a fraction.
-        """
+        """Return the part by which the strategy predicted to be the fastest is slower than it."""
         chosen = min(self.real, key=lambda label: self.predicted[label])
         return self.medians[chosen] / min(self.medians.values()) - 1
 
     def pairs(self) -> tuple[int, int]:
-        """Return the number of pairs of strategies whose runs differ by more than they scatter,
-        and how many of these are predicted in the right order.
-        """
+        """Return how many pairs differ by more than they scatter, and how many are predicted so."""
         found = kept = 0
         for a, b in itertools.combinations(self.real, 2):
             difference = self.medians[a] - self.medians[b]
@@ -103,9 +95,7 @@ class Ratios:
 
 
 def ratio_errors(blocks: Sequence[Block]) -> Ratios:
-    """Return the errors over all pairs of `blocks`. Each block has at least two rounds and two
-    strategies.
-    """
+    """Return the errors over all pairs of `blocks`, each of two or more rounds and strategies."""
     distances = [block.distances() for block in blocks]
 
     def errors(rows: Sequence[NDArray[np.intp]]) -> NDArray[np.float64]:
@@ -210,9 +200,7 @@ CASE_HEADINGS = (
 
 
 def markdown(rows: Sequence[FidelityRow], calibration: Calibration) -> str:
-    """Return the date, the machine and three tables for docs/fidelity.md: the predictors, the
-    controls, and every case.
-    """
+    """Return the date, the machine, and tables of the predictors, the controls, and every case."""
     machine = calibration.machine
     reasons = (calibration.quality_of(task).doubts for task in calibration.tasks)
     doubts = "; ".join(dict.fromkeys(itertools.chain(*reasons)))

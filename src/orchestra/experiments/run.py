@@ -196,11 +196,8 @@ def clear_others(folder: Path, experiment: Experiment) -> None:
 
 
 def finished(folder: Path, *, failed: bool = False) -> list[RunRecord]:
-    """Return the completed runs, with `failed` the failed ones too, in `summary.json` of `folder`;
-    none where there is no such file.
-
-    Raises:
-        InputError: it is there, but damaged.
+    """Return the completed runs, with `failed` the failed ones too, in `summary.json` of `folder`,
+    if there is one; `InputError` where it is damaged.
     """
     wanted = ("completed", "failed") if failed else ("completed",)
     try:

@@ -371,9 +371,7 @@ class LazyModule:
 def lazy_package(
     package: str, *modules: str, names: Collection[str] | None = None
 ) -> Callable[[str], Any]:
-    """Return a package's `__getattr__` that finds each name, or each of `names`, in the first of
-    its `modules` which has it.
-    """
+    """Return the `__getattr__` of a package that finds names, or `names` only, in its `modules`."""
 
     def find(name: str) -> Any:
         known = not name.startswith("_") if names is None else name in names

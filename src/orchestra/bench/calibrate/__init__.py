@@ -231,9 +231,7 @@ def _measurement(
 
 
 def _costs(steps: Attempt, others: Attempt, speeds: Attempt, time_slice: float) -> TaskCosts:
-    """Return a task's costs, from the measurements of its steps, of a gradient in other processes,
-    and of steps on all cores.
-    """
+    """Return a task's costs: of its steps, of a gradient elsewhere, of all cores at once."""
     costs: TaskCosts = steps.value[0]
     shared, turns = speeds.value[0]
     own = costs.one.gradient.at(costs.batch_size)

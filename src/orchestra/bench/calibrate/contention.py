@@ -71,9 +71,7 @@ def measure_memory(runtime: Runtime, allowed: tuple[float, float]) -> tuple[Time
 def _all_reduces(
     transport: Transport, count: int, size: int, seconds: float, most: float
 ) -> tuple[float, float]:
-    """Time all-reduces over the first `count` ranks for `seconds`, but at most `most`. Return
-    the processor seconds and the seconds of waiting.
-    """
+    """Time all-reduces over the first `count` ranks: processor seconds, and seconds of waiting."""
     ranks = tuple(range(count))
     # A gradient is in no cache when it is complete, so vectors take turns
     vectors = torch.ones(min(IN_TURN // size, 1000), size // 4)
@@ -201,13 +199,12 @@ def measure_slices(runtime: Runtime, allowed: tuple[float, float]) -> tuple[list
 
 
 def _pace(step: Callable[[], None], seconds: float) -> float:
-    """Return the processor seconds of a step, in the middle of `seconds`: ranks neither begin nor
-    end at the same moment.
-    """
+    """Return the processor seconds of a step, without those at the beginning and the end."""
     times: list[tuple[float, float]] = []
     for now in rounds(seconds, least=3 if seconds > 0 else 1, limit=math.inf):
         started = time.thread_time()
         step()
         times.append((now, time.thread_time() - started))
+    # Where other ranks may be missing does not count
     inner = [spent for at, spent in times if 0.1 * seconds < at < 0.9 * seconds]
     return statistics.median(inner or [spent for _, spent in times])

@@ -1,6 +1,4 @@
-"""Measure the machines on which a launcher started processes, and describe them as a cluster; or
-the links between each two processes.
-"""
+"""The machines on which a launcher started processes, as a cluster; or the links between these."""
 
 from __future__ import annotations
 
