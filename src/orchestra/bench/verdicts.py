@@ -55,7 +55,7 @@ class Block:
         return float(np.mean(signs)) if signs else None
 
     def regret(self) -> float:
-        """Return the part by which the strategy predicted to be the fastest is slower than it."""
+        """Return the part by which the predicted fastest strategy is slower than the real one."""
         chosen = min(self.real, key=lambda label: self.predicted[label])
         return self.medians[chosen] / min(self.medians.values()) - 1
 

@@ -55,22 +55,19 @@ def import_cluster(arguments: Sequence[str]) -> int:
     out: Path | None = options.out
     if out is not None and out.suffix not in (".yaml", ".yml"):
         raise InputError(f"--out {out}: is neither .yaml nor .yml")
-    text = cluster_text(_cluster(options.sources, "imported" if out is None else out.stem))
+    sources: list[str] = options.sources
+    platforms = [source for source in sources if source.endswith(".xml")]
+    if platforms and len(sources) > 1:
+        raise InputError(f"{platforms[0]}: is a whole cluster; import it alone")
+    name = "imported" if out is None else out.stem
+    cluster = read_platform(Path(sources[0])) if platforms else cluster_of(sources, name)
+    text = cluster_text(cluster)
     if out is None:
         print(text, end="")
     else:
-        write_atomically(out, f"# from {' '.join(options.sources)}\n{text}")
+        write_atomically(out, f"# from {' '.join(sources)}\n{text}")
         print(out)
     return 0
-
-
-def _cluster(sources: Sequence[str], name: str) -> Cluster:
-    platforms = [source for source in sources if source.endswith(".xml")]
-    if not platforms:
-        return cluster_of(sources, name)
-    if len(sources) > 1:
-        raise InputError(f"{platforms[0]}: is a whole cluster; import it alone")
-    return read_platform(Path(platforms[0]))
 
 
 def _table() -> str:

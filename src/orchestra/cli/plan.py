@@ -64,7 +64,14 @@ SHOWN = 12  # the most rows of the table; plan.json has all
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = _parser().read(arguments)
+    parser = planning_parser("plan", DESCRIPTION, EPILOG, "the machines", MINUTES)
+    measure = "in all processes of a launcher, one or more a machine: write the file --cluster of "
+    parser.flag("--measure", measure + "the machines that they are on, and end")
+    verify = "train the first candidates for real afterwards, on nodes that Linux emulates here (a "
+    verify += "cluster of one node: on this machine): predicted beside measured"
+    parser.flag("--verify", verify)
+    parser.flag("--no-report", "write no plan.html", action="store_false", dest="report")
+    options = parser.read(arguments)
     # For the command that is printed after --measure
     options.given = arguments
     launched = detect(os.environ)
@@ -83,17 +90,6 @@ def main(arguments: Sequence[str]) -> int:
         )  # fmt: skip
     print_plan(plan)
     return 0 if plan.recommended is not None and not plan.stopped else 1
-
-
-def _parser() -> Parser:
-    parser = planning_parser("plan", DESCRIPTION, EPILOG, "the machines", MINUTES)
-    measure = "in all processes of a launcher, one or more a machine: write the file --cluster of "
-    parser.flag("--measure", measure + "the machines that they are on, and end")
-    verify = "train the first candidates for real afterwards, on nodes that Linux emulates here (a "
-    verify += "cluster of one node: on this machine): predicted beside measured"
-    parser.flag("--verify", verify)
-    parser.flag("--no-report", "write no plan.html", action="store_false", dest="report")
-    return parser
 
 
 def _measure(options: argparse.Namespace, launched: Launched | None) -> int:
@@ -260,7 +256,14 @@ examples:
 
 
 def draw(arguments: Sequence[str]) -> int:
-    options = _map_parser().read(arguments)
+    parser = planning_parser("map", MAP, MAP_EPILOG, "that varies", MAP_MINUTES)
+    parser.option("--x", "KEY[=VALUES]", "what varies from left to right", required=True)
+    parser.option("--y", "KEY[=VALUES]", "what varies upwards", required=True)
+    points = f"values of a side that has a range (default: {POINTS})"
+    parser.option("--points", "N", points, type=int, default=POINTS)
+    verify = "then train the first two strategies of N points on emulated nodes (Linux, as root)"
+    parser.option("--verify", "N", verify, type=int, default=0)
+    options = parser.read(arguments)
     experiment = experiment_of(options)
     if not 2 <= options.points <= 64:
         raise InputError(f"--points: {options.points} is not 2 to 64")
@@ -276,17 +279,6 @@ def draw(arguments: Sequence[str]) -> int:
         )  # fmt: skip
     print_map(drawn)
     return 0 if drawn.points and not drawn.stopped else 1
-
-
-def _map_parser() -> Parser:
-    parser = planning_parser("map", MAP, MAP_EPILOG, "that varies", MAP_MINUTES)
-    parser.option("--x", "KEY[=VALUES]", "what varies from left to right", required=True)
-    parser.option("--y", "KEY[=VALUES]", "what varies upwards", required=True)
-    points = f"values of a side that has a range (default: {POINTS})"
-    parser.option("--points", "N", points, type=int, default=POINTS)
-    verify = "then train the first two strategies of N points on emulated nodes (Linux, as root)"
-    parser.option("--verify", "N", verify, type=int, default=0)
-    return parser
 
 
 def print_map(drawn: Map) -> None:

@@ -46,14 +46,6 @@ examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = _parser().read(arguments)
-    launched = detect(os.environ)
-    # An agent of torchrun sends it once one rank has ended: the record is still to be written.
-    with handling({} if launched is None else {signal.SIGTERM: lambda: None}):
-        return _run(options, launched)
-
-
-def _parser() -> Parser:
     parser = Parser("train", DESCRIPTION, EPILOG)
     parser.add_argument("experiment", nargs="?", type=Path, metavar="EXPERIMENT")
     parser.option("--task", "TASK", "digits, or package.module:function")
@@ -62,7 +54,10 @@ def _parser() -> Parser:
     parser.option("--seed", "N", "in place of the file's first one", type=int)
     out = "the record's folder (default: a new one in runs/); one of the same run is resumed"
     parser.add_run_options(out)
-    return parser
+    options, launched = parser.read(arguments), detect(os.environ)
+    # An agent of torchrun sends it once one rank has ended: the record is still to be written.
+    with handling({} if launched is None else {signal.SIGTERM: lambda: None}):
+        return _run(options, launched)
 
 
 def _run(options: Namespace, launched: Launched | None) -> int:

@@ -136,8 +136,11 @@ class Experiment(Settings):
                 raise InputError(f"{label!r} cannot be a name: it has to name a folder, too")
         if not self.strategies:
             raise InputError("strategies: there is none; give a label and a strategy")
-        _require_each_once("seeds", "seed", self.seeds)
-        _require_each_once("ranks", "number", self.ranks)
+        for key, what, values in ("seeds", "seed", self.seeds), ("ranks", "number", self.ranks):
+            if not values:
+                raise InputError(f"{key}: there is none")
+            if len(set(values)) < len(values):
+                raise InputError(f"{key}: {list(values)} holds a {what} twice")
         # The settings are frozen; `ranks` is the experiment's, and a training has one number.
         object.__setattr__(self, "training", replace(self.training, ranks=self.ranks[0]))
         for label, strategy in self.strategies.items():
@@ -166,13 +169,6 @@ class Experiment(Settings):
             for run in [run for run in some if _has(run, key, values[0])] or some[:1]:
                 for value in values:
                     tuned(run, {key: value})
-
-
-def _require_each_once(key: str, what: str, values: tuple[int, ...]) -> None:
-    if not values:
-        raise InputError(f"{key}: there is none")
-    if len(set(values)) < len(values):
-        raise InputError(f"{key}: {list(values)} holds a {what} twice")
 
 
 def runs(experiment: Experiment) -> list[Run]:

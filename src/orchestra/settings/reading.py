@@ -242,7 +242,13 @@ def read_document(path: Path, *, needs: str, example: str) -> dict[str, Entry]:
         with path.open(encoding="utf-8") as file:
             # One more than allowed, so that a larger file is noticed without being read.
             text = file.read(MAX_CHARACTERS + 1)
-        return _entries(text, str(path), needs, example)
+        loader = Loader(text)
+        root = loader.get_single_node()
+        if root is None:
+            raise InputError(f"{path}: is empty; it needs at least {needs}")
+        if not isinstance(root, yaml.MappingNode):
+            raise InputError(f"{path}: is not a mapping of keys to values, such as {example}")
+        return {str(key): entry for key, entry in _inside(loader, root, str(path)).items()}
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -254,16 +260,6 @@ def read_document(path: Path, *, needs: str, example: str) -> dict[str, Entry]:
         raise InputError(f"{path}{line}: {kind}{error.problem or error.context}") from None
     except yaml.YAMLError as error:  # characters that YAML does not allow
         raise InputError(f"{path}: not YAML: {str(error).splitlines()[0]}") from None
-
-
-def _entries(text: str, name: str, needs: str, example: str) -> dict[str, Entry]:
-    loader = Loader(text)
-    root = loader.get_single_node()
-    if root is None:
-        raise InputError(f"{name}: is empty; it needs at least {needs}")
-    if not isinstance(root, yaml.MappingNode):
-        raise InputError(f"{name}: is not a mapping of keys to values, such as {example}")
-    return {str(key): entry for key, entry in _inside(loader, root, name).items()}
 
 
 def _inside(loader: Loader, node: yaml.Node, name: str) -> dict[Any, Entry]:

@@ -257,9 +257,11 @@ def _local(transport: Transport, size: int, seconds: float, most: float) -> list
     """Time a message from one flow to another of the same rank; half of the time there and back."""
     there, back = 11, 12
     values = torch.zeros(size // 4)
-    task = transport.spawn(lambda inner: _send_back(inner, there, back))
-
     count = 0
+
+    def send_back(inner: Transport) -> None:
+        while (message := inner.receive(inner.rank, there).wait()).numel():
+            inner.send(message, inner.rank, back)
 
     def once() -> None:
         nonlocal count
@@ -267,6 +269,7 @@ def _local(transport: Transport, size: int, seconds: float, most: float) -> list
         transport.receive(transport.rank, back).wait()
         count += 1
 
+    task = transport.spawn(send_back)
     # Both flows are threads of this process, so the thread's own clock has half of it
     began = time.process_time()
     repeat(once, seconds, Kept(), most)  # it waits for the other flow, so that nothing is kept
@@ -274,11 +277,6 @@ def _local(transport: Transport, size: int, seconds: float, most: float) -> list
     transport.send(torch.zeros(0), transport.rank, there)
     task.wait()
     return [spent]
-
-
-def _send_back(transport: Transport, there: int, back: int) -> None:
-    while (message := transport.receive(transport.rank, there).wait()).numel():
-        transport.send(message, transport.rank, back)
 
 
 def elementwise(seconds: float, kept: Kept, budget: Budget) -> dict[str, Curve]:
