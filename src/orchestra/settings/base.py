@@ -17,7 +17,7 @@ import numbers
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from types import GenericAlias, NoneType, UnionType
 from typing import Any, Final, Literal, NamedTuple, Self, TypeVar, Union, get_args, get_origin
 
@@ -196,6 +196,8 @@ def _from_plain(value: Any, hint: Any) -> Any:
 
 T = TypeVar("T")
 
+_HINTS: dict[type, dict[str, Any]] = {}
+
 #: In place of a default: the caller has to give this setting.
 REQUIRED: Final[Any] = dataclasses.MISSING
 
@@ -320,10 +322,11 @@ def settings_of(cls: type[Settings]) -> tuple[dataclasses.Field[Any], ...]:
     return tuple(sorted(taken, key=lambda field: bool(field.kw_only)))
 
 
-@cache
 def type_hints(cls: type) -> dict[str, Any]:
     """Return the annotations of `cls`, evaluated on first use."""
-    return typing.get_type_hints(cls)
+    if cls not in _HINTS:
+        _HINTS[cls] = typing.get_type_hints(cls)
+    return _HINTS[cls]
 
 
 def default_of(field: dataclasses.Field[Any]) -> object:
