@@ -119,8 +119,8 @@ def break_even(
     needed = [(run, steps_needed(run, records)) for run in (technique, plain)]
     if any(steps is None for _, steps in needed):
         return BreakEven(reason="not every run reached the target")
-    rivals = [Rival(run, steps or 0.0, cost_source_of(run)) for run, steps in needed]
-    question = Question(*rivals, seconds)
+    first, second = (Rival(run, steps or 0.0, cost_source_of(run)) for run, steps in needed)
+    question = Question(first, second, seconds)
     try:
         outcome = launch(find_break_even, question, 1, patience=PATIENCE, on_event=on_event)
     # A technique without an answer is no reason to end a comparison that is done
