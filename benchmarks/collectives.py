@@ -19,15 +19,9 @@ import torch.distributed as dist
 import orchestra.shm  # noqa: F401  (registers the backend)
 from benchmarks import mpi
 from orchestra.bench.timing import Progress, join_gloo, median_ratio, run_ranks, take_turns
-from orchestra.cli.bench import (
-    bench_parser,
-    print_remarks,
-    print_table,
-    progress_line,
-    read_options,
-    write_figures,
-)
+from orchestra.cli.bench import bench_parser, print_remarks, read_options, write_figures
 from orchestra.cli.main import guarded
+from orchestra.cli.terminal import print_table, progress_line
 from orchestra.worker.runtime import Runtime
 
 GLOO, OURS, MPI, COPY, COMPUTE = "gloo", "shm", "MPI", "copy", "compute"

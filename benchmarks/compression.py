@@ -14,14 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from orchestra.cli.bench import (
-    bench_parser,
-    print_remarks,
-    print_table,
-    read_options,
-    write_figures,
-)
+from orchestra.cli.bench import bench_parser, print_remarks, read_options, write_figures
 from orchestra.cli.main import guarded
+from orchestra.cli.terminal import print_table
 from orchestra.compression.base import Compressor, Context, Encoder
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES

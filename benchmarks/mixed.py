@@ -25,16 +25,9 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from orchestra.bench.timing import Progress, join_gloo
-from orchestra.cli.bench import (
-    bench_parser,
-    listed,
-    print_remarks,
-    print_table,
-    progress_line,
-    read_options,
-    write_figures,
-)
+from orchestra.cli.bench import bench_parser, listed, print_remarks, read_options, write_figures
 from orchestra.cli.main import guarded
+from orchestra.cli.terminal import print_table, progress_line
 from orchestra.cluster.file import read_cluster
 from orchestra.data.feed import open_samples
 from orchestra.engines.emulation.network import NODE_END

@@ -46,13 +46,12 @@ from orchestra.cli.bench import (
     bench_parser,
     listed,
     print_remarks,
-    print_table,
-    progress_line,
     rank_counts,
     read_options,
     write_figures,
 )
 from orchestra.cli.main import guarded
+from orchestra.cli.terminal import print_table, progress_line
 from orchestra.settings import parse
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES

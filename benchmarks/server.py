@@ -26,15 +26,9 @@ from numpy.typing import NDArray
 from torch.distributed import rpc
 
 from orchestra.bench.timing import Progress, join_gloo, median_ratio, run_ranks, take_turns
-from orchestra.cli.bench import (
-    bench_parser,
-    print_remarks,
-    print_table,
-    progress_line,
-    read_options,
-    write_figures,
-)
+from orchestra.cli.bench import bench_parser, print_remarks, read_options, write_figures
 from orchestra.cli.main import guarded
+from orchestra.cli.terminal import print_table, progress_line
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.transports.protocol import Group

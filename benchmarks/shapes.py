@@ -12,16 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestra.bench.timing import Progress, run_ranks
-from orchestra.cli.bench import (
-    bench_parser,
-    listed,
-    print_remarks,
-    print_table,
-    progress_line,
-    read_options,
-    write_figures,
-)
+from orchestra.cli.bench import bench_parser, listed, print_remarks, read_options, write_figures
 from orchestra.cli.main import guarded
+from orchestra.cli.terminal import print_table, progress_line
 from orchestra.cluster import load_cluster
 from orchestra.engines.processes.system import peak_memory
 from orchestra.engines.simulation.costs import OVERHEAD, assumed_costs

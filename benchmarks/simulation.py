@@ -16,13 +16,12 @@ from orchestra.bench.timing import Blocks, Progress, median_ratio, run_ranks
 from orchestra.cli.bench import (
     bench_parser,
     print_remarks,
-    print_table,
-    progress_line,
     rank_counts,
     read_options,
     write_figures,
 )
 from orchestra.cli.main import guarded
+from orchestra.cli.terminal import print_table, progress_line
 from orchestra.cluster import load_cluster
 from orchestra.data.feed import open_samples
 from orchestra.engines.simulation.costs import OVERHEAD, assumed_costs

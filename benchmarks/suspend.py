@@ -31,15 +31,9 @@ from torch import Tensor, nn
 
 from benchmarks.server import RATE, make_worker, mean_output
 from orchestra.bench.timing import Progress, run_ranks
-from orchestra.cli.bench import (
-    bench_parser,
-    print_remarks,
-    print_table,
-    progress_line,
-    read_options,
-    write_figures,
-)
+from orchestra.cli.bench import bench_parser, print_remarks, read_options, write_figures
 from orchestra.cli.main import guarded
+from orchestra.cli.terminal import print_table, progress_line
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.worker import Step

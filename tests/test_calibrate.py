@@ -17,8 +17,7 @@ from orchestra.bench import calibrate as bench
 from orchestra.bench.calibrate import Workload, calibrate, contention, thread_counts
 from orchestra.bench.calibrate.machines import calibrate_links
 from orchestra.bench.calibrate.messages import REDUCED, Found, messages_of
-from orchestra.bench.calibrate.profile import Profile
-from orchestra.bench.timing import curve_of, spread, trimmed_mean
+from orchestra.bench.timing import Profile, curve_of, spread, trimmed_mean
 from orchestra.cli.main import main
 from orchestra.cluster.calibration import (
     Calibration,

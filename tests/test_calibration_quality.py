@@ -40,7 +40,6 @@ from orchestra.engines.processes.system import UsageMeter
 from orchestra.engines.simulation.cost_source import cost_source_of
 from orchestra.errors import RunFailed
 from orchestra.strategies.all_reduce import AllReduce
-from orchestra.tasks.task import load_task
 from orchestra.worker.runtime import SilentReporter
 
 DATE = "2026-11-21T10:00:00+00:00"
@@ -177,10 +176,10 @@ def test_seconds_in_which_the_machine_is_slower_are_not_one_sizes_alone(
         slow = 3.0 if 3 <= len(made) <= 5 else 1.0  # across the end of the first turn
         return {part: [slow * size] * 4 for part in ("gradient", "step", "update")}
 
-    monkeypatch.setattr(training._Meter, "_steps", steps)
+    monkeypatch.setattr(training._Meter, "steps", steps)
     order = Workload(TASK, SGD, batch_sizes=(4,))
     runtime: Any = SimpleNamespace(reporter=SilentReporter())
-    meter = training._Meter(runtime, order, load_task(TASK), Kept())
+    meter = training._Meter(runtime, order)
     timing = meter.timing(1, 10, {})
     assert timing.gradient.points == tuple((float(size), float(size)) for size in order.sizes)
     assert made == [4, 1, 2, 8, 16] * training.ROUNDS

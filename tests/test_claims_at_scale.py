@@ -19,10 +19,9 @@ from studies.claims_at_scale.search import ROUNDS, Outcomes, at_edge, search
 from studies.claims_at_scale.verdicts import SECONDS
 from studies.pool import Job, Pool, make
 
-from orchestra.experiments.experiment import Experiment, Tune
+from orchestra.experiments.experiment import Choice, Experiment, Trial, Tune, trials
 from orchestra.experiments.file import load
 from orchestra.experiments.run import finished
-from orchestra.experiments.tuning import Choice, Trial, trials
 from orchestra.records.record import RunRecord
 
 

@@ -12,10 +12,9 @@ from tests.commands import run
 from tests.comparisons import TASK, compared, experiment, files, rows, summary
 
 from orchestra.errors import InputError
-from orchestra.experiments.experiment import Tune
+from orchestra.experiments.experiment import Choice, Criterion, Tune, trials
 from orchestra.experiments.file import load, to_yaml
 from orchestra.experiments.run import finished
-from orchestra.experiments.tuning import Choice, Criterion, trials
 from orchestra.records.record import RunRecord
 from orchestra.report.page import page
 from orchestra.report.rows import collect

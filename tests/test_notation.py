@@ -18,11 +18,10 @@ from orchestra.settings import (
     Settings,
     parse,
     read,
-    replace_setting,
     setting,
     write,
 )
-from orchestra.settings.reading import yaml_text, yaml_value
+from orchestra.settings.reading import replace_setting, yaml_text, yaml_value
 from orchestra.strategies.registry import STRATEGIES
 
 

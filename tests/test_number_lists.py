@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestra.cli.arguments import numbers
 from orchestra.cli.main import main
+from orchestra.cli.terminal import numbers
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ Names are imported when first used, so that the command line answers at once.
 
 from typing import TYPE_CHECKING
 
-from orchestra.settings.registry import lazy_package
+from orchestra.settings.notation import lazy_package
 
 __version__ = "0.1.0"
 

@@ -30,10 +30,17 @@ from orchestra.cluster import Cluster, load_cluster
 from orchestra.cluster.file import cluster_text
 from orchestra.cluster.nodes import DEFAULT, Line, Link, Overhead
 from orchestra.errors import InputError
-from orchestra.experiments.experiment import RATE, Experiment, on_ranks, runs
+from orchestra.experiments.experiment import (
+    RATE,
+    Experiment,
+    Trial,
+    on_ranks,
+    runs,
+    trials,
+    write_tuning,
+)
 from orchestra.experiments.file import load
 from orchestra.experiments.run import claim
-from orchestra.experiments.tuning import Trial, trials, write_tuning
 from orchestra.records.record import RunRecord, run_folder, write_atomically, write_summary
 from orchestra.settings.reading import Entry, read_document
 from orchestra.trainer.settings import Run

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from orchestra.experiments.experiment import RATE, Tune, tuned
-from orchestra.experiments.tuning import Choice, Trial, choose
+from orchestra.experiments.experiment import RATE, Choice, Trial, Tune, choose, tuned
 from orchestra.records.record import RunRecord
 from orchestra.trainer.settings import Training
 

@@ -1,6 +1,4 @@
-"""The cases that `orchestra bench fidelity` predicts: strategies, each with a closed formula,
-and tasks.
-"""
+"""The cases of `orchestra bench fidelity`: tasks, and strategies, each with a closed formula."""
 
 from __future__ import annotations
 
@@ -23,27 +21,17 @@ from orchestra.trainer.settings import Run, Training
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of closed formulas, in seconds.
-
-    Attributes:
-        alone: a worker's whole step, with no other process beside it.
-        step: the same, while all ranks of the machine compute.
-        update: an update of all parameters.
-        stage: a micro-batch on one stage of a pipeline.
-        alpha: a message without content.
-        message: a message with all parameters.
-        adding: adding the content of such a message.
-    """
+    """The terms of closed formulas, in seconds."""
 
     ranks: int
     workers: int
-    alone: float
-    step: float
-    update: float
-    stage: float
-    alpha: float
-    message: float
-    adding: float
+    alone: float  # a worker's whole step, with no other process beside it
+    step: float  # the same, while all ranks of the machine compute
+    update: float  # of all parameters
+    stage: float  # a micro-batch on one stage of a pipeline
+    alpha: float  # a message without content
+    message: float  # a message with all parameters
+    adding: float  # adding the content of such a message
 
     @property
     def whole(self) -> float:
@@ -66,9 +54,7 @@ class Terms:
 
     @property
     def uneven(self) -> float:
-        """The extra messages of the ranks beyond a power of two."""
-        # The ranks beyond the power of two send their vector and get the result, so two messages
-        # more
+        """The extra messages of the ranks beyond a power of two: a vector there, a result back."""
         return 0.0 if 2**self.rounds == self.ranks else 2 * self.message
 
     @property
@@ -111,10 +97,7 @@ STRATEGIES: dict[str, tuple[str, Callable[[Terms], float]]] = {
         f'ParameterServer({ASYNCHRONOUS}, placement="beside")',
         lambda t: t.asynchronous,
     ),
-    "bounded": (
-        'ParameterServer(consistency="bounded", staleness=1)',
-        lambda t: t.asynchronous,
-    ),
+    "bounded": ('ParameterServer(consistency="bounded", staleness=1)', lambda t: t.asynchronous),
     "server in parts": (
         "ParameterServer()",
         lambda t: t.ranks / t.workers * max(t.step, t.workers * (t.served + t.adding)),
@@ -161,13 +144,11 @@ bucket."""
 
 @dataclass(frozen=True)
 class Subtask:
-    """A task: the `model` that it trains in words, the approximate number of its parameters, the
-    steps of its runs, and numbers of ranks.
-    """
+    """A task, with the steps of its runs, and their numbers of ranks."""
 
-    model: str
+    model: str  # that it trains, in words
     subject: Workload
-    parameters: int
+    parameters: int  # approximately
     steps: int
     ranks: tuple[int, ...]
 
@@ -228,10 +209,9 @@ nodes could use."""
 
 def write_clusters(folder: Path) -> dict[str, Path]:
     """Write a file for each cluster into `folder`, and return the paths by name."""
-    paths = {}
-    for name, text in CLUSTERS.items():
-        paths[name] = folder / f"{name}.yaml"
-        paths[name].write_text(_NODES.format(name=name) + text)
+    paths = {name: folder / f"{name}.yaml" for name in CLUSTERS}
+    for name, path in paths.items():
+        path.write_text(_NODES.format(name=name) + CLUSTERS[name])
     return paths
 
 
@@ -239,8 +219,7 @@ def write_clusters(folder: Path) -> dict[str, Path]:
 class Case:
     """A prediction to be tested, on processes of this machine or on an emulated `cluster`.
 
-    A run has `steps` if given; otherwise the steps of the task, or the fewest for an emulated
-    cluster.
+    A run has `steps`, or else those of the task, or the fewest for an emulated cluster.
     """
 
     label: str
@@ -299,15 +278,10 @@ class Case:
         )
 
     def simulated(self, machine: str, calibration: str) -> Run:
-        """Return the same run in virtual time, on its cluster or else on a cluster that is this
-        `machine`.
-        """
-        run = self.run
+        """Return the same run in virtual time, on its cluster or else on this `machine`."""
+        run, cluster = self.run, str(self.file or machine)
         training = replace(
-            run.training,
-            engine="simulation",
-            cluster=str(self.file or machine),
-            calibration=calibration,
+            run.training, engine="simulation", cluster=cluster, calibration=calibration
         )
         return replace(run, training=training)
 
@@ -321,9 +295,6 @@ def cases(
     """Return the strategies with these labels, and the controls, on every task and number of
     ranks on which they can run. The numbers are `ranks`, or the task's own. They run on this
     machine, or on each of the emulated `clusters` with one rank on each node.
-
-    Raises:
-        InputError: nothing is left.
     """
     found = []
     for file, task in itertools.product(clusters, tasks):
@@ -387,9 +358,7 @@ def predicted(case: Case, calibration: Calibration) -> tuple[float, float]:
 
 
 def _way(case: Case, wire: float) -> tuple[float, float]:
-    """Return the latency and the seconds per byte of the worst route between two ranks of a
-    cluster; zeros on one machine.
-    """
+    """Return the latency and the seconds per byte of the worst route of a cluster, or zeros."""
     if case.cluster is None or case.processes == 1:
         return 0.0, 0.0
     nodes = case.cluster.nodes_of(case.processes)

@@ -1,6 +1,4 @@
-"""`orchestra bench fidelity`: predictions of the simulation compared with the same runs on
-processes.
-"""
+"""`orchestra bench fidelity`: predictions of the simulation beside the same runs on processes."""
 
 from __future__ import annotations
 
@@ -11,6 +9,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +27,14 @@ from orchestra.engines.simulation.training import train_run as simulated_run
 from orchestra.records.record import RunRecord
 from orchestra.trainer.settings import Run
 
-SKIPPED = 4
-"""The first one of this many parts of a run's steps is not timed."""
+SKIPPED = 4  # the first one of this many parts of a run's steps is not timed
 QUIET, ATTEMPTS = 0.03, 3
 """A run of which other programs took a larger part of the machine is repeated, up to this many
 attempts in all; the least disturbed one counts."""
 EMULATED_QUIET = 0.1
 """The same for an emulated run, in which the kernel's own work for the network counts as that of
 others."""
-SMOOTHED = 4
-"""The training loss is a mean over the last one of this many parts of a run's samples."""
+SMOOTHED = 4  # the training loss is a mean over the last one of this many parts of a run's samples
 STEPS = "steps-rank-*.jsonl"
 LEAST_PACE = 1e-3
 """The least factor: a step without a gradient of the rank's own takes no time, which no simulation
@@ -48,29 +45,22 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Observation:
-    """One run: the seconds of a step of the budget, the bytes sent, and the share of each
-    staleness.
+    """One run.
 
-    Attributes:
-        others: the part of the machine's processor time that other programs took, stolen time
-            included; None if unknown.
-        own, stolen: processor seconds of the ranks, and those that the hypervisor gave away.
-        switches: how often a core was taken from a rank that had work to do.
-        attempts: how often it was run.
-        computed: seconds of computation in each step, by rank.
-        losses: the smoothed training loss over the seconds of the run, shape [steps, 2].
+    `others` is the part of the machine's processor time that other programs took, stolen time
+    included; None if unknown. `losses` is the smoothed training loss over the seconds of the run.
     """
 
-    step_seconds: float
+    step_seconds: float  # of the budget
     bytes_sent: int
-    staleness: Histogram
+    staleness: Histogram  # the share of each
     others: float | None = None
-    own: float = 0.0
-    stolen: float = 0.0
-    switches: int = 0
-    attempts: int = 1
-    computed: Mapping[int, Sequence[float]] = field(default_factory=dict)
-    losses: Floats | None = None
+    own: float = 0.0  # processor seconds of the ranks
+    stolen: float = 0.0  # processor seconds that the hypervisor gave away
+    switches: int = 0  # how often a core was taken from a rank that had work to do
+    attempts: int = 1  # how often it was run
+    computed: Mapping[int, Sequence[float]] = field(default_factory=dict)  # each step's, by rank
+    losses: Floats | None = None  # [steps, 2]
 
     def seconds_to(self, level: float) -> float:
         """Return the seconds until the training loss is at most `level`."""
@@ -144,10 +134,7 @@ def bench_fidelity(
 
     With `calibration` that file is used, and nothing is measured. No case is run before it is
     predicted, and nothing is fitted afterwards. Return the rows and the calibration; if the user
-    stops it, the rows of the completed blocks.
-
-    Raises:
-        KeyboardInterrupt: the user stopped it before a block was completed.
+    stops it (`KeyboardInterrupt` before the first block is completed), those of completed blocks.
     """
     rows: list[FidelityRow] = []
     with tempfile.TemporaryDirectory(prefix="orchestra-fidelity-") as name:
@@ -176,14 +163,9 @@ def bench_fidelity(
 
 
 def _measured(
-    block: Sequence[Case],
-    rounds: int,
-    measured: Calibration,
-    path: Path,
-    tell: Callable[[str], None],
+    block: list[Case], rounds: int, measured: Calibration, path: Path, tell: Callable[[str], None]
 ) -> Iterator[FidelityRow]:
     """Predict all cases, then run them in turns for `rounds` rounds, every other one in reverse."""
-    block = [*block]
     with tempfile.TemporaryDirectory(prefix="orchestra-fidelity-") as name:
         folder = Path(name)
         virtual = {}
@@ -198,7 +180,6 @@ def _measured(
                 seen = observe(longer.simulated(measured.cluster, str(path)), keep)
             block[index], virtual[case.label] = longer, seen
         for number in range(rounds):
-            # Every other round in reverse, so that a machine that becomes slower favours nobody
             for case in order(block, number):
                 tell(f"running {case.label}")
                 real[case.label].append(observe(case.run, folder / f"{case.label}-run"))
@@ -213,9 +194,8 @@ def _measured(
                 run = case.simulated(measured.cluster, str(path))
                 # Only emulated nodes have cores of their own; elsewhere the recorded computation
                 # has the waiting for a core in it.
-                again = observe(
-                    run, folder / "replayed", pace_of(real[case.label][0], virtual[case.label])
-                )
+                pace = pace_of(real[case.label][0], virtual[case.label])
+                again = observe(run, folder / "replayed", pace)
                 row = replace(row, replayed=again.step_seconds)
             yield row
 
@@ -223,10 +203,6 @@ def _measured(
 def observe(run: Run, keep: Path, pace: Pace | None = None) -> Observation:
     """Carry out `run`, again if other programs disturbed it, and move its final parameters to
     the file `keep`. With `pace` (see `simulated_run`) it is a simulation.
-
-    Raises:
-        RunFailed: it failed.
-        KeyboardInterrupt: the user stopped it.
     """
     found: list[Observation] = []
     # With 3 % nearly every emulated run would be made three times (decision 97)
@@ -234,10 +210,9 @@ def observe(run: Run, keep: Path, pace: Pace | None = None) -> Observation:
     while len(found) < ATTEMPTS and (not found or (found[-1].others or 0.0) > quiet):
         with tempfile.TemporaryDirectory(prefix="orchestra-fidelity-") as name:
             folder = Path(name)
-            if pace is None:
-                record = train_run(run, folder, quiet=True)
-            else:
-                record = simulated_run(run, folder, quiet=True, pace=pace)
+            simulate = partial(simulated_run, pace=pace)
+            train: Callable[..., RunRecord] = train_run if pace is None else simulate
+            record = train(run, folder, quiet=True)
             if record.status == "stopped":
                 raise KeyboardInterrupt
             found.append(_observation(record, step_seconds(run, folder), folder))
@@ -291,9 +266,7 @@ def losses_of(lines: Sequence[Mapping[str, Any]]) -> Floats | None:
 
 
 def pace_of(real: Observation, virtual: Observation) -> Pace:
-    """Return the factors by which each step's simulated computation becomes that of a real run,
-    by rank.
-    """
+    """Return by rank the factors from each step's simulated computation to the real one."""
     found = {}
     for rank, seconds in real.computed.items():
         usual = statistics.median(virtual.computed.get(rank) or [0.0])
@@ -335,11 +308,11 @@ def row_of(
     constant: float,
     parameters_differ: float | None,
 ) -> FidelityRow:
-    seconds = tuple(observation.step_seconds for observation in real)
-    differences = [virtual.bytes_sent - observation.bytes_sent for observation in real]
+    seconds = tuple(one.step_seconds for one in real)
+    differences = [virtual.bytes_sent - one.bytes_sent for one in real]
     together: dict[int, float] = defaultdict(float)
-    for observation in real:
-        for value, share in observation.staleness.items():
+    for one in real:
+        for value, share in one.staleness.items():
             together[value] += share / len(real)
     stale = bool(together) or bool(virtual.staleness)
     to_target = None
@@ -372,9 +345,7 @@ def row_of(
 
 
 def distance(one: Histogram, other: Histogram) -> float:
-    """Return the total variation distance: 0 for equal shares, 1 for shares without a common
-    value.
-    """
+    """Return the total variation distance: 0 for equal shares, 1 if they have no common value."""
     values = one.keys() | other.keys()
     return sum(abs(one.get(v, 0.0) - other.get(v, 0.0)) for v in values) / 2
 

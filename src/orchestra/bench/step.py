@@ -1,9 +1,8 @@
-"""`orchestra bench step`: a step of `AllReduce` compared with one of DistributedDataParallel,
-and with one of a single process.
-"""
+"""`orchestra bench step`: a step of `AllReduce` beside DistributedDataParallel and one process."""
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -31,11 +30,10 @@ from orchestra.worker.worker import Step, Worker
 
 @dataclass(frozen=True)
 class BenchmarkModel:
-    """A model and its batches for a benchmark.
+    """A model and its batches for a benchmark; `batch_size` is that of one worker.
 
-    `batch_size` is that of one worker; `batch` makes a batch of a number of samples. `steps`
-    steps are timed together as one block, which is long compared with the clock's resolution and
-    short compared with the drift of the machine.
+    `steps` steps are timed together as one block, which is long compared with the clock's
+    resolution and short compared with the drift of the machine.
     """
 
     name: str
@@ -124,26 +122,21 @@ def bench_step(
     subjects: Sequence[BenchmarkModel] = tuple(SUBJECTS.values()),
     on_progress: Progress | None = None,
 ) -> list[StepRow]:
-    """Measure every subject on every number of ranks (2 or more), in `rounds` rounds.
-
-    Raises:
-        KeyboardInterrupt: the user stopped it.
-    """
+    """Measure every subject on every number of ranks (2 or more), in `rounds` rounds."""
     rows = []
-    for subject in subjects:
-        for count in ranks:
-            # One round more, which warms up
-            blocks = (rounds + 1) * (len(BUCKET_MEGABYTES) + len(OURS) + 1)
-            what = f"{subject.name}, {count} ranks"
-            with tempfile.TemporaryDirectory(prefix="orchestra-bench-") as folder:
-                store = str(Path(folder) / "store")
-                # The launcher's threads, which are those of one process with all cores; ranks get a
-                # part of them
-                contest = Contest(subject, rounds, store, torch.get_num_threads())
-                first, *_ = run_ranks(
-                    measure, contest, count, steps=blocks, what=what, on_progress=on_progress
-                )
-            rows += step_rows(subject, count, first)
+    # One round more, which warms up
+    blocks = (rounds + 1) * (len(BUCKET_MEGABYTES) + len(OURS) + 1)
+    for subject, count in itertools.product(subjects, ranks):
+        what = f"{subject.name}, {count} ranks"
+        with tempfile.TemporaryDirectory(prefix="orchestra-bench-") as folder:
+            store = str(Path(folder) / "store")
+            # The launcher's threads, which are those of one process with all cores; ranks get a
+            # part of them
+            contest = Contest(subject, rounds, store, torch.get_num_threads())
+            first, *_ = run_ranks(
+                measure, contest, count, steps=blocks, what=what, on_progress=on_progress
+            )
+        rows += step_rows(subject, count, first)
     return rows
 
 
@@ -154,16 +147,11 @@ def step_rows(subject: BenchmarkModel, ranks: int, blocks: Blocks) -> list[StepR
     samples = ranks * subject.batch_size * subject.steps
     return [
         StepRow(
-            subject.name,
-            ranks,
-            name,
-            medians[name] / subject.steps,
-            median_ratio(seconds, blocks[best]),
-            samples / medians[name],
-            name == best,
+            subject.name, ranks, name, medians[name] / subject.steps,
+            median_ratio(seconds, blocks[best]), samples / medians[name], name == best,
         )
         for name, seconds in blocks.items()
-    ]
+    ]  # fmt: skip
 
 
 def _best_peer(blocks: Blocks) -> str:
@@ -195,11 +183,9 @@ def block_of(step: Callable[[], None], steps: int) -> Callable[[], None]:
 
 def _peer(subject: BenchmarkModel, bucket_megabytes: int) -> Callable[[], None]:
     torch.manual_seed(0)
+    # Without copies between gradients and buckets: the peer at its best
     model = DistributedDataParallel(
-        # Without copies between gradients and buckets: the peer at its best
-        subject.build(),
-        bucket_cap_mb=bucket_megabytes,
-        gradient_as_bucket_view=True,
+        subject.build(), bucket_cap_mb=bucket_megabytes, gradient_as_bucket_view=True
     )
     return plain_step(subject, model, subject.batch_size)
 
@@ -235,9 +221,8 @@ def plain_step(
 
 def alone(runtime: Runtime, contest: Contest, steps_of_block: int) -> Callable[[], None]:
     """Return a block in which the first rank has the batch of all ranks and all cores, while the
-    others wait.
+    others wait at the barrier before the next block.
     """
-    # The others wait at the barrier before the next block
     if runtime.rank != 0:
         return lambda: None
     subject = contest.subject
@@ -266,8 +251,7 @@ def our_step(
 
     def step() -> None:
         worker.begin_step(Step(samples, samples * runtime.ranks, rates=(RATE,)))
-        # The worker's own loop, without reading data and writing records, which the peers' loop
-        # lacks, too
+        # Without reading data and writing records, which the peers' loop lacks, too
         strategy.gradient(worker, state, batch)
         strategy.update(worker, state)
 

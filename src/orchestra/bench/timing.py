@@ -6,19 +6,23 @@ falls on all of them alike, and a block is compared with the block of its own ro
 other round runs in reverse, so that a machine that becomes slower or faster favours nobody.
 
 A repeated measurement has a time: it is made as often as that allows, and it is noted who was in
-the way.
+the way. In a training inside a measurement the pieces of work are timed one by one.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import socket
 import statistics
+import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -31,28 +35,28 @@ from orchestra.engines.events import Event, Heartbeat, Notice
 from orchestra.engines.processes.launch import launch
 from orchestra.engines.processes.system import UsageMeter
 from orchestra.records.report import taken_by_others
+from orchestra.trainer.program import train
+from orchestra.trainer.settings import Run
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
-from orchestra.worker.runtime import Runtime
+from orchestra.worker.runtime import PassingReporter, Runtime, Work
 
 T = TypeVar("T")
-Blocks = dict[str, list[float]]
-"""The seconds of each contestant's blocks, by round."""
+Blocks = dict[str, list[float]]  # the seconds of each contestant's blocks, by round
 
 Progress = Callable[[str, float], None]
 """Is told what is being measured, and which part of it is done."""
-LEAST, MOST = 9, 400
-"""The fewest and the most repeats of a measurement, if there is time for them."""
-WARM_UP = 3
-"""The repeats before those that count."""
+LEAST, MOST = 9, 400  # the fewest and the most repeats of a measurement, if there is time for them
+WARM_UP = 3  # the repeats before those that count
+FIRST_STEPS = 3  # the first steps of a training, which do not count
 
 
 def join_gloo(runtime: Runtime, store: str, interface: str = "") -> None:
     """Join torch.distributed's default group on gloo, through the file `store`, on loopback or
     on the network `interface`.
 
-    The group is never destroyed. Destroying it can hang: that holds the interpreter's lock and
-    joins gloo's threads, which may need the lock to release a tensor (torch 2.13, decision 11).
+    The group is never destroyed: that can hang, as it holds the interpreter's lock and joins
+    gloo's threads, which may need the lock to release a tensor (torch 2.13, decision 11).
     """
     # Left to itself gloo goes by the address of the host's name, which need not be one of its own
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
@@ -66,7 +70,7 @@ def take_turns(
     runtime: Runtime,
     contestants: Mapping[str, Callable[[], None]],
     rounds: int,
-    surroundings: Mapping[str, Callable[[], AbstractContextManager[object]]] = {},  # noqa: B006
+    surroundings: Mapping[str, Callable[[], AbstractContextManager[object]]] | None = None,
 ) -> Blocks:
     """Run a block of each contestant in each of `rounds` rounds, after one round of warm-up.
     Return the seconds of the blocks.
@@ -76,21 +80,22 @@ def take_turns(
     goes on in the background of one contestant may not slow the others.
     """
     blocks: Blocks = {name: [] for name in contestants}
-    done = 0
-    for number in range(rounds + 1):
-        for name in order(list(contestants), number):
-            # Agreed on, since a rank that ended alone would leave the others at the next barrier
-            if _somebody_stops(runtime):
-                return blocks
-            with surroundings.get(name, nullcontext)():
-                started = time.perf_counter()
-                contestants[name]()
-                passed = time.perf_counter() - started
-            # The first round warms up
-            if number:
-                blocks[name].append(passed)
-            done += 1
-            runtime.reporter.progress(step=done, samples=0)
+    turns = [(number, name) for number in range(rounds + 1) for name in order([*blocks], number)]
+    for done, (number, name) in enumerate(turns, start=1):
+        # Agreed on, since a rank that ended alone would leave the others at the next barrier; this
+        # is also the barrier before a block
+        wishes = torch.tensor([float(runtime.reporter.stop_requested())])
+        dist.all_reduce(wishes)
+        if wishes:
+            break
+        with (surroundings or {}).get(name, nullcontext)():
+            started = time.perf_counter()
+            contestants[name]()
+            passed = time.perf_counter() - started
+        # The first round warms up
+        if number:
+            blocks[name].append(passed)
+        runtime.reporter.progress(step=done, samples=0)
     return blocks
 
 
@@ -98,13 +103,6 @@ def order(names: Sequence[T], number: int) -> Sequence[T]:
     """Return the order in round `number`: every other one in reverse."""
     # So that a machine that becomes slower, or busy, favours nobody
     return names if number % 2 else names[::-1]
-
-
-def _somebody_stops(runtime: Runtime) -> bool:
-    """Return whether any rank is to stop. This is also the barrier before a block."""
-    wishes = torch.tensor([float(runtime.reporter.stop_requested())])
-    dist.all_reduce(wishes)
-    return bool(wishes)
 
 
 def median_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
@@ -123,11 +121,9 @@ def run_ranks(
     on_progress: Progress | None = None,
     **limits: Any,
 ) -> Sequence[Any]:
-    """Launch `program` and return the result of each rank. `on_progress` is told how many of its
-    `steps` rank 0 has done; `limits` are those of `launch`.
-
-    Raises:
-        KeyboardInterrupt: the user stopped it: it has no result.
+    """Launch `program` and return the result of each rank, or raise `KeyboardInterrupt` if the user
+    stopped it. `on_progress` is told how many of its `steps` rank 0 has done; `limits` are those of
+    `launch`.
     """
 
     def tell(event: Event | Notice) -> None:
@@ -142,17 +138,11 @@ def run_ranks(
 
 @dataclass
 class Budget:
-    """The time of a measurement, divided evenly over the figures that remain.
+    """The time of a measurement, divided evenly over the `figures` that remain."""
 
-    Attributes:
-        until: when all of them have to be measured, by `clock`, which is the same for all processes
-            of a machine.
-        figures: how many remain.
-    """
-
-    until: float = math.inf
+    until: float = math.inf  # when all have to be measured, by `clock`
     figures: int = 1
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float] = time.monotonic  # the same for all processes of a machine
 
     @property
     def over(self) -> bool:
@@ -171,20 +161,15 @@ class Budget:
 class Kept:
     """The conditions under which a process measured.
 
-    Attributes:
-        ran: seconds that the measuring thread ran while it was to wait for nothing.
-        passed: seconds that passed meanwhile.
-        meters: by the number of cores that all ranks of the measurement wanted, the processor time
-            that was used meanwhile.
-        left_out: figures that there was no time for.
-        share: of a core that the thread may have, less than 1 under a quota.
+    `meters` has, by the number of cores that all ranks of the measurement wanted, the processor
+    time that was used meanwhile.
     """
 
-    ran: float = 0.0
-    passed: float = 0.0
+    ran: float = 0.0  # seconds that the measuring thread ran while it was to wait for nothing
+    passed: float = 0.0  # seconds that passed meanwhile
     meters: dict[int, UsageMeter] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
-    share: float = 1.0
+    left_out: list[str] = field(default_factory=list)  # figures that there was no time for
+    share: float = 1.0  # of a core that the thread may have, less than 1 under a quota
 
     @property
     def waiting(self) -> float:
@@ -193,9 +178,7 @@ class Kept:
 
     @contextmanager
     def watched(self, cores: int) -> Iterator[None]:
-        """Record what other programs take while this rank and its peers want `cores` cores
-        together.
-        """
+        """Record what other programs take while this rank and its peers want so many cores."""
         meter = self.meters.setdefault(cores, UsageMeter())
         meter.running(True)
         try:
@@ -205,9 +188,7 @@ class Kept:
 
 
 def waited(ranks: Sequence[Kept]) -> float:
-    """Return the part of the processor time that a measurement wanted and other programs took,
-    in its worst part; from the notes of all `ranks` of the measurement.
-    """
+    """Return the part of the processor time wanted that other programs took, in the worst part."""
     # The larger of both figures counts; where the system does not tell of others, this one alone
     parts = [kept.waiting for kept in ranks]
     for wanted in {wanted for kept in ranks for wanted in kept.meters}:
@@ -222,12 +203,9 @@ def waited(ranks: Sequence[Kept]) -> float:
 def repeat(
     function: Callable[[], object], seconds: float, kept: Kept, most: float = math.inf
 ) -> list[float]:
-    """Return the processor seconds of each call of `function`, for about `seconds`, after a
-    warm-up.
-
-    They are those of this thread alone: neither other programs nor torch's threads count. A slow
-    function is called fewer than `LEAST` times, so that all calls together take at most `most`
-    seconds.
+    """Return the processor seconds of this thread alone for each call of `function`, for about
+    `seconds`, after a warm-up. A slow function is called fewer than `LEAST` times, so that all
+    calls together take at most `most` seconds.
     """
     started = time.perf_counter()
     for _ in range(WARM_UP):
@@ -254,30 +232,23 @@ def rounds(
     limit: float = MOST,
     agreed: Callable[[bool], bool] = bool,
 ) -> Iterator[float]:
-    """Yield the seconds that have passed, once for each repeat of a measurement.
-
-    There is at least one repeat. There are at least `least` of them if they fit into `most`
-    seconds, and up to `limit` within `seconds`.
+    """Yield the seconds that have passed, once for each repeat of a measurement, of which there is
+    at least one: at least `least` if they fit into `most` seconds, up to `limit` within `seconds`.
 
     Args:
         agreed: turns this rank's wish to end into that of all ranks.
     """
-    began, passed, count = time.perf_counter(), 0.0, 0
-    enough = False
-    while not enough:
+    began, passed = time.perf_counter(), 0.0
+    for count in itertools.count(1):
         yield passed
-        count += 1
         passed = time.perf_counter() - began
-        enough = agreed(
-            # Ranks read their clocks one after another, so the wish of one has to be that of all
-            passed >= most or (count >= least and (passed >= seconds or count >= limit))
-        )
+        # Ranks read their clocks one after another, so the wish of one has to be that of all
+        if agreed(passed >= most or (count >= least and (passed >= seconds or count >= limit))):
+            return
 
 
 def total(transport: Transport, own: float = 0.0, ranks: Sequence[int] | None = None) -> float:
-    """Return the sum of the values that `ranks` give (all ranks by default). Each waits for the
-    others.
-    """
+    """Return the sum of what `ranks` give (all by default), each of which waits for the others."""
     # float64: sizes in bytes are agreed on by it, which float32 rounds from 16 MiB on
     values = torch.tensor([own], dtype=torch.float64)
     group = Group(tuple(range(transport.size) if ranks is None else ranks))
@@ -310,3 +281,75 @@ def spread(times: Sequence[float]) -> float:
         return 0.0
     lower, median, upper = statistics.quantiles(times, n=4)
     return (upper - lower) / 2 / median if median > 0 else 0.0
+
+
+@dataclass
+class Profile:
+    """Takes the place of a rank's compute, and records when each piece of work began and ended.
+
+    `exchange` is called after each update, as part of the next step.
+    """
+
+    clock: Callable[[], float]
+    exchange: Callable[[], object] = lambda: None
+    seconds: float = 0.0
+    main_seconds: float = 0.0
+    notes: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
+
+    def run(self, work: Work, function: Callable[[], T]) -> T:
+        began = self.clock()
+        result = function()
+        ended = self.clock()
+        self.seconds += ended - began
+        self.main_seconds = self.seconds
+        self.notes[work.kind].append((began, ended))
+        # After the update, so that the next step finds the caches as an exchange leaves them
+        if work.kind == "update":
+            self.exchange()
+        return result
+
+    def needs(self, slot: int, wait: Callable[[], object]) -> None:
+        wait()
+
+    def reached(self, slot: int) -> None:
+        """The clock knows."""
+
+    def steps(self) -> dict[str, list[float]]:
+        """Return, for each step but the first ones, the seconds of the gradient, the update, the
+        rest, and all three together.
+        """
+        times: dict[str, list[float]] = defaultdict(list)
+        ends = [ended for _, ended in self.notes["update"]]
+        # In the first ones memory is taken and kernels are chosen
+        for step in range(FIRST_STEPS, len(ends)):
+            whole = rest = ends[step] - ends[step - 1]
+            for kind in ("gradient", "update"):
+                began, ended = self.notes[kind][step]
+                times[kind].append(ended - began)
+                rest -= ended - began
+            times["step"].append(rest)
+            times["whole"].append(whole)
+        return times
+
+
+@dataclass
+class _Inner(PassingReporter):
+    """Reports of a training inside a measurement only that it is alive, with `done` figures."""
+
+    done: int
+
+    def progress(self, *, samples: int, **_: Any) -> None:
+        self.inner.progress(step=self.done, samples=samples)
+
+
+def train_profiled(
+    runtime: Runtime, run: Run, profile: Profile, done: int, folder: str | None
+) -> None:
+    """Train `run` with `profile` in place of the rank's compute; `done` figures are known so far.
+
+    Its files lie in `folder`, the launcher's, since ranks may be killed.
+    """
+    reporter = _Inner(runtime.reporter, done)
+    runtime = replace(runtime, ranks=run.training.ranks, compute=profile, reporter=reporter)
+    with tempfile.TemporaryDirectory(prefix="training-", dir=folder) as own:
+        train(runtime, (run, Path(own)))

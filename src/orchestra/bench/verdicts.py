@@ -1,6 +1,4 @@
-"""The quality of predicted step times: ratios within a block, order, regret and absolute errors,
-and their tables for a terminal and for docs/fidelity.md.
-"""
+"""The quality of predicted step times, and its tables for a terminal and for docs/fidelity.md."""
 
 from __future__ import annotations
 
@@ -17,19 +15,13 @@ from orchestra.bench.fidelity import EMULATED_QUIET, QUIET, FidelityRow
 from orchestra.cluster.calibration import Calibration
 from orchestra.report.rows import grouped
 
-RESAMPLES = 1000
-"""The number of resamplings of the rounds for an interval."""
+RESAMPLES = 1000  # the number of resamplings of the rounds for an interval
 CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
 class Block:
-    """The strategies that took turns on one machine.
-
-    Attributes:
-        real: seconds of a step of each strategy, one for each round.
-        predicted: seconds of a step of each strategy.
-    """
+    """Strategies that took turns on one machine: seconds of a step, the `real` ones by round."""
 
     real: Mapping[str, Sequence[float]]
     predicted: Mapping[str, float]
@@ -46,7 +38,6 @@ class Block:
         """Return the logarithms of the ratios of all pairs: real ones, of shape (rounds, pairs),
         and predicted ones, of shape (pairs,).
         """
-        # Each pair once
         first, second = np.triu_indices(len(self.real), 1)
         # Logarithms, so that a ratio and its inverse have errors of the same size
         real = np.log(np.array(list(self.real.values()), dtype=float))
@@ -64,16 +55,12 @@ class Block:
         return float(np.mean(signs)) if signs else None
 
     def regret(self) -> float:
-        """Return how much longer a step takes under the strategy predicted to be the fastest
-        than under the strategy that is the fastest, as a fraction.
-        """
+        """Return the part by which the predicted fastest strategy is slower than the real one."""
         chosen = min(self.real, key=lambda label: self.predicted[label])
         return self.medians[chosen] / min(self.medians.values()) - 1
 
     def pairs(self) -> tuple[int, int]:
-        """Return the number of pairs of strategies whose runs differ by more than they scatter,
-        and how many of these are predicted in the right order.
-        """
+        """Return how many pairs differ by more than they scatter, and how many are predicted so."""
         found = kept = 0
         for a, b in itertools.combinations(self.real, 2):
             difference = self.medians[a] - self.medians[b]
@@ -108,15 +95,11 @@ class Ratios:
 
 
 def ratio_errors(blocks: Sequence[Block]) -> Ratios:
-    """Return the errors over all pairs of `blocks`. Each block has at least two rounds and two
-    strategies.
-    """
+    """Return the errors over all pairs of `blocks`, each of two or more rounds and strategies."""
     distances = [block.distances() for block in blocks]
 
     def errors(rows: Sequence[NDArray[np.intp]]) -> NDArray[np.float64]:
-        """Return the errors of the predictions against the medians over these rows of the real
-        ratios.
-        """
+        """Return the errors against the medians over these rows of the real ratios."""
         pairs = zip(distances, rows, strict=True)
         # The median of ratios within rounds, not the ratio of medians (decision 97)
         apart = (told - np.median(real[chosen], axis=0) for (real, told), chosen in pairs)
@@ -132,8 +115,7 @@ def ratio_errors(blocks: Sequence[Block]) -> Ratios:
         for _ in range(RESAMPLES)
     ]
     low, high = np.quantile(medians, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    # Every other round, not the first half and the second: a machine that drifts would be between
-    # them
+    # Every other round, not the first half and the second: a machine may drift
     apart = (np.median(real[::2], axis=0) - np.median(real[1::2], axis=0) for real, _ in distances)
     # How well real runs predict real runs: an error below that is not told (decision 97)
     halves = np.abs(np.expm1(np.concatenate([*apart])))
@@ -148,24 +130,16 @@ def ratio_errors(blocks: Sequence[Block]) -> Ratios:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The quality of one predictor, over all blocks.
+    """The quality of one predictor, over all blocks."""
 
-    Attributes:
-        ratios: errors of ratios within a block.
-        tau: the mean of Kendall's tau of the blocks.
-        regret, worst_regret: the median and the largest of the blocks.
-        median, worst: absolute errors of single step times.
-        pairs, kept: that differ by more than they scatter, and those in the right order.
-    """
-
-    ratios: Ratios | None
-    tau: float | None
-    regret: float
+    ratios: Ratios | None  # errors of ratios within a block
+    tau: float | None  # the mean of Kendall's tau of the blocks
+    regret: float  # the median of the blocks
     worst_regret: float
-    median: float
+    median: float  # of the absolute errors of single step times
     worst: float
-    pairs: int
-    kept: int
+    pairs: int  # that differ by more than they scatter
+    kept: int  # those in the right order
 
 
 def verdict(blocks: Sequence[Block]) -> Verdict:
@@ -226,9 +200,7 @@ CASE_HEADINGS = (
 
 
 def markdown(rows: Sequence[FidelityRow], calibration: Calibration) -> str:
-    """Return the date, the machine and three tables for docs/fidelity.md: the predictors, the
-    controls, and every case.
-    """
+    """Return the date, the machine, and tables of the predictors, the controls, and every case."""
     machine = calibration.machine
     reasons = (calibration.quality_of(task).doubts for task in calibration.tasks)
     doubts = "; ".join(dict.fromkeys(itertools.chain(*reasons)))
@@ -248,46 +220,39 @@ def markdown(rows: Sequence[FidelityRow], calibration: Calibration) -> str:
     strategies = [row for row in rows if row.label not in CONTROLS]
     controls = [row for row in rows if row.label in CONTROLS]
     if strategies:
-        found = verdicts(rows)
-        floor = next(iter(found.values())).ratios
-        lines += _table(VERDICT_HEADINGS, itertools.starmap(_verdict_cells, found.items()))
-        if floor is not None:
-            lines += [
-                "",
-                f"Ratios of real runs, one half of the rounds beside the other: {floor.floor:.1%} "
-                f"in the median, {floor.worst_floor:.1%} at worst. Errors below these say nothing.",
-            ]
-        errors = [abs(error) for row in strategies if (error := row.target_error) is not None]
-        if errors:
-            lines += [
-                "",
-                f"Time to target of the simulation: {statistics.median(errors):.1%} in the median, "
-                f"{max(errors):.1%} at worst.",
-            ]
+        lines += _verdict_lines(strategies)
     for group in (controls, strategies):
         lines += ["", *_table(CASE_HEADINGS, map(_cells, group))] if group else []
     return "\n".join(lines) + "\n"
 
 
+def _verdict_lines(strategies: Sequence[FidelityRow]) -> list[str]:
+    found = verdicts(strategies)
+    lines = _table(VERDICT_HEADINGS, itertools.starmap(_verdict_cells, found.items()))
+    if (floor := next(iter(found.values())).ratios) is not None:
+        lines += [
+            "",
+            f"Ratios of real runs, one half of the rounds beside the other: {floor.floor:.1%} "
+            f"in the median, {floor.worst_floor:.1%} at worst. Errors below these say nothing.",
+        ]
+    errors = [abs(error) for row in strategies if (error := row.target_error) is not None]
+    if errors:
+        middle, worst = f"{statistics.median(errors):.1%}", f"{max(errors):.1%}"
+        text = f"Time to target of the simulation: {middle} in the median, {worst} at worst."
+        lines += ["", text]
+    return lines
+
+
 def _verdict_cells(title: str, found: Verdict) -> tuple[str, ...]:
-    ratios = found.ratios
-    of_ratios = ("", "")
-    if ratios is not None:
+    median = worst = ""
+    if (ratios := found.ratios) is not None:
         low, high = ratios.interval
-        of_ratios = (
-            f"{_at_least(ratios.median, ratios.floor)} ({low:.1%} to {high:.1%})",
-            _at_least(ratios.worst, ratios.worst_floor),
-        )
-    return (
-        title,
-        *of_ratios,
-        "" if found.tau is None else f"{found.tau:.2f}",
-        f"{found.regret:.1%}",
-        f"{found.worst_regret:.1%}",
-        f"{found.median:.1%}",
-        f"{found.worst:.1%}",
-        f"{found.kept} of {found.pairs}",
-    )
+        median = f"{_at_least(ratios.median, ratios.floor)} ({low:.1%} to {high:.1%})"
+        worst = _at_least(ratios.worst, ratios.worst_floor)
+    tau = "" if found.tau is None else f"{found.tau:.2f}"
+    shares = (found.regret, found.worst_regret, found.median, found.worst)
+    pairs = f"{found.kept} of {found.pairs}"
+    return title, median, worst, tau, *(f"{share:.1%}" for share in shares), pairs
 
 
 def _at_least(error: float, floor: float) -> str:
@@ -297,6 +262,9 @@ def _at_least(error: float, floor: float) -> str:
 
 
 def _cells(row: FidelityRow) -> tuple[str, ...]:
+    to_target = ""
+    if row.to_target is not None and row.target_error is not None:
+        to_target = f"{row.target_error:+.1%} ({row.to_target[1]:.2f} s)"
     return (
         row.task,
         str(row.ranks),
@@ -308,7 +276,7 @@ def _cells(row: FidelityRow) -> tuple[str, ...]:
         "" if row.replayed is None else f"{row.error('replayed'):+.1%}",
         f"{row.error('formula'):+.0%}",
         f"{row.error('constant'):+.0%}",
-        _to_target(row),
+        to_target,
         f"{row.bytes_difference:+d}" if row.bytes_difference else "0",
         _staleness(row),
         "" if row.parameters_differ is None else f"{row.parameters_differ:.3g}",
@@ -317,19 +285,12 @@ def _cells(row: FidelityRow) -> tuple[str, ...]:
     )
 
 
-def _to_target(row: FidelityRow) -> str:
-    if row.to_target is None or row.target_error is None:
-        return ""
-    return f"{row.target_error:+.1%} ({row.to_target[1]:.2f} s)"
-
-
 def _staleness(row: FidelityRow) -> str:
     if row.staleness is None or row.staleness_distance is None:
         return ""
     (mean, tail), (real_mean, real_tail) = row.staleness
-    return (
-        f"{row.staleness_distance:.2f} ({mean:.2f}, {tail:g}; real {real_mean:.2f}, {real_tail:g})"
-    )
+    real = f"real {real_mean:.2f}, {real_tail:g}"
+    return f"{row.staleness_distance:.2f} ({mean:.2f}, {tail:g}; {real})"
 
 
 def _table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:

@@ -1,28 +1,34 @@
-"""`orchestra bench`: speed on this machine, as ratios to peers measured in the same run."""
+"""`orchestra bench` and `orchestra calibrate`: speed on this machine, as ratios to peers measured
+in the same run; and what a simulation needs to know of it.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rich import progress
-from rich.console import Console
-from rich.table import Table
-
-from orchestra.cli.arguments import Parser, choose, counts
-from orchestra.errors import InputError, nearest
+from orchestra.cli.terminal import Parser, choose, counts, print_table, progress_line
+from orchestra.cluster.calibration import Calibration, Curve, TaskCosts, read_calibration
+from orchestra.engines.processes.environment import detect
+from orchestra.engines.processes.system import now
+from orchestra.engines.simulation.cost_source import own_calibration
+from orchestra.errors import InputError, RunFailed, nearest
+from orchestra.experiments.file import load
+from orchestra.optimizers.settings import Optimizer
+from orchestra.records.record import environment, write_atomically
+from orchestra.tasks import task_text
 
 if TYPE_CHECKING:
+    from orchestra.bench.calibrate import Workload
     from orchestra.bench.step import StepRow
-    from orchestra.bench.timing import Progress
 
 T = TypeVar("T")
 
@@ -62,7 +68,7 @@ The machine has to be quiet: what other programs take, no prediction knows of.
 """
 
 
-def main(arguments: Sequence[str]) -> int:
+def bench(arguments: Sequence[str]) -> int:
     return choose(arguments, {"step": _step, "fidelity": _fidelity}, HELP, "unknown benchmark {!r}")
 
 
@@ -89,13 +95,9 @@ def _fidelity(arguments: Sequence[str]) -> int:
     parser.option("--strategies", "LABEL,...", "some of those that it prints")
     parser.option("--tasks", "NAME,...", "some of cnn, lenet and mlp")
     parser.option("--calibration", "FILE", "of orchestra calibrate; measures no more", type=Path)
-    parser.option(
-        "--engine",
-        "NAME",
-        "processes of this machine, or an emulation of clusters (default: processes)",
-        choices=("processes", "emulation"),
-        default="processes",
-    )
+    engine = "processes of this machine, or an emulation of clusters (default: processes)"
+    engines = {"choices": ("processes", "emulation"), "default": "processes"}
+    parser.option("--engine", "NAME", engine, **engines)
     parser.option("--clusters", "FILE,...", "emulated in place of four of its own, a rank a node")
     parser.option("--markdown", "FILE", "write the tables to a file", type=Path)
     options = read_options(parser, arguments)
@@ -132,11 +134,7 @@ def _fidelity(arguments: Sequence[str]) -> int:
 
 
 def listed(option: str, text: str | None, known: Mapping[str, T]) -> dict[str, T]:
-    """Return those of `known` that `text`, the value of `option`, names (ring,server); None: all.
-
-    Raises:
-        InputError: an unknown name.
-    """
+    """Return those of `known` that `text`, the value of `option`, names; None: all."""
     names = list(known) if text is None else [word.strip() for word in text.split(",")]
     for name in names:
         if name not in known:
@@ -176,71 +174,240 @@ def write_figures(path: Path | None, name: str, rows: Sequence[Any]) -> None:
     """Write the rows (dataclasses) and a description of the machine as JSON, if a path is given."""
     if path is None:
         return
-    from orchestra.records.record import environment
-
-    document = {
-        "benchmark": name,
-        "environment": environment(),
-        "rows": [asdict(row) for row in rows],
-    }
+    rows = [asdict(row) for row in rows]
+    document = {"benchmark": name, "environment": environment(), "rows": rows}
     try:
         path.write_text(json.dumps(document, indent=2) + "\n")
     except OSError as error:
         raise InputError(f"--json: {path} cannot be written: {error.strerror}") from None
 
 
-@contextmanager
-def progress_line() -> Iterator[Progress]:
-    """Show progress on standard error: a bar on a terminal, elsewhere a line now and then."""
-    if not sys.stderr.isatty():
-        from orchestra.engines.live import Lines
-
-        yield Lines()
-        return
-    text, bar = progress.TextColumn("{task.description}"), progress.BarColumn(bar_width=24)
-    columns = (text, bar, progress.TimeElapsedColumn())
-    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as line:
-        task = line.add_task("starting", total=1.0)
-
-        def tell(what: str, part: float) -> None:
-            line.update(task, description=what, completed=part)
-
-        yield tell
-
-
 def _print_steps(rows: Iterable[StepRow]) -> None:
+    headings = ("", "ms a step", "samples/s", "step / best DDP's")
     for (model, ranks), group in groupby(rows, lambda row: (row.model, row.ranks)):
-        lines = [
-            (
-                row.contestant,
-                f"{row.step_seconds * 1e3:.2f}",
-                f"{row.samples_per_second:,.0f}",
-                f"{row.ratio:.2f}" + " (best)" * row.best_peer,
-            )
-            for row in group
-        ]
-        headings = ("", "ms a step", "samples/s", "step / best DDP's")
+        lines = []
+        for row in group:
+            figures = f"{row.step_seconds * 1e3:.2f}", f"{row.samples_per_second:,.0f}"
+            ratio = f"{row.ratio:.2f}" + " (best)" * row.best_peer
+            lines.append((row.contestant, *figures, ratio))
         print_table(f"{model}, {ranks} ranks", headings, lines)
     print_remarks("Ratios below 1: faster than DistributedDataParallel at its best bucket size.")
 
 
-def print_table(title: str, headings: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
-    """Print a table; its first column is of names, the others of numbers."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for place, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if place else "left", no_wrap=True)
-    for line in lines:
-        table.add_row(*line)
-    # Without markup: names such as AllReduce[...] have brackets.
-    console = Console(highlight=False, markup=False)
-    console.print(title, style="bold", soft_wrap=True)
-    console.print(table, end="\n\n")
-
-
 def print_remarks(text: str) -> None:
     """Print a sentence below a table, and which machine the figures are of."""
-    from orchestra.records.record import environment
-
     about = environment()
     machine = f"{about['cores']} cores, {about['processor']}, torch {about['packages']['torch']}"
     print(f"{text}\n{machine}.")
+
+
+CALIBRATE = """\
+Measure what a simulation needs to know of this machine: seconds of a gradient of a task, with
+1, 2, 4 threads and so on up to all cores, and when in it each tensor's gradient is ready; of the
+optimizer's update and of the rest of a step; of copying and adding; of a message between two
+processes, at both ends; and how much slower a core is while all of them compute.
+
+The figures go into a file that reads well. From then on `orchestra simulate`, on this machine,
+goes by them for the tasks in the file, and says so in its records ("costs"). Calibrating another
+task adds it; the rest is measured anew.
+
+It ends within 120 s (--limit), or some seconds more where even starting and ending Python takes
+them, and sooner on a quiet machine with a small model. Let the machine do nothing else meanwhile.
+What other programs disturb is measured again while there is time. If they still took more than
+10 % of the processor time from a measurement, or repeats differ by more than 30 %, nothing is kept.
+
+Exit status: 0 kept, 1 not kept, 2 bad input.
+"""
+
+CALIBRATE_EPILOG = """\
+examples:
+  orchestra calibrate examples/quickstart.yaml
+      the task, batch, optimizer and precision of an experiment
+
+  orchestra calibrate --task 'digits(channels=8)' --optimizer 'Adam(lr=0.01)' --batch-size 8,64
+      without a file
+
+  orchestra calibrate experiment.yaml --out laptop.json
+  orchestra simulate experiment.yaml --set calibration=laptop.json --cluster 'lan_1gbit(nodes=8)'
+      a cluster of eight such laptops, simulated anywhere
+
+  torchrun --nnodes 4 ... -m orchestra calibrate --links
+      what a message takes between each two ranks, and the order of a ring over them
+"""
+
+TASK, OPTIMIZER, BATCH = "digits()", "SGD(lr=0.1)", (32,)
+
+
+def calibrate(arguments: Sequence[str]) -> int:
+    began = now()
+    options = _calibrate_parser().read(arguments)
+    if options.links:
+        return _links(options)
+    path: Path = options.out or own_calibration()
+    before = read_calibration(path) if path.exists() else None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # before minutes are spent
+    except OSError as error:
+        raise InputError(f"--out: {path.parent} cannot be made: {error.strerror}") from None
+    subject = _subject(options)
+    from orchestra.bench.calibrate import LIMIT
+    from orchestra.bench.calibrate import calibrate as measure
+
+    limit = options.limit or LIMIT
+    with progress_line() as tell:
+        # The limit counts from the command's beginning, the import of torch included (decision 40)
+        measured = measure([subject], options.seconds, tell, limit - (now() - began))
+    # Before it is refused: the user sees what was disturbed
+    print_calibration(measured)
+    quality = measured.quality_of(measured.tasks[0])
+    # Simulations would go by them from then on (decision 40)
+    if (doubts := quality.doubts) and not options.keep_anyway:
+        raise RunFailed(
+            f"not kept, since not to be trusted: {'; '.join(doubts)}; calibrate again when the "
+            "machine is quiet, or keep it with --keep-anyway"
+        )
+    kept = measured.marked() if doubts else measured
+    # Tasks that were calibrated on another machine, or with other versions, would not fit the rest.
+    if before is not None and before.machine == measured.machine:
+        kept = replace(kept, tasks=before.tasks).with_task(kept.tasks[0])
+    try:
+        write_atomically(path, kept.to_json())
+    except OSError as error:
+        raise InputError(f"--out: {path} cannot be written: {error.strerror}") from None
+    print(f"quality: {quality}")
+    if quality.left_out:
+        print(f"left out, for there was no time: {', '.join(quality.left_out)}; see --limit")
+    print(f"kept in {path}, with {len(kept.tasks)} task{'s' * (len(kept.tasks) > 1)}")
+    return 0
+
+
+def _calibrate_parser() -> Parser:
+    parser = Parser("calibrate", CALIBRATE, CALIBRATE_EPILOG)
+    parser.add_argument("experiment", nargs="?", type=Path, metavar="EXPERIMENT")
+    parser.option("--task", "TASK", f"in place of the file's ({TASK})")
+    parser.option("--optimizer", "CALL", f"in place of the file's ({OPTIMIZER})")
+    parser.option("--batch-size", "N[,N...]", "of one worker; others around it are measured, too")
+    each = "for each figure, where there is time (default: 0.5)"
+    parser.option("--seconds", "S", each, type=float, default=0.5)
+    limit = "for everything; what it leaves no time for is left out, and said (default: 120)"
+    parser.option("--limit", "SECONDS", limit, type=float)
+    parser.flag("--keep-anyway", "also figures that are not to be trusted")
+    parser.option("--out", "FILE", "default: calibration.json in ~/.cache/orchestra", type=Path)
+    links = "nothing but the links between ranks: those that a launcher started, or local ones"
+    parser.flag("--links", links)
+    parser.option("--ranks", "N", "local ranks, with --links (default: 4)", type=int, default=4)
+    parser.option("--bytes", "N", "of a message, with --links", type=int, default=1_000_000)
+    return parser
+
+
+def _subject(options: Namespace) -> Workload:
+    from orchestra.bench.calibrate import Workload
+
+    task, optimizer, precision = TASK, None, "float32"
+    sizes: tuple[int, ...] = BATCH
+    if options.experiment is not None:
+        experiment = load(options.experiment)
+        training = experiment.training
+        task, optimizer, precision = experiment.task, training.optimizer, training.precision
+        # A gradient is of a whole batch, or of a micro-batch where it is accumulated.
+        sizes = (training.batch_size, -(-training.batch_size // training.accumulation))
+    if options.task is not None:
+        task = task_text(options.task, where="--task")
+    if options.optimizer is not None or optimizer is None:
+        optimizer = Optimizer.parse(options.optimizer or OPTIMIZER, where="--optimizer")
+    if options.batch_size is not None:
+        sizes = tuple(counts("--batch-size", options.batch_size, low=1))
+    for name, value in (("--seconds", options.seconds), ("--limit", options.limit)):
+        if value is not None and not value > 0:
+            raise InputError(f"{name}: {value} is not above 0")
+    return Workload(task, optimizer, precision, sizes)
+
+
+def _links(options: Namespace) -> int:
+    launched = detect(os.environ)
+    ranks = options.ranks if launched is None else launched.ranks
+    for name, value, least in (("--ranks", ranks, 2), ("--bytes", options.bytes, 1)):
+        if value < least:
+            raise InputError(f"{name}: {value} is below {least}")
+    from orchestra.bench.calibrate.machines import calibrate_links
+
+    with progress_line() as tell:
+        matrix = calibrate_links(ranks, options.bytes, launched, tell)
+    if matrix is None:
+        return 0
+    from orchestra.schedules import ring_order
+
+    order = ring_order(matrix)
+    print_links(matrix, options.bytes, order)
+    if options.out is not None:
+        options.out.write_text(json.dumps({"seconds": matrix, "order": order}, indent=1) + "\n")
+    return 0
+
+
+Row = tuple[str, ...]
+
+
+def print_calibration(calibration: Calibration) -> None:
+    """Print the figures: medians, and how far the repeats lie apart."""
+    for task in calibration.tasks:
+        more = [f"{timing.threads} threads" for timing in task.timings[1:]]
+        headings = ("", "amount", "1 thread", "spread", *more)
+        print_table(f"a step of {', '.join(task.key)}", headings, _task_rows(task))
+    messages, near = calibration.messages, calibration.near
+    rows = [
+        *_rows("send", "bytes", messages.send),
+        *_rows("receive", "bytes", messages.receive),
+        *(_rows("send in memory", "bytes", near.send) if near else ()),
+        *(_rows("receive in memory", "bytes", near.receive) if near else ()),
+        *_rows("to itself", "bytes", messages.local),
+        ("around a message", "", _seconds(messages.handling), ""),
+        ("an all-reduce itself", "", _seconds(messages.collective), ""),
+    ]
+    if calibration.in_memory is not None:
+        costs = calibration.in_memory
+        rows += [
+            ("a collective in shared memory", "", _seconds(costs.collective), ""),
+            ("its barriers, for each other rank", "", _seconds(costs.barrier), ""),
+            ("until a rank wakes up", "", _seconds(costs.wake), ""),
+            ("a pass over a vector", "1 MB", _seconds(1e6 * costs.copy), ""),
+        ]
+    for kind, curve in calibration.work.items():
+        rows += _rows(kind, "elements", curve)
+    print_table("a message, and work on float32", ("", "amount", "seconds", "spread"), rows)
+    print(
+        f"A thread keeps a core for {_seconds(calibration.time_slice)} if another one waits. "
+        f"A send over sockets of up to {messages.buffer_bytes / 1e6:.1f} MB is over at once."
+    )
+    print(f"This machine as a cluster: {calibration.cluster}")
+
+
+def print_links(matrix: Sequence[Sequence[float]], size: int, order: Sequence[int]) -> None:
+    """Print the costs between ranks, and the order of a ring over them."""
+    headings = ("us", *(f"to {rank}" for rank in range(len(matrix))))
+    rows = [
+        (f"from {source}", *("-" if s == source else f"{x * 1e6:.0f}" for s, x in enumerate(row)))
+        for source, row in enumerate(matrix)
+    ]
+    print_table(f"a message of {size} bytes, one way", headings, rows)
+    print(f'AllReduce("ring", order={tuple(order)})')
+
+
+def _task_rows(task: TaskCosts) -> Iterable[Row]:
+    for kind, unit in (("gradient", "samples"), ("update", "elements"), ("step", "samples")):
+        one, *others = (getattr(timing, kind) for timing in task.timings)
+        more = [dict(curve.points) for curve in others]
+        for row, (amount, _) in zip(_rows(kind, unit, one), one.points, strict=True):
+            yield *row, *(_seconds(known[amount]) if amount in known else "" for known in more)
+    yield "in turn with an exchange", "", f"+{_seconds(task.cold)}"
+    yield "on all cores at once", "", f"{1 / task.shared_speed:.2f} times as long"
+    yield "on another's core", "", f"+{_seconds(task.refill)}"
+
+
+def _rows(name: str, unit: str, curve: Curve) -> Iterable[Row]:
+    for index, (amount, seconds) in enumerate(curve.points):
+        spread = f"{curve.spread[index]:.0%}" if curve.spread else ""
+        yield name if index == 0 else "", f"{amount:.0f} {unit}", _seconds(seconds), spread
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"

@@ -6,8 +6,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestra.cli.arguments import Parser, choose
-from orchestra.cli.bench import print_table, progress_line
+from orchestra.cli.terminal import Parser, choose, print_table, progress_line
 from orchestra.cluster import Cluster, load_cluster
 from orchestra.cluster.file import cluster_text
 from orchestra.cluster.machines import cluster_of, instances
@@ -50,43 +49,35 @@ examples:
 def import_cluster(arguments: Sequence[str]) -> int:
     parser = Parser("import", IMPORT, f"{IMPORT_EPILOG}\n{_table()}")
     parser.add_argument("sources", nargs="+", metavar="SOURCE", help="machines, or a platform")
-    parser.add_argument(
-        "-o", "--out", metavar="FILE", type=Path, help="a .yaml (default: print it)"
-    )
+    out_help = "a .yaml (default: print it)"
+    parser.add_argument("-o", "--out", metavar="FILE", type=Path, help=out_help)
     options = parser.read(arguments)
     out: Path | None = options.out
     if out is not None and out.suffix not in (".yaml", ".yml"):
         raise InputError(f"--out {out}: is neither .yaml nor .yml")
-    text = cluster_text(_cluster(options.sources, "imported" if out is None else out.stem))
+    sources: list[str] = options.sources
+    platforms = [source for source in sources if source.endswith(".xml")]
+    if platforms and len(sources) > 1:
+        raise InputError(f"{platforms[0]}: is a whole cluster; import it alone")
+    name = "imported" if out is None else out.stem
+    cluster = read_platform(Path(sources[0])) if platforms else cluster_of(sources, name)
+    text = cluster_text(cluster)
     if out is None:
         print(text, end="")
     else:
-        write_atomically(out, f"# from {' '.join(options.sources)}\n{text}")
+        write_atomically(out, f"# from {' '.join(sources)}\n{text}")
         print(out)
     return 0
-
-
-def _cluster(sources: Sequence[str], name: str) -> Cluster:
-    platforms = [source for source in sources if source.endswith(".xml")]
-    if not platforms:
-        return cluster_of(sources, name)
-    if len(sources) > 1:
-        raise InputError(f"{platforms[0]}: is a whole cluster; import it alone")
-    return read_platform(Path(platforms[0]))
 
 
 def _table() -> str:
     rows = [f"{'instance':20}{'vCPUs':>6}{'GPUs':>9}{'Gbit/s':>8}{'USD/h':>12}"]
     for name, row in instances().items():
         gpus = f"{row['gpus']} {row['gpu']}" if row["gpu"] else ""
-        network = f"{int(row['network']) / 1000:g}"
-        rows.append(
-            f"{name:20}{row['vcpus']:>6}{gpus:>9}{network:>8}{row['usd_per_hour'] or '-':>12}"
-        )
-    dates = sorted({row["date"] for row in instances().values()})
-    rows.append(
-        f"Linux, on demand, in us-east-1 on {', '.join(dates)}; ask your provider for yours."
-    )
+        network, price = f"{int(row['network']) / 1000:g}", row["usd_per_hour"] or "-"
+        rows.append(f"{name:20}{row['vcpus']:>6}{gpus:>9}{network:>8}{price:>12}")
+    dates = ", ".join(sorted({row["date"] for row in instances().values()}))
+    rows.append(f"Linux, on demand, in us-east-1 on {dates}; ask your provider for yours.")
     return "\n".join(rows)
 
 
@@ -171,7 +162,7 @@ def emulation(arguments: Sequence[str]) -> int:
 
 def _check(arguments: Sequence[str]) -> int:
     parser = Parser("emulation check", CHECK)
-    _add_cluster(parser)
+    parser.add_argument("cluster", metavar="CLUSTER", help="a preset or a file")
     cluster = _load(parser.read(arguments))
     from orchestra.engines.emulation.check import check_cluster
 
@@ -223,16 +214,12 @@ def _read_command(
 ) -> tuple[Namespace, list[str]]:
     """Return the options of an action that takes a command, and what stands behind `--`."""
     parser = Parser(f"emulation {action}", description, epilog)
-    _add_cluster(parser)
+    parser.add_argument("cluster", metavar="CLUSTER", help="a preset or a file")
     parser.option("--ranks", "N", "default: one a node, or as many as the cluster names", type=int)
     # A further "--", so that one is there: argparse would take the command's options for ours.
     words = [*arguments, "--"]
     place = words.index("--")
     return parser.read(words[:place]), words[place + 1 : -1]
-
-
-def _add_cluster(parser: Parser) -> None:
-    parser.add_argument("cluster", metavar="CLUSTER", help="a preset or a file")
 
 
 def _load(options: Namespace) -> Cluster:

@@ -6,12 +6,13 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from orchestra.cli.arguments import RUN_SETTINGS, Parser, entries, numbers
+from orchestra.cli.terminal import RUN_SETTINGS, Parser, entries, numbers
 from orchestra.cli.train import check_task
 from orchestra.engines.processes.environment import detect
 from orchestra.errors import InputError
@@ -81,16 +82,13 @@ examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compare as the command line says; 0 if all runs were completed."""
     return _compare(_parser("compare", DESCRIPTION, EPILOG).read(arguments))
 
 
 def simulate(arguments: Sequence[str]) -> int:
     options = _parser("simulate", SIMULATE, SIMULATE_EPILOG).read(arguments)
-    if options.engine not in (None, "simulation"):
-        raise InputError(
-            f"orchestra simulate has one engine; for {options.engine}: orchestra compare"
-        )
+    if (engine := options.engine) not in (None, "simulation"):
+        raise InputError(f"orchestra simulate has one engine; for {engine}: orchestra compare")
     options.engine = "simulation"
     return _compare(options)
 
@@ -109,13 +107,9 @@ def _compare(options: Namespace) -> int:
     experiment = load(options.experiment, options.set, given)
     check_task(experiment.task)
     comparison = carry_out(
-        experiment,
-        options.out,
-        retry=options.retry,
-        report=options.report,
-        baseline=options.baseline,
-        search_seconds=options.search_seconds,
-    )
+        experiment, options.out, retry=options.retry, report=options.report,
+        baseline=options.baseline, search_seconds=options.search_seconds,
+    )  # fmt: skip
     print_comparison(comparison, options.baseline)
     return 0 if comparison.well else 1
 
@@ -128,22 +122,14 @@ def _parser(command: str, description: str, epilog: str) -> Parser:
     seeds = parser.add_mutually_exclusive_group()
     seeds.add_argument("--seed", type=int, nargs="+", dest="seeds", metavar="N", help="seeds")
     seeds.add_argument("--seeds", type=numbers, metavar="N[,N...]", help="the same")
-    parser.add_run_options(
-        out="the comparison's folder (default: a new one in runs/); one of the same goes on"
-    )
+    out = "the comparison's folder (default: a new one in runs/); one of the same goes on"
+    parser.add_run_options(out)
     parser.option("--baseline", "LABEL", "the strategy that the report's differences refer to")
-    parser.option(
-        "--search-seconds",
-        "S",
-        "of a simulation: for each technique, at most so long to find the bandwidth at which it "
-        "begins to pay; 0: do not (default: 30)",
-        type=float,
-        default=SEARCH_SECONDS,
-    )
+    search = "of a simulation: for each technique, at most so long to find the bandwidth at which "
+    search += "it begins to pay; 0: do not (default: 30)"
+    parser.option("--search-seconds", "S", search, type=float, default=SEARCH_SECONDS)
     parser.flag("--retry", "make failed runs again")
-    parser.add_argument(
-        "--no-report", action="store_false", dest="report", help="write no report.html"
-    )
+    parser.flag("--no-report", "write no report.html", action="store_false", dest="report")
     return parser
 
 
@@ -152,11 +138,9 @@ FAIR = (
     "set-up and evaluation off the stopwatch"
 )
 
-SETTINGS = ("ranks", "batch", "steps")
-"""Columns that are left out if all rows agree."""
+SETTINGS = ("ranks", "batch", "steps")  # columns that are left out if all rows agree
 
-LABEL_COLUMNS = 24
-"""Longer cells, and those with a spread, are broken if the terminal is narrow."""
+LABEL_COLUMNS = 24  # longer cells, and those with a spread, are broken if the terminal is narrow
 
 
 def print_comparison(comparison: Comparison, baseline: str | None = None) -> None:
@@ -185,10 +169,8 @@ def print_comparison(comparison: Comparison, baseline: str | None = None) -> Non
     for row in comparison.not_run:
         console.print(f"not run: {row['name']}, {count('rank', row['ranks'])}: {row['reason']}")
     if comparison.stopped:
-        console.print(
-            f"stopped after {len(comparison.records)} of {comparison.planned} runs; the same "
-            f"command with --out {folder} goes on"
-        )
+        done = f"{len(comparison.records)} of {comparison.planned} runs"
+        console.print(f"stopped after {done}; the same command with --out {folder} goes on")
     console.print(f"record: {folder}", soft_wrap=True)
     if comparison.report is not None:
         console.print(f"report: {comparison.report}", soft_wrap=True)
@@ -208,13 +190,10 @@ def _table(study: Study) -> tuple[str, Table]:
     filled = [(heading, cells) for heading, cells in filled if heading not in common]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading, cells in filled:
-        table.add_column(
-            heading,
-            justify="left" if heading == "strategy" else "right",
-            no_wrap=max(map(len, cells)) <= LABEL_COLUMNS
-            and not any("±" in cell for cell in cells),
-            overflow="fold",  # a name that is cut off could be another's
-        )
+        whole = all(len(cell) <= LABEL_COLUMNS and "±" not in cell for cell in cells)
+        justify: Literal["left", "right"] = "left" if heading == "strategy" else "right"
+        # Folded, since a name that is cut off could be another's
+        table.add_column(heading, justify=justify, no_wrap=whole, overflow="fold")
     for row in zip(*(cells for _, cells in filled), strict=True):
         table.add_row(*map(Text, row))
     return ", ".join(f"{heading} {value}" for heading, value in common.items()), table
@@ -234,7 +213,7 @@ def _columns(study: Study) -> Iterator[tuple[str, Callable[[Row], str]]]:
         steps = {run.record.switched_at_step for run in row.completed}
         known = sorted(step for step in steps if step is not None)
         texts = [f"{known[0]} to {known[-1]}"] if len(known) > 1 else list(map(str, known))
-        return ", ".join([*texts, *(["never"] if None in steps else [])])
+        return ", ".join(texts + ["never"] * (None in steps))
 
     yield "strategy", lambda row: row.label
     yield "ranks", lambda row: str(row.ranks)

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from orchestra.cli.arguments import Parser
+from orchestra.cli.terminal import Parser
 from orchestra.cluster import CLUSTERS, Jitter, load_cluster
 from orchestra.cluster.file import cluster_text, is_file
 from orchestra.cluster.nodes import ASSUMED
@@ -79,7 +79,6 @@ _NARROWEST = 20  # columns of text, on however small a terminal
 
 
 def main(arguments: Sequence[str]) -> int:
-    """List everything, or describe one name."""
     parser = Parser("list", DESCRIPTION, EPILOG)
     parser.add_argument("name", nargs="?", metavar="NAME", help="a name, or package.module:Name")
     parser.option("--draw", "FILE", "draw a cluster: .png or .svg", type=Path)
@@ -185,9 +184,8 @@ def _print_strategies() -> None:
             for line in filter(None, (own, _seen(notation, standing))):
                 _print_indented(line, 8, style="dim")
         print()
-    _print_indented(
-        EXPLANATION.format(real=standing.remark, simulated=standing.simulated_remark), 0
-    )
+    remarks = {"real": standing.remark, "simulated": standing.simulated_remark}
+    _print_indented(EXPLANATION.format(**remarks), 0)
 
 
 def variants_of(name: str, strategy: type[Strategy[Any]]) -> tuple[tuple[str, str], ...]:
@@ -207,27 +205,27 @@ def _optimizers() -> list[tuple[str, ...]]:
     """Return the optimizers that can be distributed, with arguments and defaults."""
     from orchestra.optimizers.spec import REFUSED, torch_optimizers
 
-    found: list[tuple[str, ...]] = []
-    for name, optimizer in torch_optimizers().items():
-        if optimizer not in REFUSED:
-            _, *parameters = inspect.signature(optimizer).parameters.values()
-            shown = (each for each in parameters if each.name not in HOW_IT_IS_COMPUTED)
-            found.append((name, ", ".join(f"{each.name}={each.default!r}" for each in shown)))
-    return found
+    def arguments_of(optimizer: type) -> str:
+        _, *parameters = inspect.signature(optimizer).parameters.values()
+        shown = (each for each in parameters if each.name not in HOW_IT_IS_COMPUTED)
+        return ", ".join(f"{each.name}={each.default!r}" for each in shown)
+
+    known = torch_optimizers().items()
+    return [(name, arguments_of(each)) for name, each in known if each not in REFUSED]
 
 
 def _describe(name: str) -> None:
     target = _find(name)
-    rows = describe(target) if _is(target, Settings) else []
+    settings = describe(target) if _is(target, Settings) else None
     signature = str(inspect.signature(target)) if callable(target) else ""
-    if _is(target, Settings):
-        signature = f"({', '.join(row.name for row in rows)})"
+    if settings is not None:
+        signature = f"({', '.join(row.name for row in settings)})"
     print(f"{name}{signature}\n")
     if doc := inspect.getdoc(target):
         print(f"{doc}\n")
-    if rows:
-        _print_settings(rows)
-    elif _is(target, Settings):
+    if settings:
+        _print_settings(settings)
+    elif settings is not None:
         print("It has no settings.")
 
 

@@ -64,18 +64,18 @@ examples:
 """
 
 COMMANDS = {
-    "bench": "orchestra.cli.bench:main",
-    "calibrate": "orchestra.cli.calibrate:main",
+    "bench": "orchestra.cli.bench:bench",
+    "calibrate": "orchestra.cli.bench:calibrate",
     "compare": "orchestra.cli.compare:main",
     "emulation": "orchestra.cli.clusters:emulation",
     "import": "orchestra.cli.clusters:import_cluster",
     "list": "orchestra.cli.list:main",
-    "map": "orchestra.cli.map:main",
+    "map": "orchestra.cli.plan:draw",
     "plan": "orchestra.cli.plan:main",
     "replay": "orchestra.cli.train:replay",
     "report": "orchestra.cli.compare:report",
     "simulate": "orchestra.cli.compare:simulate",
-    "studio": "orchestra.cli.studio:main",
+    "studio": "orchestra.cli.watch:studio",
     "train": "orchestra.cli.train:main",
     "watch": "orchestra.cli.watch:main",
 }
@@ -96,10 +96,8 @@ def guarded(command: Callable[[list[str]], int], argv: Sequence[str] | None = No
     try:
         with _ended_by_sigterm():
             return command(arguments)
-    except InputError as error:
-        return _complain(error, 2)
-    except RunFailed as error:
-        return _complain(error, 1)
+    except (InputError, RunFailed) as error:
+        return _complain(error, 2 if isinstance(error, InputError) else 1)
     except KeyboardInterrupt:
         return _complain("stopped", 1)
     except SystemExit as exit:  # argparse, after --help
@@ -125,8 +123,8 @@ def _ended_by_sigterm() -> Iterator[None]:
     try:
         yield
     finally:
-        # None stands for a handler that was not set from Python, which cannot be put back.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+        # None, a handler that was not set from Python, cannot be put back.
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _drop_output() -> None:

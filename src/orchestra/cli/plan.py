@@ -1,4 +1,6 @@
-"""`orchestra plan`: the strategy for a model on machines that are described."""
+"""`orchestra plan` and `orchestra map`: the strategy for a model on machines that are described,
+and which one is first at each point as two quantities of a cluster vary.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +8,16 @@ import argparse
 import os
 import re
 import shlex
+import string
 import textwrap
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 
-from orchestra.cli.arguments import Parser, entries, numbers
-from orchestra.cli.bench import progress_line
+from orchestra.cli.terminal import Parser, entries, numbers, progress_line
 from orchestra.cli.train import check_task
 from orchestra.cluster.file import cluster_text
 from orchestra.engines.processes.environment import Launched, detect
@@ -24,6 +25,8 @@ from orchestra.errors import InputError
 from orchestra.experiments.experiment import Experiment
 from orchestra.planning.answer import Plan, Row, target_text, time_text
 from orchestra.planning.api import MINUTES, carry_out, planned
+from orchestra.planning.map import Check, Map, Plane, loaded, read_axis
+from orchestra.planning.map_survey import draw_map
 from orchestra.records.record import write_atomically
 from orchestra.report.numbers import or_dash, significant
 from orchestra.settings.reading import Entry
@@ -57,12 +60,18 @@ examples:
       on each of four machines: measure them, and write the file; then on the first one: plan on it
 """
 
-SHOWN = 12
-"""The most rows of the table; plan.json has all."""
+SHOWN = 12  # the most rows of the table; plan.json has all
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = _parser().read(arguments)
+    parser = planning_parser("plan", DESCRIPTION, EPILOG, "the machines", MINUTES)
+    measure = "in all processes of a launcher, one or more a machine: write the file --cluster of "
+    parser.flag("--measure", measure + "the machines that they are on, and end")
+    verify = "train the first candidates for real afterwards, on nodes that Linux emulates here (a "
+    verify += "cluster of one node: on this machine): predicted beside measured"
+    parser.flag("--verify", verify)
+    parser.flag("--no-report", "write no plan.html", action="store_false", dest="report")
+    options = parser.read(arguments)
     # For the command that is printed after --measure
     options.given = arguments
     launched = detect(os.environ)
@@ -81,24 +90,6 @@ def main(arguments: Sequence[str]) -> int:
         )  # fmt: skip
     print_plan(plan)
     return 0 if plan.recommended is not None and not plan.stopped else 1
-
-
-def _parser() -> Parser:
-    parser = planning_parser("plan", DESCRIPTION, EPILOG, "the machines", MINUTES)
-    parser.flag(
-        "--measure",
-        "in all processes of a launcher, one or more a machine: write the file --cluster of the "
-        "machines that they are on, and end",
-    )
-    parser.flag(
-        "--verify",
-        "train the first candidates for real afterwards, on nodes that Linux emulates here (a "
-        "cluster of one node: on this machine): predicted beside measured",
-    )
-    parser.add_argument(
-        "--no-report", dest="report", action="store_false", help="write no plan.html"
-    )
-    return parser
 
 
 def _measure(options: argparse.Namespace, launched: Launched | None) -> int:
@@ -143,9 +134,8 @@ def planning_parser(
 ) -> Parser:
     """Return a parser with the options of plan and map; `cluster` is the help text of --cluster."""
     parser = Parser(command, description, epilog)
-    parser.add_argument(
-        "experiment", nargs="?", type=Path, metavar="EXPERIMENT", help="a YAML file"
-    )
+    file = "a YAML file"
+    parser.add_argument("experiment", nargs="?", type=Path, metavar="EXPERIMENT", help=file)
     parser.option("--task", "TASK", "in place of the file's: digits, or package.module:function")
     parser.option("--cluster", "CLUSTER", f"{cluster}: a preset, or a file", required=True)
     target = "what is to be reached, as 'accuracy>=0.9' or 'loss<=0.3' (default: the file's; else "
@@ -157,18 +147,13 @@ def planning_parser(
     parser.option("--seeds", "N[,N...]", seeds, type=numbers)
     changes = "change any setting of the experiment: epochs=5, optimizer.lr=0.1; repeatable"
     parser.option("--set", "KEY=VALUE", changes, action="append", default=[])
-    parser.option(
-        "--out", "DIR", f"the {command}'s folder (default: a new one in runs/)", type=Path
-    )
+    out = f"the {command}'s folder (default: a new one in runs/)"
+    parser.option("--out", "DIR", out, type=Path)
     return parser
 
 
 def experiment_of(options: argparse.Namespace) -> Experiment:
-    """Return the experiment that the options of `planning_parser` describe.
-
-    Raises:
-        InputError: it, or its task, is refused.
-    """
+    """Return the experiment that the options of `planning_parser` describe, its task checked."""
     given = entries(options, "task", "seeds")
     if options.target is not None:
         given["target"] = Entry(read_target(options.target), "--target")
@@ -178,11 +163,7 @@ def experiment_of(options: argparse.Namespace) -> Experiment:
 
 
 def read_target(text: str) -> dict[str, object]:
-    """Return the target in `text`, as in an experiment file.
-
-    Raises:
-        InputError: it is no metric, >= or <=, and a number.
-    """
+    """Return the target in `text`, a metric, >= or <=, and a number, as in an experiment file."""
     found = re.fullmatch(r"\s*([\w.-]+)\s*(>=|<=)\s*(\S+)\s*", text)
     try:
         if found is None:
@@ -202,7 +183,7 @@ def print_plan(plan: Plan) -> None:
         if plan.target is not None:
             console.print(f"target: {target_text(plan.target)}")
         console.print(f"costs: {plan.costs}")
-        console.print(_table(plan, rows))
+        console.print(_plan_table(plan, rows))
         if len(plan.rows) > len(rows):
             console.print(f"and {len(plan.rows) - len(rows)} more candidates in plan.json")
     console.print(plan.headline, style="bold")
@@ -225,24 +206,18 @@ def print_plan(plan: Plan) -> None:
         console.print(f"--strategy {shlex.quote(plan.adaptive)}", soft_wrap=True)
 
 
-def _table(plan: Plan, rows: Sequence[Row]) -> Table:
-    columns = ["candidate", "nodes", "batch", "samples/s", "s to target"]
+def _plan_table(plan: Plan, rows: Sequence[Row]) -> Table:
     metric = "best" if plan.target is None else plan.target.metric
     lines = textwrap.wrap(metric.replace("_", "_ "), 12)  # long names of metrics, between words
-    columns.append("\n".join(line.replace(" ", "") for line in lines))
+    heading = "\n".join(line.replace(" ", "") for line in lines)
     priced = next((row.currency for row in rows if row.cost is not None), None)
-    columns += [*([priced] if priced else []), "bottleneck"]
     # With a price, a terminal of 80 columns is full
     gap = 1 if priced else 2
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
-    for name in columns:
-        justify: Literal["left", "right"] = (
-            "left" if name in ("candidate", "bottleneck") else "right"
-        )
-        wraps = name == "candidate"
-        table.add_column(
-            name, justify=justify, min_width=16 * wraps, no_wrap=not wraps, overflow="fold"
-        )
+    table.add_column("candidate", min_width=16, overflow="fold")
+    for name in ("nodes", "batch", "samples/s", "s to target", heading, *filter(None, [priced])):
+        table.add_column(name, justify="right", no_wrap=True, overflow="fold")
+    table.add_column("bottleneck", no_wrap=True, overflow="fold")
     for row in rows:
         cells = [row.name, str(len(row.nodes)), str(row.batch), or_dash(row.speed), time_text(row)]
         cells.append("-" if row.best is None else f"{row.best:.4g}")
@@ -250,3 +225,108 @@ def _table(plan: Plan, rows: Sequence[Row]) -> Table:
         # Without its percentage, which would make the column as wide as the names
         table.add_row(*cells, row.bottleneck.rstrip("0123456789 %"))
     return table
+
+
+MAP_MINUTES, POINTS = 15.0, 8
+
+MAP = """\
+Which strategy trains your model first, depending on the cluster? Two quantities of the cluster
+vary, and a figure shows the region in which each strategy reaches the target first, lines of equal
+time, and where one machine beats all. What each strategy learns is simulated once with real
+gradients; its speed is simulated at each point without values.
+
+A quantity is one of
+  bandwidth      of the slowest link; all others change in proportion
+  latency        of the longest link, one way; all others change in proportion
+  slowest_node   speed of the slowest node, in parts of the fastest
+  nodes          how many there are: the first of the file; beyond its last one they repeat
+or a place in the cluster's file, such as nodes.old.cores or switches.site.link.bandwidth. A range
+FIRST..LAST is divided in equal ratios; A,B,C are values themselves.
+
+Ctrl-C ends it. Exit status: 0 a map was drawn, 1 none was or it was stopped, 2 bad input.
+"""
+
+MAP_EPILOG = """\
+examples:
+  orchestra map examples/quickstart.yaml --cluster 'lan_1gbit(nodes=8)' \\
+      --x bandwidth --y slowest_node
+  orchestra map examples/quickstart.yaml --cluster 'lan_1gbit(nodes=4)' \\
+      --x 'bandwidth=10 Mbit/s..10 Gbit/s' --y nodes=2,4,8,16 --points 6 --minutes 5
+"""
+
+
+def draw(arguments: Sequence[str]) -> int:
+    parser = planning_parser("map", MAP, MAP_EPILOG, "that varies", MAP_MINUTES)
+    parser.option("--x", "KEY[=VALUES]", "what varies from left to right", required=True)
+    parser.option("--y", "KEY[=VALUES]", "what varies upwards", required=True)
+    points = f"values of a side that has a range (default: {POINTS})"
+    parser.option("--points", "N", points, type=int, default=POINTS)
+    verify = "then train the first two strategies of N points on emulated nodes (Linux, as root)"
+    parser.option("--verify", "N", verify, type=int, default=0)
+    options = parser.read(arguments)
+    experiment = experiment_of(options)
+    if not 2 <= options.points <= 64:
+        raise InputError(f"--points: {options.points} is not 2 to 64")
+    cluster = loaded(options.cluster)
+    x = read_axis(options.x, cluster, options.points, where="--x")
+    y = read_axis(options.y, cluster, options.points, where="--y")
+    if x.key == y.key:
+        raise InputError(f"--y: {y.key} is on the other side already; choose another quantity")
+    with progress_line() as tell:
+        drawn = draw_map(
+            experiment, Plane(options.cluster, x, y), options.out, options.minutes, tell,
+            checks=options.verify,
+        )  # fmt: skip
+    print_map(drawn)
+    return 0 if drawn.points and not drawn.stopped else 1
+
+
+def print_map(drawn: Map) -> None:
+    """Print the map in letters, the strategies, what was left out, and where the figure is."""
+    console = Console(highlight=False, markup=False)
+    if drawn.target is not None:
+        console.print(f"target: {target_text(drawn.target)}")
+    console.print(f"costs: {drawn.costs}")
+    if drawn.points:
+        letters = dict(zip(drawn.winners, string.ascii_uppercase, strict=False))
+        console.print(_grid(drawn, letters))
+        for name, letter in letters.items():
+            console.print(f"  {letter}  {name}: {drawn.strategies[name]}", soft_wrap=True)
+    for text in drawn.left_out:
+        console.print(f"left out: {text}", style="yellow")
+    for check in drawn.checks:
+        console.print(_check_text(drawn, check), soft_wrap=True)
+    console.print(f"record: {drawn.folder / 'map.json'}", soft_wrap=True)
+    if drawn.points:
+        console.print(f"figure: {drawn.folder / 'map.png'}", soft_wrap=True)
+
+
+def _grid(drawn: Map, letters: dict[str, str]) -> Table:
+    """Return a table with the first strategy and its seconds in each cell; y goes upwards."""
+    x, y = drawn.plane.x, drawn.plane.y
+    table = Table(box=None, pad_edge=False, title=f"{x.title} →, {y.title} ↑", title_justify="left")
+    known = {(point.x, point.y): point for point in drawn.points}
+    table.add_column("", justify="right")
+    for value in x.values:
+        table.add_column(x.text(value), justify="right")
+    for row in reversed(y.values):
+        points = [known.get((value, row)) for value in x.values]
+        cells = [
+            f"{letters.get(p.winner, '?')} {significant(p.seconds[p.winner])}" if p else "-"
+            for p in points
+        ]
+        table.add_row(y.text(row), *cells)
+    return table
+
+
+def _check_text(drawn: Map, check: Check) -> str:
+    where = f"{drawn.plane.x.text(check.x)}, {drawn.plane.y.text(check.y)}"
+    if check.failure is not None:
+        return f"{where}: not emulated: {check.failure}"
+    real = {name: f"{significant(s)} s" for name, s in check.measured.items() if s is not None}
+    times = (
+        f"{name} predicted {significant(seconds)} s, measured {real.get(name, 'not reached')}"
+        for name, seconds in check.predicted.items()
+    )
+    verdict = {True: "right", False: "wrong", None: "undecided"}[check.agrees]
+    return f"{where}: {'; '.join(times)}: {verdict}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from orchestra.cli.arguments import RUN_SETTINGS, Parser, entries
+from orchestra.cli.terminal import RUN_SETTINGS, Parser, entries
 from orchestra.engines.processes.environment import Launched, detect
 from orchestra.engines.processes.system import handling
 from orchestra.engines.processes.training import take_part
@@ -46,26 +46,18 @@ examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = _parser().read(arguments)
-    launched = detect(os.environ)
-    if launched is None:
-        return _run(options, None)
-    # An agent of torchrun sends it once one rank has ended: the record is still to be written.
-    with handling({signal.SIGTERM: lambda: None}):
-        return _run(options, launched)
-
-
-def _parser() -> Parser:
     parser = Parser("train", DESCRIPTION, EPILOG)
     parser.add_argument("experiment", nargs="?", type=Path, metavar="EXPERIMENT")
     parser.option("--task", "TASK", "digits, or package.module:function")
     parser.option("--strategy", "EXPRESSION", "in place of the file's: 'AllReduce(\"ring\")'")
     parser.option("--ranks", "N", "processes, servers included", type=int)
     parser.option("--seed", "N", "in place of the file's first one", type=int)
-    parser.add_run_options(
-        out="the record's folder (default: a new one in runs/); one of the same run is resumed"
-    )
-    return parser
+    out = "the record's folder (default: a new one in runs/); one of the same run is resumed"
+    parser.add_run_options(out)
+    options, launched = parser.read(arguments), detect(os.environ)
+    # An agent of torchrun sends it once one rank has ended: the record is still to be written.
+    with handling({} if launched is None else {signal.SIGTERM: lambda: None}):
+        return _run(options, launched)
 
 
 def _run(options: Namespace, launched: Launched | None) -> int:
@@ -171,11 +163,9 @@ def figures(record: RunRecord, run: Run) -> Iterator[tuple[str, str]]:
         yield "loss", f"{record.final_loss:.4g}"
     yield from ((name, f"{value:.4g}") for name, value in record.metrics.items())
     if record.nodes is not None:  # their mean and the worst, at the last snapshot
-        worst = record.nodes["worst"]
-        each = [
-            f"{name} {mean:.4g}" + (f" (worst {worst[name]:.4g})" if name in worst else "")
-            for name, mean in record.nodes["mean"].items()
-        ]
+        worst = {name: f" (worst {value:.4g})" for name, value in record.nodes["worst"].items()}
+        means = record.nodes["mean"].items()
+        each = [f"{name} {mean:.4g}{worst.get(name, '')}" for name, mean in means]
         yield "nodes' own models", f"mean {', '.join(each)}"
     if run.training.target is not None:
         after, by = record.time_to_target_after_seconds, record.time_to_target_seconds

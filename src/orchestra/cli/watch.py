@@ -1,24 +1,31 @@
-"""`orchestra watch`: a run or a comparison in the terminal, while it goes on or afterwards."""
+"""`orchestra watch`: a run or a comparison in the terminal, while it goes on or afterwards; and
+`orchestra studio`: a local web page on the simulation.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import multiprocessing
+import socket
+import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from orchestra.cli.arguments import Parser
+from orchestra.cli.terminal import Parser
 from orchestra.engines.live import moments
 from orchestra.errors import InputError
-from orchestra.experiments.experiment import on_ranks, runs
+from orchestra.experiments.experiment import on_ranks, runs, trials
 from orchestra.experiments.file import load
 from orchestra.experiments.run import PARENT, finished
-from orchestra.experiments.tuning import trials
 from orchestra.records.live import read_live, under_way
 from orchestra.records.record import EXPERIMENT, run_folder
 from orchestra.report.watch_page import comparison_page, run_page
 from orchestra.report.watching import RunWatch, experiment_of
+from orchestra.worker.runtime import usable_cores
 
 DESCRIPTION = """\
 Show a run, or a comparison, in the terminal while it goes on: progress and loss; for each rank its
@@ -52,19 +59,13 @@ docs/watching.md explains each column.
 """
 
 REDRAW_SECONDS = 1.0
-PLAIN_COLUMNS = 140
-"""The width of output that does not go to a terminal."""
+PLAIN_COLUMNS = 140  # the width of output that does not go to a terminal
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = Parser("watch", DESCRIPTION, EPILOG)
-    parser.add_argument(
-        "folder",
-        nargs="?",
-        type=Path,
-        metavar="DIR",
-        help="of a run or a comparison (default: the newest in runs/)",
-    )
+    folder = "of a run or a comparison (default: the newest in runs/)"
+    parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help=folder)
     parser.flag("--once", "print what is known now, and end")
     options = parser.read(arguments)
     page = page_of(options.folder or newest(PARENT))
@@ -119,22 +120,13 @@ class ComparisonPage:
             if self._current is None or current != self._current.folder:
                 self._current = RunPage(current)
             page = self._current.draw(now, console, None if height is None else height * 2 // 3)
-        return comparison_page(
-            self._folder,
-            done,
-            len(self._places),
-            page,
-            under_way=not self.over,
-            room=None if height is None else height // 3 - 5,
-        )
+        room = None if height is None else height // 3 - 5
+        total = len(self._places)
+        return comparison_page(self._folder, done, total, page, under_way=not self.over, room=room)
 
 
 def page_of(folder: Path) -> RunPage | ComparisonPage:
-    """Return the page for `folder`.
-
-    Raises:
-        InputError: it is not the folder of a run or of a comparison.
-    """
+    """Return the page for `folder`, which has to be that of a run or of a comparison."""
     try:
         experiment = experiment_of(folder)
     except InputError as error:
@@ -148,11 +140,7 @@ def page_of(folder: Path) -> RunPage | ComparisonPage:
 
 
 def newest(parent: Path) -> Path:
-    """Return the folder in `parent` in which a run or comparison was begun last.
-
-    Raises:
-        InputError: there is none.
-    """
+    """Return the folder in `parent` in which a run or comparison was begun last."""
     found = _newest_in(parent)
     if found is None:
         raise InputError(f"{parent}: holds no run; name the folder of one: orchestra watch DIR")
@@ -178,3 +166,68 @@ def follow(page: RunPage | ComparisonPage, console: Console, *, once: bool) -> i
     # The live display is transient: what is left is the whole page, in as many lines as it takes.
     console.print(page.draw(now, console, None))
     return 0 if page.well else 1
+
+
+STUDIO = """\
+Open a page on which you choose the size of a model, the number of workers, the bandwidth and the
+latency of their network, and how slow the slowest of them is. The time of a step, its timeline and
+the scaling of every strategy are simulated as you move the controls, and the messages of a step
+travel on the network. Nothing is trained, and nothing has to be measured first.
+
+The page is served to this machine alone (127.0.0.1). Ctrl-C ends it.
+"""
+STUDIO_EPILOG = """\
+examples:
+  orchestra studio --open
+      the page in your browser
+
+  orchestra studio --port 8000
+      at http://127.0.0.1:8000/, such as for ssh -L 8000:127.0.0.1:8000 from another machine
+"""
+MOST_PROCESSES = 8
+ADDRESS = "127.0.0.1"
+
+
+def studio(arguments: Sequence[str]) -> int:
+    parser = Parser("studio", STUDIO, STUDIO_EPILOG)
+    parser.option("--port", "N", "port of the address (default: a free one)", type=int, default=0)
+    parser.flag("--open", "open the page in the browser of this machine")
+    options = parser.read(arguments)
+    if not 0 <= options.port < 65536:
+        raise InputError(f"--port: {options.port} is no port; give one from 1024 to 65535")
+    try:
+        from werkzeug.serving import make_server
+
+        from orchestra.studio.server import Simulator, begin_process, make_app
+    # Only for what the extra brings: another missing module is a fault of the installation.
+    except ModuleNotFoundError as error:
+        if error.name not in ("flask", "werkzeug"):
+            raise
+        raise InputError(
+            "orchestra studio needs Flask: pip install 'neural-orchestra[studio]'"
+        ) from None
+    # A page asks many times a second: no line for each request.
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    # Bound before processes are started, so that a port that is taken is noticed at once.
+    listening = _listen(options.port)
+    size = min(len(usable_cores()), MOST_PROCESSES)
+    # Spawned: each process imports torch, and the server itself stays without (decision 101).
+    with multiprocessing.get_context("spawn").Pool(size, begin_process) as pool:
+        app = make_app(Simulator(pool, size))
+        server = make_server(ADDRESS, 0, app, threaded=True, fd=listening.fileno())
+        address = f"http://{ADDRESS}:{listening.getsockname()[1]}/"
+        print(f"orchestra studio: {address} (Ctrl-C ends it)", flush=True)
+        if options.open:
+            webbrowser.open(address)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+        server.server_close()
+    return 0
+
+
+def _listen(port: int) -> socket.socket:
+    """Return a socket that listens on `port` of this machine, for itself alone."""
+    try:
+        return socket.create_server((ADDRESS, port))
+    except OSError as error:
+        raise InputError(f"--port: {port} cannot be had ({error.strerror}); leave it out") from None

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from orchestra.settings import Settings, setting
-from orchestra.settings.registry import LazyModule
+from orchestra.settings.notation import LazyModule
 
 if TYPE_CHECKING:
     import numpy as np

@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from orchestra.settings import Registry, Settings, setting
-from orchestra.settings.registry import LazyModule
+from orchestra.settings.notation import LazyModule
 
 if TYPE_CHECKING:
     import numpy

@@ -5,7 +5,7 @@ A name is imported when it is first used: strategies, which are settings too, lo
 
 from typing import TYPE_CHECKING
 
-from orchestra.settings.registry import lazy_package
+from orchestra.settings.notation import lazy_package
 
 if TYPE_CHECKING:
     from orchestra.exchange.agreement import *  # noqa: F403

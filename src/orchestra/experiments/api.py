@@ -63,14 +63,9 @@ def train(
         RunFailed: the run failed; its first line names the first cause.
     """
     notation = notation_of(strategy, "strategy")
-    given = {
-        "task": task,
-        "strategies": {notation.partition("(")[0].rpartition(":")[2]: notation},
-        "seeds": [seed],
-        "ranks": ranks,
-        **settings,
-    }
-    experiment = _experiment(None, given)
+    strategies = {notation.partition("(")[0].rpartition(":")[2]: notation}
+    given = {"task": task, "strategies": strategies, "seeds": [seed], "ranks": ranks}
+    experiment = _experiment(None, given | settings)
     run = only_run(experiment, "ranks")
     folder = folder_for(out, f"{experiment.name}-{run.name}")
     return make_run(run, experiment, folder, partial(train_run, quiet=quiet))
@@ -122,14 +117,9 @@ def compare(
     Raises:
         InputError: what was asked for cannot be done.
     """
-    given = {
-        "strategies": strategies,
-        "ranks": ranks,
-        "seeds": None if seeds is None else list(seeds),
-        "tune": tune,
-        **settings,
-    }
-    given = {key: value for key, value in given.items() if value is not None or key in settings}
+    seeds = None if seeds is None else list(seeds)
+    keys = {"strategies": strategies, "ranks": ranks, "seeds": seeds, "tune": tune}
+    given = {key: value for key, value in keys.items() if value is not None} | settings
     if "strategies" in given:
         experiment = _experiment(None, {"task": task, **given})
     elif isinstance(task, str | Path):
@@ -215,6 +205,7 @@ def _experiment(path: Path | None, given: Mapping[str, Any]) -> Experiment:
 def notation_of(value: Any, key: str) -> Any:
     """Return the notation of what Python gives as an object; plain values as they are."""
     if isinstance(value, Mapping):
+        # Under a label stands a strategy, and under any other name what is called so
         inside = (lambda _: key) if key == "strategies" else str
         return {name: notation_of(item, inside(name)) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -226,8 +217,7 @@ def notation_of(value: Any, key: str) -> Any:
     if callable(value):
         name = getattr(value, "__qualname__", "")
         if not name or "<" in name:
-            raise InputError(
-                f"{key}: {value!r} cannot be imported by the ranks: give a function of a module"
-            )
+            remedy = "give a function of a module"
+            raise InputError(f"{key}: {value!r} cannot be imported by the ranks: {remedy}")
         return f"{value.__module__}:{name}"
     return value

@@ -19,13 +19,17 @@ from orchestra.engines.processes import training
 from orchestra.engines.run import beside_single, failed_record, train_run
 from orchestra.errors import InputError, RunFailed, nearest
 from orchestra.experiments.experiment import (
+    Choice,
     Experiment,
     Tune,
     alone,
+    choose,
     not_run,
     on_ranks,
     runs,
+    trials,
     with_one_process,
+    write_tuning,
 )
 from orchestra.experiments.run import (
     claim,
@@ -45,7 +49,6 @@ from orchestra.experiments.techniques import (
     techniques,
     write_techniques,
 )
-from orchestra.experiments.tuning import Choice, choose, trials, write_tuning
 from orchestra.records.record import RunRecord, run_folder, write_summary
 from orchestra.report.numbers import count
 from orchestra.trainer.settings import Run
@@ -92,13 +95,9 @@ def carry_out(
     """Make the runs of `experiment` that are still missing in the folder `out`, and the report.
 
     Args:
-        out: the folder of the comparison; a new one in `runs` by default.
-        retry: make the failed runs again, too.
-        report: write report.html.
-        baseline: the label that the report's differences refer to; the report's choice if None.
+        out, retry, report, baseline, quiet: as for `orchestra.compare`.
         search_seconds: to search, for each technique of a simulated comparison, for the
             bandwidth at which it begins to pay; 0: no search.
-        quiet: no progress, no notices.
 
     Raises:
         InputError: nothing can be run; the folder is a different experiment's, or in use.
@@ -109,9 +108,7 @@ def carry_out(
         raise InputError(f"baseline: there is no strategy {baseline!r}; {hint}")
     folder = folder_for(out, experiment.name)
     with held(folder, experiment):
-        execution = _Execution(
-            experiment, folder, retry=retry, search_seconds=search_seconds, quiet=quiet
-        )
+        execution = _Execution(experiment, folder, retry, search_seconds, quiet)
         stopped = execution.run()
     records, page = execution.rows(), None
     if report and records:
@@ -128,13 +125,7 @@ class _Execution:
     """
 
     def __init__(
-        self,
-        experiment: Experiment,
-        folder: Path,
-        *,
-        retry: bool,
-        search_seconds: float,
-        quiet: bool,
+        self, experiment: Experiment, folder: Path, retry: bool, search_seconds: float, quiet: bool
     ) -> None:
         lacking = [(run, training.lacking(run)) for run in runs(experiment)]
         self.runs = [run for run, reason in lacking if reason is None]
@@ -153,11 +144,8 @@ class _Execution:
         self._progress = Progress(len(self._trials) + len(self.runs) + searches, quiet=quiet)
         self._bad_input: list[InputError] = []
         self._made = 0
-        self._records = {
-            place: record
-            for place in map(self._place, self.runs)
-            for record in finished(place, failed=True)
-        }
+        places = map(self._place, self.runs)
+        self._records = {p: record for p in places for record in finished(p, failed=True)}
 
     def run(self) -> bool:
         """Make all runs that are missing; return whether Ctrl-C ended it early."""
@@ -185,34 +173,34 @@ class _Execution:
 
     def _tuned(self, tune: Tune) -> Mapping[tuple[str, int], Choice]:
         """Make all trials, and choose; rows with a completed run keep their choice."""
-        folders = [trial.folder(self._folder) for trial in self._trials]
-        made = all(finished(folder, failed=True) for folder in folders)
+        made = all(finished(trial.folder(self._folder), failed=True) for trial in self._trials)
         if not made and not training.has_validation(self._experiment.task):
-            raise InputError(
-                f"tune: {self._experiment.task} has no validation data to choose by; leave tune "
-                "out, or give the task some"
-            )
+            lacks = f"{self._experiment.task} has no validation data to choose by"
+            raise InputError(f"tune: {lacks}; leave tune out, or give the task some")
         # A retried trial could change the choice, and runs of one row would have unlike settings.
         settled = {(r.name, r.ranks) for r in self.rows() if r.status == "completed"}
         outcomes = []
         # Trial by trial over all rows: a machine that grows slower does so for everybody.
-        for _, block in groupby(zip(self._trials, folders, strict=True), lambda it: it[0].number):
-            for trial, folder in block:
+        for _, block in groupby(self._trials, lambda trial: trial.number):
+            for trial in block:
                 retry = self._retry and trial.row not in settled
-                record = self._make(trial.run, folder, str(trial), retry=retry)
-                outcomes.append((trial, record))
+                folder = trial.folder(self._folder)
+                outcomes.append((trial, self._make(trial.run, folder, str(trial), retry)))
             self._require_good_input()
         choices = choose(tune, self._experiment.training, outcomes)
         write_tuning(self._folder, tune, self._experiment.training, choices)
         return choices
 
     def _compare(self) -> None:
-        self._write_summary()
+        def write() -> None:
+            write_summary(self._folder, self._experiment.name, self.rows(), self.not_run)
+
+        write()
         # After a whole block, so that one strategy with bad settings does not end the comparison.
         for _, block in groupby(self.runs, key=lambda run: run.seed):
             for run in block:
                 self._records[self._place(run)] = self._one(run)
-                self._write_summary()
+                write()
             self._require_good_input()
 
     def _judge(self) -> None:
@@ -240,45 +228,40 @@ class _Execution:
     def _one(self, run: Run) -> RunRecord:
         """Make a run with the settings that were chosen for it, or give it up without any."""
         what = f"{on_ranks(run)}, seed {run.seed}"
-        place, tuned = self._place(run), None
+        place, chosen = self._place(run), None
         if (choice := self._choices.get((run.name, run.training.ranks))) is not None:
             if choice.best is None:
                 self._made += 1
                 self._progress.begin(what)
                 return self._finished(failed_record(run, place, RunFailed(choice.reason)), run)
             # The trial has another seed and is judged on validation data: its settings are taken.
-            best, tuned = choice.best.run, choice.best.settings
+            best, chosen = choice.best.run, choice.best.settings
             run = replace(run, training=best.training, strategy=best.strategy)
-        return self._make(run, place, what, retry=self._retry, tuned=tuned)
+        return self._make(run, place, what, self._retry, chosen)
 
     def _place(self, run: Run) -> Path:
         return run_folder(self._folder, run.name, run.training.ranks, run.seed)
-
-    def _write_summary(self) -> None:
-        write_summary(self._folder, self._experiment.name, self.rows(), self.not_run)
 
     def _make(
         self,
         run: Run,
         folder: Path,
         what: str,
-        *,
         retry: bool,
-        tuned: Mapping[str, Any] | None = None,
+        chosen: Mapping[str, Any] | None = None,
     ) -> RunRecord:
         """Make `run` in `folder` unless it was completed, or failed, before; return its record.
 
         Args:
             what: names the run for the user.
             retry: make it again if it failed.
-            tuned: the settings that were chosen for it.
+            chosen: the settings that trials have chosen for it.
 
         Raises:
             KeyboardInterrupt: Ctrl-C; what the run needs to go on is in `folder`.
         """
         self._made += 1
-        done = finished(folder, failed=not retry)
-        if done:
+        if done := finished(folder, failed=not retry):
             self._progress.skip()
             return done[0]
         # Ctrl-C while the last run was evaluated could not stop that run (decision 13).
@@ -288,7 +271,7 @@ class _Execution:
         clear_others(folder, own)
         self._progress.begin(what)
         try:
-            record = make_run(run, own, folder, self._train, tuned=tuned)
+            record = make_run(run, own, folder, self._train, tuned=chosen)
         except (RunFailed, InputError) as failure:
             if isinstance(failure, InputError):
                 self._bad_input.append(failure)
@@ -309,14 +292,13 @@ class _Execution:
 
     def _finished(self, record: RunRecord, run: Run) -> RunRecord:
         """Tell the user the outcome of a run in a few words, and return its record."""
+        target = run.training.target
+        name = target.metric if target is not None else next(iter(record.metrics), "loss")
+        value = record.metrics.get(name, record.final_loss if name == "loss" else None)
+        figure = "" if value is None else f"{name} {value:.4g}, "
+        text = f"{figure}{record.train_seconds or 0.0:.1f} s"
         if record.failure is not None:
             text = f"failed: {record.failure.splitlines()[0]}"
-        else:
-            target = run.training.target
-            name = target.metric if target is not None else next(iter(record.metrics), "loss")
-            value = record.metrics.get(name, record.final_loss if name == "loss" else None)
-            figure = "" if value is None else f"{name} {value:.4g}, "
-            text = f"{figure}{record.train_seconds or 0.0:.1f} s"
         self._progress.finish(text, failed=record.status == "failed")
         return record
 

@@ -1,23 +1,32 @@
-"""An experiment: one task, trained under each of several strategies, with each of several seeds."""
+"""An experiment: one task, trained under each of several strategies, with each of several seeds;
+and the trials before it, which choose the settings of each strategy.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any, Literal
 
 from orchestra.errors import InputError, nearest
 from orchestra.optimizers.settings import SCHEDULES
+from orchestra.records.record import RunRecord, trial_folder, write_atomically
 from orchestra.report.numbers import count
-from orchestra.settings import MAX_RANKS, MAX_SEED, REQUIRED, Settings, replace_setting, setting
+from orchestra.report.rows import grouped
+from orchestra.settings import MAX_RANKS, MAX_SEED, REQUIRED, Settings, setting
+from orchestra.settings.base import to_plain
+from orchestra.settings.reading import replace_setting
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.single import Single
-from orchestra.trainer.settings import Device, Run, Training
+from orchestra.trainer.settings import Device, Run, Target, Training
 
+TUNING = "tuning.json"
 RATE = "optimizer.lr"
 _STRATEGY = "strategy."
 MAX_TRIALS = 10_000
@@ -67,19 +76,12 @@ class Tune(Settings):
 
 def grid(tune: Tune, run: Run) -> list[dict[str, Any]]:
     """Return the settings of each trial of `run`, in order."""
-    keys = [key for key in tune.settings if _has(run, key, tune.settings[key][0])]
-    return [
-        dict(zip(keys, values, strict=True))
-        for values in product(*(tune.settings[key] for key in keys))
-    ]
+    own = {key: values for key, values in tune.settings.items() if _has(run, key, values[0])}
+    return [dict(zip(own, values, strict=True)) for values in product(*own.values())]
 
 
 def tuned(run: Run, settings: Mapping[str, Any]) -> Run:
-    """Return `run` with the settings of a trial.
-
-    Raises:
-        InputError: there is no such setting, or it cannot have this value.
-    """
+    """Return `run` with the settings of a trial, or raise `InputError` where it cannot have one."""
     for key, value in settings.items():
         own = key.startswith(_STRATEGY)
         path, registry = (key, STRATEGIES) if own else (f"training.{key}", SCHEDULES)
@@ -134,8 +136,11 @@ class Experiment(Settings):
                 raise InputError(f"{label!r} cannot be a name: it has to name a folder, too")
         if not self.strategies:
             raise InputError("strategies: there is none; give a label and a strategy")
-        _require_each_once("seeds", "seed", self.seeds)
-        _require_each_once("ranks", "number", self.ranks)
+        for key, what, values in ("seeds", "seed", self.seeds), ("ranks", "number", self.ranks):
+            if not values:
+                raise InputError(f"{key}: there is none")
+            if len(set(values)) < len(values):
+                raise InputError(f"{key}: {list(values)} holds a {what} twice")
         # The settings are frozen; `ranks` is the experiment's, and a training has one number.
         object.__setattr__(self, "training", replace(self.training, ranks=self.ranks[0]))
         for label, strategy in self.strategies.items():
@@ -164,13 +169,6 @@ class Experiment(Settings):
             for run in [run for run in some if _has(run, key, values[0])] or some[:1]:
                 for value in values:
                     tuned(run, {key: value})
-
-
-def _require_each_once(key: str, what: str, values: tuple[int, ...]) -> None:
-    if not values:
-        raise InputError(f"{key}: there is none")
-    if len(set(values)) < len(values):
-        raise InputError(f"{key}: {list(values)} holds a {what} twice")
 
 
 def runs(experiment: Experiment) -> list[Run]:
@@ -224,22 +222,14 @@ def with_one_process(experiment: Experiment) -> Experiment:
 def alone(experiment: Experiment, run: Run) -> Experiment:
     """Return the experiment that consists of `run` only."""
     return replace(
-        experiment,
-        strategies={run.name: run.strategy},
-        ranks=(run.training.ranks,),
-        seeds=(run.seed,),
-        devices={},
-        tune=None,
-        training=run.training,
-    )
+        experiment, strategies={run.name: run.strategy}, ranks=(run.training.ranks,),
+        seeds=(run.seed,), devices={}, tune=None, training=run.training,
+    )  # fmt: skip
 
 
 def only_run(experiment: Experiment, source: str) -> Run:
     """Return the run that `train` makes of an experiment: its one strategy on its one number of
-    ranks, with the first seed.
-
-    Raises:
-        InputError: there are several; `source` opens the message.
+    ranks, with the first seed. `source` opens the message where there are several.
     """
     for many, noun, option in (
         (list(experiment.strategies), "strategies", "--strategy"),
@@ -251,3 +241,147 @@ def only_run(experiment: Experiment, source: str) -> Run:
                 f"it with {option}, or run all with orchestra compare"
             )
     return runs(experiment)[0]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One combination of settings, which `run` has; that is judged on the validation data."""
+
+    number: int
+    settings: Mapping[str, Any]
+    run: Run
+
+    @property
+    def row(self) -> tuple[str, int]:
+        """The label and the number of ranks."""
+        return self.run.name, self.run.training.ranks
+
+    def folder(self, comparison: Path) -> Path:
+        return trial_folder(comparison, *self.row, self.number)
+
+    def __str__(self) -> str:
+        settings = ", ".join(f"{key} {value}" for key, value in self.settings.items())
+        return f"{on_ranks(self.run)}, trial with {settings}"
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """What trials are judged by: a metric or "loss", for which `by`, and if higher is better."""
+
+    by: str
+    metric: str
+    higher: bool
+
+    @classmethod
+    def of(cls, tune: Tune, target: Target | None) -> Criterion:
+        """Return the target's metric in its direction, or the loss, as `tune` asks."""
+        # Without a target no metric has a direction that the user has asked for
+        if target is None or tune.by == "loss":
+            return cls("loss", "loss", higher=False)
+        return cls("target", target.metric, higher=target.rising)
+
+    def score(self, record: RunRecord) -> float | None:
+        """Return the figure of a trial; None where it failed or diverged."""
+        if record.status != "completed":
+            return None
+        loss = record.final_loss if self.metric == "loss" else None
+        # The loss is a field of the record; a task may also have a metric of that name
+        value = record.metrics.get(self.metric, loss)
+        return value if value is not None and math.isfinite(value) else None
+
+    def cost(self, record: RunRecord) -> tuple[float, float]:
+        """Return a key to sort trials by, smaller is better; of equal ones the loss decides."""
+        score, loss = self.score(record), record.final_loss
+        if score is None:
+            return math.inf, math.inf
+        equal = loss if loss is not None and math.isfinite(loss) else math.inf
+        # Accuracies on few validation samples are often equal
+        return -score if self.higher else score, equal
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The trials of one strategy on one number of ranks, in order, with their records."""
+
+    criterion: Criterion
+    outcomes: Sequence[tuple[Trial, RunRecord]]
+
+    @property
+    def best(self) -> Trial | None:
+        """The best trial, the earlier of equals; None where all failed or diverged."""
+        # min() keeps the first of equals
+        trial, record = min(self.outcomes, key=lambda outcome: self.criterion.cost(outcome[1]))
+        return None if self.criterion.score(record) is None else trial
+
+    @property
+    def reason(self) -> str:
+        """Why there is no best trial."""
+        _, first = self.outcomes[0]
+        cause = first.failure or f"its {self.criterion.metric} is not a finite number"
+        return f"every trial of its tuning failed; the first: {cause}"
+
+    def plain(self) -> dict[str, Any]:
+        """Return the entry of the choice in `tuning.json`."""
+        name, ranks = self.outcomes[0][0].row
+        best = self.best
+        entry = {
+            "name": name,
+            "ranks": ranks,
+            "chosen": best and best.number,
+            "settings": best and best.settings,
+            "trials": [
+                {
+                    "trial": trial.number,
+                    "settings": trial.settings,
+                    "status": record.status,
+                    "score": self.criterion.score(record),
+                    "loss": record.final_loss,
+                    "failure": record.failure,
+                }
+                for trial, record in self.outcomes
+            ],
+        }
+        plain: dict[str, Any] = to_plain(entry, finite=True)
+        return plain
+
+
+def trials(experiment: Experiment) -> list[Trial]:
+    """Return the trials of every strategy and number of ranks, in the order of their runs."""
+    tune = experiment.tune
+    if tune is None:
+        return []
+    # One seed for all trials: the seeds of the comparison are looked at once, afterwards
+    once = runs(replace(experiment, seeds=(tune.seed,), tune=None))
+    every = [
+        # The test data stays unseen until the settings are chosen
+        Trial(number, settings, replace(tuned(run, settings), judged_on="validation"))
+        for run in once
+        for number, settings in enumerate(grid(tune, run))
+    ]
+    # First all rows with the first combination, then all with the second: see `runs`.
+    return sorted(every, key=lambda trial: trial.number)
+
+
+def choose(
+    tune: Tune, training: Training, outcomes: Sequence[tuple[Trial, RunRecord]]
+) -> dict[tuple[str, int], Choice]:
+    """Return the choice of each strategy and number of ranks, by its trials."""
+    criterion = Criterion.of(tune, training.target)
+    by_row = grouped(outcomes, lambda outcome: outcome[0].row)
+    return {row: Choice(criterion, of_row) for row, of_row in by_row.items()}
+
+
+def write_tuning(
+    folder: Path, tune: Tune, training: Training, choices: Mapping[tuple[str, int], Choice]
+) -> None:
+    """Write `tuning.json`: the criterion, every trial, and the choices."""
+    criterion = Criterion.of(tune, training.target)
+    document = {
+        "trials": max((len(choice.outcomes) for choice in choices.values()), default=0),
+        "by": criterion.by,
+        "metric": criterion.metric,
+        "better": "higher" if criterion.higher else "lower",
+        "seed": tune.seed,
+        "choices": [choice.plain() for choice in choices.values()],
+    }
+    write_atomically(folder / TUNING, json.dumps(document, indent=2) + "\n")

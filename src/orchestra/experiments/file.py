@@ -15,7 +15,7 @@ from orchestra.errors import InputError, nearest
 from orchestra.experiments.experiment import Experiment
 from orchestra.optimizers.settings import SCHEDULES, Group, Optimizer
 from orchestra.records.record import SUMMARY, read_summary
-from orchestra.settings import Settings, parse, read, replace_setting, write
+from orchestra.settings import Settings, parse, read, write
 from orchestra.settings.base import settings_of, to_plain
 from orchestra.settings.notation import bound, build
 from orchestra.settings.reading import (
@@ -24,6 +24,7 @@ from orchestra.settings.reading import (
     mapping,
     read_document,
     refuse_others,
+    replace_setting,
     require,
     yaml_text,
     yaml_value,
@@ -94,8 +95,7 @@ def to_yaml(experiment: Experiment) -> str:
         "devices": dict(experiment.devices),
         "tune": to_plain(experiment.tune),
     }
-    for name in TRAINING_KEYS:
-        document[name] = getattr(training, name)
+    document |= {name: getattr(training, name) for name in TRAINING_KEYS}
     document["optimizer"] = repr(training.optimizer)
     document["parameter_groups"] = [
         {"match": group.match, **group.arguments} for group in training.optimizer.groups
@@ -108,11 +108,10 @@ def to_yaml(experiment: Experiment) -> str:
 
 
 def _pair(text: str) -> tuple[str, str, str]:
-    key, equals, value = text.partition("=")
-    key = key.strip()
+    key, equals, value = map(str.strip, text.partition("="))
     if not equals or not key:
         raise InputError(f"--set {text}: has to be key=value")
-    return key, value.strip(), f"--set {key}"
+    return key, value, f"--set {key}"
 
 
 def _replaced(document: Mapping[str, Entry], given: Mapping[str, Entry]) -> dict[str, Entry]:
@@ -250,14 +249,11 @@ def _changed(experiment: Experiment, key: str, text: str, where: str) -> Experim
     if head not in KNOWN_KEYS:
         raise InputError(f"{where}: unknown key {head!r}; {nearest(head, KNOWN_KEYS)}")
     if head == "task":
-        return experiment.with_setting(
-            "task", replace_task_setting(experiment.task, rest, text, where=where)
-        )
+        task = replace_task_setting(experiment.task, rest, text, where=where)
+        return experiment.with_setting("task", task)
     if head == "parameter_groups":
-        raise InputError(
-            f"{where}: give parameter_groups as a whole, --set 'parameter_groups=[...]'"
-        )
+        remedy = "give parameter_groups as a whole, --set 'parameter_groups=[...]'"
+        raise InputError(f"{where}: {remedy}")
     inside = key if head in _HEAD else f"training.{key}"
-    changed = replace_setting(experiment, inside, text, STRATEGIES, where=where)
-    assert isinstance(changed, Experiment)
+    changed: Experiment = replace_setting(experiment, inside, text, STRATEGIES, where=where)
     return changed

@@ -47,9 +47,7 @@ def make_run(
     on_resume: Callable[[RunRecord | None], None] | None = None,
 ) -> RunRecord:
     """Claim `folder` for `run`, train, write `summary.json`, release the folder, and return the
-    record.
-
-    Where the run was completed there before, its record is that of then.
+    record; that of then where the run was completed there before.
 
     Args:
         experiment: has the run among its own.
@@ -91,11 +89,7 @@ def write_failure(
 
 
 def folder_for(out: str | Path | None, name: str, *, empty: bool = False) -> Path:
-    """Return `out`, or a new folder in `runs` where it is None; with `empty` one without files.
-
-    Raises:
-        InputError: it cannot be used.
-    """
+    """Return `out`, or a new folder in `runs` where it is None; with `empty` one without files."""
     if out is None:
         return fresh_folder(PARENT, name)
     folder = Path(out)
@@ -113,8 +107,7 @@ def folder_for(out: str | Path | None, name: str, *, empty: bool = False) -> Pat
 
 def fresh_folder(parent: Path, name: str) -> Path:
     """Return a new folder `name`-1, `name`-2, ... in `parent`, the first that does not exist."""
-    for number in count(1):
-        folder = parent / f"{name}-{number}"
+    for folder in (parent / f"{name}-{number}" for number in count(1)):
         try:
             folder.mkdir(parents=True)
             break
@@ -132,8 +125,7 @@ def claim(folder: Path, experiment: Experiment) -> bool:
     Raises:
         InputError: it belongs to a different experiment, holds other files, or cannot be written.
     """
-    path = folder / EXPERIMENT
-    text = to_yaml(experiment)
+    path, text = folder / EXPERIMENT, to_yaml(experiment)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if path.exists():
@@ -176,8 +168,7 @@ def held(folder: Path, experiment: Experiment) -> Iterator[bool]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a lock of the kernel, which ends with its holder, however that ends."""
-    # A lock on the folder itself needs no file, and ends with the process, however that ends.
+    """Hold a lock of the kernel on the folder, which ends with its holder, however that ends."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -205,19 +196,14 @@ def clear_others(folder: Path, experiment: Experiment) -> None:
 
 
 def finished(folder: Path, *, failed: bool = False) -> list[RunRecord]:
-    """Return the completed runs in `summary.json` of `folder`; none where there is no such file.
-
-    With `failed` the failed ones are among them.
-
-    Raises:
-        InputError: it is there, but damaged.
+    """Return the completed runs, with `failed` the failed ones too, in `summary.json` of `folder`,
+    if there is one; `InputError` where it is damaged.
     """
     wanted = ("completed", "failed") if failed else ("completed",)
     try:
-        records = read_summary(folder / SUMMARY)
+        return [one for one in read_summary(folder / SUMMARY) if one.status in wanted]
     except FileNotFoundError:
         return []
-    return [record for record in records if record.status in wanted]
 
 
 def _require_same(path: Path, old_text: str, new_text: str) -> None:
@@ -237,9 +223,9 @@ def _require_same(path: Path, old_text: str, new_text: str) -> None:
 def idle_nodes(planned: Sequence[Run]) -> list[str]:
     """Return a line for each cluster with more nodes than the largest run has ranks to spread."""
     most = max((run.training.ranks for run in planned), default=0)
-    described = [run.training for run in planned if run.training.engine != "processes"]
+    described = (run.training.cluster for run in planned if run.training.engine != "processes")
     lines = []
-    for name in dict.fromkeys(each.cluster for each in described):
+    for name in dict.fromkeys(described):
         cluster = load_cluster(name, where="cluster", folder=Path())
         nodes = len(cluster.nodes)
         if cluster.placement == "spread" and nodes > most:

@@ -6,6 +6,7 @@ import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,8 +21,7 @@ from orchestra.settings.base import default_of, from_plain, to_plain
 from orchestra.strategies.base import Strategy
 from orchestra.trainer.settings import Run
 
-PATIENCE = 600.0
-"""The most seconds of one simulation of a search."""
+PATIENCE = 600.0  # the most seconds of one simulation of a search
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,11 @@ class Judged:
 
 
 def techniques(strategies: Mapping[str, Strategy[Any]]) -> list[Technique]:
-    """Return all pairs of strategies of one kind that are equal but for one setting, which has
-    its default in one of them.
-    """
+    """Return the pairs of strategies that are equal but for a setting, a default in one."""
+    pairs = product(strategies.items(), repeat=2)
     return [
         Technique(name, plain, setting)
-        for name, strategy in strategies.items()
-        for plain, other in strategies.items()
+        for (name, strategy), (plain, other) in pairs
         if (setting := _one_more(strategy, other)) is not None
     ]
 
@@ -60,17 +58,14 @@ def _one_more(strategy: Strategy[Any], plain: Strategy[Any]) -> str | None:
     # Settings of the same name mean other things in other strategies
     if type(strategy) is not type(plain):
         return None
-    differing = [
-        field
-        for field in fields(plain)
-        if getattr(strategy, field.name) != getattr(plain, field.name)
-    ]
-    if len(differing) != 1:
-        return None
-    name = differing[0].name
+    names = [f.name for f in fields(plain) if getattr(strategy, f.name) != getattr(plain, f.name)]
     # Of two values that are both no default neither is the plain one (decision 86)
-    is_default = getattr(plain, name) == default_of(differing[0])
-    return f"{name}={getattr(strategy, name)!r}" if is_default else None
+    if len(names) != 1:
+        return None
+    (name,) = names
+    if getattr(plain, name) != default_of(plain.__dataclass_fields__[name]):
+        return None
+    return f"{name}={getattr(strategy, name)!r}"
 
 
 def on_most_ranks(
@@ -79,22 +74,18 @@ def on_most_ranks(
     """Yield each technique with its run and the plain one, with the first seed and the settings
     that were chosen for them, on the most ranks that both completed.
     """
-    settings = {
-        (record.name, record.ranks): record.tuned
-        for record in records
-        if record.status == "completed"
-    }
+    settings = {(r.name, r.ranks): r.tuned for r in records if r.status == "completed"}
+
+    def run_of(name: str, ranks: int) -> Run:
+        run = next(r for r in runs if (r.name, r.training.ranks) == (name, ranks))
+        # With the settings that trials have chosen, as in the comparison
+        return tuned(run, settings[name, ranks])
+
     for pair in pairs:
         ranks = [n for name, n in settings if name == pair.name and (pair.plain, n) in settings]
         # On the most ranks: there exchanging costs most
         if ranks:
-            both = (
-                next(r for r in runs if (r.name, r.training.ranks) == (name, max(ranks)))
-                for name in (pair.name, pair.plain)
-            )
-            # With the settings that trials have chosen, as in the comparison
-            technique, plain = (tuned(r, settings[r.name, max(ranks)]) for r in both)
-            yield pair, technique, plain
+            yield pair, run_of(pair.name, max(ranks)), run_of(pair.plain, max(ranks))
 
 
 def steps_needed(run: Run, records: Sequence[RunRecord]) -> float | None:
@@ -102,9 +93,10 @@ def steps_needed(run: Run, records: Sequence[RunRecord]) -> float | None:
 
     None if some did not reach it.
     """
-    own = [r for r in records if (r.name, r.ranks) == (run.name, run.training.ranks)]
     found = []
-    for record in own:
+    for record in records:
+        if (record.name, record.ranks) != (run.name, run.training.ranks):
+            continue
         whole = record.train_seconds
         until = whole if run.training.target is None else record.time_to_target_seconds
         if record.status != "completed" or not whole or until is None:
@@ -121,29 +113,16 @@ def break_even(
     seconds: float,
     on_event: Callable[[Event | Notice], None],
 ) -> BreakEven:
-    """Return the bandwidth at which `technique` begins to pay.
-
-    Args:
-        seconds: that the search may take.
-
-    Raises:
-        KeyboardInterrupt: the user stopped it.
+    """Return the bandwidth at which `technique` begins to pay, by a search of so many `seconds`;
+    `KeyboardInterrupt` if the user stopped it.
     """
-    needed = [steps_needed(run, records) for run in (technique, plain)]
-    if None in needed:
+    needed = [(run, steps_needed(run, records)) for run in (technique, plain)]
+    if any(steps is None for _, steps in needed):
         return BreakEven(reason="not every run reached the target")
-    first, second = (
-        Rival(run, steps or 0.0, cost_source_of(run))
-        for run, steps in zip((technique, plain), needed, strict=True)
-    )
+    first, second = (Rival(run, steps or 0.0, cost_source_of(run)) for run, steps in needed)
+    question = Question(first, second, seconds)
     try:
-        outcome = launch(
-            find_break_even,
-            Question(first, second, seconds),
-            1,
-            patience=PATIENCE,
-            on_event=on_event,
-        )
+        outcome = launch(find_break_even, question, 1, patience=PATIENCE, on_event=on_event)
     # A technique without an answer is no reason to end a comparison that is done
     except (InputError, RunFailed) as failure:
         return BreakEven(reason=str(failure).splitlines()[0])
@@ -158,11 +137,11 @@ def read_techniques(folder: Path) -> list[Judged]:
     try:
         document = json.loads((folder / TECHNIQUES).read_text(encoding="utf-8"))
         judged: list[Judged] = from_plain(list[Judged], document["techniques"])
+        return judged
     except FileNotFoundError:
         return []
     except (ValueError, KeyError, TypeError):
         raise InputError(f"{folder / TECHNIQUES}: is damaged; delete it") from None
-    return judged
 
 
 def write_techniques(folder: Path, judged: Sequence[Judged]) -> None:

@@ -35,8 +35,7 @@ TRACKING = "tracking.json"
 LOOK_SECONDS = 1.0
 PATIENCE_SECONDS = 120.0
 """How long the end of a run waits for a tracker that is slow or unreachable."""
-MAX_RANKS = 32
-"""The most ranks with charts of their own."""
+MAX_RANKS = 32  # the most ranks with charts of their own
 MAX_METRICS = 1000  # of one call of MLflow
 MAX_TEXT = 500  # of a parameter, for any store of MLflow
 STEP = "train/global_step"
@@ -48,14 +47,12 @@ class About:
     """The description of a run for a tracker: its name, settings, tags and folder."""
 
     def __init__(self, run: Run, experiment: Experiment, folder: Path) -> None:
-        self.experiment = experiment.name
+        self.experiment, self.folder = experiment.name, folder
         self.name = f"{on_ranks(run)}, seed {run.seed}"
-        self.folder = folder
         self.trial = run.judged_on == "validation"
         self.settings = _settings_of(run, experiment)
-        self.tags = [type(run.strategy).__name__, run.training.engine]
-        if self.trial:
-            self.tags.append("tuning")
+        tuning = ["tuning"] if self.trial else []
+        self.tags = [type(run.strategy).__name__, run.training.engine, *tuning]
 
 
 def _settings_of(run: Run, experiment: Experiment) -> dict[str, Any]:
@@ -66,20 +63,13 @@ def _settings_of(run: Run, experiment: Experiment) -> dict[str, Any]:
     (strategy,) = settings.pop("strategies").values()
     settings |= {"label": run.name, "strategy": strategy, "seed": run.seed}
     for key in ("optimizer", "task", "schedule"):
-        call = read(settings[key], where=key)
-        settings |= {
-            f"{key}.{name}": str(value) if isinstance(value, Call) else value
-            for name, value in call.keywords.items()
-        }
+        for name, value in read(settings[key], where=key).keywords.items():
+            settings[f"{key}.{name}"] = str(value) if isinstance(value, Call) else value
     return settings
 
 
 class Tracker(Protocol):
-    """A run in an experiment tracker.
-
-    Attributes:
-        id: of the run there, by which it goes on when it is resumed.
-    """
+    """A run in an experiment tracker, and its `id` there, by which it goes on when resumed."""
 
     id: str
 
@@ -115,8 +105,7 @@ class MLflowTracker:
                 "orchestra.strategy": about.tags[0],
                 "orchestra.engine": about.tags[1],
                 "orchestra.folder": str(about.folder.absolute()),
-                **({"orchestra.tuning": "true"} if about.trial else {}),
-            }
+            } | ({"orchestra.tuning": "true"} if about.trial else {})
             run_name = os.environ.get("MLFLOW_RUN_NAME", about.name)
             self.id = client.create_run(experiment, tags=tags, run_name=run_name).info.run_id
             texts = {key: str(value)[:MAX_TEXT] for key, value in about.settings.items()}
@@ -128,11 +117,7 @@ class MLflowTracker:
         from mlflow.entities import Metric
 
         now = int(datetime.now().timestamp() * 1000)
-        metrics = [
-            Metric(name, value, now, step)
-            for step, figures in rows
-            for name, value in figures.items()
-        ]
+        metrics = [Metric(name, x, now, step) for step, row in rows for name, x in row.items()]
         for first in range(0, len(metrics), MAX_METRICS):
             self._client.log_batch(self.id, metrics=metrics[first : first + MAX_METRICS])
 
@@ -276,17 +261,15 @@ class Tracking:
 
     def _of_now(self) -> dict[str, Any]:
         """Return the speeds and shares of the time of each rank, over its last steps."""
-        found: dict[str, Any] = {}
         rows = [track.row(rank, None, 0.0) for rank, track in sorted(self._tracks.items())]
-        found["train/samples_per_second"] = sum(row.samples_per_second or 0.0 for row in rows)
+        speed = sum(row.samples_per_second or 0.0 for row in rows)
+        found: dict[str, Any] = {"train/samples_per_second": speed}
         for row in rows[:MAX_RANKS] if len(rows) > 1 else ():
-            figures = {
-                "loss": row.loss,
-                "samples_per_second": row.samples_per_second,
-                "bytes_sent_per_second": row.bytes_per_second,
-                **{f"{part}_share": row.parts.get(part) for part in PARTS},
-            }
-            found |= {f"rank_{row.rank}/{name}": value for name, value in figures.items()}
+            of_rank = f"rank_{row.rank}"
+            found[f"{of_rank}/loss"] = row.loss
+            found[f"{of_rank}/samples_per_second"] = row.samples_per_second
+            found[f"{of_rank}/bytes_sent_per_second"] = row.bytes_per_second
+            found |= {f"{of_rank}/{part}_share": row.parts.get(part) for part in PARTS}
         return found
 
     def _step_at(self, samples: int) -> int:
@@ -319,24 +302,19 @@ class Tracking:
 
 @contextmanager
 def tracked(run: Run, experiment: Experiment, folder: Path) -> Iterator[Tracking | None]:
-    """Log the run to the trackers that its settings ask for.
-
-    Raises:
-        InputError: one does not take it.
-    """
+    """Log the run to the trackers that its settings ask for; `InputError` if one refuses it."""
     if not any(getattr(run.training, name) for name in KINDS):
         yield None
         return
-    tracking = Tracking(run, experiment, folder)
+    tracking, status = Tracking(run, experiment, folder), "failed"
     try:
         yield tracking
+        status = "completed" if tracking.record is None else tracking.record.status
     except KeyboardInterrupt:
-        tracking.finish("stopped")
+        status = "stopped"
         raise
-    except BaseException:
-        tracking.finish("failed")
-        raise
-    tracking.finish("completed" if tracking.record is None else tracking.record.status)
+    finally:
+        tracking.finish(status)
 
 
 def _tell(text: str) -> None:
@@ -344,11 +322,10 @@ def _tell(text: str) -> None:
 
 
 def _known(folder: Path) -> dict[str, Any]:
-    try:
+    with suppress(OSError, ValueError):
         known = json.loads((folder / TRACKING).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}
+        return known if isinstance(known, dict) else {}
+    return {}
 
 
 def _of_step(line: Line) -> dict[str, Any]:
@@ -376,8 +353,5 @@ def _of_record(record: RunRecord) -> dict[str, Any]:
 
 
 def _finite(figures: Mapping[str, Any]) -> Figures:
-    return {
-        name: float(value)
-        for name, value in figures.items()
-        if value is not None and math.isfinite(value)
-    }
+    known = ((name, value) for name, value in figures.items() if value is not None)
+    return {name: float(value) for name, value in known if math.isfinite(value)}

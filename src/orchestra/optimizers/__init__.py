@@ -5,7 +5,7 @@ Names are imported when first used: strategies, which are settings too, load wit
 
 from typing import TYPE_CHECKING
 
-from orchestra.settings.registry import lazy_package
+from orchestra.settings.notation import lazy_package
 
 if TYPE_CHECKING:
     from orchestra.optimizers.state import capture, restore

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from orchestra.settings.registry import lazy_package
+from orchestra.settings.notation import lazy_package
 
 if TYPE_CHECKING:
     from orchestra.parameter_server.client import *  # noqa: F403

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from orchestra.records.report import Cause, Counters, Straggler
-from orchestra.settings.registry import LazyModule
+from orchestra.settings.notation import LazyModule
 
 _Pair = tuple[int, int]
 """The source and the target of messages."""

@@ -9,8 +9,7 @@ from orchestra.settings.base import Settings as Settings
 from orchestra.settings.base import describe as describe
 from orchestra.settings.base import setting as setting
 from orchestra.settings.notation import Call as Call
+from orchestra.settings.notation import Registry as Registry
 from orchestra.settings.notation import parse as parse
 from orchestra.settings.notation import read as read
-from orchestra.settings.notation import replace_setting as replace_setting
 from orchestra.settings.notation import write as write
-from orchestra.settings.registry import Registry as Registry

@@ -14,21 +14,12 @@ import copy
 import dataclasses
 import math
 import numbers
+import typing
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from types import GenericAlias, NoneType, UnionType
-from typing import (
-    Any,
-    Final,
-    Literal,
-    NamedTuple,
-    Self,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, Final, Literal, NamedTuple, Self, TypeVar, Union, get_args, get_origin
 
 from orchestra.errors import InputError, nearest
 
@@ -46,12 +37,9 @@ class Mismatch(ValueError):
 
 
 def convert(value: Any, hint: Any, leaf: Callable[[Any, Any], object] | None = None) -> Any:
-    """Return `value` as the annotation `hint` wants it.
+    """Return `value` as the annotation `hint` wants it, or raise `Mismatch`.
 
     `leaf` converts what is neither a union, a literal nor a container; as a setting by default.
-
-    Raises:
-        Mismatch: it does not fit.
     """
     origin, parts = get_origin(hint), get_args(hint)
     container = origin if isinstance(origin, type) else object
@@ -98,10 +86,8 @@ def _is_plain(hint: Any) -> bool:
 def type_text(hint: Any) -> str:
     """Return `hint` in words for users."""
     origin, parts = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return " or ".join(repr(choice) for choice in parts)
-    if origin in (Union, UnionType):
-        return " or ".join(type_text(part) for part in parts)
+    if origin in (Literal, Union, UnionType):
+        return " or ".join(map(repr if origin is Literal else type_text, parts))
     if origin is tuple:
         return f"list of {type_text(parts[0])}{'s' if parts[0] in (int, float, str) else ''}"
     if isinstance(origin, type) and issubclass(origin, Mapping):
@@ -130,10 +116,8 @@ def _choice(value: object, choices: tuple[object, ...]) -> object:
 def _union(value: object, hint: Any, leaf: Callable[[Any, Any], object] | None) -> object:
     parts = get_args(hint)
     for part in parts:
-        try:
+        with suppress(Mismatch):
             return convert(value, part, leaf)
-        except Mismatch:
-            continue
     wanted = [part for part in parts if part is not NoneType]
     if isinstance(value, str) and len(wanted) > 1:
         # A text was meant for the part that takes texts: its message names the nearest choice.
@@ -152,10 +136,9 @@ def _setting_value(value: Any, hint: Any) -> object:
     if hint is int and isinstance(value, numbers.Integral):
         return int(value)
     if hint is float and isinstance(value, numbers.Real):
-        try:
+        number = math.inf
+        with suppress(OverflowError):
             number = float(value)
-        except OverflowError:
-            number = math.inf
         if not math.isfinite(number):
             raise Mismatch(f"{number!r} is not a finite number")
         return number
@@ -186,12 +169,8 @@ def to_plain(value: Any, *, finite: bool = False) -> Any:
 
 
 def from_plain(hint: Any, value: Any) -> Any:
-    """Return the object of the annotation `hint` that `to_plain` made `value` of.
-
-    Fields with a default may be missing.
-
-    Raises:
-        Mismatch: it is nothing of the kind.
+    """Return the object of the annotation `hint` that `to_plain` made `value` of, or raise
+    `Mismatch`. Fields with a default may be missing.
     """
     return convert(value, hint, _from_plain)
 
@@ -252,7 +231,7 @@ class Limits:
         words = []
         if self.low is not None:
             words.append(f"at least {self.low!r}")
-        if self.above is not None and self.low is None:
+        elif self.above is not None:
             words.append(f"above {self.above!r}")
         if self.high is not None:
             words.append(f"at most {self.high!r}")
@@ -292,11 +271,8 @@ def redefault(base: type[Settings], name: str, default: T) -> T:
 class Settings:
     """Base of every frozen dataclass of settings; subclass with `frozen=True, repr=False`.
 
-    Construction checks each field against its annotation and range, and converts what can be
-    converted without loss (an int for a float, a list for a tuple).
-
-    Raises:
-        InputError: a value of the wrong type, out of range, or an unknown choice.
+    Construction checks each field against its annotation and range (`InputError`), and converts
+    what can be converted without loss (an int for a float, a list for a tuple).
     """
 
     def __post_init__(self) -> None:
@@ -349,7 +325,7 @@ def settings_of(cls: type[Settings]) -> tuple[dataclasses.Field[Any], ...]:
 def type_hints(cls: type) -> dict[str, Any]:
     """Return the annotations of `cls`, evaluated on first use."""
     if cls not in _HINTS:
-        _HINTS[cls] = get_type_hints(cls)
+        _HINTS[cls] = typing.get_type_hints(cls)
     return _HINTS[cls]
 
 
@@ -395,6 +371,5 @@ def call_text(settings: Settings, text: Callable[[object], str], name: str | Non
 
 
 def _limits(field: dataclasses.Field[Any]) -> Limits:
-    limits = field.metadata.get("limits", Limits())
-    assert isinstance(limits, Limits)
+    limits: Limits = field.metadata.get("limits", Limits())
     return limits

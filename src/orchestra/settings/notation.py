@@ -10,38 +10,28 @@ lists, tuples, dicts and further calls; nothing is evaluated.
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
+import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from orchestra.errors import InputError, nearest
-from orchestra.settings.base import (
-    Settings,
-    call_text,
-    require_setting,
-    type_hints,
-    wants_notation,
-)
-from orchestra.settings.registry import Registry
+from orchestra.errors import InputError, nearest, text_of
+from orchestra.settings.base import Settings, call_text
 
-MAX_NESTED = 40
-"""The most levels of a text that is read, as notation or as YAML."""
-MAX_DIGITS = 100
-"""The most digits of a whole number in such a text."""
+MAX_NESTED = 40  # the most levels of a text that is read, as notation or as YAML
+MAX_DIGITS = 100  # the most digits of a whole number in such a text
 MAX_CHARACTERS = 400_000
 _PARSING = threading.RLock()
 
 
 def expression(text: str) -> ast.expr:
-    """Return the syntax tree of one expression.
-
-    Raises:
-        ValueError: it is none, or too long, too deep, or has a number with too many digits.
-    """
+    """Return the syntax tree of one expression; `ValueError` if it is none, or goes too far."""
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"it has more than {MAX_CHARACTERS:,} characters")
     try:
@@ -96,23 +86,19 @@ class Call:
 
 
 def parse(text: str, registry: Registry, *, where: str) -> Any:
-    """Return the object that `text` names; `where` opens the message of every error.
-
-    Raises:
-        InputError: not a constructor call, an unknown name or argument, or a refused value.
-    """
+    """Return the object that `text` names; `where` opens the message of every error."""
     return build(read(text, where=where), registry, where=where)
 
 
 def read(text: str, *, where: str) -> Call:
     """Return the call that `text` spells, with nothing looked up; a bare name is a call."""
-    value = _read_any(text, where=where)
+    value = read_any(text, where=where)
     if not isinstance(value, Call):
         raise InputError(f"{where}: {text!r} is not a constructor call such as Name(argument=1)")
     return value
 
 
-def _read_any(text: str, *, where: str) -> object:
+def read_any(text: object, *, where: str) -> object:
     """Return the call or literal, maybe with calls in it, that `text` spells; None if no text."""
     references: dict[str, str] = {}
 
@@ -123,23 +109,20 @@ def _read_any(text: str, *, where: str) -> object:
         references[name] = match["reference"]
         return name
 
-    value = None
-    if isinstance(text, str):
-        try:
-            tree = expression(_REFERENCE.sub(stand_in, text.strip()))
-        except ValueError as error:
-            raise InputError(f"{where}: {text.strip()!r} cannot be read: {error}") from None
-        try:
-            value = _value(tree, references)
-        except InputError as error:
-            raise InputError(f"{where}: {error}") from None
-    return value
+    if not isinstance(text, str):
+        return None
+    try:
+        return _value(expression(_REFERENCE.sub(stand_in, text.strip())), references)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+    except ValueError as error:
+        raise InputError(f"{where}: {text.strip()!r} cannot be read: {error}") from None
 
 
 def _value(node: ast.expr, references: Mapping[str, str]) -> object:
     """Return the value of a tree, in which `references` stand for `package.module:Name`."""
 
-    def inside(nodes: Iterable[ast.expr]) -> list[object]:
+    def inside(*nodes: ast.expr) -> list[object]:
         return [_value(item, references) for item in nodes]
 
     match node:
@@ -152,20 +135,20 @@ def _value(node: ast.expr, references: Mapping[str, str]) -> object:
                 raise InputError("arguments cannot be unpacked with *")
             if any(keyword.arg is None for keyword in keywords):
                 raise InputError("arguments cannot be unpacked with **")
-            name, positional = _name(func, references), tuple(inside(args))
-            given = inside(keyword.value for keyword in keywords)
+            name, positional = _name(func, references), tuple(inside(*args))
+            given = inside(*(keyword.value for keyword in keywords))
             return Call(name, positional, _each_once([str(it.arg) for it in keywords], given))
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
             return -number
         case ast.BinOp(left=left, op=ast.BitAnd() | ast.BitOr() as operator, right=right):
-            return Call(OPERATORS[type(operator)], tuple(inside((left, right))))
+            return Call(OPERATORS[type(operator)], tuple(inside(left, right)))
         case ast.List(elts=items) | ast.Tuple(elts=items):
-            return inside(items) if isinstance(node, ast.List) else tuple(inside(items))
+            return inside(*items) if isinstance(node, ast.List) else tuple(inside(*items))
         case ast.Dict(keys=keys, values=items) if None not in keys:
             names = [key.value for key in keys if isinstance(key, ast.Constant)]
             if len(names) < len(keys):
                 raise InputError("the keys of a dict have to be literals")
-            return _each_once(names, inside(items))
+            return _each_once(names, inside(*items))
     raise InputError(
         f"{ast.unparse(node)!r} is not a literal, a list, a tuple, a dict or a call of a name"
     )
@@ -192,22 +175,9 @@ def calls_in(value: object) -> Iterator[Call]:
     """Yield the outermost calls in `value`, in lists, tuples and dicts too."""
     if isinstance(value, Call):
         yield value
-    elif isinstance(value, Mapping):
-        yield from calls_in(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from calls_in(item)
-
-
-def literal(text: str) -> object:
-    """Return `text` of a command line as a value: a Python literal, else the value in YAML."""
-    try:
-        return ast.literal_eval(expression(text.strip()))
-    except (ValueError, TypeError):
-        pass
-    from orchestra.settings.reading import yaml_value
-
-    return yaml_value(text)
 
 
 def build(value: object, registry: Registry, *, where: str) -> Any:
@@ -241,13 +211,13 @@ def bound(call: Call, registry: Registry, *, where: str) -> Callable[..., Any]:
     signature = inspect.signature(target)
     _no_bare_text(call, registry, where)
     known = signature.parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
-        for name in call.keywords:
-            if name not in known:
-                wrong = f"has no argument {name!r}; {nearest(name, known)}"
-                if not known:
-                    wrong = f"takes no arguments, but got {name!r}"
-                raise InputError(f"{where}: {call.name} {wrong}")
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
+    for name in [] if takes_any else call.keywords:
+        if not known:
+            raise InputError(f"{where}: {call.name} takes no arguments, but got {name!r}")
+        if name not in known:
+            hint = nearest(name, known)
+            raise InputError(f"{where}: {call.name} has no argument {name!r}; {hint}")
     try:
         # Before anything is made, so that the message can name the arguments.
         signature.bind(*call.positional, **call.keywords)
@@ -302,44 +272,114 @@ def write(value: object, registry: Registry | None = None) -> str:
     return text(value)
 
 
-def replace_setting(value: Any, path: str, text: str, registry: Registry, *, where: str) -> Any:
-    """Return a copy of `value` with the setting at the dotted `path` replaced by what `text` means.
+class Registry:
+    """Known names of one kind, each with its "module:attribute".
 
-    `text` is a literal, a YAML scalar, or, where the setting holds an object, its notation.
-
-    Raises:
-        InputError: no such setting (the nearest one is offered), or a refused value.
+    Args:
+        kind: what is named, in messages ("strategy").
+        known: name -> "module:attribute" of what comes with the package.
+        group: entry points of this group add names of installed packages; ours win.
+        makes: whether a function, or a class, says that it makes what is named; it may then stand
+            behind a name. Otherwise only settings may: a file must not be able to call os:system.
+        arguments: name -> place of what stands in their arguments only; no message offers all.
+        elsewhere: name -> notation here, of what users know by other names.
     """
-    name, _, rest = path.partition(".")
-    try:
-        if rest:
-            inner = _held(value, name)
-            if not isinstance(inner, Settings | Call | dict):
-                raise InputError(f"{name} is {inner!r}, which has no settings of its own")
-            new = replace_setting(inner, rest, text, registry, where=where)
-        else:
-            new = literal(text)
-            if _holds_object(value, name) and isinstance(new, str):
-                reads = _read_any if text.strip()[:1] in ("[", "(") else read
-                new = build(reads(text, where=where), registry, where=where)
-        # Through the constructor, so that the new value is checked like any other.
-        return {**value, name: new} if isinstance(value, dict) else value.with_setting(name, new)
-    except InputError as error:
-        message = str(error)
-        raise InputError(message if message.startswith(where) else f"{where}: {message}") from None
+
+    def __init__(
+        self,
+        kind: str,
+        known: Mapping[str, str],
+        group: str | None = None,
+        *,
+        arguments: Mapping[str, str] | None = None,
+        elsewhere: Mapping[str, str] | None = None,
+        makes: Callable[[Any], bool] | None = None,
+    ) -> None:
+        self.kind = kind
+        self.makes = makes
+        self._arguments = dict(arguments or {})
+        self._elsewhere = {key.lower(): notation for key, notation in (elsewhere or {}).items()}
+        self._known = {**known, **self._arguments}
+        self._group = group
+
+    @cached_property
+    def _all(self) -> dict[str, str]:
+        if self._group is None:
+            return self._known
+        from importlib.metadata import entry_points
+
+        return {point.name: point.value for point in entry_points(group=self._group)} | self._known
+
+    def names(self) -> list[str]:
+        """Return every known name, those of installed packages included."""
+        return sorted(self._all)
+
+    def knows(self, name: str) -> bool:
+        """Return whether `name` is known, or gives a place to import from."""
+        return ":" in name or name in self._known or name in self._all
+
+    def _hint(self, name: str) -> str:
+        if notation := self._elsewhere.get(name.lower().replace("-", "").replace("_", "")):
+            return f"write {notation}"
+        first = [known for known in self._all if known not in self._arguments]
+        return nearest(name, first, self._arguments)
+
+    def resolve(self, name: str, *, where: str) -> Any:
+        """Import and return the object that `name` stands for.
+
+        Raises:
+            InputError: an unknown name, no such module or attribute, or an import that failed.
+        """
+        place = name if ":" in name else self._known.get(name) or self._all.get(name)
+        if place is None:
+            raise InputError(f"{where}: unknown {self.kind} {name!r}; {self._hint(name)}")
+        module_name, _, attribute = place.partition(":")
+        try:
+            module = importlib.import_module(module_name)
+        except Exception as error:
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            # The module itself, or a package around it; else something that it imports is missing.
+            if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+                reason = f"there is no module {module_name!r} in this folder or what is installed"
+            else:
+                line = "".join(text_of(error).splitlines()[:1])
+                reason = f"importing {module_name} failed: {type(error).__name__}: {line}"
+            raise InputError(f"{where}: {reason}") from error
+        if not hasattr(module, attribute):
+            hint = nearest(attribute, [key for key in vars(module) if not key.startswith("_")])
+            raise InputError(f"{where}: {module_name} has no {attribute!r}; {hint}")
+        return getattr(module, attribute)
+
+    def name_of(self, cls: type) -> str:
+        """Return the name under which `resolve` finds `cls`, without importing anything."""
+        place = f"{cls.__module__}:{cls.__qualname__}"
+        return next((name for name, known in self._all.items() if known == place), place)
 
 
-def _held(value: Any, name: str) -> Any:
-    if isinstance(value, Settings):
-        require_setting(type(value), name)
-        return getattr(value, name)
-    inside = value.keywords if isinstance(value, Call) else value
-    if name not in inside:
-        raise InputError(f"there is no {name!r}; {nearest(name, map(str, inside))}")
-    return inside[name]
+class LazyModule:
+    """Stands for a module that is imported when something of it is first used."""
+
+    def __init__(self, name: str) -> None:
+        self._module = name
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(importlib.import_module(self._module), name)
+        setattr(self, name, found)  # from now on
+        return found
 
 
-def _holds_object(value: Any, name: str) -> bool:
-    if isinstance(value, Settings):
-        return wants_notation(type_hints(type(value)).get(name, str))
-    return isinstance(value, dict) and isinstance(_held(value, name), Settings)
+def lazy_package(
+    package: str, *modules: str, names: Collection[str] | None = None
+) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package that finds names, or `names` only, in its `modules`."""
+
+    def find(name: str) -> Any:
+        known = not name.startswith("_") if names is None else name in names
+        for module in modules if known else ():
+            there = importlib.import_module(f"{package}.{module}")
+            if hasattr(there, name):
+                setattr(sys.modules[package], name, getattr(there, name))  # from now on
+                return getattr(there, name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return find

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field
@@ -17,14 +18,24 @@ from orchestra.settings.base import (
     Settings,
     checked,
     default_of,
+    require_setting,
     settings_of,
     type_hints,
+    wants_notation,
 )
-from orchestra.settings.notation import MAX_DIGITS, MAX_NESTED
+from orchestra.settings.notation import (
+    MAX_DIGITS,
+    MAX_NESTED,
+    Call,
+    Registry,
+    build,
+    expression,
+    read,
+    read_any,
+)
 
 MAX_CHARACTERS = 4_000_000
-MAX_VALUES = 500_000
-"""The most values of a text, where each alias counts as all that it repeats."""
+MAX_VALUES = 500_000  # the most values of a text, where each alias counts as all that it repeats
 
 
 class Refused(yaml.MarkedYAMLError):
@@ -63,19 +74,17 @@ class Loader(yaml.SafeLoader):
 
     def _check(self, node: yaml.Node, values: dict[int, int]) -> int:
         """Count the values that `node` stands for; `values` has those of the nodes before."""
-        known = values.get(id(node))
-        if known is not None:
+        if id(node) in values:
             # Its count is not known yet: it is under way above.
-            if not known:
+            if not values[id(node)]:
                 raise Refused("an alias stands inside of what it repeats", node)
-            return known
+            return values[id(node)]
         values[id(node)] = 0
-        count = 1
+        inside = node.value if isinstance(node, yaml.SequenceNode) else []
         if isinstance(node, yaml.MappingNode):
             self._check_keys(node)
-            count += sum(self._check(item, values) for _, item in node.value)
-        elif isinstance(node, yaml.SequenceNode):
-            count += sum(self._check(item, values) for item in node.value)
+            inside = [item for _, item in node.value]
+        count = 1 + sum(self._check(item, values) for item in inside)
         # Aliases of aliases grow exponentially, from a few lines (the "billion laughs")
         if count > MAX_VALUES:
             raise Refused(f"with its aliases it has more than {MAX_VALUES:,} values", node)
@@ -147,8 +156,7 @@ def yaml_text(value: object) -> str:
 def yaml_value(text: str, where: str = "") -> object:
     """Return the value of a YAML text, or the text itself where it is no YAML.
 
-    Raises:
-        InputError: it is YAML that is refused; `where`, if given, opens the message.
+    `where`, if given, opens the message about YAML that is refused.
     """
     try:
         return yaml.load(text, Loader=Loader)
@@ -157,6 +165,53 @@ def yaml_value(text: str, where: str = "") -> object:
     # A notation such as AllReduce("ring") is no YAML, and is read as the text that it is
     except yaml.YAMLError:
         return text
+
+
+def literal(text: str) -> object:
+    """Return `text` of a command line as a value: a Python literal, else the value in YAML."""
+    try:
+        return ast.literal_eval(expression(text.strip()))
+    except (ValueError, TypeError):
+        return yaml_value(text)
+
+
+def replace_setting(value: Any, path: str, text: str, registry: Registry, *, where: str) -> Any:
+    """Return a copy of `value` with the setting at the dotted `path` replaced by what `text` means:
+    a literal, a YAML scalar, or, where the setting holds an object, its notation.
+    """
+    name, _, rest = path.partition(".")
+    try:
+        if rest:
+            inner = _held(value, name)
+            if not isinstance(inner, Settings | Call | dict):
+                raise InputError(f"{name} is {inner!r}, which has no settings of its own")
+            new = replace_setting(inner, rest, text, registry, where=where)
+        else:
+            new = literal(text)
+            if _holds_object(value, name) and isinstance(new, str):
+                reads = read_any if text.strip()[:1] in ("[", "(") else read
+                new = build(reads(text, where=where), registry, where=where)
+        # Through the constructor, so that the new value is checked like any other.
+        return {**value, name: new} if isinstance(value, dict) else value.with_setting(name, new)
+    except InputError as error:
+        message = str(error)
+        raise InputError(message if message.startswith(where) else f"{where}: {message}") from None
+
+
+def _held(value: Any, name: str) -> Any:
+    if isinstance(value, Settings):
+        require_setting(type(value), name)
+        return getattr(value, name)
+    inside = value.keywords if isinstance(value, Call) else value
+    if name not in inside:
+        raise InputError(f"there is no {name!r}; {nearest(name, map(str, inside))}")
+    return inside[name]
+
+
+def _holds_object(value: Any, name: str) -> bool:
+    if isinstance(value, Settings):
+        return wants_notation(type_hints(type(value)).get(name, str))
+    return isinstance(value, dict) and isinstance(_held(value, name), Settings)
 
 
 @dataclass(frozen=True)
@@ -180,16 +235,20 @@ class Entry:
 def read_document(path: Path, *, needs: str, example: str) -> dict[str, Entry]:
     """Return the keys of the YAML mapping in `path`, in order.
 
-    `needs` names the keys that it has to have, and `example` is a line of such a file.
-
-    Raises:
-        InputError: the file cannot be read, is no YAML, no mapping, or gives a key twice.
+    `needs` names the keys that it has to have, and `example` is a line of such a file, for
+    messages where the file cannot be read, is no YAML, no mapping, or gives a key twice.
     """
     try:
         with path.open(encoding="utf-8") as file:
             # One more than allowed, so that a larger file is noticed without being read.
             text = file.read(MAX_CHARACTERS + 1)
-        return _entries(text, str(path), needs, example)
+        loader = Loader(text)
+        root = loader.get_single_node()
+        if root is None:
+            raise InputError(f"{path}: is empty; it needs at least {needs}")
+        if not isinstance(root, yaml.MappingNode):
+            raise InputError(f"{path}: is not a mapping of keys to values, such as {example}")
+        return {str(key): entry for key, entry in _inside(loader, root, str(path)).items()}
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -201,19 +260,6 @@ def read_document(path: Path, *, needs: str, example: str) -> dict[str, Entry]:
         raise InputError(f"{path}{line}: {kind}{error.problem or error.context}") from None
     except yaml.YAMLError as error:  # characters that YAML does not allow
         raise InputError(f"{path}: not YAML: {str(error).splitlines()[0]}") from None
-
-
-def _entries(text: str, name: str, needs: str, example: str) -> dict[str, Entry]:
-    loader = Loader(text)
-    try:
-        root = loader.get_single_node()
-        if root is None:
-            raise InputError(f"{name}: is empty; it needs at least {needs}")
-        if not isinstance(root, yaml.MappingNode):
-            raise InputError(f"{name}: is not a mapping of keys to values, such as {example}")
-        return {str(key): entry for key, entry in _inside(loader, root, name).items()}
-    finally:
-        loader.dispose()
 
 
 def _inside(loader: Loader, node: yaml.Node, name: str) -> dict[Any, Entry]:
@@ -284,10 +330,9 @@ class Reader:
         given: Mapping[str, Any] | None = None,
         also: Iterable[str] = (),
     ) -> S:
-        """Return the settings `cls` that a mapping spells.
+        """Return the settings `cls` that the mapping at the dotted `key` spells.
 
         Args:
-            key: its dotted key.
             inside: what it holds; by default what `entry` does.
             given: settings that do not come from the mapping.
             also: keys that were read before, for messages.
@@ -299,11 +344,8 @@ class Reader:
         refuse_others(inside, key, [*fields, *also])
         required = [field for field in fields.values() if default_of(field) is REQUIRED]
         require(inside, {field.name: self._example(field) for field in required}, where)
-        values = {
-            name: self.read_setting(cls, name, inside[name], f"{key}.{name}")
-            for name in fields
-            if name in inside
-        }
+        names = [name for name in fields if name in inside]
+        values = {n: self.read_setting(cls, n, inside[n], f"{key}.{n}") for n in names}
         try:
             return cls(**given, **values)
         except InputError as error:
@@ -321,7 +363,7 @@ class Reader:
 
     def read_setting(self, cls: type[Settings], name: str, entry: Entry, key: str) -> Any:
         """Return the value of `entry` as the setting `name` of `cls` wants it."""
-        field = next(field for field in settings_of(cls) if field.name == name)
+        field = cls.__dataclass_fields__[name]
         value, default = entry.value, default_of(field)
         inner, unit = _settings_in(type_hints(cls)[name]), field.metadata.get("unit")
         # `null` is the default of many settings; whether this one may be None is checked below

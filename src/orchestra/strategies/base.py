@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import Settings
-from orchestra.settings.registry import LazyModule
+from orchestra.settings.notation import LazyModule
 
 if TYPE_CHECKING:
     import torch as torch

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import MAX_RANKS, setting
-from orchestra.settings.registry import LazyModule
+from orchestra.settings.notation import LazyModule
 from orchestra.strategies.base import Footprint, ModelPart, Roles, Strategy, torch
 from orchestra.transports.tags import Tag
 

@@ -10,7 +10,7 @@ from orchestra.cluster.nodes import Link, LogNormal, Node, Switch
 from orchestra.cluster.presets import LOOPBACK
 from orchestra.errors import InputError, nearest
 from orchestra.settings import Settings, setting
-from orchestra.settings.notation import literal
+from orchestra.settings.reading import literal
 
 BATCH = 32
 """The samples of a worker's batch; only the scale of samples/s depends on it."""

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
 from orchestra.errors import InputError
-from orchestra.settings import REQUIRED, Call, Registry, Settings, replace_setting, setting
-from orchestra.settings.notation import bound, build, read, write
-from orchestra.settings.registry import lazy_package
+from orchestra.settings import REQUIRED, Call, Registry, Settings, setting
+from orchestra.settings.notation import bound, build, lazy_package, read, write
+from orchestra.settings.reading import replace_setting
 
 if TYPE_CHECKING:
     from orchestra.tasks.task import Loss, Metrics, Task, TensorData, evaluate, load_task

@@ -48,28 +48,18 @@ from orchestra.worker.runtime import usable_cores
 
 __all__ = ["LIMIT", "Workload", "calibrate"]
 
-LIMIT = 120.0
-"""The seconds that a calibration with one task may take by default."""
-FIRST = 0.7
-"""The part of the time for measuring everything once; the rest is for repeats."""
+LIMIT = 120.0  # the seconds that a calibration with one task may take by default
+FIRST = 0.7  # the part of the time for measuring everything once; the rest is for repeats
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """The result of a measurement.
+    """The result of a measurement."""
 
-    Attributes:
-        value: the figures.
-        waited: the part of the processor time that other programs took.
-        left_out: figures that there was no time for.
-        seconds: the time of the last attempt.
-        repeats: how often it was repeated.
-    """
-
-    value: Any
-    waited: float
-    left_out: tuple[str, ...] = ()
-    seconds: float = 0.0
+    value: Any  # the figures
+    waited: float  # the part of the processor time that other programs took
+    left_out: tuple[str, ...] = ()  # figures that there was no time for
+    seconds: float = 0.0  # the time of the last attempt
     repeats: int = 0
 
 
@@ -77,23 +67,18 @@ class Attempt:
 class Measurement:
     """One of the measurements of a calibration.
 
-    Attributes:
-        name: for the user.
-        weight: its part of the time, relative to the others.
-        measure: is given the moments by which it should and by which it must be done (by the
-            clock), and a function to report its progress to; it returns None if it was not done in
-            time.
+    `measure` is given the moments by which it should and by which it must be done (by the clock),
+    and a function to report its progress to; it returns None if it was not done in time.
     """
 
     name: str
-    weight: float
+    weight: float  # its part of the time, relative to the others
     measure: Callable[[float, float, Callable[[float], None]], Attempt | None]
 
 
 def thread_counts(cores: int) -> tuple[int, ...]:
     """Return 1, 2, 4 and so on, and the number of cores."""
-    # Costs over threads are not linear; between two counts they are straight over 1 / threads
-    # (decision 39).
+    # Between two counts costs are straight over 1 / threads (decision 39)
     return tuple(sorted({2**k for k in range(cores.bit_length()) if 2**k < cores} | {cores}))
 
 
@@ -165,17 +150,13 @@ def _measurements(
     def general(until: float) -> tuple[float, float]:
         return seconds, until
 
+    def with_folder(until: float) -> tuple[float, float, str]:
+        return seconds, until, folder
+
+    turns = 3 * len(SIZES)
     found = [
-        _measurement(
-            "messages",
-            3.0,
-            measure_messages,
-            lambda until: (seconds, until, folder),
-            2,
-            3 * len(SIZES),
-            shared_memory=False,
-        ),
-        _measurement("messages in memory", 1.5, measure_near, general, 2, 3 * len(SIZES)),
+        _measurement("messages", 3.0, measure_messages, with_folder, 2, turns, shared_memory=False),
+        _measurement("messages in memory", 1.5, measure_near, general, 2, turns),
         _measurement("shared memory", 1.5, measure_memory, general, ranks_wanted(cores), CASES),
         # One more than there are cores, so that somebody has to wait
         _measurement("one thread more", 0.5, measure_slices, general, cores + 1, 1),
@@ -249,9 +230,7 @@ def _measurement(
 
 
 def _costs(steps: Attempt, others: Attempt, speeds: Attempt, time_slice: float) -> TaskCosts:
-    """Return a task's costs, from the measurements of its steps, of a gradient in other processes,
-    and of steps on all cores.
-    """
+    """Return a task's costs: of its steps, of a gradient elsewhere, of all cores at once."""
     costs: TaskCosts = steps.value[0]
     shared, turns = speeds.value[0]
     own = costs.one.gradient.at(costs.batch_size)
@@ -301,17 +280,14 @@ def measure_all(
     def attempt(
         what: str, measurement: Measurement, until: float, done: float = 0.0, part: float = 1.0
     ) -> Attempt | None:
-        """Make an attempt. `done` is the part of everything that is done already, `part` that of
-        this attempt.
-        """
+        """Make an attempt; `done` of everything is done already, and `part` is this attempt's."""
         started = clock()
         tell(what, done)
         found = measurement.measure(until, end, lambda own: tell(what, done + own * part))
         return found and replace(found, seconds=clock() - started)
 
     kept: list[Attempt] = []
-    whole = sum(measurement.weight for measurement in measurements)
-    done = 0.0
+    whole, done = sum(measurement.weight for measurement in measurements), 0.0
     for measurement in measurements:
         name, weight = measurement.name, measurement.weight
         # What an earlier one has left over, or taken too much, is shared by all that follow
@@ -334,20 +310,16 @@ def measure_all(
 
 
 def _most_in_need(kept: Sequence[Attempt], left: float) -> int | None:
-    """Return the disturbed measurement to repeat next, among those for which `left` seconds
-    suffice.
-    """
+    """Return the disturbed measurement to repeat next, if `left` seconds suffice for any."""
     # By turns: those repeated least often come first, and of these the one disturbed most
     disturbed = [p for p, one in enumerate(kept) if one.waited > MAX_WAITED and one.seconds < left]
     return min(disturbed, key=lambda p: (kept[p].repeats, -kept[p].waited), default=None)
 
 
 def _better(one: Attempt, again: Attempt | None) -> Attempt:
-    """Return the less disturbed attempt. If `again` is None it was cut off, and is not tried
-    again.
-    """
+    """Return the less disturbed attempt; `again` is None where it was cut off."""
     if again is None:
-        # It took longer than there was time
+        # Not tried again: it took longer than there was time
         return replace(one, repeats=one.repeats + 1, seconds=math.inf)
     # The best attempt, not a mean: an average of disturbed repeats would be a figure nobody
     # measured (decision 40).

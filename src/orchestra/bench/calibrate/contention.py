@@ -5,6 +5,7 @@ waiting one.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -23,10 +24,8 @@ from orchestra.transports.protocol import Transport
 from orchestra.transports.shared_memory import CHUNK_BYTES
 from orchestra.worker.runtime import Runtime, usable_cores
 
-SMALL = 4096
-"""The bytes of a vector that takes no time beside the collective itself."""
-LARGE = (1 << 18, 1 << 20, 4 << 20, 16 << 20)
-"""The bytes of vectors that do take time."""
+SMALL = 4096  # the bytes of a vector that takes no time beside the collective itself
+LARGE = (1 << 18, 1 << 20, 4 << 20, 16 << 20)  # the bytes of vectors that do take time
 CASES = 2 + len(LARGE)
 IN_TURN = 64 << 20
 """The bytes of all vectors that take turns: a complete gradient is not in the caches."""
@@ -37,11 +36,9 @@ TAG = 1
 
 Times = Mapping[tuple[int, int], tuple[float, float]]
 """By ranks and bytes: the processor seconds of one of the ranks, and the seconds that it waited."""
-WINDOW = 2
-"""The all-reduces in a row within which ranks wait in turn."""
+WINDOW = 2  # the all-reduces in a row within which ranks wait in turn
 TURNS = 9
-PAUSE = 0.0005
-"""The seconds between two looks at the clock that show that the thread was stopped."""
+PAUSE = 0.0005  # the seconds between two looks at the clock that show that the thread was stopped
 
 
 def ranks_wanted(cores: int) -> int:
@@ -73,22 +70,14 @@ def measure_memory(runtime: Runtime, allowed: tuple[float, float]) -> tuple[Time
 def _all_reduces(
     transport: Transport, count: int, size: int, seconds: float, most: float
 ) -> tuple[float, float]:
-    """Time all-reduces over the first `count` ranks for `seconds`, but at most `most`. Return
-    the processor seconds and the seconds of waiting.
-
-    Of the waits the lower quartile counts: on a busy machine, ranks do not only wait for each
-    other.
-    """
+    """Time all-reduces over the first `count` ranks: processor seconds, and seconds of waiting."""
     ranks = tuple(range(count))
     # A gradient is in no cache when it is complete, so vectors take turns
     vectors = torch.ones(min(IN_TURN // size, 1000), size // 4)
     used, waited = [], []
 
-    def agreed(enough: bool) -> bool:
-        return total(transport, enough, ranks) > 0
-
-    for number, _ in enumerate(rounds(seconds, most, agreed=agreed)):
-        vector = vectors[number % len(vectors)]
+    turns = rounds(seconds, most, agreed=lambda own: total(transport, own, ranks) > 0)
+    for vector, _ in zip(itertools.cycle(vectors), turns, strict=False):
         began, ran = time.perf_counter(), time.thread_time()
         all_reduce(transport, vector, "ring", Group(ranks), TAG)
         used.append(time.thread_time() - ran)
@@ -97,8 +86,8 @@ def _all_reduces(
     # In a row of two each rank waits once: a mean over both is that of either
     starts = range(0, max(len(waited) - WINDOW, 0) + 1, WINDOW)
     waits = sorted(statistics.mean(waited[start : start + WINDOW]) for start in starts)
-    # The lower quartile: on a busy machine the mean of few repeats gave 6 ms to wake up in place of
-    # 0.07 (decision 82).
+    # The lower quartile: on a busy machine ranks do not only wait for each other, and the mean of
+    # few repeats gave 6 ms to wake up in place of 0.07 (decision 82).
     return statistics.median(used), waits[len(waits) // 4]
 
 
@@ -199,8 +188,7 @@ def measure_slices(runtime: Runtime, allowed: tuple[float, float]) -> tuple[list
         began = since = last = time.perf_counter()
         while last - began < seconds:
             now = time.perf_counter()
-            # The loop asks for nothing but the time, so between two looks somebody else had the
-            # core
+            # The loop asks for nothing but the time: between two looks somebody else had the core
             if now - last > PAUSE:
                 runs.append(last - since)
                 since = now
@@ -210,14 +198,12 @@ def measure_slices(runtime: Runtime, allowed: tuple[float, float]) -> tuple[list
 
 
 def _pace(step: Callable[[], None], seconds: float) -> float:
-    """Return the processor seconds of a step. The beginning and the end, where other ranks may
-    be missing, do not count.
-    """
+    """Return the processor seconds of a step, without those at the beginning and the end."""
     times: list[tuple[float, float]] = []
     for now in rounds(seconds, least=3 if seconds > 0 else 1, limit=math.inf):
         started = time.thread_time()
         step()
         times.append((now, time.thread_time() - started))
-    # Ranks do not begin and end at the same moment
+    # Where other ranks may be missing does not count
     inner = [spent for at, spent in times if 0.1 * seconds < at < 0.9 * seconds]
     return statistics.median(inner or [spent for _, spent in times])

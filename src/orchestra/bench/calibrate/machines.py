@@ -1,6 +1,4 @@
-"""Measure the machines on which a launcher started processes, and describe them as a cluster; or
-the links between each two processes.
-"""
+"""The machines on which a launcher started processes, as a cluster; or the links between these."""
 
 from __future__ import annotations
 
@@ -35,8 +33,7 @@ from orchestra.worker.runtime import Runtime, usable_cores
 TRIED, LEAST, MOST = 1 << 16, 1 << 16, 16 << 20
 """The bytes of the first message, which determines the size of the others; their least and most
 bytes."""
-ON_THE_WAY = 0.05
-"""The seconds of a message from which a bandwidth is computed."""
+ON_THE_WAY = 0.05  # the seconds of a message from which a bandwidth is computed
 SMALL = 4
 WINDOWS, WINDOW_SECONDS = 5, 0.6
 """The windows in which gradients are counted, and their seconds, longer than the period of a
@@ -49,9 +46,7 @@ reported."""
 
 @dataclass(frozen=True)
 class Machine:
-    """A node: its host, cores, bytes of memory, gradients per second with one thread, and its
-    loopback.
-    """
+    """A node, with its bytes of memory, and its gradients per second with one thread."""
 
     host: str
     cores: int
@@ -67,9 +62,7 @@ Links = Mapping[tuple[int, int], Link]
 def measure_here(
     task: str, batch_size: int, launched: Launched, on_progress: Callable[[str, float], None]
 ) -> tuple[list[Machine], dict[tuple[int, int], Link]] | None:
-    """Measure the machines of all processes that were started with `launched`. Return None on
-    all ranks but rank 0.
-    """
+    """Measure the machines of all processes that `launched` describes; None on ranks but rank 0."""
     from orchestra.engines.processes.rank import join
 
     on_progress("measuring the nodes and their links", 0.0)
@@ -77,15 +70,11 @@ def measure_here(
     if launched.rank > 0:
         return None
     found: list[dict[str, Any]] = [each for each in outcome.results if each["host"] is not None]
-    machines = [
-        Machine(
-            each["host"], each["cores"], each["memory"], each["rate"],
-            Link(*each["loopback"]) if each["loopback"] else None,
-        )
-        for each in found
-    ]  # fmt: skip
     links = {(one, other): Link(*link) for each in found for one, other, *link in each["links"]}
-    return machines, links
+    for each in found:
+        each["loopback"] = Link(*each["loopback"]) if each["loopback"] else None
+        del each["links"]
+    return [Machine(**each) for each in found], links
 
 
 def measure_machines(runtime: Runtime, order: tuple[str, int]) -> dict[str, Any]:
@@ -97,9 +86,9 @@ def measure_machines(runtime: Runtime, order: tuple[str, int]) -> dict[str, Any]
     torch.set_num_threads(1)
     transport, rank = runtime.transport, runtime.rank
     runtime.reporter.phase("training")
-    # Ranks cannot tell by themselves where the next node begins: nodes may have unlike numbers of
-    # them
-    firsts = [r for r in range(runtime.ranks) if total(transport, _is_first(runtime, r))]
+    # Ranks cannot tell by themselves where the next node begins: nodes may have unlike numbers
+    own = rank if runtime.local_rank == 0 else None
+    firsts = [r for r in range(runtime.ranks) if total(transport, float(r == own))]
     found: dict[str, Any] = {"host": None, "links": [], "loopback": None}
     if rank in firsts:
         found |= {"host": socket.gethostname(), "memory": _memory(), "cores": _cores()}
@@ -127,10 +116,6 @@ def measure_machines(runtime: Runtime, order: tuple[str, int]) -> dict[str, Any]
     return found
 
 
-def _is_first(runtime: Runtime, rank: int) -> float:
-    return float(runtime.rank == rank and runtime.local_rank == 0)
-
-
 def _memory() -> float | None:
     try:
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -139,9 +124,7 @@ def _memory() -> float | None:
 
 
 def _cores() -> int:
-    """Return the number of cores that this process gets if it wants all; a container's quota
-    counts.
-    """
+    """Return the number of cores that this process gets if it wants all."""
     end = time.monotonic() + SPINNING_SECONDS
 
     def spin() -> None:
@@ -162,9 +145,7 @@ def _cores() -> int:
 
 
 def gradients_per_second(task_text: str, batch_size: int) -> float:
-    """Return the gradients per second of a task with one thread: the median over some windows of
-    time.
-    """
+    """Return the gradients per second of a task with one thread, in the median of some windows."""
     task = load_task(task_text)
     module, batch = task.model(), open_samples(task.train, 0, task.collate).read(0, batch_size)
 
@@ -237,9 +218,9 @@ def as_cluster(name: str, machines: Sequence[Machine], links: Links) -> tuple[Cl
             # The best pair: the others may be limited by the peer's link
             up = _rounded(max(links[number, other].bandwidth for other in others), late)
             down = _rounded(max(links[other, number].bandwidth for other in others), late)
-        loopback = machine.loopback
-        if loopback is None:
+        if machine.loopback is None:
             remarks.append(f"{names[number]}: its loopback is assumed: it had one rank")
+        loopback = machine.loopback or LOOPBACK
         nodes.append(
             Node(
                 names[number], machine.cores,
@@ -247,30 +228,20 @@ def as_cluster(name: str, machines: Sequence[Machine], links: Links) -> tuple[Cl
                 speed=float(f"{machine.rate / machines[0].rate:.3g}"),
                 memory=machine.memory and float(f"{machine.memory:.3g}"),
                 switch="switch" if up else None, up=up, down=down,
-                loopback=_rounded(*loopback_of(loopback)),
+                loopback=_rounded(loopback.bandwidth, loopback.latency),
             )
         )  # fmt: skip
     remarks += _unexplained(nodes, links)
     return Cluster(name, tuple(nodes), (Switch("switch"),), placement="spread"), remarks
 
 
-def loopback_of(measured: Link | None) -> tuple[float, float]:
-    """Return the measured bandwidth and latency, or those that presets assume."""
-    link = measured or LOOPBACK
-    return link.bandwidth, link.latency
-
-
 def _latency(number: int, others: Sequence[int], mean: Mapping[tuple[int, int], float]) -> float:
     if len(others) == 1:
         # Of two nodes nobody can tell whose link is the slow one
         return mean[number, others[0]] / 2
-    return max(
-        min(
-            (mean[number, one] + mean[number, other] - mean[one, other]) / 2
-            for one, other in itertools.combinations(others, 2)
-        ),
-        0.0,
-    )
+    pairs = itertools.combinations(others, 2)
+    halves = ((mean[number, a] + mean[number, b] - mean[a, b]) / 2 for a, b in pairs)
+    return max(min(halves), 0.0)
 
 
 def _rounded(bandwidth: float, latency: float) -> Link:
@@ -288,23 +259,17 @@ def _unexplained(nodes: Sequence[Node], links: Links) -> list[str]:
         latency = source.up.latency + target.down.latency
         text = f"{source.name} to {target.name} is slower than their links:"
         if link.bandwidth < THIN * width:
-            measured, described = (
-                BANDWIDTH.write(float(f"{x:.3g}")) for x in (link.bandwidth, width)
-            )
-            found.append(f"{text} {measured}, not {described}")
+            figures = (BANDWIDTH.write(float(f"{x:.3g}")) for x in (link.bandwidth, width))
+            found.append(f"{text} {', not '.join(figures)}")
         # Below 50 us the processors' own variation is larger
         if link.latency > LATE * latency + 50e-6:
-            measured, described = (
-                SECONDS.write(float(f"{x:.2g}")) for x in (link.latency, latency)
-            )
-            found.append(f"{text} {measured}, not {described}")
+            figures = (SECONDS.write(float(f"{x:.2g}")) for x in (link.latency, latency))
+            found.append(f"{text} {', not '.join(figures)}")
     return found
 
 
 def names_of(machines: Sequence[Machine]) -> list[str]:
-    """Return the names of nodes: those of the hosts if they are valid names and differ, else
-    numbers.
-    """
+    """Return names of nodes: of the hosts if they are valid names and differ, else numbers."""
     names = [re.sub(r"[^\w.-]", "-", machine.host) for machine in machines]
     if len({*names}) == len(names) and all(re.match(r"[A-Za-z_]", name) for name in names):
         return names
@@ -317,11 +282,8 @@ Matrix = list[list[float]]
 def calibrate_links(
     ranks: int, size: int, launched: Launched | None = None, on_progress: Progress | None = None
 ) -> Matrix | None:
-    """Return the seconds of a message of `size` bytes, one way, from each rank (row) to each
-    rank (column).
-
-    The ranks are processes of this machine, or those that a launcher started (`launched`); in
-    the latter case the others than rank 0 return None.
+    """Return the seconds of a message of `size` bytes, one way, from each rank (row) to each rank
+    (column): processes of this machine, or those of a launcher, where ranks but rank 0 return None.
     """
     if launched is not None:
         from orchestra.engines.processes.rank import join
@@ -339,7 +301,6 @@ def measure_links(runtime: Runtime, size: int) -> Matrix | None:
     """Measure each pair of ranks after the other, so that they do not disturb each other."""
     transport, ranks = runtime.transport, range(runtime.ranks)
     matrix = torch.zeros(len(ranks), len(ranks), dtype=torch.float64)
-    # Pair after pair, so that none is in the way of another
     for done, (one, other) in enumerate(itertools.combinations(ranks, 2), start=1):
         total(transport)
         if runtime.rank in (one, other):

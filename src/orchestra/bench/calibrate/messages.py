@@ -13,14 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from orchestra.bench.calibrate.profile import FIRST_STEPS, Profile, train_profiled
 from orchestra.bench.timing import (
+    FIRST_STEPS,
     Budget,
     Kept,
+    Profile,
     curve_of,
     repeat,
     rounds,
     total,
+    train_profiled,
 )
 from orchestra.cluster.calibration import Curve, Messages, MessageTimes
 from orchestra.collectives import Group
@@ -35,18 +37,14 @@ from orchestra.worker.runtime import Runtime
 SIZES = (4, 4096, 65_536, 262_144, 1 << 20, 2 << 20, 4 << 20, 16 << 20)
 """The bytes of the measured messages."""
 ELEMENTS = (256, 4096, 65_536, 1 << 18, 1 << 20, 4 << 20)
-KINDS = 3
-"""The kinds of work on elements."""
-SMALL = SIZES[:5]
-"""The bytes of messages of a rank to itself."""
+KINDS = 3  # the kinds of work on elements
+SMALL = SIZES[:5]  # the bytes of messages of a rank to itself
 REDUCED, ROUNDS = 65_536, 200
 """The bytes of a message in a measured all-reduce or of a server, and the number of its repeats."""
-FIRST = 10
-"""The messages back and forth between two looks at the clock."""
+FIRST = 10  # the messages back and forth between two looks at the clock
 PASSES = 3
 TAG = 1
-LONG_AGO = 0.002
-"""The seconds after which a waiting rank is asleep."""
+LONG_AGO = 0.002  # the seconds after which a waiting rank is asleep
 
 
 @dataclass(frozen=True)
@@ -123,17 +121,14 @@ def _best_of_passes(
     is_over: Callable[[], bool],
     header: int = 0,
 ) -> list[Curve]:
-    """Measure all sizes several times; return a curve for each kind of times.
-
-    Take of each size the pass with the lowest median: a machine that wakes up, or has other things
-    to do for a second, only adds.
+    """Measure all sizes several times; return a curve for each kind of times, of each size from the
+    pass with the lowest median: a machine that wakes up, or has other things to do, only adds.
     """
     passes: list[list[Sequence[list[float]]]] = []
     while len(passes) < PASSES and not (passes and is_over()):
         # All sizes before the next pass, so that the passes of one size lie apart in time
         passes.append([measure(size) for size in sizes])
     best = [
-        # The lowest: other programs only add
         [min(of_kind, key=statistics.median) for of_kind in zip(*of_size, strict=True)]
         for of_size in zip(*passes, strict=True)
     ]
@@ -159,10 +154,8 @@ def back_and_forth(
     """
     leads = transport.rank == pair[0]
     peer = pair[1] if leads else pair[0]
-    leaving, arriving = (
-        torch.zeros(count, dtype=torch.uint8)
-        for count in ((size, answer or size) if leads else (answer or size, size))
-    )
+    there, back = (torch.zeros(count, dtype=torch.uint8) for count in (size, answer or size))
+    leaving, arriving = (there, back) if leads else (back, there)
 
     def send() -> None:
         transport.send(leaving, peer, TAG).wait()
@@ -170,11 +163,8 @@ def back_and_forth(
     def receive() -> None:
         transport.receive(peer, TAG, arriving).wait()
 
-    def agreed(enough: bool) -> bool:
-        return total(transport, enough, pair) > 0
-
     found: list[tuple[float, float, float]] = []
-    for _ in rounds(seconds, most, 2, math.inf, agreed):
+    for _ in rounds(seconds, most, 2, math.inf, lambda own: total(transport, own, pair) > 0):
         for _ in range(FIRST):
             started = time.perf_counter()
             # The ends take turns, so that both are measured sending and receiving in the same loop
@@ -203,23 +193,20 @@ def _all_reduces(transport: Transport, most: float) -> tuple[float, float]:
     # A ring of two sends halves of its vector, a butterfly all of it: equal messages
     whole, half = torch.zeros(REDUCED // 2), torch.zeros(REDUCED // 4)
 
-    # By messages even though the ranks share memory, where no message would be sent
-    def by_messages(schedule: str, vector: Tensor) -> None:
-        execute(transport, CollectiveCall(ALL_REDUCE[schedule](2), vector, Group((0, 1)), TAG))
+    def seconds(schedule: str, vector: Tensor) -> float:
+        # By messages even though the ranks share memory, where no message would be sent
+        def by_messages() -> None:
+            execute(transport, CollectiveCall(ALL_REDUCE[schedule](2), vector, Group((0, 1)), TAG))
 
-    def ring() -> None:
-        by_messages("ring", whole)
-
-    def butterfly() -> None:
-        by_messages("butterfly", half)
+        return _processor_seconds(by_messages)
 
     two: list[float] = []
     one: list[float] = []
     for _ in rounds(0.0, most, ROUNDS // FIRST, agreed=lambda own: total(transport, own) > 0):
         for _ in range(FIRST):
             # In turn, so that both see the same machine
-            two.append(_processor_seconds(ring))
-            one.append(_processor_seconds(butterfly))
+            two.append(seconds("ring", whole))
+            one.append(seconds("butterfly", half))
     return statistics.median(two), statistics.median(one)
 
 
@@ -229,12 +216,7 @@ def _served(runtime: Runtime, folder: str) -> float:
     """
     profile = Profile(time.thread_time)
     training = Training(
-        ranks=2,
-        batch_size=1,
-        equal="worker_batch",
-        steps=ROUNDS,
-        snapshots=0,
-        trace_steps=0,
+        ranks=2, batch_size=1, equal="worker_batch", steps=ROUNDS, snapshots=0, trace_steps=0
     )
     run = Run("calibration", f"synthetic({REDUCED // 4})", ParameterServer(), training=training)
     train_profiled(runtime, run, profile, PASSES * len(SIZES), folder)
@@ -275,9 +257,11 @@ def _local(transport: Transport, size: int, seconds: float, most: float) -> list
     """Time a message from one flow to another of the same rank; half of the time there and back."""
     there, back = 11, 12
     values = torch.zeros(size // 4)
-    task = transport.spawn(lambda inner: _send_back(inner, there, back))
-
     count = 0
+
+    def send_back(inner: Transport) -> None:
+        while (message := inner.receive(inner.rank, there).wait()).numel():
+            inner.send(message, inner.rank, back)
 
     def once() -> None:
         nonlocal count
@@ -285,6 +269,7 @@ def _local(transport: Transport, size: int, seconds: float, most: float) -> list
         transport.receive(transport.rank, back).wait()
         count += 1
 
+    task = transport.spawn(send_back)
     # Both flows are threads of this process, so the thread's own clock has half of it
     began = time.process_time()
     repeat(once, seconds, Kept(), most)  # it waits for the other flow, so that nothing is kept
@@ -292,11 +277,6 @@ def _local(transport: Transport, size: int, seconds: float, most: float) -> list
     transport.send(torch.zeros(0), transport.rank, there)
     task.wait()
     return [spent]
-
-
-def _send_back(transport: Transport, there: int, back: int) -> None:
-    while (message := transport.receive(transport.rank, there).wait()).numel():
-        transport.send(message, transport.rank, back)
 
 
 def elementwise(seconds: float, kept: Kept, budget: Budget) -> dict[str, Curve]:
@@ -350,17 +330,12 @@ def messages_of(first: Found, second: Found, near: MessageTimes, cores: int) -> 
 
 def mean_times(one: MessageTimes, other: MessageTimes) -> MessageTimes:
     """Return the means of what both ranks measured, point by point."""
-    return MessageTimes(
-        _mean(one.send, other.send),
-        _mean(one.receive, other.receive),
-        _mean(one.one_way, other.one_way),
-    )
 
+    def mean(a: Curve, b: Curve) -> Curve:
+        pairs = zip(a.points, b.points, strict=True)
+        points = tuple((amount, statistics.mean((x, y))) for (amount, x), (_, y) in pairs)
+        # The larger spread: a doubt about either is a doubt about the mean
+        return Curve(points, tuple(map(max, a.spread, b.spread)))
 
-def _mean(one: Curve, other: Curve) -> Curve:
-    points = tuple(
-        (amount, statistics.mean((a, b)))
-        for (amount, a), (_, b) in zip(one.points, other.points, strict=True)
-    )
-    # The larger spread: a doubt about either is a doubt about the mean
-    return Curve(points, tuple(map(max, one.spread, other.spread)))
+    send, receive = mean(one.send, other.send), mean(one.receive, other.receive)
+    return MessageTimes(send, receive, mean(one.one_way, other.one_way))

@@ -15,15 +15,17 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from orchestra.bench.calibrate.profile import FIRST_STEPS, Profile, train_profiled
 from orchestra.bench.timing import (
+    FIRST_STEPS,
     LEAST,
     MOST,
     Budget,
     Kept,
+    Profile,
     curve_of,
     repeat,
     rounds,
+    train_profiled,
     trimmed_mean,
 )
 from orchestra.cluster.calibration import Parameter, TaskCosts, Timing
@@ -44,10 +46,8 @@ from orchestra.worker.runtime import Runtime
 
 SLICES = (1, 2, 4, 8)
 """Numbers of servers over which parameters are divided to measure the optimizer."""
-EXCHANGED = 65_536
-"""The bytes of an exchange that takes turns with steps."""
-ROUNDS = 3
-"""Times that each size of a batch is measured; the middle one counts."""
+EXCHANGED = 65_536  # the bytes of an exchange that takes turns with steps
+ROUNDS = 3  # times that each size of a batch is measured; the middle one counts
 OTHERS = 4
 """Further processes in which a gradient is measured, one after the other: a virtual machine may be
 a third slower for some seconds (docs/decisions/0132-five-measurements.md)."""
@@ -55,27 +55,18 @@ a third slower for some seconds (docs/decisions/0132-five-measurements.md)."""
 
 @dataclass(frozen=True)
 class Workload:
-    """A task to be calibrated, with batches around `batch_sizes`, of one worker.
-
-    Attributes:
-        seconds: for each figure, where there is so much time.
-        threads: numbers of threads that it is measured with: 1, and more.
-        until: when it has to be done, by the clock of a `Budget`.
-        folder: takes the files of what is trained; the launcher's, since ranks may be killed.
-        share: of a core that a rank has, less than 1 under a quota.
-        around: whether smaller and larger batches than those are measured, too.
-    """
+    """A task to be calibrated, with batches around `batch_sizes`, of one worker."""
 
     task: str
     optimizer: Optimizer
     precision: str = "float32"
     batch_sizes: tuple[int, ...] = (32,)
-    seconds: float = 0.5
-    threads: tuple[int, ...] = (1,)
-    until: float = math.inf
-    folder: str | None = None
-    share: float = 1.0
-    around: bool = True
+    seconds: float = 0.5  # for each figure, where there is so much time
+    threads: tuple[int, ...] = (1,)  # numbers that it is measured with: 1, and more
+    until: float = math.inf  # when it has to be done, by the clock of a `Budget`
+    folder: str | None = None  # for what is trained; the launcher's, since ranks may be killed
+    share: float = 1.0  # of a core that a rank has, less than 1 under a quota
+    around: bool = True  # whether smaller and larger batches than those are measured, too
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -108,12 +99,10 @@ def measure_task(runtime: Runtime, order: Workload) -> tuple[TaskCosts, Kept] | 
         while not _exchange(runtime):
             pass
         return None
-    kept = Kept(share=order.share)
-    # Nothing is judged: evaluations would take time from the figures
-    task = replace(load_task(order.task), test=None, validation=None)
+    meter = _Meter(runtime, order)
+    kept, task = meter.kept, meter.task
     module = task.model()
     elements = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    meter = _Meter(runtime, order, task, kept)
     runtime.reporter.phase("training")  # so that memory is kept as it is there
     timings = []
     with kept.watched(1):
@@ -149,13 +138,11 @@ def measure_task(runtime: Runtime, order: Workload) -> tuple[TaskCosts, Kept] | 
 def measure_gradient(runtime: Runtime, order: Workload) -> tuple[list[float], Kept]:
     """Measure a gradient of the batch asked for, with one thread, on the only rank."""
     torch.set_num_threads(1)
-    kept = Kept(share=order.share)
-    task = replace(load_task(order.task), test=None, validation=None)
+    meter = _Meter(runtime, order)
     runtime.reporter.phase("training")
-    meter = _Meter(runtime, order, task, kept)
     meter.budget = Budget(order.until, 1)
-    with kept.watched(1):
-        return meter.gradient(), kept
+    with meter.kept.watched(1):
+        return meter.steps(1, order.batch_size)["gradient"], meter.kept
 
 
 def _exchange(runtime: Runtime, last: float = 0.0) -> bool:
@@ -169,12 +156,11 @@ def _exchange(runtime: Runtime, last: float = 0.0) -> bool:
 class _Meter:
     """Makes short trainings of one task on one worker, with batches of several sizes."""
 
-    def __init__(self, runtime: Runtime, order: Workload, task: Task, kept: Kept) -> None:
-        self._runtime = runtime
-        self._order = order
-        self._task = task
-        self._kept = kept
-        self._done = 0
+    def __init__(self, runtime: Runtime, order: Workload) -> None:
+        self._runtime, self._order, self._done = runtime, order, 0
+        # Nothing is judged: evaluations would take time from the figures
+        self.task = replace(load_task(order.task), test=None, validation=None)
+        self.kept = Kept(share=order.share)
         figures = ROUNDS * len(order.threads) * len(order.sizes)
         # And those of `cold`, `_parameters` and `_updates`
         self.budget = Budget(order.until, figures + 2 * ROUNDS + 1 + 1 + len(SLICES))
@@ -193,9 +179,9 @@ class _Meter:
         # In turns, so that seconds in which the machine is slower are not one size's alone
         for turn, size in itertools.product(range(ROUNDS), sizes):
             if not (self.budget.over and found):
-                found[size].append(self._steps(threads, size))
+                found[size].append(self.steps(threads, size))
             elif turn == 0:
-                self._kept.left_out.append(f"a gradient of {size} sample{'s' * (size > 1)}")
+                self.kept.left_out.append(f"a gradient of {size} sample{'s' * (size > 1)}")
             self._done += 1
             self._runtime.reporter.progress(step=self._done, samples=0)
         gradient, step = (
@@ -208,21 +194,17 @@ class _Meter:
         updates = {size: [whole * part] for size, part in slices.items()} | {elements: update}
         return Timing(threads, *(curve_of(x, trimmed_mean) for x in (gradient, updates, step)))
 
-    def gradient(self) -> list[float]:
-        """Return the seconds of gradients of the batch asked for, with one thread."""
-        return self._steps(1, self._order.batch_size)["gradient"]
-
     def cold(self) -> float:
         """Return the surplus of a step followed by an exchange over both of them measured alone."""
         size, runtime = self._order.batch_size, self._runtime
         if self.budget.over:
-            self._kept.left_out.append("what steps and exchanges in turn take more")
+            self.kept.left_out.append("what steps and exchanges in turn take more")
             _exchange(runtime, last=1.0)
             return 0.0
         more = []
         for _ in range(ROUNDS):
-            alone = self._steps(1, size)["whole"]
-            in_turn = self._steps(1, size, lambda: _exchange(runtime))["whole"]
+            alone = self.steps(1, size)["whole"]
+            in_turn = self.steps(1, size, lambda: _exchange(runtime))["whole"]
             more.append(trimmed_mean(in_turn) - trimmed_mean(alone))
         seconds, most = self._order.seconds / 2, self.budget.share()
         exchanges = repeat(lambda: _exchange(runtime), seconds, Kept(), most)  # waits for a peer
@@ -232,7 +214,7 @@ class _Meter:
         # cheap (decision 30).
         return max(statistics.median(more) - statistics.median(exchanges), 0.0)
 
-    def _steps(
+    def steps(
         self, threads: int, size: int, exchange: Callable[[], object] = lambda: None
     ) -> dict[str, list[float]]:
         """Return the seconds of the parts of a step, by their names: processor seconds of one
@@ -260,8 +242,8 @@ class _Meter:
         began, ran = time.perf_counter(), time.thread_time()
         times = self._train(strategy, size, steps, Profile(clock, exchange))
         if threads == 1:
-            self._kept.passed += time.perf_counter() - began
-            self._kept.ran += time.thread_time() - ran
+            self.kept.passed += time.perf_counter() - began
+            self.kept.ran += time.thread_time() - ran
         return times
 
     def _train(
@@ -269,19 +251,14 @@ class _Meter:
     ) -> dict[str, list[float]]:
         order = self._order
         training = Training(
-            ranks=1,
-            batch_size=size,
-            steps=steps,
-            optimizer=order.optimizer,
-            precision=order.precision,  # type: ignore[arg-type]
-            snapshots=0,
-            trace_steps=0,
+            ranks=1, batch_size=size, steps=steps, snapshots=0, trace_steps=0,
+            optimizer=order.optimizer, precision=order.precision,  # type: ignore[arg-type]
             # Whether the loss is finite does not matter here: the seconds are the same
             stop_on_nonfinite=False,
-        )
+        )  # fmt: skip
         run = Run("calibration", task=order.task, strategy=strategy, training=training)
         # Data that is loaded already
-        runtime = replace(self._runtime, share=lambda make: self._task)
+        runtime = replace(self._runtime, share=lambda make: self.task)
         train_profiled(runtime, run, profile, self._done, order.folder)
         # Memory is taken for the first time in the first ones
         return {part: times[len(times) // 3 :] for part, times in profile.steps().items()}
@@ -317,9 +294,7 @@ def _updates(module: nn.Module, order: Workload, kept: Kept, budget: Budget) -> 
 def _parameters(
     task: Task, module: nn.Module, order: Workload, most: float
 ) -> tuple[Parameter, ...]:
-    """Measure how the seconds of a gradient are distributed over the layers, at the requested
-    batch size.
-    """
+    """Measure how the seconds of a gradient are distributed over the layers."""
     batch = open_samples(task.train, 0, task.collate).read(0, order.batch_size)
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     slots = {id(parameter): slot for slot, parameter in enumerate(named.values())}

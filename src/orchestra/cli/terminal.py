@@ -1,4 +1,6 @@
-"""argparse with errors of one line, the nearest option for an unknown one, and lists of numbers."""
+"""What commands share: argparse with errors of one line and the nearest option for an unknown one,
+lists of numbers, tables, and a line of progress.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,22 @@ import argparse
 import difflib
 import itertools
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from rich import progress
+from rich.console import Console
+from rich.table import Table
 
 from orchestra.errors import InputError, nearest
 from orchestra.experiments.file import KNOWN_KEYS
 from orchestra.settings.reading import Entry
+
+if TYPE_CHECKING:
+    from orchestra.bench.timing import Progress
 
 ENGINES = ("processes", "emulation", "simulation")
 _SETTINGS = {
@@ -29,12 +40,9 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, command: str, description: str, epilog: str = "") -> None:
         super().__init__(
-            prog=f"orchestra {command}",
-            description=description,
-            epilog=epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
+            prog=f"orchestra {command}", description=description, epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        )  # fmt: skip
 
     def error(self, message: str) -> NoReturn:
         # argparse would print its usage and exit; `main` prints one line.
@@ -44,9 +52,9 @@ class Parser(argparse.ArgumentParser):
         """Add an option that takes a value, named in the help by `value`."""
         self.add_argument(name, metavar=value, help=meaning, **more)
 
-    def flag(self, name: str, meaning: str, **more: Any) -> None:
+    def flag(self, name: str, meaning: str, action: str = "store_true", **more: Any) -> None:
         """Add an option without a value, False by default."""
-        self.add_argument(name, action="store_true", help=meaning, **more)
+        self.add_argument(name, action=action, help=meaning, **more)
 
     def add_run_options(self, out: str) -> None:
         """Add the options of every command that makes runs; `out` is the help text of --out."""
@@ -60,11 +68,7 @@ class Parser(argparse.ArgumentParser):
         self.option("--out", "DIR", out, type=Path)
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Return the arguments of a command line.
-
-        Raises:
-            InputError: an unknown option or argument, a missing or refused value.
-        """
+        """Return the arguments of a command line; `InputError` if one is unknown or refused."""
         # `parse_args` names all unknown options at once, and none that may be meant.
         namespace, unknown = self.parse_known_args(arguments)
         for argument in unknown:
@@ -97,11 +101,8 @@ RUN_SETTINGS = ("engine", "cluster", "record_order")
 
 def entries(options: argparse.Namespace, *keys: str) -> dict[str, Entry]:
     """Return the options that are `keys` of an experiment and were given, in place of a file's."""
-    return {
-        key: Entry(value, f"--{key.replace('_', '-')}")
-        for key in keys
-        if (value := getattr(options, key)) is not None
-    }
+    given = {key: getattr(options, key) for key in keys if getattr(options, key) is not None}
+    return {key: Entry(value, f"--{key.replace('_', '-')}") for key, value in given.items()}
 
 
 def choose(
@@ -110,7 +111,7 @@ def choose(
     overview: str,
     unknown: str,
 ) -> int:
-    """Carry out the one of a command's actions that is named first; without any, print `overview`.
+    """Carry out the one of a command's actions that is named first, or print `overview`.
 
     `unknown` begins the message about another name.
     """
@@ -147,16 +148,11 @@ def numbers(text: str) -> list[int]:
         return given
     if dots != [len(parts) - 2] or len(given) < 3:
         raise _refused(text, "needs ... once, after two numbers or more and before the last one")
-    *first, last = given
-    return _continued(text, first, last)
+    return _continued(text, *given)
 
 
 def counts(option: str, text: str, *, low: int, why: str = "") -> list[int]:
-    """Return the numbers in the value of `option`, each at least `low`, for the reason `why`.
-
-    Raises:
-        InputError: they are no such numbers.
-    """
+    """Return the numbers in the value of `option`, each at least `low`, for the reason `why`."""
     try:
         found = numbers(text)
     except argparse.ArgumentTypeError as error:
@@ -166,27 +162,58 @@ def counts(option: str, text: str, *, low: int, why: str = "") -> list[int]:
     return found
 
 
-def _continued(text: str, first: list[int], last: int) -> list[int]:
-    """Go on as `first` does, which has to rise, up to `last`."""
+def _continued(text: str, *given: int) -> list[int]:
+    """Go on as the numbers before the last one do, which have to rise, up to the last one."""
+    *found, last = given
     # Equal steps come first: 1,2,...,8 are steps of one, and not powers of two.
-    rules = (1, first[1] - first[0]), (first[1] // max(first[0], 1), 0)
-    for factor, step in rules if first[1] > first[0] else ():
-        if all(b == a * factor + step for a, b in itertools.pairwise(first)):
+    rules = (1, found[1] - found[0]), (found[1] // max(found[0], 1), 0)
+    for factor, step in rules if found[1] > found[0] else ():
+        if all(b == a * factor + step for a, b in itertools.pairwise(found)):
             break
     else:
         raise _refused(text, "rises neither by equal steps nor by equal factors")
-    if last <= first[-1]:
-        raise _refused(text, f"has to end with a number above {first[-1]}")
-    found = list(first)
+    if last <= found[-1]:
+        raise _refused(text, f"has to end with a number above {found[-1]}")
     while found[-1] < last:
         found.append(found[-1] * factor + step)
         if len(found) > MOST:
             raise _refused(text, f"stands for more than {MOST} numbers")
     if found[-1] != last:
-        nearest = " and ".join(map(str, found[-2:]))
-        raise _refused(text, f"does not come to {last}, but to {nearest}")
+        raise _refused(text, f"does not come to {last}, but to {found[-2]} and {found[-1]}")
     return found
 
 
 def _refused(text: str, reason: str) -> argparse.ArgumentTypeError:
     return argparse.ArgumentTypeError(f"{text!r} {reason}")
+
+
+@contextmanager
+def progress_line() -> Iterator[Progress]:
+    """Show progress on standard error: a bar on a terminal, elsewhere a line now and then."""
+    if not sys.stderr.isatty():
+        from orchestra.engines.live import Lines
+
+        yield Lines()
+        return
+    text, bar = progress.TextColumn("{task.description}"), progress.BarColumn(bar_width=24)
+    columns = (text, bar, progress.TimeElapsedColumn())
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as line:
+        task = line.add_task("starting", total=1.0)
+
+        def tell(what: str, part: float) -> None:
+            line.update(task, description=what, completed=part)
+
+        yield tell
+
+
+def print_table(title: str, headings: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
+    """Print a table; its first column is of names, the others of numbers."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for place, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if place else "left", no_wrap=True)
+    for line in lines:
+        table.add_row(*line)
+    # Without markup: names such as AllReduce[...] have brackets.
+    console = Console(highlight=False, markup=False)
+    console.print(title, style="bold", soft_wrap=True)
+    console.print(table, end="\n\n")
