@@ -24,8 +24,8 @@ FRESH_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Waiting:
-    """Ranks, any of which may release the one that waits, and the part of its last beats at which
-    it did so."""
+    """Ranks any of which may release the waiting one, and the part of its last beats at which it
+    waited for them."""
 
     ranks: tuple[int, ...]
     share: float
@@ -129,11 +129,9 @@ def holder(folder: Path) -> str | None:
 
 
 def _has_open(process: int, file: os.stat_result) -> bool:
-    """Return whether `process` has `file` open; True for one of another user, who hides it.
-
-    An inode alone may be that of a file in another file system, and the device that the kernel
-    shows with a lock is not the one of `stat` on btrfs.
-    """
+    """Return whether `process` has `file` open; True for one of another user, who hides it."""
+    # An inode alone may be that of a file in another file system, and the device that the kernel
+    # shows with a lock is not the one of `stat` on btrfs.
     try:
         for each in Path(f"/proc/{process}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):
@@ -153,8 +151,9 @@ def mean_rates(before: Sequence[RankNow], after: Sequence[RankNow]) -> dict[tupl
         had = {source: size for source, size, _ in then.arrived}
         seconds = now.seconds - then.seconds
         for source, size, _ in now.arrived:
-            if seconds > 0 and size > had.get(source, 0.0):
-                rates[source, now.rank] = (size - had.get(source, 0.0)) / seconds
+            more = size - had.get(source, 0.0)
+            if seconds > 0 and more > 0:
+                rates[source, now.rank] = more / seconds
     return rates
 
 
@@ -185,11 +184,8 @@ class Tail:
         self._rest = b""
 
     def read(self) -> list[Line]:
-        """Return the lines that have been completed since the last call, in their order.
-
-        Raises:
-            OSError: the file is there, but cannot be read.
-        """
+        """Return the lines that have been completed since the last call, in their order; raise
+        `OSError` if the file is there, but cannot be read."""
         self.began_anew = False
         try:
             file = self._path.open("rb")
@@ -199,8 +195,8 @@ class Tail:
             status = os.fstat(file.fileno())
             # A file that was replaced, or has become shorter, is another run's.
             same, size = (status.st_dev, status.st_ino), status.st_size
-            if self._file is not None and (same != self._file or size < self._position):
-                self.began_anew = True
+            self.began_anew = self._file not in (None, same) or size < self._position
+            if self.began_anew:
                 self._position, self._rest = 0, b""
             self._file = same
             lines = []

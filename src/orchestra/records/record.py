@@ -15,6 +15,7 @@ import platform
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -214,23 +215,16 @@ def write_summary(
 
     `not_run` has the name, ranks and reason of each row that could not be there.
     """
-    path = folder / SUMMARY
-    summary = {
-        "schema": SCHEMA,
-        "experiment": experiment,
-        "runs": [run.summary() for run in runs],
-        "not_run": list(not_run),
-    }
-    write_atomically(path, json.dumps(summary, indent=2) + "\n")
-    return path
+    entries = [run.summary() for run in runs]
+    about = {"schema": SCHEMA, "experiment": experiment, "runs": entries, "not_run": list(not_run)}
+    write_atomically(folder / SUMMARY, json.dumps(about, indent=2) + "\n")
+    return folder / SUMMARY
 
 
 def read_summary(path: Path) -> list[RunRecord]:
     """Return the runs in the `summary.json` at `path`; the folder of each is that of `path`.
 
-    Raises:
-        FileNotFoundError: there is none.
-        InputError: it is damaged.
+    Raises `FileNotFoundError` if there is none, `InputError` if it is damaged.
     """
     try:
         runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
@@ -304,16 +298,13 @@ def write_links(folder: Path, links: Links) -> None:
 
 
 def read_links(folder: Path) -> Links | None:
-    """Return the content of `links.json` of a run's folder; None where there is none.
-
-    Raises:
-        InputError: it is damaged.
-    """
+    """Return the content of `links.json` of a run's folder; None where there is none. Raises
+    `InputError` if it is damaged."""
     path = folder / LINKS
-    if not path.exists():
-        return None
     try:
         links: Links = from_plain(Links, json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"{path}: is damaged: {error}") from None
     return links
@@ -330,15 +321,12 @@ def trial_folder(comparison: Path, label: str, ranks: int, trial: int) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return `ORCHESTRA_CACHE`, else `orchestra` in `XDG_CACHE_HOME`, else in `~/.cache`.
-
-    Raises:
-        RuntimeError: none of these is set, and the user has no home.
-    """
+    """Return `ORCHESTRA_CACHE`, else `orchestra` in `XDG_CACHE_HOME`, else in `~/.cache`; raise
+    `RuntimeError` if none of these is set and the user has no home."""
     if own := os.environ.get("ORCHESTRA_CACHE"):
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "orchestra"
+    return Path(base or Path.home() / ".cache") / "orchestra"
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -379,18 +367,15 @@ def environment() -> dict[str, Any]:
 
 
 def _version(name: str) -> str | None:
-    try:
+    with suppress(PackageNotFoundError):
         return version(name)
-    except PackageNotFoundError:
-        return None
+    return None
 
 
 def _processor() -> str:
-    try:
-        # On Linux `platform.processor()` is empty, or names the architecture alone.
+    # On Linux `platform.processor()` is empty, or names the architecture alone.
+    with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
     return platform.processor()

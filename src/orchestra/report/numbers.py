@@ -15,7 +15,6 @@ from orchestra.records.report import is_rising
 from orchestra.trainer.settings import Target
 
 CONFIDENCE = 0.95
-
 THIN = "\u202f"  # between thousands, and before a unit: it neither breaks nor gapes
 MINUS = "\u2212"
 
@@ -165,8 +164,7 @@ class Difference:
 
     def texts(self, places: int | None = None) -> list[str]:
         """Return the mean and the ends of the interval, if there is one, with `places` decimals:
-        by default three significant digits of the largest, or as many as the snapshots allow.
-        """
+        by default three significant digits of the largest, or as many as the snapshots allow."""
         values = [value for value in (self.mean, self.low, self.high) if value is not None]
         if places is None:
             coarse = max(self.below, self.above)
@@ -175,8 +173,7 @@ class Difference:
 
     def widened(self, below: float, above: float) -> Difference:
         """Return the same difference, of figures that may be smaller than they were read: the
-        first ones by `below` in the mean, the subtracted ones by `above`.
-        """
+        first ones by `below` in the mean, the subtracted ones by `above`."""
         low = None if self.low is None else self.low - below
         high = None if self.high is None else self.high + above
         return replace(self, low=low, high=high, below=below, above=above)
@@ -191,12 +188,9 @@ def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) ->
     # Runs of one seed share initial parameters and the order of samples: what is left is the
     # strategy and the machine (decision 14).
     differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
-    if not differences:
-        return None
-    n = len(differences)
-    middle = statistics.fmean(differences)
-    if n == 1:
-        return Difference(middle, None, None, 1)
+    if len(differences) < 2:
+        return Difference(differences[0], None, None, 1) if differences else None
+    n, middle = len(differences), statistics.fmean(differences)
     from scipy.special import stdtrit  # 0.1 s, which a page without seeds need not pay
 
     quantile = float(stdtrit(n - 1, (1 + CONFIDENCE) / 2))
@@ -272,23 +266,23 @@ def _staleness(which: str, title: str) -> Measure:
     return Measure(f"staleness_{which}", title, "updates", read, False)
 
 
-def _measure(key: str, title: str, unit: str, rising: bool = False, digits: int = 3) -> Measure:
-    return Measure(key, title, unit, _field(key), rising, digits)
+def _measure(
+    key: str, title: str, unit: str, per: float = 1.0, rising: bool = False, **more: Any
+) -> Measure:
+    return Measure(key, title, unit, _field(key, per), rising, **more)
 
 
-TIME_TO_TARGET = replace(
-    _measure("time_to_target_seconds", "time to target", "s"), resolution=_spacing
-)
+TIME_TO_TARGET = _measure("time_to_target_seconds", "time to target", "s", resolution=_spacing)
 TRAIN = _measure("train_seconds", "training", "s")
 PACE = _measure("samples_per_second", "speed", "samples/s", rising=True)
 SETUP = _measure("setup_seconds", "set-up", "s")
-SENT = Measure("bytes_sent", "sent", "MB", _field("bytes_sent", 1e6), False)
+SENT = _measure("bytes_sent", "sent", "MB", 1e6)
 STALENESS = _staleness("mean", "staleness, mean")
 STALEST = _staleness("max", "largest")
 FINAL_LOSS = _measure("final_loss", "final loss", "", digits=4)
 HETEROGENEOUS = _efficiency("heterogeneous")
 CONVERGENCE = _efficiency("convergence")
-ENERGY = Measure("energy_joules", "energy", "kJ", _field("energy_joules", 1e3), False)
+ENERGY = _measure("energy_joules", "energy", "kJ", 1e3)
 ENERGY_TO_TARGET = _to_target("energy_to_target_joules", "energy to target", "kJ", 1e3)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -144,8 +145,9 @@ class Study:
                 # How often a run is saved, or waits for a silent rank, changes no figure
                 if key not in ("checkpoint_every", "patience"):
                     known.setdefault(key, []).append((source, value))
-        unlike = [key for key, values in known.items() if len({repr(v) for _, v in values}) > 1]
-        return {key: known[key] for key in unlike}
+        return {
+            key: values for key, values in known.items() if len({repr(v) for _, v in values}) > 1
+        }
 
     @cached_property
     def only_time(self) -> bool:
@@ -162,12 +164,11 @@ class Study:
         the loss; none where only time passed."""
         if self.only_time:
             return []
-        names = list(dict.fromkeys(name for record in self.records for name in record.metrics))
+        names = dict.fromkeys(name for record in self.records for name in record.metrics)
         wanted = self.target.metric if self.target else None
-        names.sort(key=lambda name: name != wanted)
+        in_order = sorted(names, key=lambda name: name != wanted)
         # The loss is a field of the record, and stands at the end
-        metrics = [final_metric(name, self.target) for name in names if name != "loss"]
-        return [*metrics, FINAL_LOSS]
+        return [*(final_metric(n, self.target) for n in in_order if n != "loss"), FINAL_LOSS]
 
     @cached_property
     def primary(self) -> Measure:
@@ -203,20 +204,17 @@ class Study:
 
     def rival(self, row: Row) -> Row | None:
         """Return the row to compare `row` with; None for the baseline itself, or without any."""
+        equal = [other for other in self.rows if other.ranks == row.ranks]
         if self.baseline is None:
             # Same budget and settings; another learning rate, say, would be part of the difference
-            own = row.ranks, common_settings(row.source.experiment)
-            rivals = [
-                other
-                for other in self.rows
-                if other.single and own == (other.ranks, common_settings(other.source.experiment))
-            ]
+            own = common_settings(row.source.experiment)
+            rivals = [r for r in equal if r.single and common_settings(r.source.experiment) == own]
         else:
             named = [other for other in self.rows if other.name == self.baseline]
             labelled = [other for other in self.rows if other.label == self.baseline]
-            equal = [other for other in labelled if other.ranks == row.ranks]
             # A label may stand at several numbers of ranks: then the row with the same one
-            rivals = named or equal or (labelled if len(labelled) == 1 else [])
+            same = [other for other in equal if other.label == self.baseline]
+            rivals = named or same or (labelled if len(labelled) == 1 else [])
         return rivals[0] if rivals and rivals[0] is not row else None
 
     def difference(self, row: Row, measure: Measure) -> Difference | None:
@@ -233,19 +231,13 @@ class Study:
         return difference.widened(*(each.mean(measure.resolution) or 0.0 for each in (row, other)))
 
     def _rank(self, row: Row) -> tuple[float, ...]:
-        infinity = float("inf")
         reached = self.reached(row) if self.target else 0
         time = row.mean(TIME_TO_TARGET.read) if reached else None
-        final = row.mean(self.primary.read)
-        train = row.mean(TRAIN.read)
-        return (
-            not row.completed,
-            # How often before how soon (decision 14)
-            -reached / len(row.runs),
-            infinity if time is None else time,
-            infinity if final is None else self.primary.order(final),
-            infinity if train is None else train,
-        )
+        final, train = row.mean(self.primary.read), row.mean(TRAIN.read)
+        by = (time, None if final is None else self.primary.order(final), train)
+        # How often before how soon (decision 14)
+        last = not row.completed, -reached / len(row.runs)
+        return (*last, *(math.inf if value is None else value for value in by))
 
     # How figures show it
 
@@ -253,9 +245,9 @@ class Study:
     def lines(self) -> dict[str, str]:
         """The name of each completed row's line over numbers of ranks: its label if enough."""
         lines: dict[str, str] = {}
-        for ranks in {row.ranks for row in self.completed}:
-            rows = sorted((r for r in self.completed if r.ranks == ranks), key=lambda r: r.name)
-            # By name, so that the same strategy of two sources has one line at all numbers of ranks
+        # By name, so that the same strategy of two sources has one line at all numbers of ranks
+        by_name = sorted(self.completed, key=lambda row: row.name)
+        for rows in grouped(by_name, lambda row: row.ranks).values():
             names = numbered([row.label for row in rows], " #")
             lines.update(zip((row.name for row in rows), names, strict=True))
         return lines
@@ -272,7 +264,6 @@ class Study:
 
         No two strategies share dash and shape up to 24, so that they differ without colour as well.
         """
-        shapes = tuple(SIGNS)
         # By name and not by success: a strategy keeps its look while the names stay (decision 15)
         rows = sorted(self.completed, key=lambda row: row.name)
         styles: dict[str, Style] = {}
@@ -280,11 +271,11 @@ class Study:
         # these two have to be enough.
         for single in (True, False):
             own = dict.fromkeys(self.lines[row.name] for row in rows if row.single is single)
+            colours, shapes = ([INK], [_STAR]) if single else (COLOURS, [*SIGNS])
             for index, line in enumerate(own):
-                turn = index if single else index // len(COLOURS)
-                colour = INK if single else COLOURS[index % len(COLOURS)]
-                shape = _STAR if single else shapes[index % len(shapes)]
-                styles[line] = Style(colour, DASHES[turn % len(DASHES)], shape)
+                dash = DASHES[index // len(colours) % len(DASHES)]
+                colour, shape = colours[index % len(colours)], shapes[index % len(shapes)]
+                styles[line] = Style(colour, dash, shape)
         return {row.name: styles[self.lines[row.name]] for row in self.completed}
 
     @cached_property

@@ -44,10 +44,8 @@ class Situation(Settings):
     @staticmethod
     def read(values: Mapping[str, str]) -> Situation:
         """Return the situation that a query's texts describe; what is left out has its default.
-
-        Raises:
-            InputError: a name that is not known, or a text that is no number in its range.
-        """
+        Raises `InputError` for a name that is not known, and for a text that is no number in its
+        range."""
         # Setting by setting, so that each refusal names its control
         situation = Situation()
         for name, text in values.items():
@@ -59,21 +57,16 @@ class Situation(Settings):
         # Two links lie between two nodes, so each has half of the latency
         link = Link(self.megabits * 1e6 / 8, self.latency_us * 1e-6 / 2)
         jitter = LogNormal(self.variation / 100) if self.variation else None
-        return Cluster(
-            "studio",
-            tuple(
-                Node(
-                    # Four cores: one for the gradient, the others for flows in the background, so
-                    # that a node's messages do not slow its computing.
-                    f"worker-{index}" if index < self.workers else f"server-{index}", 4,
-                    speed=1 / self.slow if index == self.workers - 1 else 1.0,
-                    jitter=jitter, switch="switch", up=link, down=link, loopback=LOOPBACK,
-                )
-                for index in range(nodes)
-            ),
-            (Switch("switch"),),
-            placement="spread",
+        cores = 4  # one for the gradient, the others for messages in the background
+        parts = tuple(
+            Node(
+                f"worker-{index}" if index < self.workers else f"server-{index}", cores,
+                speed=1 / self.slow if index == self.workers - 1 else 1.0,
+                jitter=jitter, switch="switch", up=link, down=link, loopback=LOOPBACK,
+            )
+            for index in range(nodes)
         )  # fmt: skip
+        return Cluster("studio", parts, (Switch("switch"),), placement="spread")
 
 
 @dataclass(frozen=True)
@@ -249,11 +242,7 @@ ENTRIES = {entry.key: entry for entry in MENU}
 
 
 def entry_of(key: str) -> Entry:
-    """Return the strategy with this key.
-
-    Raises:
-        InputError: there is none.
-    """
+    """Return the strategy with this key; raise `InputError` if there is none."""
     if key not in ENTRIES:
         raise InputError(f"unknown strategy {key!r}; {nearest(key, ENTRIES)}")
     return ENTRIES[key]

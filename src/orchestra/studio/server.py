@@ -6,7 +6,7 @@ import json
 import queue
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.resources import files
 from multiprocessing.pool import Pool
@@ -91,15 +91,10 @@ class Simulator:
             known = {job: self._kept[job.kind].get(job) for job in jobs}
         # What is known is shown at once, whatever has to be simulated first
         yield from ((job, answer) for job, answer in known.items() if answer is not None)
-        left = [job for job, answer in known.items() if answer is None]
-        yield from self._worked_out(left, lambda: self._newest.get(page) is token)
-
-    def _worked_out(
-        self, jobs: Sequence[Job], wanted: Callable[[], bool]
-    ) -> Iterator[tuple[Job, dict[str, Any]]]:
         done: queue.SimpleQueue[tuple[Job, dict[str, Any] | BaseException]] = queue.SimpleQueue()
-        waiting, under_way = iter(jobs), 0
-        while wanted():
+        waiting = iter([job for job, answer in known.items() if answer is None])
+        under_way = 0
+        while self._newest.get(page) is token:
             # No more than the pool works on: its queue could not be taken back when asked again.
             while under_way < self._size and (job := next(waiting, None)) is not None:
                 self._begin(job, done)

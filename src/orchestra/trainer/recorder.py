@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from orchestra.records.exports import Scalars
 from orchestra.records.report import MAX_SOURCES, Counters, CounterSeries
-from orchestra.records.trackers import Scalars
 from orchestra.trainer.checkpoints import writing
 from orchestra.worker.worker import Worker
 

@@ -17,9 +17,7 @@ from orchestra.report.study import INK, Style
 
 WIDTH = 680
 """The width of an image file, in pixels before scaling; on a page it is that of the container."""
-
-PAPER = "white"
-_NIGHT = "#1c1c1e"
+PAPER, _NIGHT = "white", "#1c1c1e"
 
 
 @dataclass(frozen=True)
@@ -65,18 +63,13 @@ def for_image(figure: Figure, width: int = WIDTH, dark: bool = False) -> dict[st
         {"name": param["name"], "value": fixed[param["name"]]} if param["name"] in fixed else param
         for param in figure.spec["params"]
         # Marks that can be zoomed are clipped, which took most of the time of the PNG files: 4.8 s
-        # for 23 figures, 1.4 s without (decision 15).
-        if param["name"] != "zoom"  # which nobody can do in an image, and which costs time
+        # for 23 figures, 1.4 s without (decision 15). Nobody can zoom in an image.
+        if param["name"] != "zoom"
     ]
     config = figure.spec["config"]
     view = {**config["view"], "continuousWidth": width}  # of a container that is not there
-    return {
-        **figure.spec,
-        "params": params,
-        "config": {**config, "view": view},
-        "background": _NIGHT if dark else PAPER,
-        "title": figure.title,
-    }
+    about = {"background": _NIGHT if dark else PAPER, "title": figure.title}
+    return {**figure.spec, "params": params, "config": {**config, "view": view}, **about}
 
 
 def for_page(part: Any) -> Any:
@@ -96,10 +89,6 @@ C = TypeVar("C")
 
 SI = "format(datum.value, '~s')"
 """The label of a tick with a prefix of its own (0, 500, 1.5k); a format has one for all ticks."""
-
-SHOWN = "indexof(hidden, datum.strategy) < 0"
-"""The filter of every mark of data, by which a page can hide a strategy everywhere."""
-
 INK_NOW = alt.ExprRef(INK)
 FAINT = alt.ExprRef("faint")
 GROUND = alt.ExprRef("ground")
@@ -116,41 +105,27 @@ _PARAMS = (
     {"name": "room", "expr": "isFinite(containerSize()[0]) ? containerSize()[0] : width"},
 )
 _LOG_FROM = 10.0  # largest over smallest value
-_FONT = "Helvetica Neue, Helvetica, Arial, sans-serif"
 _WORDS = {"labelColor": {"expr": INK}, "titleColor": {"expr": INK}, "labelFontSize": 11}
 _CONFIG = {
-    "font": _FONT,
+    "font": "Helvetica Neue, Helvetica, Arial, sans-serif",
     "background": None,
     "padding": 4,
     "view": {"stroke": None},
     "title": {
-        "color": {"expr": INK},
-        "anchor": "start",
-        "fontSize": 14,
-        "offset": 10,
+        "color": {"expr": INK}, "anchor": "start", "fontSize": 14, "offset": 10,
         "limit": {"expr": "room"},
     },
     "axis": {
-        **_WORDS,
-        "titleFontSize": 11,
-        "titleFontWeight": "normal",
-        "titlePadding": 8,
-        "gridColor": {"expr": "grid"},
-        "domainColor": {"expr": "faint"},
-        "tickColor": {"expr": "faint"},
-        "labelOverlap": "greedy",
-        "labelBound": True,
+        **_WORDS, "titleFontSize": 11, "titleFontWeight": "normal", "titlePadding": 8,
+        "gridColor": {"expr": "grid"}, "domainColor": {"expr": "faint"},
+        "tickColor": {"expr": "faint"}, "labelOverlap": "greedy", "labelBound": True,
     },
     "axisX": {"tickCount": {"expr": "max(3, floor(room / 90))"}, "labelFlush": True},
     "legend": {
-        **_WORDS,
-        "labelLimit": 260,
-        "orient": "bottom",
-        "direction": "horizontal",
-        "symbolSize": 70,
-        "columnPadding": 18,
+        **_WORDS, "labelLimit": 260, "orient": "bottom", "direction": "horizontal",
+        "symbolSize": 70, "columnPadding": 18,
     },
-}
+}  # fmt: skip
 
 
 def rounded(value: float | None) -> float | None:
@@ -169,9 +144,9 @@ def layer(values: Iterable[Mapping[str, Any]], mark: str, *channels: Any, **look
         for value in values
     ]
     chart = alt.Chart(alt.InlineData(values=data))
-    # Marks that belong to no strategy, such as the target, stay whatever is hidden
+    # A page can hide a strategy; marks that belong to none, such as the target, stay
     if all("strategy" in value for value in data):
-        chart = chart.transform_filter(SHOWN)
+        chart = chart.transform_filter("indexof(hidden, datum.strategy) < 0")
     chart.mark = alt.MarkDef(type=mark, **look)  # type: ignore[arg-type]
     return chart.encode(*channels)
 
@@ -183,14 +158,11 @@ def spans_much(values: Sequence[float]) -> bool:
 
 def along(axis: str, keys: Sequence[str] = ()) -> alt.X:
     """Return the horizontal axis of a run, "seconds" or "samples"; `keys` are lines below it."""
-    titles = {"seconds": "seconds of training", "samples": "samples seen by all workers"}
-    return alt.X(
-        f"{axis}:Q",
-        title=[titles[axis], *keys] if keys else titles[axis],
-        axis=alt.Axis(grid=False, labelExpr=SI) if axis == "samples" else alt.Axis(grid=False),
-        # nice would end the axis after the run, at a round number
-        scale=alt.Scale(nice=False, zero=True, padding=7),
-    )
+    title = "seconds of training" if axis == "seconds" else "samples seen by all workers"
+    look = alt.Axis(grid=False, labelExpr=SI) if axis == "samples" else alt.Axis(grid=False)
+    # nice would end the axis after the run, at a round number
+    scale = alt.Scale(nice=False, zero=True, padding=7)
+    return alt.X(f"{axis}:Q", title=[title, *keys] if keys else title, axis=look, scale=scale)
 
 
 def zoomable(chart: alt.Chart, channels: Sequence[Literal["x", "y"]] = ("x", "y")) -> alt.Chart:
@@ -200,16 +172,9 @@ def zoomable(chart: alt.Chart, channels: Sequence[Literal["x", "y"]] = ("x", "y"
     """
     # Only a mouse drags, the wheel zooms with a key: finger, bare wheel scroll pages (decision 15).
     mouse = "[pointerdown[event.pointerType === 'mouse' && !event.button], window:pointerup]"
-    drag = f"{mouse} > window:pointermove!"
-    zoom = alt.selection_interval(
-        name="zoom",
-        bind="scales",
-        encodings=list(channels),
-        on=drag,
-        translate=drag,
-        zoom="wheel![event.ctrlKey || event.shiftKey]",
-        clear="dblclick",
-    )
+    drag, wheel = f"{mouse} > window:pointermove!", "wheel![event.ctrlKey || event.shiftKey]"
+    of: dict[str, Any] = {"encodings": list(channels), "on": drag, "translate": drag, "zoom": wheel}
+    zoom = alt.selection_interval(name="zoom", bind="scales", clear="dblclick", **of)
     return chart.properties(name="zoomed").add_params(zoom)
 
 
@@ -260,13 +225,9 @@ class Look:
         # By `room`, since `width` shrinks only after the legend was laid out, and the last entries
         # were cut off (decision 15).
         columns = f"max(1, floor(room / {min(260, round(6.2 * longest) + 22) + 20}))"
-        shown = alt.Legend(
-            title=None,
-            columns=alt.ExprRef(columns),
-            symbolLimit=0,
-            symbolOpacity=1,
-            symbolStrokeWidth=0,  # dashes would fray the outline of a shape
-        )
+        # Dashes would fray the outline of a shape
+        symbol: dict[str, Any] = {"symbolLimit": 0, "symbolOpacity": 1, "symbolStrokeWidth": 0}
+        shown = alt.Legend(title=None, columns=alt.ExprRef(columns), **symbol)
 
         def channel(kind: Callable[..., C], values: list[Any]) -> C:
             scale = alt.Scale(domain=list(chosen), range=values)
@@ -298,8 +259,7 @@ def figure(
         width="container", height=height, description=f"{title}. {caption}"
     )
     spec = chart.to_dict()
-    spec["params"] = [*_PARAMS, *spec.get("params", ())]
-    spec["config"] = _CONFIG
+    spec |= {"params": [*_PARAMS, *spec.get("params", ())], "config": _CONFIG}
     # A row's name has brackets, commas and perhaps a path in it
     file_name = re.sub(r"[^\w.]+", "-", name).strip("-")
     return Figure(file_name, title, caption, spec, section, least_width)
@@ -365,12 +325,8 @@ def headed_lanes(
         own = [v["lane"] for v in layers[0].data.values if v["strategy"] == strategy]
         # The heading is a lane without a name of its own
         domain |= dict.fromkeys([lane_key(strategy), *own])
-    y = alt.Y(
-        "lane:N",
-        title=title,
-        scale=alt.Scale(domain=list(domain), paddingInner=0.15, paddingOuter=0),
-        axis=alt.Axis(
-            labelExpr=f"split(datum.value, '{_SEPARATOR}')[1]", ticks=False, domain=False, **axis
-        ),
-    )
+    scale = alt.Scale(domain=list(domain), paddingInner=0.15, paddingOuter=0)
+    label = f"split(datum.value, '{_SEPARATOR}')[1]"
+    names = alt.Axis(labelExpr=label, ticks=False, domain=False, **axis)
+    y = alt.Y("lane:N", title=title, scale=scale, axis=names)
     return [*_words(texts, y, 3), *(part.encode(y) for part in layers)], _HEADED_LANE * len(domain)
