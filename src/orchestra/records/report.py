@@ -19,31 +19,22 @@ LEAST_SECONDS = 0.25
 class Usage:
     """Processor seconds of a process and of its machine, over the same stretch of time.
 
-    Attributes:
-        machine: equal for processes of one machine.
-        cores: those that the process may run on.
-        passed: seconds on the clock.
-        own: processor seconds of the process, all of its threads.
-        busy: processor seconds of all programs on those cores, what a hypervisor gave to other
-            machines included; None where the system does not tell.
-        stolen: those that a hypervisor gave to other machines; None where it is not known.
-        switches: how often a core was taken from a thread of the process that had work to do.
+    `busy` are those of all programs on the cores, what a hypervisor gave to other machines (which
+    are `stolen`) included; each None where the system does not tell.
     """
 
-    machine: str
-    cores: int
-    passed: float
-    own: float
+    machine: str  # equal for processes of one machine
+    cores: int  # those that the process may run on
+    passed: float  # seconds on the clock
+    own: float  # of the process, all of its threads
     busy: float | None
     stolen: float | None = None
-    switches: int = 0
+    switches: int = 0  # how often a core was taken from a thread that had work to do
 
 
 def taken_by_others(usages: Sequence[Usage]) -> float | None:
-    """Return the mean number of cores that other programs kept busy beside those of `usages`.
-
-    These ran on one machine at the same time. None where the number is not known.
-    """
+    """Return the mean number of cores that other programs kept busy beside those of `usages`, which
+    ran on one machine at the same time; None where the number is not known."""
     longest = max(usages, key=lambda usage: usage.passed, default=None)
     if longest is None or longest.busy is None or longest.passed < LEAST_SECONDS:
         return None
@@ -53,14 +44,11 @@ def taken_by_others(usages: Sequence[Usage]) -> float | None:
 
 
 def busy_with_others(usages: Iterable[Usage | None]) -> float | None:
-    """Return the part of a machine's processor time that other programs took.
-
-    Of several machines the largest; None where it is known of none.
-    """
+    """Return the part of a machine's processor time that other programs took, of several machines
+    the largest; None where it is known of none."""
     by_machine: dict[str, list[Usage]] = {}
-    for usage in usages:
-        if usage is not None:
-            by_machine.setdefault(usage.machine, []).append(usage)
+    for usage in filter(None, usages):
+        by_machine.setdefault(usage.machine, []).append(usage)
     known = [(taken_by_others(group), group[0].cores) for group in by_machine.values()]
     return max((taken / cores for taken, cores in known if taken is not None), default=None)
 
@@ -87,10 +75,7 @@ class Point:
 
     def worst(self, name: str, rising: bool | None = None) -> float | None:
         """Figure `name` of the worst node; None without nodes, or if nobody knows which is worse.
-
-        Args:
-            rising: whether more is better; if None, as the name tells.
-        """
+        `rising` says whether more is better; if None, the name tells."""
         rising = is_rising(name) if rising is None else rising
         values = [each[name] for each in self.nodes.values()]
         if not values or rising is None or None in values:  # not finite: null in the file
@@ -103,16 +88,13 @@ class Point:
         return {name: value for name, value in worst.items() if value is not None}
 
 
-_FALLING = ("loss", "error", "mae", "mse", "perplexity")
-_RISING = ("accuracy", "r2", "f1", "score")
-
-
 def is_rising(name: str) -> bool | None:
     """Return whether more is better of the figure `name`; None where its name does not tell."""
     words = name.lower()
-    if any(word in words for word in _RISING):
+    if any(word in words for word in ("accuracy", "r2", "f1", "score")):
         return True
-    return False if any(word in words for word in _FALLING) else None
+    falling = ("loss", "error", "mae", "mse", "perplexity")
+    return False if any(word in words for word in falling) else None
 
 
 class Message(NamedTuple):
@@ -311,10 +293,8 @@ class Straggler:
     def who(self) -> str:
         """The ranks in words: "rank 2 (node-2)", "a link of rank 2 or 3"."""
         *most, last = map(str, self.ranks)
-        joined = " or " if len(self.nodes) != 1 else " and "
-        text = f"rank {', '.join(most)}{joined * bool(most)}{last}"
-        if len(self.nodes) == 1:
-            text += f" ({self.nodes[0]})"
+        joined, node = (" and ", f" ({self.nodes[0]})") if len(self.nodes) == 1 else (" or ", "")
+        text = f"rank {', '.join(most)}{joined * bool(most)}{last}{node}"
         return f"a link of {text}" if self.cause == "link" else text
 
     @property

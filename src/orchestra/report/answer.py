@@ -7,28 +7,9 @@ from dataclasses import dataclass
 
 from orchestra.records.record import RunRecord
 from orchestra.records.report import Straggler
+from orchestra.report import numbers
 from orchestra.report.fairness import unequal_shares
-from orchestra.report.numbers import (
-    CONVERGENCE,
-    HETEROGENEOUS,
-    PACE,
-    SENT,
-    STALENESS,
-    THIN,
-    TIME_TO_TARGET,
-    Difference,
-    Read,
-    count,
-    figure_text,
-    listed,
-    pairs_of,
-    percent,
-    significant,
-    some,
-    target_text,
-    times,
-    with_unit,
-)
+from orchestra.report.numbers import TIME_TO_TARGET, count, figure_text, listed, some, times
 from orchestra.report.rows import Row, grouped
 from orchestra.report.study import Study
 from orchestra.settings.base import from_plain
@@ -83,7 +64,7 @@ def _first_to_target(study: Study, reached: Sequence[Row]) -> str:
     # there in one run of three is not first because that run was quick (decision 14).
     how = "first" if all(_time(first) <= _time(row) for row in reached) else "most often"
     assert study.target is not None
-    target = target_text(study.target)
+    target = numbers.target_text(study.target)
     opening = f"{_row_text(study, first)} reached {target} {how}, {_after(study, first)}"
     others = [row for row in reached if row.single is not first.single]
     if others:
@@ -171,7 +152,7 @@ def _best_in_the_end(study: Study, rows: Sequence[Row]) -> str:
         text = f"these runs tell of time alone, and of no result; {text}"
     elif study.target:
         samples = max(run.record.samples for run in study.runs)
-        target = target_text(study.target)
+        target = numbers.target_text(study.target)
         text = f"no strategy reached {target} within {count('sample', samples)}; {text}"
     others = [row for row in rows[1:] if row.values(measure.read)]
     if not others:
@@ -191,17 +172,18 @@ def _best_in_the_end(study: Study, rows: Sequence[Row]) -> str:
 
 def _fastest(study: Study) -> Iterator[str]:
     """Compare the best distributed strategy with one process by samples a second."""
-    paced = [(row, pace) for row in study.completed if (pace := row.mean(PACE.read)) is not None]
+    speeds = ((row, row.mean(numbers.PACE.read)) for row in study.completed)
+    paced = [(row, speed) for row, speed in speeds if speed is not None]
     # The fastest row of either kind, whatever its batch: the harder rival (decision 14)
     paced.sort(key=lambda entry: -entry[1])
     sides = [own[0] for own in grouped(paced, lambda entry: entry[0].single).values()]
-    texts = [(_row_text(study, row), row.text(PACE)) for row, _ in sides]
+    texts = [(_row_text(study, row), row.text(numbers.PACE)) for row, _ in sides]
     if len(sides) == 1:
         yield f"{texts[0][0]} was the fastest with {texts[0][1]}; {_no_rival(sides[0][0])}"
     if len(sides) == 2:
         (fast, pace), (slow, slower) = sides
         (first, own), (second, other) = texts
-        verdict = _told_apart(study.between(fast, slow, PACE))
+        verdict = _told_apart(study.between(fast, slow, numbers.PACE))
         end = "the two cannot be told apart" if verdict is False else _verdict(study, fast, slow)
         ratio = times(pace / (slower or 1))
         yield f"by speed, {first} came to {own}, {ratio} as many as {second} ({other}): {end}"
@@ -212,17 +194,17 @@ def _fastest(study: Study) -> Iterator[str]:
 
 def _machines(study: Study) -> Iterator[str]:
     """Yield how well the best row used unlike nodes, and which row was the cheapest."""
-    for row in [row for row in study.completed if row.values(HETEROGENEOUS.read)][:1]:
+    for row in [row for row in study.completed if row.values(numbers.HETEROGENEOUS.read)][:1]:
         alone, kind = row.record.alone, "nodes" if row.record.cluster else "ranks"
         text = (
             f"the {len(alone)} {kind} of {_row_text(study, row)} do "
             f"{figure_text(sum(alone.values()), 'samples/s')} if each works alone; together they "
-            f"came to {row.text(HETEROGENEOUS)} of that (heterogeneous efficiency)"
+            f"came to {row.text(numbers.HETEROGENEOUS)} of that (heterogeneous efficiency)"
         )
-        if row.values(CONVERGENCE.read):
+        if row.values(numbers.CONVERGENCE.read):
             text += (
-                f", and in time to the target to {row.text(CONVERGENCE)} of what their speed is "
-                "beside that of the fastest (convergence efficiency)"
+                f", and in time to the target to {row.text(numbers.CONVERGENCE)} of what their "
+                "speed is beside that of the fastest (convergence efficiency)"
             )
         yield text
     for measure in study.of_machines:
@@ -244,16 +226,16 @@ def _why(study: Study) -> Iterator[str]:
         return
     parts = [row.mean(_part(name)) or 0.0 for name in ("compute", "communicate", "wait")]
     if total := sum(parts):
-        compute, communicate, wait = (percent(part / total) for part in parts)
+        compute, communicate, wait = (numbers.percent(part / total) for part in parts)
         yield (
             f"a worker of {row.name} spent {compute} of its time computing, {communicate} sending "
             f"and receiving, and {wait} waiting{_compute_beside(study, row)}"
         )
-    if sent := row.mean(SENT.read):
+    if sent := row.mean(numbers.SENT.read):
         estimated = any(run.record.bytes_estimated for run in row.completed)
         text = f"its ranks sent {figure_text(sent, 'MB')}{' (in part an estimate)' * estimated}"
-        if stale := row.mean(STALENESS.read):
-            text += f", and its gradients were {significant(stale)} updates old in the mean"
+        if stale := row.mean(numbers.STALENESS.read):
+            text += f", and its gradients were {numbers.significant(stale)} updates old in the mean"
         yield text
     if slow := _stragglers_sentence(row):
         text = f"under {row.name}, {slow}"
@@ -279,7 +261,7 @@ def _range(batches: Sequence[int]) -> str:
     return str(low) if low == high else f"between {low} and {high}"
 
 
-def _part(name: str) -> Read:
+def _part(name: str) -> numbers.Read:
     return lambda record: record.seconds.get(name)
 
 
@@ -331,9 +313,9 @@ def _stragglers_sentence(row: Row) -> str:
         text = f"and {count('other', len(others))} were slower than the rest ({cause})"
     else:
         since, until = first.since_seconds, first.until_seconds
-        when = "all the time" if since <= 0 else f"from {significant(since)} s on"
+        when = "all the time" if since <= 0 else f"from {numbers.significant(since)} s on"
         if until is not None:
-            when = f"from {significant(since)} s to {significant(until)} s"
+            when = f"from {numbers.significant(since)} s to {numbers.significant(until)} s"
         text = f"took {times(first.factor)} as long as its peers ({first.cause}) {when}"
     cost = "nobody waited for it"
     if lost := sum(each.lost_seconds for each in found):
@@ -355,7 +337,7 @@ def _row_text(study: Study, row: Row) -> str:
     return (f"{row.label} on {ranks}" if plain else row.name) + batch * unlike
 
 
-def _told_apart(difference: Difference | None) -> bool | None:
+def _told_apart(difference: numbers.Difference | None) -> bool | None:
     """Return True if the interval excludes zero, False if it does not, and None if there is no
     interval and the snapshots are close enough to say who was first."""
     if difference is None or (difference.low is None and not difference.too_coarse):
@@ -363,11 +345,15 @@ def _told_apart(difference: Difference | None) -> bool | None:
     return difference.certain
 
 
-def _interval(difference: Difference) -> str:
+def _interval(difference: numbers.Difference) -> str:
     """Return the difference in seconds: "+2.10 s (95 % interval +1.71 to +2.49 s, n = 3)"."""
     mean, *ends = difference.texts()
-    interval = f"95{THIN}% interval {with_unit(' to '.join(ends), 's')}, " if ends else ""
-    return f"{with_unit(mean, 's')} ({interval}{pairs_of(difference.n)})"
+    text, pairs = numbers.with_unit(mean, "s"), numbers.pairs_of(difference.n)
+    if not ends:
+        return f"{text} ({pairs})"
+    return (
+        f"{text} (95{numbers.THIN}% interval {numbers.with_unit(' to '.join(ends), 's')}, {pairs})"
+    )
 
 
 def _verdict(study: Study, first: Row, other: Row) -> str:

@@ -37,15 +37,10 @@ from orchestra.trainer.settings import Target
 # white, and without black, which is for one process.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 SIGNS = {
-    "circle": "●",
-    "square": "■",
-    "triangle-up": "▲",
-    "diamond": "◆",
-    "cross": "✚",
-    "triangle-down": "▼",
-    "triangle-right": "▶\N{VARIATION SELECTOR-15}",
+    "circle": "●", "square": "■", "triangle-up": "▲", "diamond": "◆", "cross": "✚",
+    "triangle-down": "▼", "triangle-right": "▶\N{VARIATION SELECTOR-15}",
     "triangle-left": "◀\N{VARIATION SELECTOR-15}",
-}
+}  # fmt: skip
 """Vega's shapes, and the characters that represent them in text."""
 _STAR = (
     "M0.00,-1.00L0.26,-0.36L0.95,-0.31L0.43,0.14L0.59,0"

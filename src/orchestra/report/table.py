@@ -10,27 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from orchestra.report import numbers
 from orchestra.report.fairness import worker_batch
-from orchestra.report.numbers import (
-    MINUS,
-    SENT,
-    STALENESS,
-    STALEST,
-    THIN,
-    TIME_TO_TARGET,
-    TRAIN,
-    Difference,
-    Measure,
-    count,
-    decimals_for,
-    fixed,
-    listed,
-    pairs_of,
-    percent,
-    places_of,
-    times,
-    uncertain,
-)
+from orchestra.report.numbers import TIME_TO_TARGET, Difference, Measure, count, fixed, listed
 from orchestra.report.rows import Row
 from orchestra.report.study import Study
 
@@ -96,8 +78,8 @@ def table(study: Study) -> Table:
         (Column("completed", "seeds completed", rising=True), completed),
     ]
     for m in study.measures:
-        if m is not STALEST:
-            title = "staleness" if m is STALENESS else m.title
+        if m is not numbers.STALEST:
+            title = "staleness" if m is numbers.STALENESS else m.title
             cell = partial(_measured, study, m, _decimals(study.rows, m), pairs)
             columns.append((Column(m.key, title, m.unit, bool(m.rising)), cell))
     columns.append((Column("switched_at_step", "switched", "step"), _switched))
@@ -123,9 +105,9 @@ def plain_figures(study: Study, row: Row) -> dict[str, Any]:
 
 
 def _ranks(row: Row) -> Cell:
-    details = [count("worker", row.record.workers).replace(" ", THIN)]
+    details = [count("worker", row.record.workers).replace(" ", numbers.THIN)]
     if row.record.servers:
-        details.append(count("server", row.record.servers).replace(" ", THIN))
+        details.append(count("server", row.record.servers).replace(" ", numbers.THIN))
     return Cell(str(row.ranks), details, row.ranks)
 
 
@@ -145,16 +127,16 @@ def _measured(study: Study, measure: Measure, places: int, pairs: int, row: Row)
     spread = row.spread(measure.read)
     text = fixed(mean, places)
     if (known := row.known_to(measure)) is not None:
-        text, places = uncertain(mean, known), max(0, places_of(known))
+        text, places = numbers.uncertain(mean, known), max(0, numbers.places_of(known))
     elif spread is not None:
         text += f" ± {fixed(round(spread, places), places)}"
     details = []
     if measure is TIME_TO_TARGET and study.reached(row) < len(row.runs):
         details.append(f"in {study.reached(row)} of {len(row.runs)} runs")
-    if measure is SENT and any(run.record.bytes_estimated for run in row.completed):
+    if measure is numbers.SENT and any(run.record.bytes_estimated for run in row.completed):
         details.append("estimated")
-    if measure is STALENESS:
-        details.append(f"at most {max(row.values(STALEST.read).values()):g}")
+    if measure is numbers.STALENESS:
+        details.append(f"at most {max(row.values(numbers.STALEST.read).values()):g}")
     difference = study.difference(row, measure) if measure in _compared(study) else None
     verdict = ""
     if difference is not None:
@@ -166,12 +148,12 @@ def _measured(study: Study, measure: Measure, places: int, pairs: int, row: Row)
 
 
 def _compared(study: Study) -> list[Measure]:
-    return [TIME_TO_TARGET, TRAIN, *study.finals]
+    return [TIME_TO_TARGET, numbers.TRAIN, *study.finals]
 
 
 def _difference(difference: Difference, places: int, pairs: int) -> Iterator[str]:
     mean, *ends = difference.texts(places)
-    yield mean if difference.n == pairs else f"{mean}, {pairs_of(difference.n)}"
+    yield mean if difference.n == pairs else f"{mean}, {numbers.pairs_of(difference.n)}"
     if ends:
         yield f"[{', '.join(ends)}]"
 
@@ -200,9 +182,9 @@ def _switched(row: Row) -> Cell:
 def _decimals(rows: Sequence[Row], measure: Measure) -> int:
     """Return enough decimals for the smallest mean, but at most one more than the largest needs."""
     means = [mean for row in rows if (mean := row.mean(measure.read))] or [0.0]
-    most = decimals_for(means, measure.digits) + 1
+    most = numbers.decimals_for(means, measure.digits) + 1
     # One tiny mean must not give a column of seconds ten decimals
-    return min(most, decimals_for([min(means, key=abs)], measure.digits))
+    return min(most, numbers.decimals_for([min(means, key=abs)], measure.digits))
 
 
 def _beside(study: Study) -> str:
@@ -220,7 +202,8 @@ _CSV_HEAD = ("name", "strategy", "ranks", "workers", "servers", "global_batch", 
 _TEX = str.maketrans(
     {letter: f"\\{letter}" for letter in "&%$#_{}"}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-    | {"±": r"$\pm$", "²": "$^2$", "≤": r"$\leq$", MINUS: "$-$", NONE: "--", THIN: r"\,"}
+    | {"±": r"$\pm$", "²": "$^2$", "≤": r"$\leq$", NONE: "--"}
+    | {numbers.MINUS: "$-$", numbers.THIN: r"\,"}
 )
 
 
@@ -298,11 +281,11 @@ def verdicts(study: Study) -> Iterator[Verdict]:
 def _verdict(study: Study, row: Row, plain: Row, setting: str, break_even: str) -> Verdict:
     # How often goes before how soon, as in the ranking of rows (decision 14)
     reached = [study.reached(each) / len(each.runs) for each in (row, plain)]
-    measure = TIME_TO_TARGET if study.target and not study.only_time else TRAIN
+    measure = TIME_TO_TARGET if study.target and not study.only_time else numbers.TRAIN
     seconds = _text(row, measure), _text(plain, measure)
     if measure is TIME_TO_TARGET and reached[0] != reached[1]:
         answer = "paid" if reached[0] > reached[1] else "did not pay"
-        share, other = map(percent, reached)
+        share, other = map(numbers.percent, reached)
         because = f"it reached the target in {share} of its runs, {plain.name} in {other}"
     elif measure is TIME_TO_TARGET and not any(reached):
         answer, because = "open", "neither reached the target"
@@ -318,7 +301,7 @@ def _by_time(study: Study, row: Row, plain: Row, measure: Measure) -> tuple[str,
     ours, theirs = row.mean(measure.read), plain.mean(measure.read)
     if difference is None or not ours or not theirs:
         return "open", "they share no seed"
-    ratio = f"it took {times(ours / theirs)} as long"
+    ratio = f"it took {numbers.times(ours / theirs)} as long"
     # One pair of runs gives no interval; then its two times are compared, and the reason says so.
     known = difference.low is not None or difference.too_coarse
     if known and not difference.certain:

@@ -100,9 +100,7 @@ class Entry:
 
 MENU = (
     Entry(
-        "ring",
-        "all-reduce, ring",
-        'AllReduce("ring")',
+        "ring", "all-reduce, ring", 'AllReduce("ring")',
         "Each worker sends pieces of the gradient to its neighbour, first to add them up, then to "
         "pass the sums on, so that each sends about twice the model, however many workers there "
         "are.",
@@ -110,47 +108,36 @@ MENU = (
         "model the latencies of its 2 (N - 1) rounds add up.",
     ),
     Entry(
-        "halving",
-        "all-reduce, halving-doubling",
-        'AllReduce("halving_doubling")',
+        "halving", "all-reduce, halving-doubling", 'AllReduce("halving_doubling")',
         "Partners exchange halves, quarters, eighths of the gradient and then go back the same "
         "way: as many bytes as a ring, in 2 log2(N) rounds.",
         "It pays with many workers and long latencies; where N is no power of two, the workers "
         "beyond it send their whole gradient to a partner first.",
     ),
     Entry(
-        "tree",
-        "all-reduce, tree",
-        'AllReduce("tree")',
+        "tree", "all-reduce, tree", 'AllReduce("tree")',
         "Gradients are added up along a binary tree to its root, and the sum comes down again; a "
         "worker sends up to three times the model.",
         "It pays for models of a few kilobytes, where only the number of rounds counts; for large "
         "ones the workers in the middle of the tree carry too much.",
     ),
     Entry(
-        "sharded",
-        "sharded parameters (FSDP)",
-        'AllReduce(shard="parameters")',
+        "sharded", "sharded parameters (FSDP)", 'AllReduce(shard="parameters")',
         "Each worker keeps 1/N of parameters, gradients and optimizer, gathers a bucket of layers "
         "when it needs them, in forward and in backward, and sends up to 3 (N - 1)/N of the model.",
         "It pays in memory, not in time: a model that fits no worker trains at all, for half as "
         "many bytes again as a ring sends.",
     ),
     Entry(
-        "backup",
-        "all-reduce, the first N - 1",
-        "AllReduce(backup=1)",
+        "backup", "all-reduce, the first N - 1", "AllReduce(backup=1)",
         "In each step only the first N - 1 gradients are averaged; the last one comes too late and "
         "is dropped.",
         "It pays with one slow or unsteady worker, whose work is then lost; of alike workers it "
         "throws a gradient away in each step.",
-        exact=False,
-        shown=False,
+        exact=False, shown=False,
     ),
     Entry(
-        "server",
-        "one server, synchronous",
-        "ParameterServer()",
+        "server", "one server, synchronous", "ParameterServer()",
         "All workers push their gradients to one server, a machine of its own, which averages "
         "them, updates the parameters and sends these back to all.",
         "It pays with few workers or a small model; the link of the server carries N models each "
@@ -166,48 +153,31 @@ MENU = (
         "spare; with more workers than servers these links fill up again.",
     ),
     Entry(
-        "asynchronous",
-        "one server, asynchronous",
-        'ParameterServer(consistency="asynchronous")',
+        "asynchronous", "one server, asynchronous", 'ParameterServer(consistency="asynchronous")',
         "The server applies each gradient when it arrives and answers at once, so that nobody "
         "waits for a slow worker.",
         "It pays where workers are unlike or unsteady, and the server's link is fast enough; "
         "gradients are stale by then, so that a step is worth less.",
-        exact=False,
-        steps=8,
-        skip=3,
+        exact=False, steps=8, skip=3,
     ),
     Entry(
-        "local",
-        "local SGD, every 8 steps",
-        f"LocalSGD({ROUND})",
+        "local", "local SGD, every 8 steps", f"LocalSGD({ROUND})",
         "Each worker trains alone for 8 steps; then all replicas are averaged, with one all-reduce "
         "for 8 steps.",
         "It pays on slow networks, since it sends an eighth of the bytes; replicas drift apart "
         "meanwhile, and the more steps lie between, the less each is worth.",
-        exact=False,
-        steps=2 * ROUND,
-        skip=ROUND,
-        round=ROUND,
+        exact=False, steps=2 * ROUND, skip=ROUND, round=ROUND,
     ),
     Entry(
-        "elastic",
-        "elastic averaging, every 8",
-        f"ElasticAveraging({ROUND})",
+        "elastic", "elastic averaging, every 8", f"ElasticAveraging({ROUND})",
         "Each worker trains alone, and every 8 of its steps it and a centre on a server pull each "
         "other closer, without waiting for other workers.",
         "It pays on slow networks with unlike workers; the server's link carries N models each "
         "way in 8 steps.",
-        exact=False,
-        shown=False,
-        steps=2 * ROUND,
-        skip=ROUND,
-        round=ROUND,
+        exact=False, shown=False, steps=2 * ROUND, skip=ROUND, round=ROUND,
     ),
     Entry(
-        "gossip",
-        "gossip on a ring (D-PSGD)",
-        "Gossip(Ring())",
+        "gossip", "gossip on a ring (D-PSGD)", "Gossip(Ring())",
         "Each worker mixes its parameters with those of its two neighbours while it computes its "
         "gradient, and never hears of the others directly.",
         "It pays where latency is long: a step has one round, whatever the number of workers; what "
@@ -215,9 +185,7 @@ MENU = (
         exact=False,
     ),
     Entry(
-        "push",
-        "stochastic gradient push",
-        "StochasticGradientPush()",
+        "push", "stochastic gradient push", "StochasticGradientPush()",
         "Each worker sends its parameters, with a weight, to one other worker that changes from "
         "step to step, and averages what it receives.",
         "It pays with many workers: one model sent in a step, half of what a ring sends, and in "
@@ -225,19 +193,14 @@ MENU = (
         exact=False,
     ),
     Entry(
-        "pairs",
-        "pairwise averaging (AD-PSGD)",
-        "PairwiseAveraging()",
+        "pairs", "pairwise averaging (AD-PSGD)", "PairwiseAveraging()",
         "Each worker averages its parameters with those of a random partner while it computes, and "
         "waits for that one at most.",
         "It pays with slow or unsteady workers, which hold up nobody but a partner; each exchange "
         "takes a model in both directions.",
-        exact=False,
-        shown=False,
-        steps=8,
-        skip=3,
+        exact=False, shown=False, steps=8, skip=3,
     ),
-)
+)  # fmt: skip
 ENTRIES = {entry.key: entry for entry in MENU}
 
 

@@ -25,12 +25,9 @@ Parts = Mapping[str, float]
 # Colours of Okabe and Ito for what ranks do, greys for what they do not
 TRAINING = {"compute": "#0072B2", "communicate": "#E69F00", "wait": "#c9c9c9", "other": "#8c8c8c"}
 SETUP = {
-    "processes": "#2f6fa5",
-    "connections": "#5d9fce",
-    "task": "#93c6e3",
-    "group": "#c9e3ef",
+    "processes": "#2f6fa5", "connections": "#5d9fce", "task": "#93c6e3", "group": "#c9e3ef",
     "first_step": "#E69F00",
-}
+}  # fmt: skip
 
 
 def seconds(study: Study) -> Iterator[Figure]:

@@ -12,21 +12,10 @@ from typing import Any
 
 import altair as alt
 
+from orchestra.report import numbers
 from orchestra.report.figures import frame
 from orchestra.report.figures.frame import BAR, POINT, Figure, Look, Values, figure, layer, tips
-from orchestra.report.numbers import (
-    CONFIDENCE,
-    CONVERGENCE,
-    HETEROGENEOUS,
-    PACE,
-    TIME_TO_TARGET,
-    TRAIN,
-    Difference,
-    Measure,
-    Read,
-    count,
-    listed,
-)
+from orchestra.report.numbers import TIME_TO_TARGET, Difference, Measure, Read, count, listed
 from orchestra.report.rows import Row, grouped
 from orchestra.report.study import Study
 
@@ -95,7 +84,7 @@ def _target_marks(study: Study, rows: Sequence[Row], title: str) -> list[alt.Cha
 
 def differences(study: Study) -> Iterator[Figure]:
     """Yield a forest plot for each figure that decides, if several seeds give an interval."""
-    for measure in (TIME_TO_TARGET if study.target else TRAIN, study.primary):
+    for measure in (TIME_TO_TARGET if study.target else numbers.TRAIN, study.primary):
         pairs = [(row, study.difference(row, measure)) for row in study.completed]
         known = [(row, each) for row, each in pairs if each and each.low is not None]
         if known:
@@ -107,7 +96,7 @@ def _forest(study: Study, measure: Measure, known: Known) -> Figure:
     baseline = rivals.pop() if len(rivals) == 1 else "the baseline"
     coarse = ", to which the spacing of the snapshots is added" * (measure.resolution is not None)
     caption = (
-        f"Mean of the differences between runs of the same seed, with its {CONFIDENCE:.0%} "
+        f"Mean of the differences between runs of the same seed, with its {numbers.CONFIDENCE:.0%} "
         f"interval (Student's t){coarse}. An interval across the line (hollow point) means that "
         "these seeds do not tell the two apart."
     )
@@ -162,7 +151,7 @@ _ALONE = "A rank that is alone has all cores of its machine, of several each has
 
 def scaling(study: Study) -> Iterator[Figure]:
     """Yield samples a second and time to target against ranks, where there are several numbers."""
-    if speeds := _values(study, PACE.read):
+    if speeds := _values(study, numbers.PACE.read):
         yield _speed(study, speeds)
     if study.target and (times := _values(study, TIME_TO_TARGET.read)):
         caption = (
@@ -323,11 +312,11 @@ def efficiency(speeds: Mapping[int, float]) -> dict[int, float]:
 # Against combinations of unlike machines
 
 CAPTIONS = {
-    HETEROGENEOUS.key: (
+    numbers.HETEROGENEOUS.key: (
         "Samples a second over the sum of what each node does alone, against the nodes that were "
         "used, the slowest combination first. 100 % would be a cluster that loses nothing."
     ),
-    CONVERGENCE.key: (
+    numbers.CONVERGENCE.key: (
         "(Time to target of one process on the fastest node / of the cluster) over (the sum of "
         "what its nodes do alone / what that one does). 100 % would be a time to target that falls "
         "in proportion to the speed that is added."
