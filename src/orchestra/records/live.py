@@ -170,9 +170,8 @@ class Tail:
     """Reads the lines that are added to the file `path`, which need not be there yet.
 
     A last line without its end is kept until the rest is there. What is no JSON object is left out.
-
-    Attributes:
-        began_anew: the last `read` found a file that was written anew, and read it from its start.
+    `began_anew` says that the last `read` found a file that was written anew, and read it from its
+    start.
     """
 
     def __init__(self, path: Path, most_bytes: int = MOST_BYTES) -> None:

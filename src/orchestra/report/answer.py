@@ -348,12 +348,9 @@ def _told_apart(difference: numbers.Difference | None) -> bool | None:
 def _interval(difference: numbers.Difference) -> str:
     """Return the difference in seconds: "+2.10 s (95 % interval +1.71 to +2.49 s, n = 3)"."""
     mean, *ends = difference.texts()
-    text, pairs = numbers.with_unit(mean, "s"), numbers.pairs_of(difference.n)
-    if not ends:
-        return f"{text} ({pairs})"
-    return (
-        f"{text} (95{numbers.THIN}% interval {numbers.with_unit(' to '.join(ends), 's')}, {pairs})"
-    )
+    pairs, both = numbers.pairs_of(difference.n), numbers.with_unit(" to ".join(ends), "s")
+    interval = f"95{numbers.THIN}% interval {both}, " if ends else ""
+    return f"{numbers.with_unit(mean, 's')} ({interval}{pairs})"
 
 
 def _verdict(study: Study, first: Row, other: Row) -> str:

@@ -161,15 +161,12 @@ def _captions(sections: Mapping[str, Sequence[Figure]]) -> dict[str, str]:
 def _data(study: Study) -> Mapping[str, Any]:
     rows = [
         {
-            "name": row.name,
-            "label": row.label,
-            "strategy": row.record.strategy,
-            "ranks": row.ranks,
-            "figures": plain_figures(study, row),
+            "name": row.name, "label": row.label, "strategy": row.record.strategy,
+            "ranks": row.ranks, "figures": plain_figures(study, row),
             "runs": [run.record.summary() for run in row.runs],
         }
         for row in study.ranked
-    ]
+    ]  # fmt: skip
     aim = study.target
     target = aim and {"metric": aim.metric, "bound": aim.bound, "rising": aim.rising}
     return {"schema": SCHEMA, "target": target, "baseline": study.baseline, "rows": rows}
@@ -187,17 +184,16 @@ def _traces(study: Study, page: Path) -> Iterator[dict[str, Any]]:
     room = ROOM
     for row in study.ranked:
         paths = {run.record.seed: run.trace for run in row.runs if run.trace is not None}
-        if paths:
-            copy = base64.b64encode(next(iter(paths.values())).read_bytes()).decode()
-            # A smaller timeline further down may still fit
-            fits = len(copy) <= room
-            room -= len(copy) * fits
-            links = {
-                # Relative, so that the report still works when the folders are moved together
-                seed: quote(Path(os.path.relpath(path, page)).as_posix())
-                for seed, path in paths.items()
-            }
-            yield {"name": row.name, "links": links, "trace": copy if fits else None}
+        if not paths:
+            continue
+        copy = base64.b64encode(next(iter(paths.values())).read_bytes()).decode()
+        # A smaller timeline further down may still fit
+        fits = len(copy) <= room
+        room -= len(copy) * fits
+        # Relative, so that the report still works when the folders are moved together
+        relative = {seed: Path(os.path.relpath(path, page)) for seed, path in paths.items()}
+        links = {seed: quote(path.as_posix()) for seed, path in relative.items()}
+        yield {"name": row.name, "links": links, "trace": copy if fits else None}
 
 
 # Who held up the others
@@ -214,15 +210,16 @@ def _stragglers(study: Study) -> Iterator[tuple[str, int, str, str, str, str, st
             found = stragglers_of(record)
             for each in found[:MOST]:
                 since = _moment(each.since_seconds, each.since_step)
-                end = each.until_seconds
-                until = "the end" if end is None else _moment(end, each.until_step)
+                until = _moment(each.until_seconds, each.until_step)
                 about = each.who, times(each.factor), each.cause, since, until, _lost([each])
                 yield row.name, record.seed, *about
             if more := found[MOST:]:
                 yield row.name, record.seed, f"and {len(more)} more", "", "", "", "", _lost(more)
 
 
-def _moment(seconds: float, step: int | None) -> str:
+def _moment(seconds: float | None, step: int | None) -> str:
+    if seconds is None:
+        return "the end"
     return figure_text(seconds, "s") + (f", step {step}" if step is not None else "")
 
 

@@ -79,9 +79,7 @@ class Study:
     """The rows of a report, on which everything on its page depends.
 
     `baseline`, from which differences are taken, is a label or a row's name; None: one process.
-
-    Raises:
-        InputError: there is no such baseline.
+    `InputError` is raised if there is no such row.
     """
 
     sources: Sequence[Source]
@@ -180,8 +178,7 @@ class Study:
     @cached_property
     def of_machines(self) -> list[Measure]:
         """The measures of how well unlike nodes were used, and of costs and energy, where the
-        runs know them. Costs are left out if they are in several currencies.
-        """
+        runs know them. Costs are left out if they are in several currencies."""
         currencies = {run.record.currency for run in self.runs if run.record.currency}
         # No rate of exchange is known here
         costs = costs_in(*currencies) if len(currencies) == 1 else ()

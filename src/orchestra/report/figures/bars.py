@@ -221,16 +221,13 @@ def links(study: Study) -> Iterator[Figure]:
                if (found := row.completed[0].links) is not None and found.busiest}  # fmt: skip
     values: Values = [
         {
-            "strategy": name,
-            "lane": frame.lane_key(name, link.name),
-            "link": link.name,
-            "percent": 100 * link.share,
-            "bytes": link.bytes,
+            "strategy": name, "lane": frame.lane_key(name, link.name), "link": link.name,
+            "percent": 100 * link.share, "bytes": link.bytes,
             "text": f"{figure_text(100 * link.share, '%', 2)} · {bytes_text(link.bytes)}",
         }
         for name, of_row in carried.items()
         for link in of_row.busiest[:MAX_LINKS]
-    ]
+    ]  # fmt: skip
     if not values:
         return
     caption = (

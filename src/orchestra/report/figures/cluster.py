@@ -54,11 +54,8 @@ def clusters(study: Study) -> Iterator[Figure]:
 
 
 def cluster_figure(cluster: Cluster, ranks: int | None = None) -> Figure:
-    """Return the figure of `cluster`, with the places of `ranks` ranks if they are given.
-
-    Raises:
-        InputError: the ranks cannot be placed.
-    """
+    """Return the figure of `cluster`, with the places of `ranks` ranks if they are given; raise
+    `InputError` if these cannot be placed."""
     sketch = _Sketch(cluster, ranks)
     title = f"Cluster {cluster.name}" + (f", {ranks} ranks" if ranks else "")
     caption = (
@@ -264,10 +261,9 @@ class Place:
 class Tree:
     """The rows of all parts of a cluster, filled from the top; `rows` is how many they take.
 
-    Args:
-        alone: nodes that share their row with no other.
-        sizes: how many rows a node takes, by its name; nodes without an entry are left out, and
-            switches with none of the others below them. One row for each node by default.
+    Nodes that are `alone` share their row with no other. `sizes` says how many rows a node takes,
+    by its name, by default one; nodes without an entry are left out, and switches with none of the
+    others below them.
     """
 
     def __init__(

@@ -207,10 +207,7 @@ def kinds(field: str, values: Values, colours: Mapping[str, str], **legend: Any)
 class Look:
     """The channels that tell strategies apart, over the `styles` of `names`, of all by default.
 
-    Attributes:
-        colour: on lines and points.
-        dash: on lines.
-        shape: on points.
+    `colour` is for lines and points, `dash` for lines, and `shape` for points.
     """
 
     def __init__(

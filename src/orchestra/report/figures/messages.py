@@ -90,10 +90,8 @@ class MessageLayout:
     `letters` is the length of the longest words of an arc; `carried` has the words of each link,
     by the name of the node or switch below it.
 
-    Attributes:
-        rows: the ranks in their order from the top.
-        x, y: the positions of the ranks, in pixels, the latter by rank.
-        places: those of nodes and switches.
+    `rows` are the ranks in their order from the top, `x` and `y` (by rank) their positions in
+    pixels, and `places` those of nodes and switches.
     """
 
     def __init__(

@@ -56,15 +56,13 @@ def time_to_target(study: Study) -> Iterator[Figure]:
 def _target_marks(study: Study, rows: Sequence[Row], title: str) -> list[alt.Chart]:
     seeds = [
         {
-            "strategy": row.name,
-            "seed": run.record.seed,
-            "seconds": run.record.time_to_target_seconds,
-            "after": run.record.time_to_target_after_seconds,
+            "strategy": row.name, "seed": r.seed, "seconds": r.time_to_target_seconds,
+            "after": r.time_to_target_after_seconds,
         }
         for row in rows
-        for run in row.completed
-        if run.record.time_to_target_seconds is not None
-    ]
+        for r in (run.record for run in row.completed)
+        if r.time_to_target_seconds is not None
+    ]  # fmt: skip
     zero = alt.Scale(zero=True)
     x, mean = (alt.X(of, title=title, scale=zero) for of in ("seconds:Q", "mean(seconds):Q"))
     ends = alt.X("after:Q"), alt.X2("seconds:Q")
