@@ -31,8 +31,7 @@ FILE = "trace.json.gz"
 NANOSECOND = 0.001  # in microseconds
 THREADS = 1000  # more than a rank has flows
 
-MAIN = "main"
-"""The flow of a rank that computes; the others are background flows."""
+MAIN = "main"  # the flow of a rank that computes; the others are background flows
 MAX_BYTES = 1 << 23  # of the packed file: waits in a larger one take too long to read
 
 Event = dict[str, Any]
@@ -145,9 +144,6 @@ def _slice_events(rank: int, piece: Slice, numbers: Mapping[Message, int]) -> It
 
 def _micros(seconds: float) -> float:
     return round(seconds * 1e6, 3)
-
-
-# Reading it
 
 
 @dataclass(frozen=True)

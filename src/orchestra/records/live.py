@@ -18,8 +18,7 @@ from orchestra.settings.base import from_plain, to_plain
 LIVE = "live.json"
 """A file in the folder of a run, written about once a second and removed at a normal end."""
 
-FRESH_SECONDS = 10.0
-"""An older file belongs to a run that has ended, unless a lock says otherwise."""
+FRESH_SECONDS = 10.0  # an older file belongs to a run that has ended, unless a lock says otherwise
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,9 @@ from orchestra.records.report import NOTABLE, Point, RankReport, busy_with_other
 from orchestra.settings.base import from_plain, to_plain
 
 SCHEMA = 1
-EXPERIMENT = "experiment.yaml"
-"""A file in the folder of a run or comparison: what was asked for."""
+EXPERIMENT = "experiment.yaml"  # a file in the folder of a run or comparison: what was asked for
 SUMMARY = "summary.json"
-CLUSTER = "cluster.yaml"
-"""A file in the folder of a run on a described cluster: the whole cluster."""
+CLUSTER = "cluster.yaml"  # a file in the folder of a run on a described cluster: the whole cluster
 EMULATION = "emulation.json"
 """A file in the folder of an emulated run: the counts of the transports and of the cables."""
 TECHNIQUES = "techniques.json"
@@ -197,12 +195,8 @@ def _nodes(last: Point) -> dict[str, Any] | None:
     """Return the figures of the replicas at the last snapshot."""
     if not last.nodes:
         return None
-    return {
-        "replicas": last.replicas,
-        "judged": len(last.nodes),
-        "mean": last.metrics,
-        "worst": last.worst_nodes(),
-    }
+    figures = {"mean": last.metrics, "worst": last.worst_nodes()}
+    return {"replicas": last.replicas, "judged": len(last.nodes), **figures}
 
 
 def write_summary(
@@ -246,8 +240,7 @@ def write_curve(folder: Path, points: Sequence[Point]) -> None:
 
 
 LINKS = "links.json"
-MAX_LINKS = 32
-"""The most links that are listed; the others are only counted in `tenths`."""
+MAX_LINKS = 32  # the most links that are listed; the others are only counted in `tenths`
 TENTHS = 10
 
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from orchestra.records.report import Cause, Counters, Straggler
 from orchestra.settings.registry import LazyModule
 
-_Pair = tuple[int, int]
-"""The source and the target of messages."""
+_Pair = tuple[int, int]  # the source and the target of messages
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -27,8 +26,7 @@ else:
 
 MAX_WINDOWS, LEAST_WINDOWS = 30, 3
 STEPS_A_WINDOW = 3  # of the worker with the fewest
-LITTLE = 0.25
-"""The part of a straggler's excess per step: whoever lost less has not waited for it."""
+LITTLE = 0.25  # the part of a straggler's excess per step: whoever lost less has not waited for it
 LEAST_SECONDS = 2.0  # shorter events on real processes are noise of the machine
 MATERIAL = 0.05  # the part of the time that the excess has to amount to
 CERTAIN = 7.0  # standard errors that the mean logarithm of the ratio has to lie above 0
@@ -169,9 +167,6 @@ def stretches(logs: Array, least: float, noise: float, begin: int = 0) -> Iterat
     yield from stretches(logs[high:], least, noise, begin + high)
 
 
-# Ranks
-
-
 def slow_ranks(ranks: Sequence[int], windows: Windows, width: float) -> Iterator[Found]:
     """Yield the `ranks` that took longer than their peers for a sample, and for a step as well.
 
@@ -216,9 +211,6 @@ def _ratios(work: Array, amount: Array) -> Array:
             rates = work[known, k] / amount[known, k]
             logs[known, k] = np.log(rates / others(rates))
     return logs
-
-
-# Links
 
 
 def slow_links(windows: Windows, nodes: Mapping[int, str], width: float) -> Iterator[Found]:
@@ -320,9 +312,6 @@ def _blamed(
 
     parts = {end: part(end) for end in (ends[worst[0]], ends[worst[1]])}
     return {end for end, own in parts.items() if own == max(parts.values())}
-
-
-# What it cost
 
 
 def _lost(

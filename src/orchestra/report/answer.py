@@ -189,9 +189,6 @@ def _fastest(study: Study) -> Iterator[str]:
         yield f"by speed, {first} came to {own}, {ratio} as many as {second} ({other}): {end}"
 
 
-# What it made of the machines
-
-
 def _machines(study: Study) -> Iterator[str]:
     """Yield how well the best row used unlike nodes, and which row was the cheapest."""
     for row in [row for row in study.completed if row.values(numbers.HETEROGENEOUS.read)][:1]:
@@ -214,9 +211,6 @@ def _machines(study: Study) -> Iterator[str]:
             least = min(rows, key=lambda row: row.mean(measure.read) or 0.0)
             what, whose = measure.title.partition(" ")[0], _row_text(study, least)
             yield f"the least {what} to the target was that of {whose}, {least.text(measure)}"
-
-
-# Why, and with what caveats
 
 
 def _why(study: Study) -> Iterator[str]:
@@ -321,9 +315,6 @@ def _stragglers_sentence(row: Row) -> str:
     if lost := sum(each.lost_seconds for each in found):
         cost = f"the other workers lost {figure_text(lost, 's')} to that, all together"
     return f"{first.who} {text}, and {cost}"
-
-
-# Words of all of them
 
 
 def _row_text(study: Study, row: Row) -> str:

@@ -30,9 +30,6 @@ _WORTH = 1.1
 """Shares are proposed if the slowest gradient takes at least this many times the best time."""
 
 
-# Where it was
-
-
 @dataclass(frozen=True)
 class Condition:
     """A condition `name` with its `text`; `doubtful` if it makes seconds of the runs doubtful."""
@@ -331,9 +328,6 @@ def _gain(row: Row) -> tuple[float, float] | None:
     return (now, best) if now > _WORTH * best else None
 
 
-# How settings were chosen
-
-
 def _tuning(study: Study) -> list[str]:
     texts = {source.folder: _tuning_of(source) for source in study.sources if source.runs}
     if len({*texts.values()}) == 1:
@@ -357,9 +351,6 @@ def _tuning_of(source: Source) -> str:
         f"ranks the best {settings} by {source.tuning.get('metric', 'loss')} on the validation "
         f"data, with seed {source.tuning.get('seed')}; the test data was looked at once, afterwards"
     )
-
-
-# Rows in words
 
 
 def _grouped(rows: Sequence[Row], key: Callable[[Row], K]) -> list[tuple[K, list[Row]]]:

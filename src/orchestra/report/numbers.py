@@ -198,8 +198,7 @@ def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) ->
     return Difference(middle, middle - half, middle + half, n)
 
 
-Read = Callable[[RunRecord], float | None]
-"""A figure of a record; None where the run has none."""
+Read = Callable[[RunRecord], float | None]  # a figure of a record; None where the run has none
 
 
 @dataclass(frozen=True)
@@ -292,8 +291,7 @@ def costs_in(currency: str) -> tuple[Measure, Measure]:
     return to_target, _measure("cost", "cost", currency)
 
 
-METRIC = "metrics."
-"""The prefix of the keys of measures that are metrics of the final parameters."""
+METRIC = "metrics."  # the prefix of the keys of measures that are metrics of the final parameters
 
 
 def target_of(experiment: Mapping[str, Any]) -> Target | None:

@@ -30,8 +30,7 @@ from orchestra.report.table import csv_text, latex_text, plain_figures, table, v
 from orchestra.settings.reading import yaml_text
 
 SCHEMA = 1
-MOST = 5
-"""The most stragglers of a run that have rows of their own."""
+MOST = 5  # the most stragglers of a run that have rows of their own
 
 SECTIONS = {
     "convergence": "Convergence",
@@ -44,8 +43,7 @@ SECTIONS = {
     "timeline": "The course of a run",
 }
 """Titles of the sections that figures belong to, in their order."""
-HEAD = "cluster"
-"""The section of those figures that stand beside the answer."""
+HEAD = "cluster"  # the section of those figures that stand beside the answer
 PAGE = "report.html"
 TABLES = {"csv": ("table.csv", csv_text), "latex": ("table.tex", latex_text)}
 """The other formats in which the table of a report can be written."""
@@ -172,8 +170,7 @@ def _data(study: Study) -> Mapping[str, Any]:
     return {"schema": SCHEMA, "target": target, "baseline": study.baseline, "rows": rows}
 
 
-ROOM = 3_000_000
-"""The most characters by which copies of timelines may enlarge a page."""
+ROOM = 3_000_000  # the most characters by which copies of timelines may enlarge a page
 
 
 def _traces(study: Study, page: Path) -> Iterator[dict[str, Any]]:
@@ -194,9 +191,6 @@ def _traces(study: Study, page: Path) -> Iterator[dict[str, Any]]:
         relative = {seed: Path(os.path.relpath(path, page)) for seed, path in paths.items()}
         links = {seed: quote(path.as_posix()) for seed, path in relative.items()}
         yield {"name": row.name, "links": links, "trace": copy if fits else None}
-
-
-# Who held up the others
 
 
 def _stragglers(study: Study) -> Iterator[tuple[str, int, str, str, str, str, str, str]]:
@@ -226,9 +220,6 @@ def _moment(seconds: float | None, step: int | None) -> str:
 def _lost(found: Sequence[Straggler]) -> str:
     lost = sum(each.lost_seconds for each in found)
     return figure_text(lost, "s") if lost else "nothing"
-
-
-# How runs ended
 
 
 @dataclass(frozen=True)
@@ -296,9 +287,6 @@ def _agreement(endings: Sequence[Mapping[str, tuple[str, ...]]]) -> str:
         )
     text = "; ".join(map(listed, sorted(always)))
     return f"Bit for bit the same final parameters under every seed: {text}."
-
-
-# How the figures of a source came about, from the records alone: enough to repeat them
 
 
 def _method(source: Source) -> dict[str, Any]:

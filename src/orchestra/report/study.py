@@ -47,8 +47,7 @@ _STAR = (
     ".81L0.00,0.45L-0.59,0.81L-0.43,0.14L-0.95,-0.31L-0.26,-0.36Z"
 )
 DASHES = ((1, 0), (7, 3), (2, 3), (10, 3, 2, 3), (12, 5))
-INK = "ink"
-"""The colour of text: dark on a light ground, light on a dark one."""
+INK = "ink"  # the colour of text: dark on a light ground, light on a dark one
 
 
 @dataclass(frozen=True)

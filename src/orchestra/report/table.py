@@ -211,8 +211,7 @@ def csv_text(study: Study) -> str:
     """Return the table as CSV, a line for each row, best first. For each figure it has the mean
     over the seeds, the sample standard deviation (_sd), the number of seeds (_n), and the paired
     difference from the rival with its 95 % interval (_difference, _low, _high). Unknown fields
-    are empty.
-    """
+    are empty."""
     file = io.StringIO()
     keys = [measure.key for measure in study.measures]
     parts = ("", "_sd", "_n", "_difference", "_low", "_high")

@@ -49,9 +49,6 @@ def sparkline(points: Sequence[tuple[float, float]], width: int) -> str:
     return "".join(BLOCKS[round((mean - low) / span * (len(BLOCKS) - 1))] for mean in means)
 
 
-# A run -----------------------------------------------------------------------------------------
-
-
 def run_page(view: RunView, console: Console, height: int | None = None) -> RenderableType:
     """Return the view of a run, in `height` lines of `console` if that is given."""
     above, below = list(_above(view, console.width)), list(_below(view))
@@ -216,9 +213,6 @@ def _fitting(columns: list[Column], rows: Sequence[Row], width: int, gap: int) -
     return columns
 
 
-# A comparison ----------------------------------------------------------------------------------
-
-
 def comparison_page(
     folder: Path,
     done: Sequence[tuple[str, RunRecord]],
@@ -229,8 +223,7 @@ def comparison_page(
     room: int | None = None,
 ) -> RenderableType:
     """Return the runs that are `done`, in words and with their records, the last `room` of them if
-    given, and the page of the current one.
-    """
+    given, and the page of the current one."""
     failed = sum(record.status == "failed" for _, record in done)
     state = "running" if under_way else "completed" if len(done) >= planned else "stopped"
     title = Text(f"{folder}", style="bold")

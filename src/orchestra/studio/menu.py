@@ -12,11 +12,9 @@ from orchestra.errors import InputError, nearest
 from orchestra.settings import Settings, setting
 from orchestra.settings.notation import literal
 
-BATCH = 32
-"""The samples of a worker's batch; only the scale of samples/s depends on it."""
+BATCH = 32  # the samples of a worker's batch; only the scale of samples/s depends on it
 MOST_WORKERS = 64
-ROUND = 8
-"""The steps between two exchanges of strategies that exchange seldom."""
+ROUND = 8  # the steps between two exchanges of strategies that exchange seldom
 
 
 @dataclass(frozen=True, repr=False)

@@ -20,17 +20,13 @@ from orchestra.report.study import COLOURS, DASHES
 from orchestra.settings.base import Limits
 from orchestra.studio.menu import BATCH, MENU, MOST_WORKERS, Entry, Situation, entry_of
 
-KEPT: dict[str, int] = {"step": 4000, "course": 40}
-"""The most cached answers of each kind."""
-MOST_PAGES = 100
-"""The most pages whose latest question is remembered."""
+KEPT: dict[str, int] = {"step": 4000, "course": 40}  # the most cached answers of each kind
+MOST_PAGES = 100  # the most pages whose latest question is remembered
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 """The names of this machine in a browser. Any other name belongs to another site, which makes the
 browser resolve it to this machine (DNS rebinding)."""
-COUNTS = (2, 4, 8, 16, 32, 64)
-"""The numbers of workers in a scaling curve, up to the chosen number."""
-MOST_WATCHED = 16
-"""The most workers whose messages are shown; more could not be followed."""
+COUNTS = (2, 4, 8, 16, 32, 64)  # the numbers of workers in a scaling curve, up to the chosen number
+MOST_WATCHED = 16  # the most workers whose messages are shown; more could not be followed
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
 )
@@ -125,9 +121,6 @@ def _keep(kept: dict[Any, Any], key: object, value: object, most: int) -> None:
     kept[key] = value
     if len(kept) > most:
         del kept[next(iter(kept))]
-
-
-# The page
 
 
 def make_app(simulator: Simulator) -> Flask:

@@ -24,8 +24,7 @@ from orchestra.trainer.trace import Trace
 from orchestra.worker.interception import intercepted
 from orchestra.worker.runtime import PassingReporter, Runtime, SilentReporter
 
-MOST_MESSAGES = 3000
-"""The most messages of one step that a page is given."""
+MOST_MESSAGES = 3000  # the most messages of one step that a page is given
 TENSORS = 4
 """The tensors of the model, of equal sizes. Each is a bucket, and can overlap with backward."""
 SMALL = 1000
@@ -55,13 +54,11 @@ class _Watch(PassingReporter):
         super().progress(**facts)
         transport, computed = self.runtime.transport, self.runtime.compute.main_seconds
         traffic = transport.traffic
-        moved = (
-            traffic.seconds_communicating,
-            traffic.seconds_waiting,
-            traffic.seconds_in_background,
-        )
-        now = Moment(transport.now(), facts["samples"], computed, *moved, transport.bytes_sent)
-        self.moments.append(now)
+        moment = Moment(
+            transport.now(), facts["samples"], computed, traffic.seconds_communicating,
+            traffic.seconds_waiting, traffic.seconds_in_background, transport.bytes_sent,
+        )  # fmt: skip
+        self.moments.append(moment)
 
 
 @dataclass
@@ -75,8 +72,7 @@ class Simulated:
     def window(self, first: int) -> tuple[float, float]:
         """Return the time from which all workers together have done `first` batches each, and
         the time at which the first of them has done its last one. If batches go to whichever
-        worker is free, that is when one finds no batch any more.
-        """
+        worker is free, that is when one finds no batch any more."""
         series = [moments for moments in self.moments if moments]
         # Not the beginning: workers that start together fall out of step first (decision 101)
         ends = sorted(moment.seconds for moments in series for moment in moments)
@@ -200,9 +196,6 @@ def _between(moments: Sequence[Moment], begin: float, end: float) -> Any:
     # A window ends in the midst of steps of most workers
     both = [numpy.interp((begin, end), columns[0], column) for column in columns]
     return numpy.diff(both)[:, 0]
-
-
-# The course of one step
 
 
 def course(simulated: Simulated, first: int, count: int) -> dict[str, Any]:

@@ -119,12 +119,8 @@ def _by_rank(study: Study) -> Iterator[Figure]:
         yield figure("seconds-by-rank", title, caption, "time", *lanes)
 
 
-# Batches that a rule balanced
-
-LABELLED = 8
-"""The most lines that are labelled with their workers."""
-APART = 0.03
-"""The part of the global batch within which lines share a label."""
+LABELLED = 8  # the most lines that are labelled with their workers
+APART = 0.03  # the part of the global batch within which lines share a label
 
 
 def batches(study: Study) -> Iterator[Figure]:
@@ -172,9 +168,6 @@ def _batch_values(row: Row) -> tuple[Values, Values]:
     return values, last
 
 
-# Bytes
-
-
 def traffic(study: Study) -> Iterator[Figure]:
     """Yield mean bytes of a run, and for each sample, by strategy."""
     sent = {row.name: row.mean(lambda r: float(r.bytes_sent)) or 0.0 for row in study.completed}
@@ -211,8 +204,7 @@ def traffic(study: Study) -> Iterator[Figure]:
     yield figure("bytes-sent", "Bytes sent", caption, "traffic", *frame.lanes([bars], texts))
 
 
-MAX_LINKS = 6
-"""The most links of each strategy."""
+MAX_LINKS = 6  # the most links of each strategy
 
 
 def links(study: Study) -> Iterator[Figure]:
@@ -264,8 +256,6 @@ def _other_links(carried: Links) -> str:
     idle = f", {carried.unused} of them unused" if carried.unused else ""
     return f"and {count('more link', rest)}{idle}"
 
-
-# Staleness
 
 _FEW = 0.005
 _BARS = 24  # along the axis, so that they stay apart on a phone

@@ -224,8 +224,7 @@ def _compute_text(node: Node) -> str:
 
 # The tree
 
-MAX_NODES = 64
-"""In larger clusters, consecutive nodes that are alike share a row."""
+MAX_NODES = 64  # in larger clusters, consecutive nodes that are alike share a row
 
 
 class _Branch(NamedTuple):
@@ -374,8 +373,7 @@ class Canvas:
         self, places: Sequence[Place], thick: Callable[[Place], float] = lambda _: 1.0
     ) -> list[alt.Chart]:
         """Return the links of all parts, each as thick as `thick` says, and the lines that join
-        the parts of a switch or a node.
-        """
+        the parts of a switch or a node."""
         across = [
             {"x": place.above, "y": place.y, "to": place.x, "thick": thick(place)}
             for place in places

@@ -191,8 +191,6 @@ def _caption(axis: str, several: bool, means: Values) -> Iterator[str]:
         )
 
 
-# The loss of the training steps themselves, from what the ranks wrote down
-
 _BINS = 200
 _SIGNS = 8
 _BATCHES = 4  # in a part at the least: a single batch says little
@@ -278,9 +276,6 @@ def _parts(run: RunData, width: int) -> dict[int, float]:
                 total[0] += line["loss"] * line["samples"]
                 total[1] += line["samples"]
     return {part: loss / samples for part, (loss, samples) in totals.items() if samples}
-
-
-# What the budget came to
 
 
 def trade(study: Study) -> Iterator[Figure]:

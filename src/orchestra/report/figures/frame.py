@@ -264,8 +264,7 @@ def figure(
 
 # Fixed: a height in steps makes Vega-Lite warn beside `width: container`, and the page would jump
 # when a strategy is hidden (decision 15).
-LANE = 40
-"""The height of a lane, in pixels."""
+LANE = 40  # the height of a lane, in pixels
 POINT: dict[str, Any] = {"yOffset": 8}
 """The offset of marks in the lower part of a lane; its upper part is for text."""
 BAR: dict[str, Any] = {"height": 15, **POINT}
@@ -315,8 +314,7 @@ def headed_lanes(
     layers: Sequence[alt.Chart], texts: Mapping[str, str], title: str | None = None, **axis: Any
 ) -> tuple[list[alt.Chart], int]:
     """Return `layers` in several lanes for each strategy, below its name and its text, and the
-    height of all. Lanes are those of the first layer's values, each with the key of its "lane".
-    """
+    height of all. Lanes are those of the first layer's values, each with the key of its "lane"."""
     domain: dict[str, None] = {}
     for strategy in texts:
         own = [v["lane"] for v in layers[0].data.values if v["strategy"] == strategy]

@@ -23,8 +23,7 @@ from orchestra.report.numbers import bytes_text, count
 from orchestra.report.rows import Row, grouped
 from orchestra.report.study import Study
 
-MOST = 32
-"""The most ranks in a figure; each strategy's row with the most ranks up to that is drawn."""
+MOST = 32  # the most ranks in a figure; each strategy's row with the most ranks up to that is drawn
 WIDTH = 680.0
 _LETTER = 5.3
 _TOP = 16.0

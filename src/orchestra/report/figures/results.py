@@ -141,8 +141,6 @@ def _difference_marks(study: Study, known: Known, title: str) -> list[alt.Chart]
     ]
 
 
-# Against the number of ranks, and from where on more pay less
-
 _POWERS = 5  # of ten that an axis has room for, with ticks between
 _ALONE = "A rank that is alone has all cores of its machine, of several each has one."
 
@@ -206,8 +204,7 @@ def _against_ranks(
     knees: Mapping[str, int | None],
 ) -> list[alt.Chart]:
     """Draw a line of each strategy and its points on two logarithmic axes, with the ideal below
-    them and rings around `knees`.
-    """
+    them and rings around `knees`."""
     ranks = sorted({value["ranks"] for value in values})
     scale = alt.Scale(type="log", base=2, nice=False, padding=14)
     # Vega halves explicit ticks until they are fewer than the count for the width: of 1, 2, 4 ...
@@ -256,8 +253,7 @@ def _ideal(values: Values, grows: bool) -> Values:
 
 def _ticks(heights: Sequence[float], label: str) -> alt.Axis:
     """Return an axis with ticks at 1, 2 and 5 times powers of ten; at the powers alone if there
-    are many, and at Vega's choice if there are fewer than three.
-    """
+    are many, and at Vega's choice if there are fewer than three."""
     least, most = min(heights), max(heights)
     powers = range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 1)
     # More than these would overlap on a phone
@@ -306,8 +302,6 @@ def efficiency(speeds: Mapping[int, float]) -> dict[int, float]:
     alone = speeds[fewest] / fewest
     return {ranks: speed / ranks / alone for ranks, speed in speeds.items()}
 
-
-# Against combinations of unlike machines
 
 CAPTIONS = {
     numbers.HETEROGENEOUS.key: (

@@ -15,11 +15,8 @@ from orchestra.report.figures.frame import Figure, Values, figure, layer, tips
 from orchestra.report.rows import Row, grouped
 from orchestra.report.study import Study
 
-# A few steps
-
 _STEPS = 3
-_ROOM = 1500
-"""The most pieces and messages that a window may hold before it is made shorter."""
+_ROOM = 1500  # the most pieces and messages that a window may hold before it is made shorter
 
 
 @dataclass(frozen=True)
@@ -129,8 +126,7 @@ def _lanes(trace: Trace, window: Window) -> Lanes:
 
 def _layers(strategy: str, window: Window, lanes: Lanes) -> list[alt.Chart]:
     """Draw the pieces, outer ones first, so that inner ones lie on top; the ends of steps; and a
-    line from each send to its receipt, with a point at its end.
-    """
+    line from each send to its receipt, with a point at its end."""
     names = list(dict.fromkeys(lanes.values()))
     axis = alt.Axis(ticks=False, domain=False, labelPadding=6, labelLimit=90)
     scale = alt.Scale(domain=names, paddingInner=0.25, paddingOuter=0.1)
@@ -189,10 +185,8 @@ def _values(strategy: str, window: Window, lanes: Lanes) -> tuple[Values, Values
 
 # The messages of one step
 
-_SAME = 0.01
-"""The part of an exchange within which arrows are taken to begin together."""
-_FULL = 0.9
-"""A step with this part of the most bytes of any step is not one between two exchanges."""
+_SAME = 0.01  # the part of an exchange within which arrows are taken to begin together
+_FULL = 0.9  # a step with this part of the most bytes of any step is not one between two exchanges
 
 
 @dataclass(frozen=True)
@@ -214,8 +208,7 @@ class Arrow:
 @dataclass(frozen=True)
 class Exchange:
     """The messages between the ranks in their step `step`. `seconds` is the time from the first
-    send to the last receipt; `servers` are the ranks without a step of their own.
-    """
+    send to the last receipt; `servers` are the ranks without a step of their own."""
 
     step: int
     seconds: float
