@@ -283,6 +283,10 @@ HETEROGENEOUS = _efficiency("heterogeneous")
 CONVERGENCE = _efficiency("convergence")
 ENERGY = _measure("energy_joules", "energy", "kJ", 1e3)
 ENERGY_TO_TARGET = _to_target("energy_to_target_joules", "energy to target", "kJ", 1e3)
+OF_RUNS = (TRAIN, PACE, SETUP, SENT)
+OF_STALENESS = (STALENESS, STALEST)
+OF_UNLIKE_NODES = (HETEROGENEOUS, CONVERGENCE)
+OF_ENERGY = (ENERGY_TO_TARGET, ENERGY)
 
 
 def costs_in(currency: str) -> tuple[Measure, Measure]:

@@ -31,16 +31,8 @@ from orchestra.records.record import (
     run_folder,
 )
 from orchestra.records.report import Point
-from orchestra.report.numbers import (
-    Measure,
-    Read,
-    count,
-    decimals_for,
-    figure_text,
-    fixed,
-    uncertain,
-    with_unit,
-)
+from orchestra.report import numbers
+from orchestra.report.numbers import Measure, Read, count
 from orchestra.settings.reading import yaml_value
 
 T = TypeVar("T")
@@ -253,12 +245,13 @@ class Row:
         mean, spread = self.mean(measure.read), self.spread(measure.read)
         assert mean is not None
         if (known := self.known_to(measure)) is not None:
-            return uncertain(mean, known, measure.unit)
+            return numbers.uncertain(mean, known, measure.unit)
         # A figure read at snapshots has no spread worth showing without a spacing (old records)
         if spread is None or measure.resolution is not None:
-            return figure_text(mean, measure.unit, measure.digits)
-        places = decimals_for([mean], measure.digits)
-        return with_unit(f"{fixed(mean, places)} ± {fixed(spread, places)}", measure.unit)
+            return numbers.figure_text(mean, measure.unit, measure.digits)
+        places = numbers.decimals_for([mean], measure.digits)
+        both = " ± ".join(numbers.fixed(value, places) for value in (mean, spread))
+        return numbers.with_unit(both, measure.unit)
 
 
 def rows_of(sources: Sequence[Source]) -> list[Row]:

@@ -9,27 +9,8 @@ from functools import cached_property
 
 from orchestra.errors import InputError, nearest
 from orchestra.records.record import RunRecord
-from orchestra.report.numbers import (
-    CONVERGENCE,
-    ENERGY,
-    ENERGY_TO_TARGET,
-    FINAL_LOSS,
-    HETEROGENEOUS,
-    METRIC,
-    PACE,
-    SENT,
-    SETUP,
-    STALENESS,
-    STALEST,
-    TIME_TO_TARGET,
-    TRAIN,
-    Difference,
-    Measure,
-    costs_in,
-    final_metric,
-    paired_difference,
-    target_of,
-)
+from orchestra.report import numbers
+from orchestra.report.numbers import FINAL_LOSS, METRIC, TIME_TO_TARGET, Difference, Measure
 from orchestra.report.rows import Row, RunData, Source, common_settings, grouped, numbered, rows_of
 from orchestra.trainer.settings import Target
 
@@ -120,7 +101,7 @@ class Study:
     @cached_property
     def target(self) -> Target | None:
         """The target of all runs; None if they had none or different ones."""
-        targets = {target_of(source.experiment) for source in self.sources}
+        targets = {numbers.target_of(source.experiment) for source in self.sources}
         # A time to target beside that to another one would be compared all the same
         return targets.pop() if len(targets) == 1 else None
 
@@ -160,19 +141,21 @@ class Study:
         wanted = self.target.metric if self.target else None
         in_order = sorted(names, key=lambda name: name != wanted)
         # The loss is a field of the record, and stands at the end
-        return [*(final_metric(n, self.target) for n in in_order if n != "loss"), FINAL_LOSS]
+        metrics = [numbers.final_metric(n, self.target) for n in in_order if n != "loss"]
+        return [*metrics, FINAL_LOSS]
 
     @cached_property
     def primary(self) -> Measure:
         """The measure by which final parameters are ranked; the speed if there are none."""
-        return next((measure for measure in self.finals if measure.rising is not None), PACE)
+        ranking = (measure for measure in self.finals if measure.rising is not None)
+        return next(ranking, numbers.PACE)
 
     @cached_property
     def measures(self) -> list[Measure]:
         """All measures of the table, in its order."""
         first = [TIME_TO_TARGET] if self.target and not self.only_time else []
-        stale = [STALENESS, STALEST] if any(row.values(STALENESS.read) for row in self.rows) else []
-        return [*first, *self.finals, TRAIN, PACE, SETUP, SENT, *stale, *self.of_machines]
+        runs = (*numbers.OF_RUNS, *self._known(numbers.OF_STALENESS))
+        return [*first, *self.finals, *runs, *self.of_machines]
 
     @cached_property
     def of_machines(self) -> list[Measure]:
@@ -180,9 +163,11 @@ class Study:
         runs know them. Costs are left out if they are in several currencies."""
         currencies = {run.record.currency for run in self.runs if run.record.currency}
         # No rate of exchange is known here
-        costs = costs_in(*currencies) if len(currencies) == 1 else ()
-        known = (HETEROGENEOUS, CONVERGENCE, *costs, ENERGY_TO_TARGET, ENERGY)
-        return [m for m in known if any(row.values(m.read) for row in self.rows)]
+        costs = numbers.costs_in(*currencies) if len(currencies) == 1 else ()
+        return self._known((*numbers.OF_UNLIKE_NODES, *costs, *numbers.OF_ENERGY))
+
+    def _known(self, measures: Sequence[Measure]) -> list[Measure]:
+        return [m for m in measures if any(row.values(m.read) for row in self.rows)]
 
     @property
     def seeds(self) -> int:
@@ -215,7 +200,8 @@ class Study:
 
     def between(self, row: Row, other: Row, measure: Measure) -> Difference | None:
         """Return `row` - `other`, over the seeds that both completed."""
-        difference = paired_difference(row.values(measure.read), other.values(measure.read))
+        values = row.values(measure.read), other.values(measure.read)
+        difference = numbers.paired_difference(*values)
         if difference is None or measure.resolution is None:
             return difference
         # Each true time lies before the one read, by up to the spacing of the snapshots
@@ -224,7 +210,7 @@ class Study:
     def _rank(self, row: Row) -> tuple[float, ...]:
         reached = self.reached(row) if self.target else 0
         time = row.mean(TIME_TO_TARGET.read) if reached else None
-        final, train = row.mean(self.primary.read), row.mean(TRAIN.read)
+        final, train = row.mean(self.primary.read), row.mean(numbers.TRAIN.read)
         by = (time, None if final is None else self.primary.order(final), train)
         # How often before how soon (decision 14)
         last = not row.completed, -reached / len(row.runs)
