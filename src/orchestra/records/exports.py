@@ -150,16 +150,14 @@ def _micros(seconds: float) -> float:
 class Trace:
     """A timeline, as its file has it; times are microseconds of the stopwatch.
 
-    `slices` are the complete events, `arrows` the two ends of each message, both with the "slice"
-    in which they lie; `roles` and `flows` are the names of ranks and of their flows. `parts` are
-    the steps of the lowest rank that has any, in runs of consecutive numbers: a run has several
-    where its strategy changed, for each began to be traced anew.
+    `parts` are the steps of the lowest rank that has any, in runs of consecutive numbers: a run has
+    several where its strategy changed, for each began to be traced anew.
     """
 
-    slices: Sequence[Event]
-    arrows: Arrows
-    roles: Mapping[int, str]
-    flows: Mapping[tuple[int, int], str]
+    slices: Sequence[Event]  # the complete events
+    arrows: Arrows  # the two ends of each message, both with the "slice" in which they lie
+    roles: Mapping[int, str]  # the names of ranks
+    flows: Mapping[tuple[int, int], str]  # and of their flows
     parts: Sequence[Sequence[Event]]
 
 

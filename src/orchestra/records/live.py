@@ -49,20 +49,16 @@ class RankNow:
 
 @dataclass(frozen=True)
 class Live:
-    """A run at the moment `written`, which is a time of the machine `host` in seconds since 1970;
-    the `process` there has written it.
-
-    `training_since` is when the first step began, and `fraction` the part of the budget that is
-    used up, `fraction_then` at the first step; None as long as they are not known.
-    """
+    """A run at the moment `written`, by its `process` on the machine `host`; times are that
+    machine's, in seconds since 1970."""
 
     written: float
     host: str
     process: int
     ranks: tuple[RankNow, ...] = ()
-    training_since: float | None = None
-    fraction: float | None = None
-    fraction_then: float = 0.0
+    training_since: float | None = None  # when the first step began
+    fraction: float | None = None  # of the budget, used up; None as long as it is not known
+    fraction_then: float = 0.0  # at the first step
     stragglers: tuple[Straggler, ...] = ()
     notices: tuple[str, ...] = ()
 

@@ -23,7 +23,7 @@ from statistics import fmean
 from typing import Any, Self
 
 from orchestra.errors import InputError
-from orchestra.records.report import NOTABLE, Point, RankReport, busy_with_others
+from orchestra.records.report import NOTABLE, Point, RankReport, Straggler, busy_with_others
 from orchestra.settings.base import from_plain, to_plain
 
 SCHEMA = 1
@@ -123,6 +123,12 @@ class RunRecord:
         """The final loss and the metrics, as far as they are known."""
         figures = {"loss": self.final_loss, **self.metrics}
         return {name: value for name, value in figures.items() if value is not None}
+
+    @property
+    def slow_ranks(self) -> list[Straggler]:
+        """The stragglers, those first that cost most."""
+        found: list[Straggler] = from_plain(list[Straggler], list(self.stragglers))
+        return found
 
     @property
     def mixed(self) -> bool:
@@ -246,16 +252,12 @@ TENTHS = 10
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of a cable, the loopback of a node, or what a switch shares.
-
-    `bandwidth` is in bytes/s; `bytes` are those of messages that crossed it, payload and headers;
-    `share` is the part of what it could have carried, what the wire adds to messages included.
-    """
+    """One direction of a cable, the loopback of a node, or what a switch shares."""
 
     name: str
-    bandwidth: float
-    bytes: int
-    share: float
+    bandwidth: float  # bytes/s
+    bytes: int  # of the messages that crossed it, payload and headers
+    share: float  # of what it could have carried, what the wire adds to messages included
 
 
 @dataclass(frozen=True)

@@ -107,19 +107,15 @@ class Message(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Something that took from `start` to `end`, in seconds of the rank's clock.
+    """Something that took from `start` to `end`, in seconds of the rank's clock."""
 
-    `category` is compute, send, receive, wait, native or step; `flow` the index of the flow that
-    did it. A send and the receive of the same message have an equal `message`.
-    """
-
-    flow: int
-    category: str
+    flow: int  # the index of the one that did it
+    category: str  # compute, send, receive, wait, native or step
     name: str
     start: float
     end: float
     args: Mapping[str, Any]
-    message: Message | None = None
+    message: Message | None = None  # equal for its send and its receive
 
 
 class Instant(NamedTuple):
@@ -132,15 +128,11 @@ class Instant(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The windows of a run in which one rank wrote down what it did.
+    """The windows of a run in which one rank wrote down what it did."""
 
-    Ranks whose `clock` is equal read the same clock; the stopwatch began at `began` on it. `flows`
-    are the names of its threads of work, by index.
-    """
-
-    clock: str
-    began: float
-    flows: tuple[str, ...]
+    clock: str  # equal for ranks that read the same clock
+    began: float  # when the stopwatch began, on this clock
+    flows: tuple[str, ...]  # the names of the threads of work, by index
     slices: list[Slice] = field(default_factory=list)
     instants: list[Instant] = field(default_factory=list)
 

@@ -6,13 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from orchestra.records.record import RunRecord
-from orchestra.records.report import Straggler
 from orchestra.report import numbers
 from orchestra.report.fairness import unequal_shares
 from orchestra.report.numbers import TIME_TO_TARGET, count, figure_text, listed, some, times
 from orchestra.report.rows import Row, grouped
 from orchestra.report.study import Study
-from orchestra.settings.base import from_plain
 
 
 @dataclass(frozen=True)
@@ -289,16 +287,9 @@ def _caveats(study: Study) -> Iterator[str]:
         yield f"{stopped} of {runs} {'was' if stopped == 1 else 'were'} stopped"
 
 
-def stragglers_of(record: RunRecord) -> list[Straggler]:
-    """Return the stragglers of one run, the most expensive first."""
-    # Sorted when they were recorded
-    found: list[Straggler] = from_plain(list[Straggler], list(record.stragglers))
-    return found
-
-
 def _stragglers_sentence(row: Row) -> str:
     """Return a sentence on the stragglers of the first run of `row`; empty if there are none."""
-    found = stragglers_of(row.record)
+    found = row.record.slow_ranks
     if not found:
         return ""
     first, *others = found

@@ -96,12 +96,9 @@ def doubts(study: Study) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Fairness:
-    """The two parts: `equal` with the `doubts` about it, and the `tuning` of each strategy.
+    """The two parts: `equal` with the `doubts` about it, and the `tuning` of each strategy."""
 
-    `fair` is False where runs differ in more than their strategy, ranks and seed.
-    """
-
-    fair: bool
+    fair: bool  # False where runs differ in more than their strategy, ranks and seed
     equal: Sequence[str]
     doubts: Sequence[str]
     tuning: Sequence[str]

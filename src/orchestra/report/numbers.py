@@ -140,13 +140,12 @@ def ranges(ranks: Iterable[int]) -> list[str]:
 class Difference:
     """The mean of paired differences over `n` pairs, with its confidence interval.
 
-    `low` and `high` are None if there is one pair only, which says nothing about the spread.
     `below` and `above` are how much less or more the mean may truly be, because the figures are
     read at snapshots; the interval includes them.
     """
 
     mean: float
-    low: float | None
+    low: float | None  # None, as `high`, of one pair only, which says nothing about the spread
     high: float | None
     n: int
     below: float = 0.0
@@ -203,18 +202,15 @@ Read = Callable[[RunRecord], float | None]  # a figure of a record; None where t
 
 @dataclass(frozen=True)
 class Measure:
-    """A figure of a run. `rising`: more is better; False: less is; None: neither.
-
-    `resolution` is, for a figure that is read at snapshots, how much earlier the true one may be.
-    """
+    """A figure of a run."""
 
     key: str
     title: str
     unit: str
     read: Read
-    rising: bool | None = None
+    rising: bool | None = None  # more is better; False: less is; None: neither
     digits: int = 3
-    resolution: Read | None = None
+    resolution: Read | None = None  # how much earlier the true one may be, if read at snapshots
 
     def order(self, value: float) -> float:
         """Return `value` so that the smallest is the best."""

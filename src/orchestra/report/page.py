@@ -19,7 +19,7 @@ from markupsafe import Markup, escape
 from orchestra.errors import InputError
 from orchestra.records.record import write_atomically
 from orchestra.records.report import Straggler, changes_in
-from orchestra.report.answer import answer, stragglers_of
+from orchestra.report.answer import answer
 from orchestra.report.fairness import conditions, fairness, machine_text, worker_batch
 from orchestra.report.figures import figures
 from orchestra.report.figures.frame import Figure, for_page, save
@@ -201,7 +201,7 @@ def _stragglers(study: Study) -> Iterator[tuple[str, int, str, str, str, str, st
     """
     for row in study.completed:
         for record in (run.record for run in row.completed):
-            found = stragglers_of(record)
+            found = record.slow_ranks
             for each in found[:MOST]:
                 since = _moment(each.since_seconds, each.since_step)
                 until = _moment(each.until_seconds, each.until_step)

@@ -87,21 +87,15 @@ class RunData:
 
 @dataclass(frozen=True)
 class Source:
-    """A folder that was given: a comparison's or a training's.
-
-    `experiment` is its file as plain data, `environment` that of its first run, `tuning` what
-    `tuning.json` says, and `not_run` the name, ranks and reason of each row that could not be; each
-    empty where there is none. `techniques` are the rows that differ in one setting, as
-    `techniques.json` has them.
-    """
+    """A folder that was given: a comparison's or a training's. What it has not is empty."""
 
     folder: Path
-    experiment: Mapping[str, Any]
-    environment: Mapping[str, Any] = field(default_factory=dict)
-    tuning: Mapping[str, Any] = field(default_factory=dict)
+    experiment: Mapping[str, Any]  # its file, as plain data
+    environment: Mapping[str, Any] = field(default_factory=dict)  # of its first run
+    tuning: Mapping[str, Any] = field(default_factory=dict)  # what `tuning.json` says
     runs: Sequence[RunData] = ()
-    not_run: Sequence[Mapping[str, Any]] = ()
-    techniques: Sequence[Mapping[str, Any]] = ()
+    not_run: Sequence[Mapping[str, Any]] = ()  # rows that could not be: name, ranks and reason
+    techniques: Sequence[Mapping[str, Any]] = ()  # rows that differ in one setting
 
     @property
     def name(self) -> str:

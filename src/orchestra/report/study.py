@@ -33,15 +33,11 @@ INK = "ink"  # the colour of text: dark on a light ground, light on a dark one
 
 @dataclass(frozen=True)
 class Style:
-    """The look of a strategy's lines and points.
+    """The look of a strategy's lines and points."""
 
-    `colour` is "ink" where it is that of the text; `dash` are pixels on and off; `shape` is a name
-    of Vega's, or the path of one.
-    """
-
-    colour: str
-    dash: tuple[int, ...]
-    shape: str
+    colour: str  # "ink": that of the text
+    dash: tuple[int, ...]  # pixels on and off
+    shape: str  # a name of Vega's, or the path of one
 
     @property
     def css_colour(self) -> str:

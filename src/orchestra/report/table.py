@@ -21,44 +21,34 @@ NONE = "–"
 
 @dataclass(frozen=True)
 class Column:
-    """A column; clicking its title sorts by the values of its cells, the best first.
-
-    `rising`: the largest first.
-    """
+    """A column; clicking its title sorts by the values of its cells, the best first."""
 
     key: str
     title: str
     unit: str = ""
-    rising: bool = False
+    rising: bool = False  # the largest is the best
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of the table: `text`, in smaller type below it `details`; `value` is to sort by.
-
-    `verdict` is "better" or "worse" than the rival where the spread over seeds cannot explain it.
-    """
+    """A cell of the table: `text`, in smaller type below it `details`; `value` is to sort by."""
 
     text: str
     details: Sequence[str] = ()
     value: float | None = None
     spread: float | None = None
-    verdict: str = ""
+    verdict: str = ""  # "better" or "worse" than the rival, where seeds cannot explain it
 
 
 @dataclass(frozen=True)
 class Table:
-    """The columns that are not empty, and each row with one cell for each of them.
-
-    `beside` says what the differences are from, `pairs` over how many seeds most are; `runs` is how
-    many each row has, all completed: 0 where that differs and a column says it.
-    """
+    """The columns that are not empty, and each row with one cell for each of them."""
 
     columns: Sequence[Column]
     lines: Sequence[tuple[Row, Sequence[Cell]]]
-    beside: str
-    pairs: int
-    runs: int
+    beside: str  # what the differences are from
+    pairs: int  # the seeds that most differences are over
+    runs: int  # of each row, all completed; 0 where that differs and a column says it
 
 
 def table(study: Study) -> Table:
@@ -247,22 +237,16 @@ def latex_text(study: Study) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on one technique: whether it paid.
+    """The verdict on one technique: whether it paid."""
 
-    `row` is with it, `plain` without; `setting` is what differs, "compression=BF16()". `answer` is
-    "paid", "did not pay" or "open", `because` why. Of both are `seconds`, to the target ("not
-    reached" among them) or for all samples, and `finals`, the primary figure; None where only
-    time passed. `break_even` is at which bandwidth it pays; empty where nobody searched.
-    """
-
-    row: Row
-    plain: Row
-    setting: str
-    answer: str
+    row: Row  # with it
+    plain: Row  # without it
+    setting: str  # what differs, "compression=BF16()"
+    answer: str  # "paid", "did not pay" or "open"
     because: str
-    seconds: tuple[str, str]
-    finals: tuple[str, str] | None
-    break_even: str
+    seconds: tuple[str, str]  # of both, to the target ("not reached", too) or for all samples
+    finals: tuple[str, str] | None  # the primary figure of both; None where only time passed
+    break_even: str  # at which bandwidth it pays; empty where nobody searched
 
 
 def verdicts(study: Study) -> Iterator[Verdict]:

@@ -16,7 +16,6 @@ from orchestra.records.live import Line, Live, RankNow, Tail, mean_rates, read_l
 from orchestra.records.record import EXPERIMENT, SUMMARY, RunRecord, read_links, read_summary
 from orchestra.records.report import Straggler, changes_in
 from orchestra.report.numbers import ranges
-from orchestra.settings.base import from_plain
 from orchestra.settings.notation import Call, read
 from orchestra.settings.reading import yaml_value
 
@@ -34,10 +33,8 @@ Status = Literal["running", "completed", "stopped", "failed", "cut off"]
 
 @dataclass(frozen=True)
 class Row:
-    """A rank: its last steps, or, once the run is completed, all of them.
-
-    `parts` are those of its time; None stands for what is not known.
-    """
+    """A rank: its last steps, or, once the run is completed, all of them. What is not known is
+    None; `parts` are those of its time."""
 
     rank: int
     role: str
@@ -246,7 +243,7 @@ class RunWatch:
             loss=_mean(row.loss for row in rows),
             metrics=record.figures,
             staleness=record.staleness,
-            stragglers=[from_plain(Straggler, dict(each)) for each in record.stragglers],
+            stragglers=record.slow_ranks,
             switched_at_step=record.switched_at_step,
             links=_links_carried(self.folder),
             notices=record.notices,

@@ -71,24 +71,20 @@ class Situation(Settings):
 class Entry:
     """A strategy on the page.
 
-    `does` describes a step, and `pays` when the strategy is a good choice. `notation` may
-    contain {servers}, the number of servers, which is at most that of the workers. A step of an
-    `exact` strategy is worth one of a single process on the batches of all workers. A step of
-    others may be worth less, since gradients are stale or dropped, or replicas differ. Of
-    `steps` simulated steps the first `skip` are left out, until all ranks have started. After
-    `round` steps the pattern repeats.
+    A step of an `exact` strategy is worth one of a single process on the batches of all workers. A
+    step of others may be worth less, since gradients are stale or dropped, or replicas differ.
     """
 
     key: str
     name: str
-    notation: str
-    does: str
-    pays: str
+    notation: str  # may contain {servers}, their number, which is at most that of the workers
+    does: str  # in a step
+    pays: str  # when the strategy is a good choice
     exact: bool = True
     shown: bool = True
-    steps: int = 3
-    skip: int = 1
-    round: int = 1
+    steps: int = 3  # that are simulated
+    skip: int = 1  # the first ones, left out: until all ranks have started
+    round: int = 1  # steps after which the pattern repeats
 
     def notation_for(self, workers: int) -> str:
         """Return the notation for `workers` workers."""

@@ -132,10 +132,7 @@ def run_of(situation: Situation, notation: str, steps: int) -> Run:
 
 def carry_out(run: Run, situation: Situation, *, watched: bool = False) -> Simulated:
     """Simulate the run in this process; with `watched`, record the messages and timelines, too.
-
-    Raises `InputError` if the strategy refuses that many workers, `RunFailed` if the simulation
-    came to no end.
-    """
+    Raises `InputError` if the strategy refuses that many workers, `RunFailed` without an end."""
     ranks = len(roles_of(run.strategy, run.training.ranks).shares)
     watches: dict[int, _Watch] = {}
     traces: dict[int, Trace] = {}

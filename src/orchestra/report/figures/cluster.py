@@ -239,17 +239,13 @@ class _Branch(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part is drawn: a switch, or the first of `nodes`, which share its rows.
-
-    It is at `x` and `y`, in pixels, in the middle of its `span`; `above` is the x of the switch
-    that it hangs on, if any.
-    """
+    """Where a part is drawn, in pixels: a switch, or the first of `nodes`, which share its rows."""
 
     part: Node | Switch
     nodes: tuple[Node, ...]
     x: float
-    y: float
-    above: float | None
+    y: float  # the middle of its `span`
+    above: float | None  # the x of the switch that it hangs on, if any
     span: tuple[float, float]
 
     @property
@@ -350,14 +346,11 @@ def _groups(nodes: Sequence[Node], alone: Collection[str]) -> list[tuple[Node, .
 
 @dataclass(frozen=True)
 class Canvas:
-    """Draws layers of marks at `x` and `y`, in pixels from the upper left corner.
-
-    With a `strategy` they are hidden together with it.
-    """
+    """Draws layers of marks at `x` and `y`, in pixels from the upper left corner."""
 
     width: float
     height: float
-    strategy: str | None = None
+    strategy: str | None = None  # together with which they are hidden
 
     def layer(
         self, values: Iterable[Mapping[str, Any]], mark: str, *channels: Any, **look: Any

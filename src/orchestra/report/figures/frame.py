@@ -28,8 +28,7 @@ class Figure:
     `hidden` lists the strategies (names of rows) to leave out, and `dark` says that the ground is;
     a page may set both at any time. `section` is the part of the report that it belongs to:
     convergence, target, time, traffic, staleness, scaling, differences or timeline; those of
-    "cluster" stand at its head. `least_width` is how many pixels it needs, where its words are
-    placed by hand.
+    "cluster" stand at its head.
     """
 
     name: str
@@ -37,7 +36,7 @@ class Figure:
     caption: str
     spec: Mapping[str, Any]
     section: str
-    least_width: int = 0
+    least_width: int = 0  # in pixels, where its words are placed by hand
 
 
 def save(figure: Figure, folder: Path) -> None:

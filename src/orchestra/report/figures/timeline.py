@@ -21,18 +21,14 @@ _ROOM = 1500  # the most pieces and messages that a window may hold before it is
 
 @dataclass(frozen=True)
 class Window:
-    """The activity of the ranks from `start` to `end`, in microseconds of the stopwatch.
-
-    `pieces` are the trace's complete events, `ends` those among them that are ends of steps,
-    `messages` both ends of each arrow. `first` and `last` are steps of the lowest rank with any.
-    """
+    """The activity of the ranks from `start` to `end`, in microseconds of the stopwatch."""
 
     start: float
     end: float
-    first: int
+    first: int  # step of the lowest rank with any
     last: int
-    pieces: Sequence[Event]
-    ends: Sequence[Event]
+    pieces: Sequence[Event]  # the complete events but for steps
+    ends: Sequence[Event]  # steps
     messages: Arrows
 
 
@@ -191,29 +187,24 @@ _FULL = 0.9  # a step with this part of the most bytes of any step is not one be
 
 @dataclass(frozen=True)
 class Arrow:
-    """All messages from rank `source` to rank `target`.
-
-    `bytes` are those of payload and headers. `first` is when the first was sent, in seconds after
-    the first of all, and `place` that in the order of beginnings, from 1, shared by equal ones.
-    """
+    """All messages from rank `source` to rank `target`."""
 
     source: int
     target: int
     count: int
-    bytes: int
-    first: float
-    place: int
+    bytes: int  # payload and headers
+    first: float  # when the first was sent, in seconds after the first of all
+    place: int  # in the order of beginnings, from 1, shared by equal ones
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """The messages between the ranks in their step `step`. `seconds` is the time from the first
-    send to the last receipt; `servers` are the ranks without a step of their own."""
+    """The messages between the ranks in their step `step`."""
 
     step: int
-    seconds: float
+    seconds: float  # from the first send to the last receipt
     arrows: Sequence[Arrow]
-    servers: frozenset[int]
+    servers: frozenset[int]  # ranks without a step of their own
 
 
 def exchanges(trace: Trace) -> list[Exchange]:
