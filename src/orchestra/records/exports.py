@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 FILE = "trace.json.gz"
 NANOSECOND = 0.001  # in microseconds
 THREADS = 1000  # more than a rank has flows
-
 MAIN = "main"  # the flow of a rank that computes; the others are background flows
 MAX_BYTES = 1 << 23  # of the packed file: waits in a larger one take too long to read
+TRACKERS = {"tensorboard": "TensorBoard", "mlflow": "MLflow", "wandb": "Weights & Biases"}
+"""The names of trackers; a key is at once the setting, the module and the extra."""
 
 Event = dict[str, Any]
 Arrows = Sequence[tuple[Event, Event]]
@@ -225,12 +226,6 @@ def longest_waits(folder: Path) -> dict[int, str]:
         whom, most = whoms.most_common(1)[0]
         found[rank] = f"{whom} ({most / spans[rank]:.0%})" if spans[rank] else whom
     return found | {rank: whoms.most_common(1)[0][0] for rank, whoms in serving.items()}
-
-
-# Trackers
-
-TRACKERS = {"tensorboard": "TensorBoard", "mlflow": "MLflow", "wandb": "Weights & Biases"}
-"""The names of trackers; a key is at once the setting, the module and the extra."""
 
 
 def require_tracker(name: str) -> None:

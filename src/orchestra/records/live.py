@@ -17,8 +17,11 @@ from orchestra.settings.base import from_plain, to_plain
 
 LIVE = "live.json"
 """A file in the folder of a run, written about once a second and removed at a normal end."""
-
 FRESH_SECONDS = 10.0  # an older file belongs to a run that has ended, unless a lock says otherwise
+MOST_BYTES = 1 << 20
+"""The most bytes read at a time. Where more were added, lines at even distances stand for them."""
+SAMPLES = 64
+Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -150,15 +153,6 @@ def mean_rates(before: Sequence[RankNow], after: Sequence[RankNow]) -> dict[tupl
             if seconds > 0 and more > 0:
                 rates[source, now.rank] = more / seconds
     return rates
-
-
-# Lines that are added to a file
-
-Line = dict[str, Any]
-
-MOST_BYTES = 1 << 20
-"""The most bytes read at a time. Where more were added, lines at even distances stand for them."""
-SAMPLES = 64
 
 
 class Tail:

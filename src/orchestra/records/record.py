@@ -34,6 +34,10 @@ EMULATION = "emulation.json"
 """A file in the folder of an emulated run: the counts of the transports and of the cables."""
 TECHNIQUES = "techniques.json"
 """A file in a comparison's folder: the rows that differ in one setting, and where each pays."""
+LINKS = "links.json"
+MAX_LINKS = 32  # the most links that are listed; the others are only counted in `tenths`
+TENTHS = 10
+PACKAGES = ("neural-orchestra", "torch", "numpy", "safetensors", "scikit-learn")
 
 
 @dataclass(frozen=True)
@@ -245,11 +249,6 @@ def write_curve(folder: Path, points: Sequence[Point]) -> None:
     write_atomically(folder / "curve.jsonl", "".join(lines))
 
 
-LINKS = "links.json"
-MAX_LINKS = 32  # the most links that are listed; the others are only counted in `tenths`
-TENTHS = 10
-
-
 @dataclass(frozen=True)
 class Link:
     """One direction of a cable, the loopback of a node, or what a switch shares."""
@@ -342,9 +341,6 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def partial_of(path: Path) -> Path:
     """Return the file that `write_atomically` writes first, and leaves if killed meanwhile."""
     return path.with_name(f".{path.name}.partial")
-
-
-PACKAGES = ("neural-orchestra", "torch", "numpy", "safetensors", "scikit-learn")
 
 
 def environment() -> dict[str, Any]:

@@ -13,6 +13,9 @@ NOTABLE = 0.1
 """The part of a machine's processor time that, taken by other programs, causes a warning."""
 LEAST_SECONDS = 0.25
 """Shorter times say nothing: the system counts processor time in hundredths of a second."""
+MAX_POINTS = 60
+MAX_SOURCES = 128
+"""Ranks that receive from more sources than this do not report how fast messages arrived."""
 
 
 @dataclass(frozen=True)
@@ -137,25 +140,19 @@ class Timeline:
     instants: list[Instant] = field(default_factory=list)
 
 
-MAX_POINTS = 60
-MAX_SOURCES = 128
-"""Ranks that receive from more sources than this do not report how fast messages arrived."""
-
-
 class Counters(NamedTuple):
     """The totals of a rank from its start until the moment `seconds` on the stopwatch.
 
-    `compute`, `input` (reading batches) and `blocked` (in the transport) are seconds of the main
-    flow. `arrived` has for each rank that sent large messages their bytes, and the seconds for
-    which this rank was ready to read while one was arriving.
+    `arrived` has for each rank that sent large messages their bytes, and the seconds for which this
+    rank was ready to read while one was arriving.
     """
 
     seconds: float
     steps: int = 0
     samples: int = 0
-    compute: float = 0.0
-    input: float = 0.0
-    blocked: float = 0.0
+    compute: float = 0.0  # seconds of the main flow, as are:
+    input: float = 0.0  # reading batches
+    blocked: float = 0.0  # in the transport
     arrived: tuple[tuple[int, float, float], ...] = ()
 
 

@@ -17,6 +17,7 @@ from orchestra.trainer.settings import Target
 CONFIDENCE = 0.95
 THIN = "\u202f"  # between thousands, and before a unit: it neither breaks nor gapes
 MINUS = "\u2212"
+METRIC = "metrics."  # the prefix of the keys of measures that are metrics of the final parameters
 
 
 def count(noun: str, number: int) -> str:
@@ -289,9 +290,6 @@ def costs_in(currency: str) -> tuple[Measure, Measure]:
     """Return the measures of the costs in `currency`: until the target, and of the whole run."""
     to_target = _to_target("cost_to_target", "cost to target", currency)
     return to_target, _measure("cost", "cost", currency)
-
-
-METRIC = "metrics."  # the prefix of the keys of measures that are metrics of the final parameters
 
 
 def target_of(experiment: Mapping[str, Any]) -> Target | None:

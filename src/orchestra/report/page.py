@@ -31,6 +31,7 @@ from orchestra.settings.reading import yaml_text
 
 SCHEMA = 1
 MOST = 5  # the most stragglers of a run that have rows of their own
+ROOM = 3_000_000  # the most characters by which copies of timelines may enlarge a page
 
 SECTIONS = {
     "convergence": "Convergence",
@@ -168,9 +169,6 @@ def _data(study: Study) -> Mapping[str, Any]:
     aim = study.target
     target = aim and {"metric": aim.metric, "bound": aim.bound, "rising": aim.rising}
     return {"schema": SCHEMA, "target": target, "baseline": study.baseline, "rows": rows}
-
-
-ROOM = 3_000_000  # the most characters by which copies of timelines may enlarge a page
 
 
 def _traces(study: Study, page: Path) -> Iterator[dict[str, Any]]:

@@ -17,6 +17,13 @@ from orchestra.report.rows import Row
 from orchestra.report.study import Study
 
 NONE = "–"
+_CSV_HEAD = ("name", "strategy", "ranks", "workers", "servers", "global_batch", "runs", "completed")
+_TEX = str.maketrans(
+    {letter: f"\\{letter}" for letter in "&%$#_{}"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    | {"±": r"$\pm$", "²": "$^2$", "≤": r"$\leq$", NONE: "--"}
+    | {numbers.MINUS: "$-$", numbers.THIN: r"\,"}
+)
 
 
 @dataclass(frozen=True)
@@ -186,15 +193,6 @@ def _beside(study: Study) -> str:
     if all(row.global_batch == rival.global_batch for row, rival in pairs):
         return "one process with all cores, the same global batch and the same seed"
     return "one process with all cores and the same seed, though not every row has its global batch"
-
-
-_CSV_HEAD = ("name", "strategy", "ranks", "workers", "servers", "global_batch", "runs", "completed")
-_TEX = str.maketrans(
-    {letter: f"\\{letter}" for letter in "&%$#_{}"}
-    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-    | {"±": r"$\pm$", "²": "$^2$", "≤": r"$\leq$", NONE: "--"}
-    | {numbers.MINUS: "$-$", numbers.THIN: r"\,"}
-)
 
 
 def csv_text(study: Study) -> str:

@@ -28,6 +28,11 @@ SETUP = {
     "processes": "#2f6fa5", "connections": "#5d9fce", "task": "#93c6e3", "group": "#c9e3ef",
     "first_step": "#E69F00",
 }  # fmt: skip
+LABELLED = 8  # the most lines of batches that are labelled with their workers
+APART = 0.03  # the part of the global batch within which lines share a label
+MAX_LINKS = 6  # the most links of each strategy
+_FEW = 0.005  # the part of the updates that may be staler than the axis is long
+_BARS = 24  # of staleness, so that they stay apart on a phone
 
 
 def seconds(study: Study) -> Iterator[Figure]:
@@ -119,10 +124,6 @@ def _by_rank(study: Study) -> Iterator[Figure]:
         yield figure("seconds-by-rank", title, caption, "time", *lanes)
 
 
-LABELLED = 8  # the most lines that are labelled with their workers
-APART = 0.03  # the part of the global batch within which lines share a label
-
-
 def batches(study: Study) -> Iterator[Figure]:
     """Yield each worker's samples in a step, over the steps of the best row with such a rule."""
     row = next((row for row in study.widest if row.record.batches), None)
@@ -204,9 +205,6 @@ def traffic(study: Study) -> Iterator[Figure]:
     yield figure("bytes-sent", "Bytes sent", caption, "traffic", *frame.lanes([bars], texts))
 
 
-MAX_LINKS = 6  # the most links of each strategy
-
-
 def links(study: Study) -> Iterator[Figure]:
     """Yield the busiest links of each strategy, on a described cluster whose links had traffic."""
     carried = {row.name: found for row in study.widest
@@ -255,10 +253,6 @@ def _other_links(carried: Links) -> str:
         return ""
     idle = f", {carried.unused} of them unused" if carried.unused else ""
     return f"and {count('more link', rest)}{idle}"
-
-
-_FEW = 0.005
-_BARS = 24  # along the axis, so that they stay apart on a phone
 
 
 def staleness(study: Study) -> Iterator[Figure]:

@@ -32,6 +32,7 @@ _LETTER, _GAP = 5.7, 26  # widths in pixels
 _NODE, _FAULT = COLOURS[0], COLOURS[1]
 _LARGEST_SQUARE = 120.0  # square pixels
 _CROSS = "M-1,-1L1,1M-1,1L1,-1"
+MAX_NODES = 64  # in larger clusters, consecutive nodes that are alike share a row
 _STYLES: dict[str, dict[str, Any]] = {
     "plain": {"align": "left", "color": INK_NOW},
     "head": {"align": "left", "color": INK_NOW, "fontWeight": "bold"},
@@ -223,8 +224,6 @@ def _compute_text(node: Node) -> str:
 
 
 # The tree
-
-MAX_NODES = 64  # in larger clusters, consecutive nodes that are alike share a row
 
 
 class _Branch(NamedTuple):

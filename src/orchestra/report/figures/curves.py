@@ -22,6 +22,9 @@ _POINTS = 10  # on a line, so that they can be told apart
 _FOUR = ".4~g"
 _POINT: dict[str, Any] = {"filled": True, "size": 55, "opacity": 1}
 _RING = {"size": 130, "strokeWidth": 2, "shape": "circle", "filled": False, "opacity": 1}
+_BINS = 200  # parts of a run, of which each has a mean training loss
+_SIGNS = 8  # on a line of training loss
+_BATCHES = 4  # in a part at the least: a single batch says little
 
 
 def curves(study: Study) -> Iterator[Figure]:
@@ -189,11 +192,6 @@ def _caption(axis: str, several: bool, means: Values) -> Iterator[str]:
             "band goes to the worst node, and the dashed line is the average of the replicas "
             "(under Elastic their centre), a model that no node has."
         )
-
-
-_BINS = 200
-_SIGNS = 8
-_BATCHES = 4  # in a part at the least: a single batch says little
 
 
 def training_loss(study: Study) -> Iterator[Figure]:

@@ -20,6 +20,8 @@ from orchestra.report.rows import Row, grouped
 from orchestra.report.study import Study
 
 Known = Sequence[tuple[Row, Difference]]  # those that have an interval
+_POWERS = 5  # of ten that an axis has room for, with ticks between
+_ALONE = "A rank that is alone has all cores of its machine, of several each has one."
 
 
 def time_to_target(study: Study) -> Iterator[Figure]:
@@ -139,10 +141,6 @@ def _difference_marks(study: Study, known: Known, title: str) -> list[alt.Chart]
         layer([v for v in values if v["certain"]], "point", *channels, **point, filled=True),
         layer([v for v in values if not v["certain"]], "point", *channels, **hollow),
     ]
-
-
-_POWERS = 5  # of ten that an axis has room for, with ticks between
-_ALONE = "A rank that is alone has all cores of its machine, of several each has one."
 
 
 def scaling(study: Study) -> Iterator[Figure]:

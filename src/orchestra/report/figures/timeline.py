@@ -17,6 +17,13 @@ from orchestra.report.study import Study
 
 _STEPS = 3
 _ROOM = 1500  # the most pieces and messages that a window may hold before it is made shorter
+# Waiting is palest, and its bars are thin, so that it shows without colour, too.
+_COLOURS = {
+    "compute": "#0072B2", "send": "#D55E00", "receive": "#E9B44C", "native": "#009E73",
+    "wait": "#bdbdbd",
+}  # fmt: skip
+_LANE = 34
+Lanes = Mapping[tuple[int, int], str]
 
 
 @dataclass(frozen=True)
@@ -60,15 +67,6 @@ def _cut(trace: Trace, first: Event, last: Event, end: float) -> Window:
         (sent, got) for sent, got in trace.arrows if start <= sent["ts"] and got["ts"] <= end
     ]
     return Window(start, end, first["args"]["step"], last["args"]["step"], pieces, ends, messages)
-
-
-# Waiting is palest, and its bars are thin, so that it shows without colour, too.
-_COLOURS = {
-    "compute": "#0072B2", "send": "#D55E00", "receive": "#E9B44C", "native": "#009E73",
-    "wait": "#bdbdbd",
-}  # fmt: skip
-_LANE = 34
-Lanes = Mapping[tuple[int, int], str]
 
 
 def timelines(study: Study) -> Iterator[Figure]:
