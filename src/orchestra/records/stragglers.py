@@ -106,7 +106,8 @@ def _windows(by_rank: Mapping[int, Sequence[Counters]], edges: Sequence[float]) 
             size, seconds = (np.diff(np.interp(edges, times, column)) for column in both)
             if size.any():
                 arrived[source, target] = size, np.where(size > 0, seconds, 0.0)
-    return Windows(list(by_rank), *np.diff(np.array(sums)).swapaxes(0, 1), arrived)
+    steps, samples, compute, read, blocked = np.diff(np.array(sums)).swapaxes(0, 1)
+    return Windows(list(by_rank), steps, samples, compute, read, blocked, arrived)
 
 
 class Found(NamedTuple):

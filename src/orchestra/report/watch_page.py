@@ -246,9 +246,10 @@ def comparison_page(
             or_dash(record.samples_per_second),
             Text((record.failure or _figures(record.figures)).partition("\n")[0]),
         )
-    earlier = []
+    parts: list[RenderableType] = [title, numbers, Text()]
     if len(shown) < len(done):
-        earlier = [Text(f"{len(done) - len(shown)} earlier runs, and:", style="dim")]
-    runs = table if shown else Text("no run is done yet", style="dim")
-    below = [] if current is None else [Text(), current]
-    return Group(title, numbers, Text(), *earlier, runs, *below)
+        parts.append(Text(f"{len(done) - len(shown)} earlier runs, and:", style="dim"))
+    parts.append(table if shown else Text("no run is done yet", style="dim"))
+    if current is not None:
+        parts += [Text(), current]
+    return Group(*parts)

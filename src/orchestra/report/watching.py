@@ -252,8 +252,8 @@ class RunWatch:
     def _whole_run(self, said: Mapping[str, Any], record: RunRecord) -> Row:
         rank = int(said["rank"])
         track = self._tracks.get(rank)
-        steps = track.window if track and said["role"] != "server" else ()
-        last = steps[-1] if steps else {}
+        serves = said["role"] == "server"
+        last: Line = track.window[-1] if track and track.window and not serves else {}
         total = record.train_seconds or 0.0
         parts = {name: value / total for name, value in said["seconds"].items() if total > 0}
         speed = said["samples"] / total if said["samples"] and total > 0 else None
