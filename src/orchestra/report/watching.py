@@ -296,10 +296,10 @@ def experiment_of(folder: Path) -> Mapping[str, Any]:
     try:
         value = yaml_value((folder / EXPERIMENT).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        reason = f"is not the folder of a run or comparison: it has no {EXPERIMENT}"
-        if not folder.exists():
-            reason = "there is no such folder"
-        raise InputError(f"{folder}: {reason}") from None
+        lacks = "there is no such folder"
+        if folder.exists():
+            lacks = f"is not the folder of a run or comparison: it has no {EXPERIMENT}"
+        raise InputError(f"{folder}: {lacks}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{folder / EXPERIMENT}: cannot be read: {reason}") from None
