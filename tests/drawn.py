@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from orchestra.records.exports import write_trace
 from orchestra.records.record import RunRecord, run_folder, write_curve, write_summary
 from orchestra.records.report import Message, Point, RankReport, Slice, Timeline
-from orchestra.records.trace import write_trace
 from orchestra.report.figures import figures
 from orchestra.report.figures.frame import Figure
 from orchestra.report.rows import Row, Source, collect

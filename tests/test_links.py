@@ -20,8 +20,8 @@ from orchestra.engines.simulation.network import Meter
 from orchestra.engines.simulation.simulate import Outcome, Simulation
 from orchestra.engines.simulation.training import links_of
 from orchestra.errors import InputError
+from orchestra.records.exports import read_trace, write_trace
 from orchestra.records.record import MAX_LINKS, Link, RunRecord, combine, read_links
-from orchestra.records.trace import read_trace, write_trace
 from orchestra.report.figures.timeline import exchanges
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES

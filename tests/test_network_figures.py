@@ -13,9 +13,9 @@ from tests.drawn import Drawn, drawn_alone, keep, record
 
 from orchestra.cluster import Cluster, load_cluster
 from orchestra.cluster.file import cluster_text
+from orchestra.records.exports import read_trace, write_trace
 from orchestra.records.record import Link, Links, run_folder, write_links
 from orchestra.records.report import Message, RankReport, Slice, Timeline
-from orchestra.records.trace import read_trace, write_trace
 from orchestra.report.figures.bars import links
 from orchestra.report.figures.frame import for_image
 from orchestra.report.figures.messages import WIDTH, MessageLayout, messages

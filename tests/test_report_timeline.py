@@ -9,8 +9,8 @@ import pytest
 from tests.drawn import drawn, keep, record, traced_reports
 
 from orchestra.errors import InputError
+from orchestra.records.exports import read_trace, write_trace
 from orchestra.records.record import run_folder
-from orchestra.records.trace import read_trace, write_trace
 from orchestra.report.figures.timeline import step_windows
 
 

@@ -17,8 +17,8 @@ from orchestra.experiments.comparison import carry_out
 from orchestra.experiments.techniques import Technique, techniques
 from orchestra.report.page import page
 from orchestra.report.rows import collect
-from orchestra.report.sections import verdicts
 from orchestra.report.study import Study
+from orchestra.report.table import verdicts
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.local_sgd import LocalSGD
 

@@ -14,7 +14,7 @@ from tests.training import settings, step_lines, train_processes
 from orchestra.cli.main import main
 from orchestra.engines.processes import launch
 from orchestra.errors import RunFailed
-from orchestra.records.trackers import TRACKERS
+from orchestra.records.exports import TRACKERS
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.single import Single

@@ -16,8 +16,8 @@ from tests.meshes import mesh
 from tests.training import settings, step_lines, train_processes
 
 from orchestra.engines.processes.system import TimedCompute
+from orchestra.records.exports import FILE, THREADS, trace_events, write_trace
 from orchestra.records.report import Instant, Message, RankReport, Slice, Timeline
-from orchestra.records.trace import FILE, THREADS, trace_events, write_trace
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.trace import STEPS

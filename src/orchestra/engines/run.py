@@ -14,10 +14,10 @@ from orchestra.cluster import Node
 from orchestra.cluster.units import read_price
 from orchestra.data import apportion
 from orchestra.errors import InputError, RunFailed
+from orchestra.records.exports import write_trace
 from orchestra.records.record import RunRecord, combine, environment, write_atomically, write_curve
 from orchestra.records.report import RankReport, Straggler
 from orchestra.records.stragglers import LEAST_SECONDS, find
-from orchestra.records.trace import write_trace
 from orchestra.settings.base import to_plain
 from orchestra.strategies.base import roles_of
 from orchestra.trainer.settings import Run, target_times

@@ -22,9 +22,9 @@ from typing import Any, Protocol
 from orchestra.errors import InputError
 from orchestra.experiments.experiment import Experiment, alone, on_ranks
 from orchestra.experiments.file import to_yaml
+from orchestra.records.exports import TRACKERS
 from orchestra.records.live import Line, Tail
 from orchestra.records.record import EXPERIMENT, SUMMARY, RunRecord, write_atomically
-from orchestra.records.trackers import TRACKERS
 from orchestra.report.watching import PARTS, RankTrack
 from orchestra.settings.notation import Call, read
 from orchestra.settings.reading import yaml_value

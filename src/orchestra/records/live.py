@@ -17,15 +17,17 @@ from orchestra.settings.base import from_plain, to_plain
 
 LIVE = "live.json"
 """A file in the folder of a run, written about once a second and removed at a normal end."""
-
-FRESH_SECONDS = 10.0
-"""An older file belongs to a run that has ended, unless a lock says otherwise."""
+FRESH_SECONDS = 10.0  # an older file belongs to a run that has ended, unless a lock says otherwise
+MOST_BYTES = 1 << 20
+"""The most bytes read at a time. Where more were added, lines at even distances stand for them."""
+SAMPLES = 64
+Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """Ranks, any of which may release the one that waits, and the part of its last beats at which
-    it did so."""
+    """Ranks any of which may release the waiting one, and the part of its last beats at which it
+    waited for them."""
 
     ranks: tuple[int, ...]
     share: float
@@ -50,20 +52,16 @@ class RankNow:
 
 @dataclass(frozen=True)
 class Live:
-    """A run at the moment `written`, which is a time of the machine `host` in seconds since 1970;
-    the `process` there has written it.
-
-    `training_since` is when the first step began, and `fraction` the part of the budget that is
-    used up, `fraction_then` at the first step; None as long as they are not known.
-    """
+    """A run at the moment `written`, by its `process` on the machine `host`; times are that
+    machine's, in seconds since 1970."""
 
     written: float
     host: str
     process: int
     ranks: tuple[RankNow, ...] = ()
-    training_since: float | None = None
-    fraction: float | None = None
-    fraction_then: float = 0.0
+    training_since: float | None = None  # when the first step began
+    fraction: float | None = None  # of the budget, used up; None as long as it is not known
+    fraction_then: float = 0.0  # at the first step
     stragglers: tuple[Straggler, ...] = ()
     notices: tuple[str, ...] = ()
 
@@ -129,11 +127,9 @@ def holder(folder: Path) -> str | None:
 
 
 def _has_open(process: int, file: os.stat_result) -> bool:
-    """Return whether `process` has `file` open; True for one of another user, who hides it.
-
-    An inode alone may be that of a file in another file system, and the device that the kernel
-    shows with a lock is not the one of `stat` on btrfs.
-    """
+    """Return whether `process` has `file` open; True for one of another user, who hides it."""
+    # An inode alone may be that of a file in another file system, and the device that the kernel
+    # shows with a lock is not the one of `stat` on btrfs.
     try:
         for each in Path(f"/proc/{process}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):
@@ -153,27 +149,18 @@ def mean_rates(before: Sequence[RankNow], after: Sequence[RankNow]) -> dict[tupl
         had = {source: size for source, size, _ in then.arrived}
         seconds = now.seconds - then.seconds
         for source, size, _ in now.arrived:
-            if seconds > 0 and size > had.get(source, 0.0):
-                rates[source, now.rank] = (size - had.get(source, 0.0)) / seconds
+            more = size - had.get(source, 0.0)
+            if seconds > 0 and more > 0:
+                rates[source, now.rank] = more / seconds
     return rates
-
-
-# Lines that are added to a file
-
-Line = dict[str, Any]
-
-MOST_BYTES = 1 << 20
-"""The most bytes read at a time. Where more were added, lines at even distances stand for them."""
-SAMPLES = 64
 
 
 class Tail:
     """Reads the lines that are added to the file `path`, which need not be there yet.
 
     A last line without its end is kept until the rest is there. What is no JSON object is left out.
-
-    Attributes:
-        began_anew: the last `read` found a file that was written anew, and read it from its start.
+    `began_anew` says that the last `read` found a file that was written anew, and read it from its
+    start.
     """
 
     def __init__(self, path: Path, most_bytes: int = MOST_BYTES) -> None:
@@ -185,11 +172,8 @@ class Tail:
         self._rest = b""
 
     def read(self) -> list[Line]:
-        """Return the lines that have been completed since the last call, in their order.
-
-        Raises:
-            OSError: the file is there, but cannot be read.
-        """
+        """Return the lines that have been completed since the last call, in their order; raise
+        `OSError` if the file is there, but cannot be read."""
         self.began_anew = False
         try:
             file = self._path.open("rb")
@@ -199,8 +183,8 @@ class Tail:
             status = os.fstat(file.fileno())
             # A file that was replaced, or has become shorter, is another run's.
             same, size = (status.st_dev, status.st_ino), status.st_size
-            if self._file is not None and (same != self._file or size < self._position):
-                self.began_anew = True
+            self.began_anew = self._file not in (None, same) or size < self._position
+            if self.began_anew:
                 self._position, self._rest = 0, b""
             self._file = same
             lines = []

@@ -15,6 +15,7 @@ import platform
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,19 +23,21 @@ from statistics import fmean
 from typing import Any, Self
 
 from orchestra.errors import InputError
-from orchestra.records.report import NOTABLE, Point, RankReport, busy_with_others
+from orchestra.records.report import NOTABLE, Point, RankReport, Straggler, busy_with_others
 from orchestra.settings.base import from_plain, to_plain
 
 SCHEMA = 1
-EXPERIMENT = "experiment.yaml"
-"""A file in the folder of a run or comparison: what was asked for."""
+EXPERIMENT = "experiment.yaml"  # a file in the folder of a run or comparison: what was asked for
 SUMMARY = "summary.json"
-CLUSTER = "cluster.yaml"
-"""A file in the folder of a run on a described cluster: the whole cluster."""
+CLUSTER = "cluster.yaml"  # a file in the folder of a run on a described cluster: the whole cluster
 EMULATION = "emulation.json"
 """A file in the folder of an emulated run: the counts of the transports and of the cables."""
 TECHNIQUES = "techniques.json"
 """A file in a comparison's folder: the rows that differ in one setting, and where each pays."""
+LINKS = "links.json"
+MAX_LINKS = 32  # the most links that are listed; the others are only counted in `tenths`
+TENTHS = 10
+PACKAGES = ("neural-orchestra", "torch", "numpy", "safetensors", "scikit-learn")
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,12 @@ class RunRecord:
         return {name: value for name, value in figures.items() if value is not None}
 
     @property
+    def slow_ranks(self) -> list[Straggler]:
+        """The stragglers, those first that cost most."""
+        found: list[Straggler] = from_plain(list[Straggler], list(self.stragglers))
+        return found
+
+    @property
     def mixed(self) -> bool:
         """True if its nodes are known to be unlike in what they do alone."""
         # To three digits: measured speeds of equal nodes differ in the further ones
@@ -196,12 +205,8 @@ def _nodes(last: Point) -> dict[str, Any] | None:
     """Return the figures of the replicas at the last snapshot."""
     if not last.nodes:
         return None
-    return {
-        "replicas": last.replicas,
-        "judged": len(last.nodes),
-        "mean": last.metrics,
-        "worst": last.worst_nodes(),
-    }
+    figures = {"mean": last.metrics, "worst": last.worst_nodes()}
+    return {"replicas": last.replicas, "judged": len(last.nodes), **figures}
 
 
 def write_summary(
@@ -214,23 +219,16 @@ def write_summary(
 
     `not_run` has the name, ranks and reason of each row that could not be there.
     """
-    path = folder / SUMMARY
-    summary = {
-        "schema": SCHEMA,
-        "experiment": experiment,
-        "runs": [run.summary() for run in runs],
-        "not_run": list(not_run),
-    }
-    write_atomically(path, json.dumps(summary, indent=2) + "\n")
-    return path
+    entries = [run.summary() for run in runs]
+    about = {"schema": SCHEMA, "experiment": experiment, "runs": entries, "not_run": list(not_run)}
+    write_atomically(folder / SUMMARY, json.dumps(about, indent=2) + "\n")
+    return folder / SUMMARY
 
 
 def read_summary(path: Path) -> list[RunRecord]:
     """Return the runs in the `summary.json` at `path`; the folder of each is that of `path`.
 
-    Raises:
-        FileNotFoundError: there is none.
-        InputError: it is damaged.
+    Raises `FileNotFoundError` if there is none, `InputError` if it is damaged.
     """
     try:
         runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
@@ -251,24 +249,14 @@ def write_curve(folder: Path, points: Sequence[Point]) -> None:
     write_atomically(folder / "curve.jsonl", "".join(lines))
 
 
-LINKS = "links.json"
-MAX_LINKS = 32
-"""The most links that are listed; the others are only counted in `tenths`."""
-TENTHS = 10
-
-
 @dataclass(frozen=True)
 class Link:
-    """One direction of a cable, the loopback of a node, or what a switch shares.
-
-    `bandwidth` is in bytes/s; `bytes` are those of messages that crossed it, payload and headers;
-    `share` is the part of what it could have carried, what the wire adds to messages included.
-    """
+    """One direction of a cable, the loopback of a node, or what a switch shares."""
 
     name: str
-    bandwidth: float
-    bytes: int
-    share: float
+    bandwidth: float  # bytes/s
+    bytes: int  # of the messages that crossed it, payload and headers
+    share: float  # of what it could have carried, what the wire adds to messages included
 
 
 @dataclass(frozen=True)
@@ -304,16 +292,13 @@ def write_links(folder: Path, links: Links) -> None:
 
 
 def read_links(folder: Path) -> Links | None:
-    """Return the content of `links.json` of a run's folder; None where there is none.
-
-    Raises:
-        InputError: it is damaged.
-    """
+    """Return the content of `links.json` of a run's folder; None where there is none. Raises
+    `InputError` if it is damaged."""
     path = folder / LINKS
-    if not path.exists():
-        return None
     try:
         links: Links = from_plain(Links, json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"{path}: is damaged: {error}") from None
     return links
@@ -330,15 +315,12 @@ def trial_folder(comparison: Path, label: str, ranks: int, trial: int) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return `ORCHESTRA_CACHE`, else `orchestra` in `XDG_CACHE_HOME`, else in `~/.cache`.
-
-    Raises:
-        RuntimeError: none of these is set, and the user has no home.
-    """
+    """Return `ORCHESTRA_CACHE`, else `orchestra` in `XDG_CACHE_HOME`, else in `~/.cache`; raise
+    `RuntimeError` if none of these is set and the user has no home."""
     if own := os.environ.get("ORCHESTRA_CACHE"):
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "orchestra"
+    return Path(base or Path.home() / ".cache") / "orchestra"
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -361,9 +343,6 @@ def partial_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
-PACKAGES = ("neural-orchestra", "torch", "numpy", "safetensors", "scikit-learn")
-
-
 def environment() -> dict[str, Any]:
     """Return machine, system and versions, as far as they can bear on a result."""
     return {
@@ -379,18 +358,15 @@ def environment() -> dict[str, Any]:
 
 
 def _version(name: str) -> str | None:
-    try:
+    with suppress(PackageNotFoundError):
         return version(name)
-    except PackageNotFoundError:
-        return None
+    return None
 
 
 def _processor() -> str:
-    try:
-        # On Linux `platform.processor()` is empty, or names the architecture alone.
+    # On Linux `platform.processor()` is empty, or names the architecture alone.
+    with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
     return platform.processor()

@@ -13,37 +13,31 @@ NOTABLE = 0.1
 """The part of a machine's processor time that, taken by other programs, causes a warning."""
 LEAST_SECONDS = 0.25
 """Shorter times say nothing: the system counts processor time in hundredths of a second."""
+MAX_POINTS = 60
+MAX_SOURCES = 128
+"""Ranks that receive from more sources than this do not report how fast messages arrived."""
 
 
 @dataclass(frozen=True)
 class Usage:
     """Processor seconds of a process and of its machine, over the same stretch of time.
 
-    Attributes:
-        machine: equal for processes of one machine.
-        cores: those that the process may run on.
-        passed: seconds on the clock.
-        own: processor seconds of the process, all of its threads.
-        busy: processor seconds of all programs on those cores, what a hypervisor gave to other
-            machines included; None where the system does not tell.
-        stolen: those that a hypervisor gave to other machines; None where it is not known.
-        switches: how often a core was taken from a thread of the process that had work to do.
+    `busy` are those of all programs on the cores, what a hypervisor gave to other machines (which
+    are `stolen`) included; each None where the system does not tell.
     """
 
-    machine: str
-    cores: int
-    passed: float
-    own: float
+    machine: str  # equal for processes of one machine
+    cores: int  # those that the process may run on
+    passed: float  # seconds on the clock
+    own: float  # of the process, all of its threads
     busy: float | None
     stolen: float | None = None
-    switches: int = 0
+    switches: int = 0  # how often a core was taken from a thread that had work to do
 
 
 def taken_by_others(usages: Sequence[Usage]) -> float | None:
-    """Return the mean number of cores that other programs kept busy beside those of `usages`.
-
-    These ran on one machine at the same time. None where the number is not known.
-    """
+    """Return the mean number of cores that other programs kept busy beside those of `usages`, which
+    ran on one machine at the same time; None where the number is not known."""
     longest = max(usages, key=lambda usage: usage.passed, default=None)
     if longest is None or longest.busy is None or longest.passed < LEAST_SECONDS:
         return None
@@ -53,14 +47,11 @@ def taken_by_others(usages: Sequence[Usage]) -> float | None:
 
 
 def busy_with_others(usages: Iterable[Usage | None]) -> float | None:
-    """Return the part of a machine's processor time that other programs took.
-
-    Of several machines the largest; None where it is known of none.
-    """
+    """Return the part of a machine's processor time that other programs took, of several machines
+    the largest; None where it is known of none."""
     by_machine: dict[str, list[Usage]] = {}
-    for usage in usages:
-        if usage is not None:
-            by_machine.setdefault(usage.machine, []).append(usage)
+    for usage in filter(None, usages):
+        by_machine.setdefault(usage.machine, []).append(usage)
     known = [(taken_by_others(group), group[0].cores) for group in by_machine.values()]
     return max((taken / cores for taken, cores in known if taken is not None), default=None)
 
@@ -87,10 +78,7 @@ class Point:
 
     def worst(self, name: str, rising: bool | None = None) -> float | None:
         """Figure `name` of the worst node; None without nodes, or if nobody knows which is worse.
-
-        Args:
-            rising: whether more is better; if None, as the name tells.
-        """
+        `rising` says whether more is better; if None, the name tells."""
         rising = is_rising(name) if rising is None else rising
         values = [each[name] for each in self.nodes.values()]
         if not values or rising is None or None in values:  # not finite: null in the file
@@ -103,16 +91,13 @@ class Point:
         return {name: value for name, value in worst.items() if value is not None}
 
 
-_FALLING = ("loss", "error", "mae", "mse", "perplexity")
-_RISING = ("accuracy", "r2", "f1", "score")
-
-
 def is_rising(name: str) -> bool | None:
     """Return whether more is better of the figure `name`; None where its name does not tell."""
     words = name.lower()
-    if any(word in words for word in _RISING):
+    if any(word in words for word in ("accuracy", "r2", "f1", "score")):
         return True
-    return False if any(word in words for word in _FALLING) else None
+    falling = ("loss", "error", "mae", "mse", "perplexity")
+    return False if any(word in words for word in falling) else None
 
 
 class Message(NamedTuple):
@@ -125,19 +110,15 @@ class Message(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Something that took from `start` to `end`, in seconds of the rank's clock.
+    """Something that took from `start` to `end`, in seconds of the rank's clock."""
 
-    `category` is compute, send, receive, wait, native or step; `flow` the index of the flow that
-    did it. A send and the receive of the same message have an equal `message`.
-    """
-
-    flow: int
-    category: str
+    flow: int  # the index of the one that did it
+    category: str  # compute, send, receive, wait, native or step
     name: str
     start: float
     end: float
     args: Mapping[str, Any]
-    message: Message | None = None
+    message: Message | None = None  # equal for its send and its receive
 
 
 class Instant(NamedTuple):
@@ -150,38 +131,28 @@ class Instant(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The windows of a run in which one rank wrote down what it did.
+    """The windows of a run in which one rank wrote down what it did."""
 
-    Ranks whose `clock` is equal read the same clock; the stopwatch began at `began` on it. `flows`
-    are the names of its threads of work, by index.
-    """
-
-    clock: str
-    began: float
-    flows: tuple[str, ...]
+    clock: str  # equal for ranks that read the same clock
+    began: float  # when the stopwatch began, on this clock
+    flows: tuple[str, ...]  # the names of the threads of work, by index
     slices: list[Slice] = field(default_factory=list)
     instants: list[Instant] = field(default_factory=list)
-
-
-MAX_POINTS = 60
-MAX_SOURCES = 128
-"""Ranks that receive from more sources than this do not report how fast messages arrived."""
 
 
 class Counters(NamedTuple):
     """The totals of a rank from its start until the moment `seconds` on the stopwatch.
 
-    `compute`, `input` (reading batches) and `blocked` (in the transport) are seconds of the main
-    flow. `arrived` has for each rank that sent large messages their bytes, and the seconds for
-    which this rank was ready to read while one was arriving.
+    `arrived` has for each rank that sent large messages their bytes, and the seconds for which this
+    rank was ready to read while one was arriving.
     """
 
     seconds: float
     steps: int = 0
     samples: int = 0
-    compute: float = 0.0
-    input: float = 0.0
-    blocked: float = 0.0
+    compute: float = 0.0  # seconds of the main flow, as are:
+    input: float = 0.0  # reading batches
+    blocked: float = 0.0  # in the transport
     arrived: tuple[tuple[int, float, float], ...] = ()
 
 
@@ -221,16 +192,10 @@ class RankReport:
 
     `setup` are the seconds before the stopwatch by what they went to: task (data and model),
     group (the strategy's start), first_step (the warm-up, and waiting for the others).
-    `seconds` are compute, communicate and wait of its main flow while the stopwatch ran;
-    `bytes_sent` are those of all its flows; `staleness` counts updates by their staleness.
-    `timeline` is None where none was to be kept; `dropped` counts gradients that came too late;
-    `memory` is what the formula says that it keeps, in bytes by what for, and `peak_memory_bytes`
-    the most that its process had, None where it has none of its own.
     `shares` are the weights of all ranks' parts, where they were measured, and `speeds` what they
     follow from: gradients of a worker's batch that each rank computes in a second, all at once.
     `batches` are those that a rule has chosen (steps done before, and from there on the batch of
-    each rank), on the first worker; `usage` is that of the machine while the stopwatch ran, None
-    where it was not real. `node` is the name of its machine, and `counters` what it did until when.
+    each rank), on the first worker.
     """
 
     rank: int
@@ -239,27 +204,27 @@ class RankReport:
     samples: int
     setup: dict[str, float]
     train_seconds: float
-    seconds: dict[str, float]
-    bytes_sent: int
+    seconds: dict[str, float]  # compute, communicate and wait of its main flow
+    bytes_sent: int  # by all its flows
     bytes_estimated: bool
-    staleness: dict[str, int]
+    staleness: dict[str, int]  # numbers of updates, by their staleness
     peak_buffer_bytes: int
     switched_at_step: int | None
     stopped: bool
     threads: int
     leader: LeaderReport | None = None
-    timeline: Timeline | None = None
-    dropped: int = 0
+    timeline: Timeline | None = None  # None where none was to be kept
+    dropped: int = 0  # gradients that came too late
     switched_at_sample: int | None = None
     decisions: list[dict[str, Any]] = field(default_factory=list)
     shares: tuple[float, ...] = ()
     batches: list[list[int]] = field(default_factory=list)
     speeds: tuple[float, ...] = ()
-    usage: Usage | None = None
-    memory: dict[str, int] = field(default_factory=dict)
-    peak_memory_bytes: int | None = None
-    node: str = ""
-    counters: tuple[Counters, ...] = ()
+    usage: Usage | None = None  # while the stopwatch ran; None where that was not real
+    memory: dict[str, int] = field(default_factory=dict)  # bytes by what for, by the formula
+    peak_memory_bytes: int | None = None  # None where it has no process of its own
+    node: str = ""  # the name of its machine
+    counters: tuple[Counters, ...] = ()  # what it did until when
 
 
 @dataclass(frozen=True)
@@ -311,10 +276,8 @@ class Straggler:
     def who(self) -> str:
         """The ranks in words: "rank 2 (node-2)", "a link of rank 2 or 3"."""
         *most, last = map(str, self.ranks)
-        joined = " or " if len(self.nodes) != 1 else " and "
-        text = f"rank {', '.join(most)}{joined * bool(most)}{last}"
-        if len(self.nodes) == 1:
-            text += f" ({self.nodes[0]})"
+        joined, node = (" and ", f" ({self.nodes[0]})") if len(self.nodes) == 1 else (" or ", "")
+        text = f"rank {', '.join(most)}{joined * bool(most)}{last}{node}"
         return f"a link of {text}" if self.cause == "link" else text
 
     @property

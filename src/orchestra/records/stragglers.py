@@ -7,15 +7,14 @@ and compares ranks and links with their peers in each of them. docs/stragglers.m
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from orchestra.records.report import Cause, Counters, Straggler
 from orchestra.settings.notation import LazyModule
 
-_Pair = tuple[int, int]
-"""The source and the target of messages."""
+_Pair = tuple[int, int]  # the source and the target of messages
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -25,27 +24,19 @@ if TYPE_CHECKING:
 else:
     np = LazyModule("numpy")  # the command line answers without it
 
-MAX_WINDOWS = 30
-STEPS_A_WINDOW = 3
-"""The steps of a window, of the worker with the fewest; less than three windows say nothing."""
-LITTLE = 0.25
-"""The part of a straggler's excess per step: whoever lost less has not waited for it."""
-LEAST_SECONDS = 2.0
-"""Shorter events on real processes are noise of the machine."""
-LEAST_WINDOWS = 3
-MATERIAL = 0.05
-"""The part of the time that the excess has to amount to."""
-CERTAIN = 7.0
-"""How many standard errors the mean logarithm of the ratio has to lie above 0."""
+MAX_WINDOWS, LEAST_WINDOWS = 30, 3
+STEPS_A_WINDOW = 3  # of the worker with the fewest
+LITTLE = 0.25  # the part of a straggler's excess per step: whoever lost less has not waited for it
+LEAST_SECONDS = 2.0  # shorter events on real processes are noise of the machine
+MATERIAL = 0.05  # the part of the time that the excess has to amount to
+CERTAIN = 7.0  # standard errors that the mean logarithm of the ratio has to lie above 0
 CLEAR = math.log(4.0)
 """The largest logarithm of a ratio that counts: variation beyond it is no reason for doubt."""
-SLOWER = 1.2
-"""The ratio to the median of the others from which on a rank is a straggler."""
+SLOWER = 1.2  # the ratio to the median of the others from which on a rank is a straggler
 THINNER = 2.5
 """The ratio of the seconds per byte to those of others from which on a link is a straggler. Two
 messages at a time take twice as long."""
-FASTEST = 1e-11
-"""The fewest seconds per byte that count."""
+FASTEST = 1e-11  # the fewest seconds per byte that count
 
 
 def find(
@@ -57,11 +48,9 @@ def find(
 ) -> list[Straggler]:
     """Return the stragglers among the ranks of `by_rank`, the one that cost most first.
 
-    Args:
-        by_rank: the points of each rank.
-        servers: ranks that compute no gradients; they are compared with each other.
-        nodes: the node of each rank, where they are known.
-        least_seconds: what lasts less is not told.
+    `by_rank` has the points of each rank, `nodes` the node of each where they are known. `servers`
+    compute no gradients, and are compared with each other. What lasts less than `least_seconds`
+    is left out.
     """
     workers = [r for r in by_rank if r not in servers and by_rank[r] and by_rank[r][-1].steps]
     known = {rank: series for rank, series in by_rank.items() if len(series) > 1}
@@ -74,7 +63,7 @@ def find(
     if count < LEAST_WINDOWS:
         return []
     edges = [begin + (end - begin) * k / count for k in range(count + 1)]
-    windows = Windows.of(known, edges)
+    windows = _windows(known, edges)
     width = edges[1] - edges[0]
     found = [
         *slow_ranks(workers, windows, width),
@@ -87,8 +76,7 @@ def find(
     return sorted(told, key=lambda each: (-each.lost_seconds, each.since_seconds, each.ranks))
 
 
-@dataclass(frozen=True)
-class Windows:
+class Windows(NamedTuple):
     """The work of ranks in windows of the run: see `Counters`.
 
     The arrays have a row for each of `ranks` and a column for each window. `arrived` has by source
@@ -103,24 +91,23 @@ class Windows:
     blocked: Array
     arrived: _Arrived
 
-    @classmethod
-    def of(cls, by_rank: Mapping[int, Sequence[Counters]], edges: Sequence[float]) -> Windows:
-        """Return the windows between rising `edges`; sums are linear between a rank's points."""
-        sums, arrived = [], {}
-        for target, series in by_rank.items():
-            times = [point.seconds for point in series]
-            columns = zip(*(point[1:6] for point in series), strict=True)
-            sums.append([np.interp(edges, times, column) for column in columns])
-            moved = [{source: numbers for source, *numbers in point.arrived} for point in series]
-            for source in moved[-1]:  # its sums begin with its first message
-                if source not in by_rank:  # one that stands still, of which nothing is known lately
-                    continue
-                both = zip(*(known.get(source, (0.0, 0.0)) for known in moved), strict=True)
-                size, seconds = (np.diff(np.interp(edges, times, column)) for column in both)
-                if size.any():
-                    arrived[source, target] = size, np.where(size > 0, seconds, 0.0)
-        steps, samples, compute, read, blocked = np.diff(np.array(sums)).swapaxes(0, 1)
-        return cls(list(by_rank), steps, samples, compute, read, blocked, arrived)
+
+def _windows(by_rank: Mapping[int, Sequence[Counters]], edges: Sequence[float]) -> Windows:
+    """Return the windows between rising `edges`; sums are linear between a rank's points."""
+    sums, arrived = [], {}
+    for target, series in by_rank.items():
+        times = [point.seconds for point in series]
+        columns = zip(*(point[1:6] for point in series), strict=True)
+        sums.append([np.interp(edges, times, column) for column in columns])
+        moved = [{source: numbers for source, *numbers in point.arrived} for point in series]
+        # Sums begin with the first message; of a rank that stands still nothing is known lately
+        for source in (source for source in moved[-1] if source in by_rank):
+            both = zip(*(known.get(source, (0.0, 0.0)) for known in moved), strict=True)
+            size, seconds = (np.diff(np.interp(edges, times, column)) for column in both)
+            if size.any():
+                arrived[source, target] = size, np.where(size > 0, seconds, 0.0)
+    steps, samples, compute, read, blocked = np.diff(np.array(sums)).swapaxes(0, 1)
+    return Windows(list(by_rank), steps, samples, compute, read, blocked, arrived)
 
 
 class Found(NamedTuple):
@@ -181,9 +168,6 @@ def stretches(logs: Array, least: float, noise: float, begin: int = 0) -> Iterat
     yield from stretches(logs[high:], least, noise, begin + high)
 
 
-# Ranks
-
-
 def slow_ranks(ranks: Sequence[int], windows: Windows, width: float) -> Iterator[Found]:
     """Yield the `ranks` that took longer than their peers for a sample, and for a step as well.
 
@@ -230,9 +214,6 @@ def _ratios(work: Array, amount: Array) -> Array:
     return logs
 
 
-# Links
-
-
 def slow_links(windows: Windows, nodes: Mapping[int, str], width: float) -> Iterator[Found]:
     """Yield ranks, or all those of a node, to and from which bytes take longer than elsewhere.
 
@@ -253,12 +234,12 @@ def slow_links(windows: Windows, nodes: Mapping[int, str], width: float) -> Iter
 
 def _slow_pairs(arrived: _Arrived, nodes: Mapping[int, str], width: float) -> Iterator[Found]:
     logs, excess = _byte_ratios(arrived)
-    noise = noise_of([own[~np.isnan(own)] for own in logs.values()])
+    noise = noise_of([row[~np.isnan(row)] for row in logs.values()])
     slow: list[tuple[float, _Pair, int, int]] = []
     for pair, row in logs.items():
         used = np.flatnonzero(~np.isnan(row))
-        own = row[used]
-        for begin, end in stretches(own, math.log(THINNER), max(noise, noise_of([own]))):
+        known = row[used]
+        for begin, end in stretches(known, math.log(THINNER), max(noise, noise_of([known]))):
             first, last = int(used[begin]), int(used[end - 1]) + 1
             more = float(excess[pair][first:last].sum())
             if more >= MATERIAL * width * (last - first):
@@ -269,22 +250,17 @@ def _slow_pairs(arrived: _Arrived, nodes: Mapping[int, str], width: float) -> It
         rates = _rates(arrived, first, last)
         thin = {pair: rates[pair] >= THINNER * usual for pair, usual in _usual(rates).items()}
         blamed = _blamed(worst, thin, ends)
-        own_pairs = [
-            pair for _, pair, *_ in slow if pair == worst or {ends[end] for end in pair} & blamed
-        ]
+        own = {pair for _, pair, *_ in slow if pair == worst or {*map(ends.get, pair)} & blamed}
         factor = math.exp(np.nanmedian(logs[worst][first:last]))
-        beyond = np.max([excess[pair][first:last] for pair in own_pairs], axis=0)
+        beyond = np.max([excess[pair][first:last] for pair in own], axis=0)
         ranks = tuple(sorted(rank for rank, end in ends.items() if end in blamed))
         yield Found(ranks, "link", factor, first, last, beyond)
-        slow = [
-            each for each in slow if each[1] not in own_pairs or each[2] >= last or each[3] <= first
-        ]
+        slow = [each for each in slow if each[1] not in own or each[2] >= last or each[3] <= first]
 
 
 def _byte_ratios(arrived: _Arrived) -> tuple[dict[_Pair, Array], dict[_Pair, Array]]:
     """Return by window the logarithm of the seconds a byte over the others' median, NaN where
-    there were no messages, and the seconds beyond it.
-    """
+    there were no messages, and the seconds beyond it."""
     logs = {pair: np.full_like(size, np.nan) for pair, (size, _) in arrived.items()}
     excess = {pair: np.zeros_like(size) for pair, (size, _) in arrived.items()}
     for k in range(len(next(iter(logs.values())))):
@@ -313,10 +289,10 @@ def _usual(rates: Mapping[_Pair, float]) -> dict[_Pair, float]:
     """
     values = np.array([*rates.values()])
     found = dict(zip(rates, (others(values) if len(rates) > 2 else values).tolist(), strict=True))
-    groups: dict[tuple[int, int], list[_Pair]] = {}
+    groups: dict[tuple[int, int], list[_Pair]] = defaultdict(list)
     for pair in rates:
         for end in enumerate(pair):
-            groups.setdefault(end, []).append(pair)
+            groups[end].append(pair)
     akin: dict[_Pair, float] = {}
     for members in groups.values():
         if len(members) > 1:
@@ -337,9 +313,6 @@ def _blamed(
 
     parts = {end: part(end) for end in (ends[worst[0]], ends[worst[1]])}
     return {end for end, own in parts.items() if own == max(parts.values())}
-
-
-# What it cost
 
 
 def _lost(
@@ -385,16 +358,18 @@ def _told(
 ) -> Straggler:
     own = by_rank[found.ranks[0]]
     to_the_end = found.last >= len(edges) - 2  # the last window may hold no more than the end
-    since, until = edges[found.first], edges[found.last]
+    # Servers have no steps
+    moments = [edges[found.first]] if to_the_end else [edges[found.first], edges[found.last]]
+    steps = [int(_steps_at(own, at)) + 1 if own[-1].steps else None for at in moments]
     named = dict.fromkeys(nodes[rank] for rank in found.ranks if rank in nodes)
     return Straggler(
         ranks=found.ranks,
         nodes=tuple(named),
         cause=found.cause,
         factor=round(found.factor, 3),
-        since_seconds=round(since, 6),
-        since_step=int(_steps_at(own, since)) + 1 if own[-1].steps else None,
-        until_seconds=None if to_the_end else round(until, 6),
-        until_step=int(_steps_at(own, until)) + 1 if own[-1].steps and not to_the_end else None,
+        since_seconds=round(moments[0], 6),
+        since_step=steps[0],
+        until_seconds=None if to_the_end else round(moments[1], 6),
+        until_step=None if to_the_end else steps[1],
         lost_seconds=round(lost, 6),
     )

@@ -5,29 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from orchestra.records.record import RunRecord
+from orchestra.report import numbers
 from orchestra.report.fairness import unequal_shares
-from orchestra.report.numbers import (
-    CONVERGENCE,
-    HETEROGENEOUS,
-    PACE,
-    SENT,
-    STALENESS,
-    THIN,
-    TIME_TO_TARGET,
-    Difference,
-    Read,
-    count,
-    figure_text,
-    pairs_of,
-    percent,
-    significant,
-    some,
-    target_text,
-    times,
-    with_unit,
-)
+from orchestra.report.numbers import TIME_TO_TARGET, count, figure_text, listed, some, times
 from orchestra.report.rows import Row, grouped
-from orchestra.report.sections import stragglers_sentence
 from orchestra.report.study import Study
 
 
@@ -52,10 +34,8 @@ def answer(study: Study) -> Conclusion:
     else:
         headline, detail = _best_in_the_end(study, rows), _fastest(study)
     if study.differing:
-        differing = some(list(study.differing))
-        headline = (
-            f"this is not one fair comparison, for the runs differ in {differing}: {headline}"
-        )
+        unlike = f"the runs differ in {some(list(study.differing))}"
+        headline = f"this is not one fair comparison, for {unlike}: {headline}"
     parts = ([*detail, *_machines(study)], _why(study), _caveats(study))
     return Conclusion(_sentence(headline), *([_sentence(text) for text in part] for part in parts))
 
@@ -67,10 +47,9 @@ def _sentence(text: str) -> str:
 def _nothing_completed(study: Study) -> str:
     records = [run.record for row in study.rows for run in row.runs]
     text = f"There is no answer: none of {count('run', len(records))} was completed"
-    for record in records:
-        if record.status == "failed":
-            cause = (record.failure or "unknown").partition("\n")[0].removesuffix(".")
-            return f"{text}; the first failure, of {record.name}: {cause}."
+    for record in [record for record in records if record.status == "failed"][:1]:
+        cause = (record.failure or "unknown").partition("\n")[0].removesuffix(".")
+        text += f"; the first failure, of {record.name}: {cause}"
     return f"{text}."
 
 
@@ -83,7 +62,7 @@ def _first_to_target(study: Study, reached: Sequence[Row]) -> str:
     # there in one run of three is not first because that run was quick (decision 14).
     how = "first" if all(_time(first) <= _time(row) for row in reached) else "most often"
     assert study.target is not None
-    target = target_text(study.target)
+    target = numbers.target_text(study.target)
     opening = f"{_row_text(study, first)} reached {target} {how}, {_after(study, first)}"
     others = [row for row in reached if row.single is not first.single]
     if others:
@@ -91,12 +70,10 @@ def _first_to_target(study: Study, reached: Sequence[Row]) -> str:
     rivals = [row for row in study.completed if row.single is not first.single]
     if not rivals:
         return f"{opening}; {_no_rival(first)}"
-    whom = (
-        "no distributed strategy reached it"
-        if first.single
-        else f"{_row_text(study, rivals[0])} did not reach it in "
-        f"{count('run', len(rivals[0].runs))}"
-    )
+    runs = count("run", len(rivals[0].runs))
+    whom = f"{_row_text(study, rivals[0])} did not reach it in {runs}"
+    if first.single:
+        whom = "no distributed strategy reached it"
     return f"{opening}; {whom}: {_verdict(study, first, rivals[0])}"
 
 
@@ -114,8 +91,7 @@ def _compared(study: Study, first: Row, other: Row) -> str:
     # The fastest mean is often luck; only an interval that excludes zero makes a row better
     if difference is not None and _told_apart(difference) is False:
         over = f"over {count('seed', difference.n)}"
-        if difference.too_coarse:
-            over = "with snapshots so far apart"
+        over = "with snapshots so far apart" if difference.too_coarse else over
         took += f", but {over} the two cannot be told apart"
     elif theirs >= ours:
         return f"{took}: {_verdict(study, first, other)}"
@@ -174,66 +150,56 @@ def _best_in_the_end(study: Study, rows: Sequence[Row]) -> str:
         text = f"these runs tell of time alone, and of no result; {text}"
     elif study.target:
         samples = max(run.record.samples for run in study.runs)
-        target = target_text(study.target)
+        target = numbers.target_text(study.target)
         text = f"no strategy reached {target} within {count('sample', samples)}; {text}"
     others = [row for row in rows[1:] if row.values(measure.read)]
     if not others:
         return text
     second = others[0]
     text = f"{text}; the next was {_row_text(study, second)} with {second.text(measure)}"
-    unlike = ""
+    apart = {row.name: _told_apart(study.between(best, row, measure)) for row in others}
+    if apart[second.name]:
+        text += ", a difference beyond the spread over the seeds"
+    elif apart[second.name] is False:
+        whom = some([name for name, known in apart.items() if known is False])
+        text += f", but over the seeds {best.name} cannot be told from {whom}"
     if best.global_batch != second.global_batch:
-        unlike = ": with unlike batches, that is a difference of batch and strategy together"
-    verdict = _told_apart(study.between(best, second, measure))
-    if verdict is None:
-        return f"{text}{unlike}"
-    if verdict:
-        return f"{text}, a difference beyond the spread over the seeds{unlike}"
-    alike = [row for row in others if _told_apart(study.between(best, row, measure)) is False]
-    whom = some([row.name for row in alike])
-    return f"{text}, but over the seeds {best.name} cannot be told from {whom}{unlike}"
+        text += ": with unlike batches, that is a difference of batch and strategy together"
+    return text
 
 
 def _fastest(study: Study) -> Iterator[str]:
     """Compare the best distributed strategy with one process by samples a second."""
-    paced = [(row, pace) for row in study.completed if (pace := row.mean(PACE.read)) is not None]
+    speeds = ((row, row.mean(numbers.PACE.read)) for row in study.completed)
+    paced = [(row, speed) for row, speed in speeds if speed is not None]
     # The fastest row of either kind, whatever its batch: the harder rival (decision 14)
     paced.sort(key=lambda entry: -entry[1])
     sides = [own[0] for own in grouped(paced, lambda entry: entry[0].single).values()]
-    if not sides:
-        return
-    (fast, pace), *others = sides
-    text, own = _row_text(study, fast), fast.text(PACE)
-    if not others:
-        yield f"{text} was the fastest with {own}; {_no_rival(fast)}"
-        return
-    slow, slower = others[0]
-    verdict = _told_apart(study.between(fast, slow, PACE))
-    end = "the two cannot be told apart" if verdict is False else _verdict(study, fast, slow)
-    yield (
-        f"by speed, {text} came to {own}, {times(pace / (slower or 1))} as many as "
-        f"{_row_text(study, slow)} ({slow.text(PACE)}): {end}"
-    )
-
-
-# What it made of the machines
+    texts = [(_row_text(study, row), row.text(numbers.PACE)) for row, _ in sides]
+    if len(sides) == 1:
+        yield f"{texts[0][0]} was the fastest with {texts[0][1]}; {_no_rival(sides[0][0])}"
+    if len(sides) == 2:
+        (fast, pace), (slow, slower) = sides
+        (first, own), (second, other) = texts
+        verdict = _told_apart(study.between(fast, slow, numbers.PACE))
+        end = "the two cannot be told apart" if verdict is False else _verdict(study, fast, slow)
+        ratio = times(pace / (slower or 1))
+        yield f"by speed, {first} came to {own}, {ratio} as many as {second} ({other}): {end}"
 
 
 def _machines(study: Study) -> Iterator[str]:
     """Yield how well the best row used unlike nodes, and which row was the cheapest."""
-    row = next((row for row in study.completed if row.values(HETEROGENEOUS.read)), None)
-    if row is not None:
-        alone = row.record.alone
+    for row in [row for row in study.completed if row.values(numbers.HETEROGENEOUS.read)][:1]:
+        alone, kind = row.record.alone, "nodes" if row.record.cluster else "ranks"
         text = (
-            f"the {len(alone)} {'nodes' if row.record.cluster else 'ranks'} of "
-            f"{_row_text(study, row)} do {figure_text(sum(alone.values()), 'samples/s')} if each "
-            f"works alone; together they came to {row.text(HETEROGENEOUS)} of that (heterogeneous "
-            "efficiency)"
+            f"the {len(alone)} {kind} of {_row_text(study, row)} do "
+            f"{figure_text(sum(alone.values()), 'samples/s')} if each works alone; together they "
+            f"came to {row.text(numbers.HETEROGENEOUS)} of that (heterogeneous efficiency)"
         )
-        if row.values(CONVERGENCE.read):
+        if row.values(numbers.CONVERGENCE.read):
             text += (
-                f", and in time to the target to {row.text(CONVERGENCE)} of what their speed is "
-                "beside that of the fastest (convergence efficiency)"
+                f", and in time to the target to {row.text(numbers.CONVERGENCE)} of what their "
+                "speed is beside that of the fastest (convergence efficiency)"
             )
         yield text
     for measure in study.of_machines:
@@ -241,12 +207,8 @@ def _machines(study: Study) -> Iterator[str]:
         # The cost of the whole budget is no virtue: whoever spends least may have learnt least
         if measure.key.endswith("_to_target") and len(rows) > 1:
             least = min(rows, key=lambda row: row.mean(measure.read) or 0.0)
-            what = measure.title.partition(" ")[0]
-            whose = _row_text(study, least)
+            what, whose = measure.title.partition(" ")[0], _row_text(study, least)
             yield f"the least {what} to the target was that of {whose}, {least.text(measure)}"
-
-
-# Why, and with what caveats
 
 
 def _why(study: Study) -> Iterator[str]:
@@ -256,35 +218,32 @@ def _why(study: Study) -> Iterator[str]:
         return
     parts = [row.mean(_part(name)) or 0.0 for name in ("compute", "communicate", "wait")]
     if total := sum(parts):
-        compute, communicate, wait = (percent(part / total) for part in parts)
+        compute, communicate, wait = (numbers.percent(part / total) for part in parts)
         yield (
             f"a worker of {row.name} spent {compute} of its time computing, {communicate} sending "
             f"and receiving, and {wait} waiting{_compute_beside(study, row)}"
         )
-    if sent := row.mean(SENT.read):
+    if sent := row.mean(numbers.SENT.read):
         estimated = any(run.record.bytes_estimated for run in row.completed)
         text = f"its ranks sent {figure_text(sent, 'MB')}{' (in part an estimate)' * estimated}"
-        if stale := row.mean(STALENESS.read):
-            text += f", and its gradients were {significant(stale)} updates old in the mean"
+        if stale := row.mean(numbers.STALENESS.read):
+            text += f", and its gradients were {numbers.significant(stale)} updates old in the mean"
         yield text
-    if slow := stragglers_sentence(row):
+    if slow := _stragglers_sentence(row):
         text = f"under {row.name}, {slow}"
         yield text if len(row.runs) == 1 else f"{text}, with seed {row.record.seed}"
-    yield from _balanced(study)
+    for balanced in [row for row in study.completed if row.record.batches][:1]:
+        yield f"under {balanced.name} {_balanced(balanced.record)}"
 
 
-def _balanced(study: Study) -> Iterator[str]:
-    """Yield how a balancing rule changed the batches of the best row that has one."""
-    row = next((row for row in study.completed if row.record.batches), None)
-    if row is None:
-        return
-    (_, *first), *changes = row.record.batches
+def _balanced(record: RunRecord) -> str:
+    """Return how a balancing rule changed the batches of a run."""
+    (_, *first), *changes = record.batches
     if not changes:
-        yield f"under {row.name} the workers were so alike that their batches stayed as they were"
-        return
+        return "the workers were so alike that their batches stayed as they were"
     before, after = _range(first), _range(changes[-1][1:])
-    yield (
-        f"under {row.name} batches followed the workers' speeds, and changed "
+    return (
+        "batches followed the workers' speeds, and changed "
         f"{count('time', len(changes))}: from {before} samples a worker to {after}"
     )
 
@@ -294,7 +253,7 @@ def _range(batches: Sequence[int]) -> str:
     return str(low) if low == high else f"between {low} and {high}"
 
 
-def _part(name: str) -> Read:
+def _part(name: str) -> numbers.Read:
     return lambda record: record.seconds.get(name)
 
 
@@ -321,14 +280,32 @@ def _caveats(study: Study) -> Iterator[str]:
         yield "each row is one run: the spread over seeds is not known"
     yield from unequal_shares(study)
     ended = [run.record.status for row in study.rows for run in row.runs]
-    for status in ("failed", "stopped"):
-        if number := ended.count(status):
-            was = "was " if number == 1 else "were "
-            verb = "failed" if status == "failed" else f"{was}stopped"
-            yield f"{number} of {count('run', len(ended))} {verb}"
+    runs = count("run", len(ended))
+    if failed := ended.count("failed"):
+        yield f"{failed} of {runs} failed"
+    if stopped := ended.count("stopped"):
+        yield f"{stopped} of {runs} {'was' if stopped == 1 else 'were'} stopped"
 
 
-# Words of all of them
+def _stragglers_sentence(row: Row) -> str:
+    """Return a sentence on the stragglers of the first run of `row`; empty if there are none."""
+    found = row.record.slow_ranks
+    if not found:
+        return ""
+    first, *others = found
+    if others:
+        cause = listed(sorted({each.cause for each in found}))
+        text = f"and {count('other', len(others))} were slower than the rest ({cause})"
+    else:
+        since, until = first.since_seconds, first.until_seconds
+        when = "all the time" if since <= 0 else f"from {numbers.significant(since)} s on"
+        if until is not None:
+            when = f"from {numbers.significant(since)} s to {numbers.significant(until)} s"
+        text = f"took {times(first.factor)} as long as its peers ({first.cause}) {when}"
+    cost = "nobody waited for it"
+    if lost := sum(each.lost_seconds for each in found):
+        cost = f"the other workers lost {figure_text(lost, 's')} to that, all together"
+    return f"{first.who} {text}, and {cost}"
 
 
 def _row_text(study: Study, row: Row) -> str:
@@ -337,25 +314,25 @@ def _row_text(study: Study, row: Row) -> str:
     unlike = len({other.global_batch for other in study.completed}) > 1
     if row.single:
         return "one process with all cores" + batch * (unlike or row.name != row.label)
-    plain = row.name in (row.label, f"{row.label} ({count('rank', row.ranks)})")
-    name = f"{row.label} on {count('rank', row.ranks)}" if plain else row.name
-    return name + batch * unlike
+    ranks = count("rank", row.ranks)
+    plain = row.name in (row.label, f"{row.label} ({ranks})")
+    return (f"{row.label} on {ranks}" if plain else row.name) + batch * unlike
 
 
-def _told_apart(difference: Difference | None) -> bool | None:
+def _told_apart(difference: numbers.Difference | None) -> bool | None:
     """Return True if the interval excludes zero, False if it does not, and None if there is no
-    interval and the snapshots are close enough to say who was first.
-    """
+    interval and the snapshots are close enough to say who was first."""
     if difference is None or (difference.low is None and not difference.too_coarse):
         return None
     return difference.certain
 
 
-def _interval(difference: Difference) -> str:
+def _interval(difference: numbers.Difference) -> str:
     """Return the difference in seconds: "+2.10 s (95 % interval +1.71 to +2.49 s, n = 3)"."""
     mean, *ends = difference.texts()
-    interval = f"95{THIN}% interval {with_unit(' to '.join(ends), 's')}, " if ends else ""
-    return f"{with_unit(mean, 's')} ({interval}{pairs_of(difference.n)})"
+    pairs, both = numbers.pairs_of(difference.n), numbers.with_unit(" to ".join(ends), "s")
+    interval = f"95{numbers.THIN}% interval {both}, " if ends else ""
+    return f"{numbers.with_unit(mean, 's')} ({interval}{pairs})"
 
 
 def _verdict(study: Study, first: Row, other: Row) -> str:

@@ -4,7 +4,7 @@ all rows and what was not, what makes their seconds doubtful, and how their sett
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -25,13 +25,9 @@ _START = (
 K = TypeVar("K", int, str, tuple[int, int], tuple[float, ...])
 Names = Callable[[Sequence[Row]], str]
 
-_NEARLY = 0.01
-"""Numbers of samples that differ by a smaller part differ only because of the last steps."""
+_NEARLY = 0.01  # numbers that differ by a smaller part do so because of the last steps only
 _WORTH = 1.1
 """Shares are proposed if the slowest gradient takes at least this many times the best time."""
-
-
-# Where it was
 
 
 @dataclass(frozen=True)
@@ -58,8 +54,7 @@ def conditions(study: Study) -> list[Condition]:
         # Emulated runs take this machine's time, too; a simulation's seconds do not depend on it
         real = [run.record for run in source.runs if run.record.engine != "simulation"]
         if real and (text := machine_text(source)):
-            busy = [r.busy_with_others for r in real if r.busy_with_others is not None]
-            if busy:
+            if busy := [r.busy_with_others for r in real if r.busy_with_others is not None]:
                 text += f"; other programs took at most {percent(max(busy))} of its processor time"
             machines.append(Condition("machine", text, any(record.disturbed for record in real)))
     return [*dict.fromkeys([*clusters, *costs]), *machines]
@@ -79,12 +74,11 @@ def machine_text(source: Source) -> str:
 def doubts(study: Study) -> Iterator[str]:
     """Yield the reasons not to trust seconds; none if there is no reason."""
     records = study.records
-    for reasons in dict.fromkeys(tuple(record.costs_doubts) for record in records):
-        if reasons:
-            yield (
-                "The cost model is not to be trusted, nor are simulated seconds: when measured, "
-                f"{'; '.join(reasons)}. Calibrate again on a quiet machine."
-            )
+    for reasons in filter(None, dict.fromkeys(tuple(record.costs_doubts) for record in records)):
+        yield (
+            "The cost model is not to be trusted, nor are simulated seconds: when measured, "
+            f"{'; '.join(reasons)}. Calibrate again on a quiet machine."
+        )
     disturbed = [record for record in records if record.disturbed]
     if disturbed:
         most = max(record.busy_with_others or 0.0 for record in disturbed)
@@ -102,12 +96,9 @@ def doubts(study: Study) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Fairness:
-    """The two parts: `equal` with the `doubts` about it, and the `tuning` of each strategy.
+    """The two parts: `equal` with the `doubts` about it, and the `tuning` of each strategy."""
 
-    `fair` is False where runs differ in more than their strategy, ranks and seed.
-    """
-
-    fair: bool
+    fair: bool  # False where runs differ in more than their strategy, ranks and seed
     equal: Sequence[str]
     doubts: Sequence[str]
     tuning: Sequence[str]
@@ -152,8 +143,7 @@ def _work(rows: Sequence[Row], names: Names) -> Iterator[str]:
         "equal": "Each worker has an equal part of the samples, though nobody waits for it",
     }
     for kind, rule in rules.items():
-        group = [row for row in rows if row.record.work == kind]
-        if group:
+        if group := [row for row in rows if row.record.work == kind]:
             yield f"{rule} ({names(group)})."
 
 
@@ -169,9 +159,9 @@ def _batches(rows: Sequence[Row], names: Names) -> Iterator[str]:
         if len(own) == 1:
             yield f"The same batch for each worker: {own.pop()} samples."
         if not list(_unlike_batches(rows)):
-            yield f"The global batch, in samples: {_each(groups, names)}."
-    apart = [row for row in rows if row.record.synchronous is False]
-    if apart:
+            parts = (f"{batch} ({names(group)})" for batch, group in groups)
+            yield f"The global batch, in samples: {'; '.join(parts)}."
+    if apart := [row for row in rows if row.record.synchronous is False]:
         yield (
             f"Under {names(apart)} not every update is made of a whole global batch, which there "
             "is the workers' batches added up."
@@ -223,8 +213,9 @@ def _unfair(study: Study) -> Iterator[str]:
     for key, values in study.differing.items():
         each = [f"{setting_text(value)} ({source.folder.name})" for source, value in values]
         yield f"The runs differ in {key}: {'; '.join(each)}."
-    names = {"cores": "number of cores", "platform": "system", "python": "Python"}
-    for key in ("processor", "cores", "platform", "python", "torch"):
+    names = {"processor": "processor", "cores": "number of cores", "platform": "system",
+             "python": "Python", "torch": "torch"}  # fmt: skip
+    for key, name in names.items():
         found = {
             str({**known.get("packages", {}), **known}.get(key)): source.folder.name
             for source in study.sources
@@ -232,22 +223,19 @@ def _unfair(study: Study) -> Iterator[str]:
         }
         if len(found) > 1:
             each = [f"{value} ({folder})" for value, folder in found.items()]
-            yield f"Not the same {names.get(key, key)}: {'; '.join(each)}."
+            yield f"Not the same {name}: {'; '.join(each)}."
 
 
 def setting_text(value: object) -> str:
     """Return a setting in words."""
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
     if isinstance(value, dict):
-        return ", ".join(
-            f"{key} {setting_text(item)}" for key, item in value.items() if item is not None
-        )
+        known = {key: item for key, item in value.items() if item is not None}
+        return ", ".join(f"{key} {setting_text(item)}" for key, item in known.items())
     if isinstance(value, list):
         return ", ".join(map(setting_text, value)) or "none"
-    return str(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "none" if value is None else str(value)
 
 
 def worker_batch(batches: Sequence[int]) -> str:
@@ -268,12 +256,12 @@ def _unlike_batches(rows: Sequence[Row]) -> Iterator[str]:
         alike = _grouped(group, lambda row: (row.global_batch, row.record.steps))
         if len({batch for (batch, _), _ in alike}) > 1:
             parts = [
-                (f"{batch} samples in each of {count('step', steps)}", members)
+                f"{batch} samples in each of {count('step', steps)} "
+                f"({listed([row.name for row in members])})"
                 for (batch, steps), members in alike
             ]
-            whole = _each(parts, lambda rows: listed([row.name for row in rows]))
             yield (
-                f"Not the same global batch: {whole}. Differences between such rows "
+                f"Not the same global batch: {'; '.join(parts)}. Differences between such rows "
                 "come from the batch as well as from the strategy; equal: global_batch makes the "
                 "batches equal."
             )
@@ -283,10 +271,12 @@ def _runs_differ(rows: Sequence[Row]) -> Iterator[str]:
     by_seeds = grouped(rows, lambda row: tuple(sorted(run.record.seed for run in row.completed)))
     # Rows whose seeds differ are compared over fewer pairs than their means suggest
     if len(by_seeds) > 1:
-        parts = [(", ".join(map(str, own)), members) for own, members in by_seeds.items()]
-        whole = _each(parts, lambda rows: some([row.name for row in rows]))
+        parts = [
+            f"{', '.join(map(str, own))} ({some([row.name for row in members])})"
+            for own, members in by_seeds.items()
+        ]
         yield (
-            f"Not every row completed the same seeds: {whole}. Differences are over "
+            f"Not every row completed the same seeds: {'; '.join(parts)}. Differences are over "
             "the seeds that both rows have."
         )
     least, most = _range_of_samples(rows)
@@ -304,18 +294,16 @@ def unequal_shares(study: Study) -> Iterator[str]:
     A step's gradients take as long as the slowest worker's, batch / speed; at best, the global
     batch / the sum of the speeds. Speeds are samples over seconds of computation in the runs.
     """
-    gains = [(row, *gain) for row in study.completed if (gain := _gain(row)) is not None]
-    if not gains:
-        return
-    row, now, best = gains[0]
-    others = [other.name for other, *_ in gains[1:]]
-    also = f"; the same holds for {listed(others)}" if others else ""
-    yield (
-        f"under {row.name} all wait for the slowest worker, which computes for "
-        f"{figure_text(now, 's')} in a step; with parts by speed (shares: measured, or LBBSP) "
-        f"it would be about {figure_text(best, 's')}, estimated from what the workers computed "
-        f"here{also}"
-    )
+    gains = [(row.name, *gain) for row in study.completed if (gain := _gain(row)) is not None]
+    for name, now, best in gains[:1]:
+        others = [other for other, *_ in gains[1:]]
+        also = f"; the same holds for {listed(others)}" if others else ""
+        yield (
+            f"under {name} all wait for the slowest worker, which computes for "
+            f"{figure_text(now, 's')} in a step; with parts by speed (shares: measured, or LBBSP) "
+            f"it would be about {figure_text(best, 's')}, estimated from what the workers computed "
+            f"here{also}"
+        )
 
 
 def _gain(row: Row) -> tuple[float, float] | None:
@@ -337,9 +325,6 @@ def _gain(row: Row) -> tuple[float, float] | None:
     return (now, best) if now > _WORTH * best else None
 
 
-# How settings were chosen
-
-
 def _tuning(study: Study) -> list[str]:
     texts = {source.folder: _tuning_of(source) for source in study.sources if source.runs}
     if len({*texts.values()}) == 1:
@@ -355,7 +340,7 @@ def _tuning_of(source: Source) -> str:
             "of them better"
         )
     tune = source.experiment.get("tune") or {}
-    settings = listed(list(tune.get("settings", {}))) if tune.get("settings") else "settings"
+    settings = listed(list(tune.get("settings") or ["settings"]))
     numbers = {len(choice["trials"]) for choice in source.tuning.get("choices", [])}
     most = "at most " if len(numbers) > 1 else ""
     return (
@@ -365,15 +350,8 @@ def _tuning_of(source: Source) -> str:
     )
 
 
-# Rows in words
-
-
 def _grouped(rows: Sequence[Row], key: Callable[[Row], K]) -> list[tuple[K, list[Row]]]:
     return sorted(grouped(rows, key).items(), key=lambda item: item[0])
-
-
-def _each(groups: Iterable[tuple[object, Sequence[Row]]], names: Names) -> str:
-    return "; ".join(f"{value} ({names(group)})" for value, group in groups)
 
 
 def _names(rows: Sequence[Row]) -> str:

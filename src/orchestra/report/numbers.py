@@ -15,9 +15,9 @@ from orchestra.records.report import is_rising
 from orchestra.trainer.settings import Target
 
 CONFIDENCE = 0.95
-
 THIN = "\u202f"  # between thousands, and before a unit: it neither breaks nor gapes
 MINUS = "\u2212"
+METRIC = "metrics."  # the prefix of the keys of measures that are metrics of the final parameters
 
 
 def count(noun: str, number: int) -> str:
@@ -141,13 +141,12 @@ def ranges(ranks: Iterable[int]) -> list[str]:
 class Difference:
     """The mean of paired differences over `n` pairs, with its confidence interval.
 
-    `low` and `high` are None if there is one pair only, which says nothing about the spread.
     `below` and `above` are how much less or more the mean may truly be, because the figures are
     read at snapshots; the interval includes them.
     """
 
     mean: float
-    low: float | None
+    low: float | None  # None, as `high`, of one pair only, which says nothing about the spread
     high: float | None
     n: int
     below: float = 0.0
@@ -165,8 +164,7 @@ class Difference:
 
     def texts(self, places: int | None = None) -> list[str]:
         """Return the mean and the ends of the interval, if there is one, with `places` decimals:
-        by default three significant digits of the largest, or as many as the snapshots allow.
-        """
+        by default three significant digits of the largest, or as many as the snapshots allow."""
         values = [value for value in (self.mean, self.low, self.high) if value is not None]
         if places is None:
             coarse = max(self.below, self.above)
@@ -175,8 +173,7 @@ class Difference:
 
     def widened(self, below: float, above: float) -> Difference:
         """Return the same difference, of figures that may be smaller than they were read: the
-        first ones by `below` in the mean, the subtracted ones by `above`.
-        """
+        first ones by `below` in the mean, the subtracted ones by `above`."""
         low = None if self.low is None else self.low - below
         high = None if self.high is None else self.high + above
         return replace(self, low=low, high=high, below=below, above=above)
@@ -191,12 +188,9 @@ def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) ->
     # Runs of one seed share initial parameters and the order of samples: what is left is the
     # strategy and the machine (decision 14).
     differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
-    if not differences:
-        return None
-    n = len(differences)
-    middle = statistics.fmean(differences)
-    if n == 1:
-        return Difference(middle, None, None, 1)
+    if len(differences) < 2:
+        return Difference(differences[0], None, None, 1) if differences else None
+    n, middle = len(differences), statistics.fmean(differences)
     from scipy.special import stdtrit  # 0.1 s, which a page without seeds need not pay
 
     quantile = float(stdtrit(n - 1, (1 + CONFIDENCE) / 2))
@@ -204,24 +198,20 @@ def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) ->
     return Difference(middle, middle - half, middle + half, n)
 
 
-Read = Callable[[RunRecord], float | None]
-"""A figure of a record; None where the run has none."""
+Read = Callable[[RunRecord], float | None]  # a figure of a record; None where the run has none
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A figure of a run. `rising`: more is better; False: less is; None: neither.
-
-    `resolution` is, for a figure that is read at snapshots, how much earlier the true one may be.
-    """
+    """A figure of a run."""
 
     key: str
     title: str
     unit: str
     read: Read
-    rising: bool | None = None
+    rising: bool | None = None  # more is better; False: less is; None: neither
     digits: int = 3
-    resolution: Read | None = None
+    resolution: Read | None = None  # how much earlier the true one may be, if read at snapshots
 
     def order(self, value: float) -> float:
         """Return `value` so that the smallest is the best."""
@@ -272,34 +262,34 @@ def _staleness(which: str, title: str) -> Measure:
     return Measure(f"staleness_{which}", title, "updates", read, False)
 
 
-def _measure(key: str, title: str, unit: str, rising: bool = False, digits: int = 3) -> Measure:
-    return Measure(key, title, unit, _field(key), rising, digits)
+def _measure(
+    key: str, title: str, unit: str, per: float = 1.0, rising: bool = False, **more: Any
+) -> Measure:
+    return Measure(key, title, unit, _field(key, per), rising, **more)
 
 
-TIME_TO_TARGET = replace(
-    _measure("time_to_target_seconds", "time to target", "s"), resolution=_spacing
-)
+TIME_TO_TARGET = _measure("time_to_target_seconds", "time to target", "s", resolution=_spacing)
 TRAIN = _measure("train_seconds", "training", "s")
 PACE = _measure("samples_per_second", "speed", "samples/s", rising=True)
 SETUP = _measure("setup_seconds", "set-up", "s")
-SENT = Measure("bytes_sent", "sent", "MB", _field("bytes_sent", 1e6), False)
+SENT = _measure("bytes_sent", "sent", "MB", 1e6)
 STALENESS = _staleness("mean", "staleness, mean")
 STALEST = _staleness("max", "largest")
 FINAL_LOSS = _measure("final_loss", "final loss", "", digits=4)
 HETEROGENEOUS = _efficiency("heterogeneous")
 CONVERGENCE = _efficiency("convergence")
-ENERGY = Measure("energy_joules", "energy", "kJ", _field("energy_joules", 1e3), False)
+ENERGY = _measure("energy_joules", "energy", "kJ", 1e3)
 ENERGY_TO_TARGET = _to_target("energy_to_target_joules", "energy to target", "kJ", 1e3)
+OF_RUNS = (TRAIN, PACE, SETUP, SENT)
+OF_STALENESS = (STALENESS, STALEST)
+OF_UNLIKE_NODES = (HETEROGENEOUS, CONVERGENCE)
+OF_ENERGY = (ENERGY_TO_TARGET, ENERGY)
 
 
 def costs_in(currency: str) -> tuple[Measure, Measure]:
     """Return the measures of the costs in `currency`: until the target, and of the whole run."""
     to_target = _to_target("cost_to_target", "cost to target", currency)
     return to_target, _measure("cost", "cost", currency)
-
-
-METRIC = "metrics."
-"""The prefix of the keys of measures that are metrics of the final parameters."""
 
 
 def target_of(experiment: Mapping[str, Any]) -> Target | None:

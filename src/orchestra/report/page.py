@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -17,18 +18,20 @@ from markupsafe import Markup, escape
 
 from orchestra.errors import InputError
 from orchestra.records.record import write_atomically
+from orchestra.records.report import Straggler, changes_in
 from orchestra.report.answer import answer
 from orchestra.report.fairness import conditions, fairness, machine_text, worker_batch
 from orchestra.report.figures import figures
 from orchestra.report.figures.frame import Figure, for_page, save
-from orchestra.report.numbers import count, listed, significant
+from orchestra.report.numbers import count, figure_text, listed, percent, significant, times
 from orchestra.report.rows import Source, collect, grouped
-from orchestra.report.sections import agreement, endings, stragglers, switched, troubles, verdicts
 from orchestra.report.study import Study
-from orchestra.report.table import csv_text, latex_text, plain_figures, table
+from orchestra.report.table import csv_text, latex_text, plain_figures, table, verdicts
 from orchestra.settings.reading import yaml_text
 
 SCHEMA = 1
+MOST = 5  # the most stragglers of a run that have rows of their own
+ROOM = 3_000_000  # the most characters by which copies of timelines may enlarge a page
 
 SECTIONS = {
     "convergence": "Convergence",
@@ -41,8 +44,7 @@ SECTIONS = {
     "timeline": "The course of a run",
 }
 """Titles of the sections that figures belong to, in their order."""
-HEAD = "cluster"
-"""The section of those figures that stand beside the answer."""
+HEAD = "cluster"  # the section of those figures that stand beside the answer
 PAGE = "report.html"
 TABLES = {"csv": ("table.csv", csv_text), "latex": ("table.tex", latex_text)}
 """The other formats in which the table of a report can be written."""
@@ -58,12 +60,9 @@ def write_report(
             without it one process with all cores.
         tables: "csv" for a `table.csv` beside the page, "latex" for a `table.tex`.
 
-    Returns:
-        The path of `report.html`; the images lie beside it in `figures`. What was there is
-        replaced, each file whole or not at all.
-
-    Raises:
-        InputError: a folder that is none of a run, no run yet, or an unknown baseline.
+    Returns the path of `report.html`; the images lie beside it in `figures`. What was there is
+    replaced, each file whole or not at all. Raises `InputError` for a folder that is none of a
+    run, where there is no run yet, and for an unknown baseline.
     """
     study = Study(collect(folders), baseline)
     drawn = figures(study)
@@ -86,7 +85,7 @@ def page(study: Study, figures: Sequence[Figure], out: Path) -> str:
     others = (figure for figure in figures if figure.section != HEAD)
     below = grouped(others, lambda figure: SECTIONS[figure.section])
     sections = {title: below[title] for title in dict.fromkeys(SECTIONS.values()) if title in below}
-    found = endings(study)
+    found = _endings(study)
     return (
         templates()
         .get_template("page.html")
@@ -102,14 +101,14 @@ def page(study: Study, figures: Sequence[Figure], out: Path) -> str:
             sections=sections,
             captions=_captions(sections),
             lines={line: [row.name for row in rows] for line, rows in study.by_line.items()},
-            stragglers=list(stragglers(study)),
-            switched=list(switched(study)),
-            troubles=list(troubles(study)),
+            stragglers=list(_stragglers(study)),
+            switched=list(_switched(study)),
+            troubles=list(_troubles(study)),
             tuned=[source for source in study.sources if source.tuning],
             traces=list(_traces(study, out)),
             methods=list(map(_method, study.sources)),
             endings=found,
-            agreement=agreement(list(found.values())),
+            agreement=_agreement(list(found.values())),
             data=_data(study),
             specs={figure.name: for_page(figure.spec) for figure in figures},
             library=library(),
@@ -128,13 +127,13 @@ def templates() -> jinja2.Environment:
         # A misspelt name is an error, not an empty place in the page
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters["breakable"] = lambda notation: Markup(
+    environment.filters |= {
         # A notation has no spaces at which a narrow column could break it
-        re.sub(r"([(,=])", r"\1<wbr>", str(escape(notation)))
-    )
-    environment.filters["together"] = lambda text: text.replace("± ", "±\N{NO-BREAK SPACE}")
-    environment.filters["listed"] = listed
-    environment.filters["significant"] = significant
+        "breakable": lambda text: Markup(re.sub(r"([(,=])", r"\1<wbr>", str(escape(text)))),
+        "together": lambda text: text.replace("± ", "±\N{NO-BREAK SPACE}"),
+        "listed": listed,
+        "significant": significant,
+    }
     return environment
 
 
@@ -161,22 +160,15 @@ def _captions(sections: Mapping[str, Sequence[Figure]]) -> dict[str, str]:
 def _data(study: Study) -> Mapping[str, Any]:
     rows = [
         {
-            "name": row.name,
-            "label": row.label,
-            "strategy": row.record.strategy,
-            "ranks": row.ranks,
-            "figures": plain_figures(study, row),
+            "name": row.name, "label": row.label, "strategy": row.record.strategy,
+            "ranks": row.ranks, "figures": plain_figures(study, row),
             "runs": [run.record.summary() for run in row.runs],
         }
         for row in study.ranked
-    ]
+    ]  # fmt: skip
     aim = study.target
     target = aim and {"metric": aim.metric, "bound": aim.bound, "rising": aim.rising}
     return {"schema": SCHEMA, "target": target, "baseline": study.baseline, "rows": rows}
-
-
-ROOM = 3_000_000
-"""The most characters by which copies of timelines may enlarge a page."""
 
 
 def _traces(study: Study, page: Path) -> Iterator[dict[str, Any]]:
@@ -187,20 +179,112 @@ def _traces(study: Study, page: Path) -> Iterator[dict[str, Any]]:
     room = ROOM
     for row in study.ranked:
         paths = {run.record.seed: run.trace for run in row.runs if run.trace is not None}
-        if paths:
-            copy = base64.b64encode(next(iter(paths.values())).read_bytes()).decode()
-            # A smaller timeline further down may still fit
-            fits = len(copy) <= room
-            room -= len(copy) * fits
-            links = {
-                # Relative, so that the report still works when the folders are moved together
-                seed: quote(Path(os.path.relpath(path, page)).as_posix())
-                for seed, path in paths.items()
-            }
-            yield {"name": row.name, "links": links, "trace": copy if fits else None}
+        if not paths:
+            continue
+        copy = base64.b64encode(next(iter(paths.values())).read_bytes()).decode()
+        # A smaller timeline further down may still fit
+        fits = len(copy) <= room
+        room -= len(copy) * fits
+        # Relative, so that the report still works when the folders are moved together
+        relative = {seed: Path(os.path.relpath(path, page)) for seed, path in paths.items()}
+        links = {seed: quote(path.as_posix()) for seed, path in relative.items()}
+        yield {"name": row.name, "links": links, "trace": copy if fits else None}
 
 
-# How the figures of a source came about, from the records alone: enough to repeat them
+def _stragglers(study: Study) -> Iterator[tuple[str, int, str, str, str, str, str, str]]:
+    """Yield the stragglers of all completed runs, in each run those first that cost most.
+
+    Of each the row, the seed, who it was, how many times as long it took, the cause, since and
+    until when, and what the others lost; of those beyond the first few only how many they are.
+    """
+    for row in study.completed:
+        for record in (run.record for run in row.completed):
+            found = record.slow_ranks
+            for each in found[:MOST]:
+                since = _moment(each.since_seconds, each.since_step)
+                until = _moment(each.until_seconds, each.until_step)
+                about = each.who, times(each.factor), each.cause, since, until, _lost([each])
+                yield row.name, record.seed, *about
+            if more := found[MOST:]:
+                yield row.name, record.seed, f"and {len(more)} more", "", "", "", "", _lost(more)
+
+
+def _moment(seconds: float | None, step: int | None) -> str:
+    if seconds is None:
+        return "the end"
+    return figure_text(seconds, "s") + (f", step {step}" if step is not None else "")
+
+
+def _lost(found: Sequence[Straggler]) -> str:
+    lost = sum(each.lost_seconds for each in found)
+    return figure_text(lost, "s") if lost else "nothing"
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that befell a run: `what`, and a text, whose first line says most."""
+
+    name: str
+    seed: int | None
+    what: str
+    text: str = ""
+
+
+def _switched(study: Study) -> Iterator[Event]:
+    """Yield the switches of each completed run of a strategy that may switch."""
+    for row in study.rows:
+        for record in (run.record for run in row.completed if row.record.switches is True):
+            if changes := changes_in(record.decisions):
+                yield from (Event(row.name, record.seed, f"switched {text}") for text in changes)
+                continue
+            what, consumed = "never switched", record.switched_at_sample
+            if record.decisions:
+                what += f" in {len(record.decisions)} decisions"
+            if record.switched_at_step is not None:
+                what = f"switched after step {record.switched_at_step}"
+                if consumed and record.samples:
+                    what += f", after {percent(consumed / record.samples)} of the samples"
+            yield Event(row.name, record.seed, what)
+
+
+def _troubles(study: Study) -> Iterator[Event]:
+    """Yield failures, stops, rows that were not run, and notices."""
+    records = [(row.name, run.record) for row in study.rows for run in row.runs]
+    for name, record in records:
+        if record.status == "failed":
+            yield Event(name, record.seed, "failed", record.failure or "unknown")
+        elif record.status != "completed":
+            yield Event(name, record.seed, record.status, "before its end")
+    for entry in (entry for source in study.sources for entry in source.not_run):
+        yield Event(f"{entry['name']} ({entry['ranks']} ranks)", None, "not run", entry["reason"])
+    for name, record in records:
+        for rank, reason in record.left_out.items():
+            yield Event(name, record.seed, f"went on without rank {rank}", reason)
+        yield from (Event(name, record.seed, "notice", notice) for notice in record.notices)
+
+
+def _endings(study: Study) -> dict[int, dict[str, tuple[str, ...]]]:
+    """Return by seed the hashes of the final parameters, with the rows that share each."""
+    found: dict[int, dict[str, tuple[str, ...]]] = {}
+    for row in study.rows:
+        for record in (run.record for run in row.completed):
+            if digest := record.parameters_sha256:
+                of_seed = found.setdefault(record.seed, {})
+                of_seed[digest] = (*of_seed.get(digest, ()), row.name)
+    return dict(sorted(found.items()))
+
+
+def _agreement(endings: Sequence[Mapping[str, tuple[str, ...]]]) -> str:
+    """Return which rows ended with the same parameters, bit for bit, under every seed."""
+    shared = [{names for names in groups.values() if len(names) > 1} for groups in endings]
+    always = set.intersection(*shared) if shared else set()
+    if not always:
+        return (
+            "No two rows ended with the same bits under every seed. Strategies that add in "
+            "different orders differ in the last bits, asynchronous ones from run to run."
+        )
+    text = "; ".join(map(listed, sorted(always)))
+    return f"Bit for bit the same final parameters under every seed: {text}."
 
 
 def _method(source: Source) -> dict[str, Any]:
@@ -246,20 +330,14 @@ def _facts(source: Source) -> Iterator[tuple[str, str]]:
 
 
 def _batches(source: Source) -> Iterator[tuple[str, str]]:
-    rules = {
-        "worker_batch": "the batch of each worker",
-        "global_batch": "the global batch: workers together process ranks x batch_size samples a "
-        "step",
-    }
-    held = source.experiment.get("equal")
-    if held is not None:
-        yield "held equal", rules.get(held, rules["global_batch"])
+    whole = "the global batch: workers together process ranks x batch_size samples a step"
+    if (held := source.experiment.get("equal")) is not None:
+        yield "held equal", "the batch of each worker" if held == "worker_batch" else whole
     names: dict[str, dict[str, None]] = {}
     for record in (run.record for run in source.runs):
-        if record.status != "completed" or not record.worker_batches:
-            continue
-        parts = [f"{record.global_batch} samples", worker_batch(record.worker_batches),
-                 count("step", record.steps)]  # fmt: skip
-        names.setdefault(", ".join(filter(None, parts)), {})[record.name] = None
+        if record.status == "completed" and record.worker_batches:
+            of_worker = worker_batch(record.worker_batches)
+            parts = f"{record.global_batch} samples", of_worker, count("step", record.steps)
+            names.setdefault(", ".join(filter(None, parts)), {})[record.name] = None
     if names:
         yield "global batches", "; ".join(f"{t} ({listed([*own])})" for t, own in names.items())

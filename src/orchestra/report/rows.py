@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from orchestra.cluster import Cluster
 from orchestra.cluster.file import read_cluster
 from orchestra.errors import InputError
+from orchestra.records.exports import FILE as TRACE
 from orchestra.records.record import (
     CLUSTER,
     EXPERIMENT,
@@ -30,17 +31,8 @@ from orchestra.records.record import (
     run_folder,
 )
 from orchestra.records.report import Point
-from orchestra.records.trace import FILE as TRACE
-from orchestra.report.numbers import (
-    Measure,
-    Read,
-    count,
-    decimals_for,
-    figure_text,
-    fixed,
-    uncertain,
-    with_unit,
-)
+from orchestra.report import numbers
+from orchestra.report.numbers import Measure, Read, count
 from orchestra.settings.reading import yaml_value
 
 T = TypeVar("T")
@@ -68,11 +60,8 @@ class RunData:
 
     @cached_property
     def steps(self) -> dict[int, list[dict[str, Any]]]:
-        """The recorded steps of each rank that computed any.
-
-        Raises:
-            InputError: a line is damaged, or the steps do not follow one another.
-        """
+        """The recorded steps of each rank that computed any; raises `InputError` if a line is
+        damaged, or the steps do not follow one another."""
         paths = self.record.folder.glob("steps-rank-*.jsonl")
         by_rank = {int(path.stem.rpartition("-")[2]): _steps(path) for path in paths}
         # A rank that only served leaves an empty file
@@ -98,21 +87,15 @@ class RunData:
 
 @dataclass(frozen=True)
 class Source:
-    """A folder that was given: a comparison's or a training's.
-
-    `experiment` is its file as plain data, `environment` that of its first run, `tuning` what
-    `tuning.json` says, and `not_run` the name, ranks and reason of each row that could not be; each
-    empty where there is none. `techniques` are the rows that differ in one setting, as
-    `techniques.json` has them.
-    """
+    """A folder that was given: a comparison's or a training's. What it has not is empty."""
 
     folder: Path
-    experiment: Mapping[str, Any]
-    environment: Mapping[str, Any] = field(default_factory=dict)
-    tuning: Mapping[str, Any] = field(default_factory=dict)
+    experiment: Mapping[str, Any]  # its file, as plain data
+    environment: Mapping[str, Any] = field(default_factory=dict)  # of its first run
+    tuning: Mapping[str, Any] = field(default_factory=dict)  # what `tuning.json` says
     runs: Sequence[RunData] = ()
-    not_run: Sequence[Mapping[str, Any]] = ()
-    techniques: Sequence[Mapping[str, Any]] = ()
+    not_run: Sequence[Mapping[str, Any]] = ()  # rows that could not be: name, ranks and reason
+    techniques: Sequence[Mapping[str, Any]] = ()  # rows that differ in one setting
 
     @property
     def name(self) -> str:
@@ -121,11 +104,8 @@ class Source:
 
 
 def collect(folders: Sequence[Path]) -> list[Source]:
-    """Return the contents of the folders of trainings and comparisons, in the given order.
-
-    Raises:
-        InputError: a folder that is none of a run, or that holds no finished run yet.
-    """
+    """Return the contents of the folders of trainings and comparisons, in the given order; raise
+    `InputError` for a folder that is none of a run, and if none holds a finished run yet."""
     sources = [_source(folder) for folder in folders]
     if not any(source.runs for source in sources):
         names = ", ".join(str(folder) for folder in folders) or "no folder given"
@@ -138,10 +118,8 @@ def _source(folder: Path) -> Source:
         experiment = yaml_value((folder / EXPERIMENT).read_text(encoding="utf-8"))
         records = read_summary(folder / SUMMARY)
     except FileNotFoundError as error:
-        name = Path(error.filename).name
-        raise InputError(
-            f"{folder}: is not the folder of a run or comparison: it has no {name}"
-        ) from None
+        lacks = f"it has no {Path(error.filename).name}"
+        raise InputError(f"{folder}: is not the folder of a run or comparison: {lacks}") from None
     except OSError as error:
         raise InputError(f"{folder}: cannot be read: {error.strerror}") from None
     runs = []
@@ -162,10 +140,8 @@ def _source(folder: Path) -> Source:
 
 def _json(path: Path) -> dict[str, Any]:
     """Return the mapping in a file; an empty one where there is no file."""
-    if not path.exists():
-        return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: is damaged: {error}") from None
     return value if isinstance(value, dict) else {}
@@ -254,8 +230,7 @@ class Row:
 
     def known_to(self, measure: Measure) -> float | None:
         """Return the uncertainty of the mean of a figure that is read at snapshots: their mean
-        spacing, or the spread over the seeds if that is larger. None for other figures.
-        """
+        spacing, or the spread over the seeds if that is larger. None for other figures."""
         spacing = None if measure.resolution is None else self.mean(measure.resolution)
         return None if spacing is None else max(spacing, self.spread(measure.read) or 0.0)
 
@@ -264,12 +239,13 @@ class Row:
         mean, spread = self.mean(measure.read), self.spread(measure.read)
         assert mean is not None
         if (known := self.known_to(measure)) is not None:
-            return uncertain(mean, known, measure.unit)
+            return numbers.uncertain(mean, known, measure.unit)
         # A figure read at snapshots has no spread worth showing without a spacing (old records)
         if spread is None or measure.resolution is not None:
-            return figure_text(mean, measure.unit, measure.digits)
-        places = decimals_for([mean], measure.digits)
-        return with_unit(f"{fixed(mean, places)} ± {fixed(spread, places)}", measure.unit)
+            return numbers.figure_text(mean, measure.unit, measure.digits)
+        places = numbers.decimals_for([mean], measure.digits)
+        both = " ± ".join(numbers.fixed(value, places) for value in (mean, spread))
+        return numbers.with_unit(both, measure.unit)
 
 
 def rows_of(sources: Sequence[Source]) -> list[Row]:
@@ -277,7 +253,7 @@ def rows_of(sources: Sequence[Source]) -> list[Row]:
 
     Runs of several sources share a row where everything but the seed is equal.
     """
-    groups: dict[tuple[object, ...], list[tuple[Source, RunData]]] = {}
+    rows: dict[tuple[object, ...], Row] = {}
     for source in sources:
         # As a text, since lists and dicts cannot be part of a key
         setting = repr(common_settings(source.experiment))
@@ -285,12 +261,11 @@ def rows_of(sources: Sequence[Source]) -> list[Row]:
             record = run.record
             key: tuple[object, ...] = (record.name, record.strategy, record.ranks, setting)
             # One seed has one run in a row: differences are paired by it
-            while record.seed in (other.record.seed for _, other in groups.get(key, ())):
+            while key in rows and record.seed in (each.record.seed for each in rows[key].runs):
                 key = (*key, "again")  # the same run a second time: in a row of its own
-            groups.setdefault(key, []).append((source, run))
-    return _named(
-        [Row("", tuple(run for _, run in group), group[0][0]) for group in groups.values()]
-    )
+            row = rows.get(key) or Row("", (), source)
+            rows[key] = replace(row, runs=(*row.runs, run))
+    return _named([*rows.values()])
 
 
 def common_settings(experiment: Mapping[str, Any]) -> dict[str, Any]:

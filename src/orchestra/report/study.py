@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from orchestra.errors import InputError, nearest
 from orchestra.records.record import RunRecord
-from orchestra.report.numbers import (
-    CONVERGENCE,
-    ENERGY,
-    ENERGY_TO_TARGET,
-    FINAL_LOSS,
-    HETEROGENEOUS,
-    METRIC,
-    PACE,
-    SENT,
-    SETUP,
-    STALENESS,
-    STALEST,
-    TIME_TO_TARGET,
-    TRAIN,
-    Difference,
-    Measure,
-    costs_in,
-    final_metric,
-    paired_difference,
-    target_of,
-)
+from orchestra.report import numbers
+from orchestra.report.numbers import FINAL_LOSS, METRIC, TIME_TO_TARGET, Difference, Measure
 from orchestra.report.rows import Row, RunData, Source, common_settings, grouped, numbered, rows_of
 from orchestra.trainer.settings import Target
 
@@ -36,36 +18,26 @@ from orchestra.trainer.settings import Target
 # white, and without black, which is for one process.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 SIGNS = {
-    "circle": "●",
-    "square": "■",
-    "triangle-up": "▲",
-    "diamond": "◆",
-    "cross": "✚",
-    "triangle-down": "▼",
-    "triangle-right": "▶\N{VARIATION SELECTOR-15}",
+    "circle": "●", "square": "■", "triangle-up": "▲", "diamond": "◆", "cross": "✚",
+    "triangle-down": "▼", "triangle-right": "▶\N{VARIATION SELECTOR-15}",
     "triangle-left": "◀\N{VARIATION SELECTOR-15}",
-}
+}  # fmt: skip
 """Vega's shapes, and the characters that represent them in text."""
 _STAR = (
     "M0.00,-1.00L0.26,-0.36L0.95,-0.31L0.43,0.14L0.59,0"
     ".81L0.00,0.45L-0.59,0.81L-0.43,0.14L-0.95,-0.31L-0.26,-0.36Z"
 )
 DASHES = ((1, 0), (7, 3), (2, 3), (10, 3, 2, 3), (12, 5))
-INK = "ink"
-"""The colour of text: dark on a light ground, light on a dark one."""
+INK = "ink"  # the colour of text: dark on a light ground, light on a dark one
 
 
 @dataclass(frozen=True)
 class Style:
-    """The look of a strategy's lines and points.
+    """The look of a strategy's lines and points."""
 
-    `colour` is "ink" where it is that of the text; `dash` are pixels on and off; `shape` is a name
-    of Vega's, or the path of one.
-    """
-
-    colour: str
-    dash: tuple[int, ...]
-    shape: str
+    colour: str  # "ink": that of the text
+    dash: tuple[int, ...]  # pixels on and off
+    shape: str  # a name of Vega's, or the path of one
 
     @property
     def css_colour(self) -> str:
@@ -83,9 +55,7 @@ class Study:
     """The rows of a report, on which everything on its page depends.
 
     `baseline`, from which differences are taken, is a label or a row's name; None: one process.
-
-    Raises:
-        InputError: there is no such baseline.
+    `InputError` is raised if there is no such row.
     """
 
     sources: Sequence[Source]
@@ -127,7 +97,7 @@ class Study:
     @cached_property
     def target(self) -> Target | None:
         """The target of all runs; None if they had none or different ones."""
-        targets = {target_of(source.experiment) for source in self.sources}
+        targets = {numbers.target_of(source.experiment) for source in self.sources}
         # A time to target beside that to another one would be compared all the same
         return targets.pop() if len(targets) == 1 else None
 
@@ -144,8 +114,9 @@ class Study:
                 # How often a run is saved, or waits for a silent rank, changes no figure
                 if key not in ("checkpoint_every", "patience"):
                     known.setdefault(key, []).append((source, value))
-        unlike = [key for key, values in known.items() if len({repr(v) for _, v in values}) > 1]
-        return {key: known[key] for key in unlike}
+        return {
+            key: values for key, values in known.items() if len({repr(v) for _, v in values}) > 1
+        }
 
     @cached_property
     def only_time(self) -> bool:
@@ -162,35 +133,37 @@ class Study:
         the loss; none where only time passed."""
         if self.only_time:
             return []
-        names = list(dict.fromkeys(name for record in self.records for name in record.metrics))
+        names = dict.fromkeys(name for record in self.records for name in record.metrics)
         wanted = self.target.metric if self.target else None
-        names.sort(key=lambda name: name != wanted)
+        in_order = sorted(names, key=lambda name: name != wanted)
         # The loss is a field of the record, and stands at the end
-        metrics = [final_metric(name, self.target) for name in names if name != "loss"]
+        metrics = [numbers.final_metric(n, self.target) for n in in_order if n != "loss"]
         return [*metrics, FINAL_LOSS]
 
     @cached_property
     def primary(self) -> Measure:
         """The measure by which final parameters are ranked; the speed if there are none."""
-        return next((measure for measure in self.finals if measure.rising is not None), PACE)
+        ranking = (measure for measure in self.finals if measure.rising is not None)
+        return next(ranking, numbers.PACE)
 
     @cached_property
     def measures(self) -> list[Measure]:
         """All measures of the table, in its order."""
         first = [TIME_TO_TARGET] if self.target and not self.only_time else []
-        stale = [STALENESS, STALEST] if any(row.values(STALENESS.read) for row in self.rows) else []
-        return [*first, *self.finals, TRAIN, PACE, SETUP, SENT, *stale, *self.of_machines]
+        runs = (*numbers.OF_RUNS, *self._known(numbers.OF_STALENESS))
+        return [*first, *self.finals, *runs, *self.of_machines]
 
     @cached_property
     def of_machines(self) -> list[Measure]:
         """The measures of how well unlike nodes were used, and of costs and energy, where the
-        runs know them. Costs are left out if they are in several currencies.
-        """
+        runs know them. Costs are left out if they are in several currencies."""
         currencies = {run.record.currency for run in self.runs if run.record.currency}
         # No rate of exchange is known here
-        costs = costs_in(*currencies) if len(currencies) == 1 else ()
-        known = (HETEROGENEOUS, CONVERGENCE, *costs, ENERGY_TO_TARGET, ENERGY)
-        return [m for m in known if any(row.values(m.read) for row in self.rows)]
+        costs = numbers.costs_in(*currencies) if len(currencies) == 1 else ()
+        return self._known((*numbers.OF_UNLIKE_NODES, *costs, *numbers.OF_ENERGY))
+
+    def _known(self, measures: Sequence[Measure]) -> list[Measure]:
+        return [m for m in measures if any(row.values(m.read) for row in self.rows)]
 
     @property
     def seeds(self) -> int:
@@ -203,20 +176,17 @@ class Study:
 
     def rival(self, row: Row) -> Row | None:
         """Return the row to compare `row` with; None for the baseline itself, or without any."""
+        equal = [other for other in self.rows if other.ranks == row.ranks]
         if self.baseline is None:
             # Same budget and settings; another learning rate, say, would be part of the difference
-            own = row.ranks, common_settings(row.source.experiment)
-            rivals = [
-                other
-                for other in self.rows
-                if other.single and own == (other.ranks, common_settings(other.source.experiment))
-            ]
+            own = common_settings(row.source.experiment)
+            rivals = [r for r in equal if r.single and common_settings(r.source.experiment) == own]
         else:
             named = [other for other in self.rows if other.name == self.baseline]
             labelled = [other for other in self.rows if other.label == self.baseline]
-            equal = [other for other in labelled if other.ranks == row.ranks]
             # A label may stand at several numbers of ranks: then the row with the same one
-            rivals = named or equal or (labelled if len(labelled) == 1 else [])
+            same = [other for other in equal if other.label == self.baseline]
+            rivals = named or same or (labelled if len(labelled) == 1 else [])
         return rivals[0] if rivals and rivals[0] is not row else None
 
     def difference(self, row: Row, measure: Measure) -> Difference | None:
@@ -226,26 +196,21 @@ class Study:
 
     def between(self, row: Row, other: Row, measure: Measure) -> Difference | None:
         """Return `row` - `other`, over the seeds that both completed."""
-        difference = paired_difference(row.values(measure.read), other.values(measure.read))
+        values = row.values(measure.read), other.values(measure.read)
+        difference = numbers.paired_difference(*values)
         if difference is None or measure.resolution is None:
             return difference
         # Each true time lies before the one read, by up to the spacing of the snapshots
         return difference.widened(*(each.mean(measure.resolution) or 0.0 for each in (row, other)))
 
     def _rank(self, row: Row) -> tuple[float, ...]:
-        infinity = float("inf")
         reached = self.reached(row) if self.target else 0
         time = row.mean(TIME_TO_TARGET.read) if reached else None
-        final = row.mean(self.primary.read)
-        train = row.mean(TRAIN.read)
-        return (
-            not row.completed,
-            # How often before how soon (decision 14)
-            -reached / len(row.runs),
-            infinity if time is None else time,
-            infinity if final is None else self.primary.order(final),
-            infinity if train is None else train,
-        )
+        final, train = row.mean(self.primary.read), row.mean(numbers.TRAIN.read)
+        by = (time, None if final is None else self.primary.order(final), train)
+        # How often before how soon (decision 14)
+        last = not row.completed, -reached / len(row.runs)
+        return (*last, *(math.inf if value is None else value for value in by))
 
     # How figures show it
 
@@ -253,9 +218,9 @@ class Study:
     def lines(self) -> dict[str, str]:
         """The name of each completed row's line over numbers of ranks: its label if enough."""
         lines: dict[str, str] = {}
-        for ranks in {row.ranks for row in self.completed}:
-            rows = sorted((r for r in self.completed if r.ranks == ranks), key=lambda r: r.name)
-            # By name, so that the same strategy of two sources has one line at all numbers of ranks
+        # By name, so that the same strategy of two sources has one line at all numbers of ranks
+        by_name = sorted(self.completed, key=lambda row: row.name)
+        for rows in grouped(by_name, lambda row: row.ranks).values():
             names = numbered([row.label for row in rows], " #")
             lines.update(zip((row.name for row in rows), names, strict=True))
         return lines
@@ -272,7 +237,6 @@ class Study:
 
         No two strategies share dash and shape up to 24, so that they differ without colour as well.
         """
-        shapes = tuple(SIGNS)
         # By name and not by success: a strategy keeps its look while the names stay (decision 15)
         rows = sorted(self.completed, key=lambda row: row.name)
         styles: dict[str, Style] = {}
@@ -280,11 +244,11 @@ class Study:
         # these two have to be enough.
         for single in (True, False):
             own = dict.fromkeys(self.lines[row.name] for row in rows if row.single is single)
+            colours, shapes = ([INK], [_STAR]) if single else (COLOURS, [*SIGNS])
             for index, line in enumerate(own):
-                turn = index if single else index // len(COLOURS)
-                colour = INK if single else COLOURS[index % len(COLOURS)]
-                shape = _STAR if single else shapes[index % len(shapes)]
-                styles[line] = Style(colour, DASHES[turn % len(DASHES)], shape)
+                dash = DASHES[index // len(colours) % len(DASHES)]
+                colour, shape = colours[index % len(colours)], shapes[index % len(shapes)]
+                styles[line] = Style(colour, dash, shape)
         return {row.name: styles[self.lines[row.name]] for row in self.completed}
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The table of a report: one line for each row, best first."""
+"""The tables of a report: one line for each row, best first; and which techniques paid."""
 
 from __future__ import annotations
 
@@ -10,71 +10,52 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from orchestra.report import numbers
 from orchestra.report.fairness import worker_batch
-from orchestra.report.numbers import (
-    MINUS,
-    SENT,
-    STALENESS,
-    STALEST,
-    THIN,
-    TIME_TO_TARGET,
-    TRAIN,
-    Difference,
-    Measure,
-    count,
-    decimals_for,
-    fixed,
-    listed,
-    pairs_of,
-    places_of,
-    uncertain,
-)
+from orchestra.report.numbers import TIME_TO_TARGET, Difference, Measure, count, fixed, listed
 from orchestra.report.rows import Row
 from orchestra.report.study import Study
 
 NONE = "–"
+_CSV_HEAD = ("name", "strategy", "ranks", "workers", "servers", "global_batch", "runs", "completed")
+_TEX = str.maketrans(
+    {letter: f"\\{letter}" for letter in "&%$#_{}"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    | {"±": r"$\pm$", "²": "$^2$", "≤": r"$\leq$", NONE: "--"}
+    | {numbers.MINUS: "$-$", numbers.THIN: r"\,"}
+)
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column; clicking its title sorts by the values of its cells, the best first.
-
-    `rising`: the largest first.
-    """
+    """A column; clicking its title sorts by the values of its cells, the best first."""
 
     key: str
     title: str
     unit: str = ""
-    rising: bool = False
+    rising: bool = False  # the largest is the best
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of the table: `text`, in smaller type below it `details`; `value` is to sort by.
-
-    `verdict` is "better" or "worse" than the rival where the spread over seeds cannot explain it.
-    """
+    """A cell of the table: `text`, in smaller type below it `details`; `value` is to sort by."""
 
     text: str
     details: Sequence[str] = ()
     value: float | None = None
     spread: float | None = None
-    verdict: str = ""
+    verdict: str = ""  # "better" or "worse" than the rival, where seeds cannot explain it
 
 
 @dataclass(frozen=True)
 class Table:
-    """The columns that are not empty, and each row with one cell for each of them.
-
-    `beside` says what the differences are from, `pairs` over how many seeds most are; `runs` is how
-    many each row has, all completed: 0 where that differs and a column says it.
-    """
+    """The columns that are not empty, and each row with one cell for each of them."""
 
     columns: Sequence[Column]
     lines: Sequence[tuple[Row, Sequence[Cell]]]
-    beside: str
-    pairs: int
-    runs: int
+    beside: str  # what the differences are from
+    pairs: int  # the seeds that most differences are over
+    runs: int  # of each row, all completed; 0 where that differs and a column says it
 
 
 def table(study: Study) -> Table:
@@ -94,8 +75,8 @@ def table(study: Study) -> Table:
         (Column("completed", "seeds completed", rising=True), completed),
     ]
     for m in study.measures:
-        if m is not STALEST:
-            title = "staleness" if m is STALENESS else m.title
+        if m is not numbers.STALEST:
+            title = "staleness" if m is numbers.STALENESS else m.title
             cell = partial(_measured, study, m, _decimals(study.rows, m), pairs)
             columns.append((Column(m.key, title, m.unit, bool(m.rising)), cell))
     columns.append((Column("switched_at_step", "switched", "step"), _switched))
@@ -107,24 +88,23 @@ def table(study: Study) -> Table:
 
 def plain_figures(study: Study, row: Row) -> dict[str, Any]:
     """Return the figures of `row` as plain data: mean, spread, seeds and difference of each."""
-    figures = {}
-    for measure in study.measures:
-        difference = study.difference(row, measure)
-        figures[measure.key] = {
+    return {
+        measure.key: {
             "mean": row.mean(measure.read),
             "spread": row.spread(measure.read),
             "n": len(row.values(measure.read)),
             "unit": measure.unit,
             "known_to": row.known_to(measure),
-            "difference": None if difference is None else vars(difference),
+            "difference": vars(found) if (found := study.difference(row, measure)) else None,
         }
-    return figures
+        for measure in study.measures
+    }
 
 
 def _ranks(row: Row) -> Cell:
-    workers, servers = row.record.workers, row.record.servers
-    details = [count("worker", workers).replace(" ", THIN)]
-    details += [count("server", servers).replace(" ", THIN)] if servers else []
+    details = [count("worker", row.record.workers).replace(" ", numbers.THIN)]
+    if row.record.servers:
+        details.append(count("server", row.record.servers).replace(" ", numbers.THIN))
     return Cell(str(row.ranks), details, row.ranks)
 
 
@@ -144,16 +124,16 @@ def _measured(study: Study, measure: Measure, places: int, pairs: int, row: Row)
     spread = row.spread(measure.read)
     text = fixed(mean, places)
     if (known := row.known_to(measure)) is not None:
-        text, places = uncertain(mean, known), max(0, places_of(known))
+        text, places = numbers.uncertain(mean, known), max(0, numbers.places_of(known))
     elif spread is not None:
         text += f" ± {fixed(round(spread, places), places)}"
     details = []
     if measure is TIME_TO_TARGET and study.reached(row) < len(row.runs):
         details.append(f"in {study.reached(row)} of {len(row.runs)} runs")
-    if measure is SENT and any(run.record.bytes_estimated for run in row.completed):
+    if measure is numbers.SENT and any(run.record.bytes_estimated for run in row.completed):
         details.append("estimated")
-    if measure is STALENESS:
-        details.append(f"at most {max(row.values(STALEST.read).values()):g}")
+    if measure is numbers.STALENESS:
+        details.append(f"at most {max(row.values(numbers.STALEST.read).values()):g}")
     difference = study.difference(row, measure) if measure in _compared(study) else None
     verdict = ""
     if difference is not None:
@@ -165,12 +145,12 @@ def _measured(study: Study, measure: Measure, places: int, pairs: int, row: Row)
 
 
 def _compared(study: Study) -> list[Measure]:
-    return [TIME_TO_TARGET, TRAIN, *study.finals]
+    return [TIME_TO_TARGET, numbers.TRAIN, *study.finals]
 
 
 def _difference(difference: Difference, places: int, pairs: int) -> Iterator[str]:
     mean, *ends = difference.texts(places)
-    yield mean if difference.n == pairs else f"{mean}, {pairs_of(difference.n)}"
+    yield mean if difference.n == pairs else f"{mean}, {numbers.pairs_of(difference.n)}"
     if ends:
         yield f"[{', '.join(ends)}]"
 
@@ -189,22 +169,19 @@ def _pairs(study: Study) -> int:
 def _switched(row: Row) -> Cell:
     if not row.record.switches or not row.completed:
         return Cell(NONE)
-    steps = [run.record.switched_at_step for run in row.completed]
-    fired = [step for step in steps if step is not None]
+    fired = [step for run in row.completed if (step := run.record.switched_at_step) is not None]
     if not fired:
         return Cell("never switched")
-    never = ["never in the others"] if len(fired) < len(steps) else []
-    return Cell(listed([str(step) for step in fired]), never, sum(fired) / len(fired))
+    never = ["never in the others"] if len(fired) < len(row.completed) else []
+    return Cell(listed(list(map(str, fired))), never, sum(fired) / len(fired))
 
 
 def _decimals(rows: Sequence[Row], measure: Measure) -> int:
     """Return enough decimals for the smallest mean, but at most one more than the largest needs."""
-    means = [mean for row in rows if (mean := row.mean(measure.read))]
-    if not means:
-        return 0
-    most = decimals_for(means, measure.digits) + 1
+    means = [mean for row in rows if (mean := row.mean(measure.read))] or [0.0]
+    most = numbers.decimals_for(means, measure.digits) + 1
     # One tiny mean must not give a column of seconds ten decimals
-    return min(most, decimals_for([min(means, key=abs)], measure.digits))
+    return min(most, numbers.decimals_for([min(means, key=abs)], measure.digits))
 
 
 def _beside(study: Study) -> str:
@@ -218,36 +195,19 @@ def _beside(study: Study) -> str:
     return "one process with all cores and the same seed, though not every row has its global batch"
 
 
-_CSV_HEAD = ("name", "strategy", "ranks", "workers", "servers", "global_batch", "runs", "completed")
-_TEX = {
-    **{letter: f"\\{letter}" for letter in "&%$#_{}"},
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "±": r"$\pm$",
-    "²": "$^2$",
-    "≤": r"$\leq$",
-    MINUS: "$-$",
-    NONE: "--",
-    THIN: r"\,",
-}
-
-
 def csv_text(study: Study) -> str:
     """Return the table as CSV, a line for each row, best first. For each figure it has the mean
     over the seeds, the sample standard deviation (_sd), the number of seeds (_n), and the paired
     difference from the rival with its 95 % interval (_difference, _low, _high). Unknown fields
-    are empty.
-    """
+    are empty."""
     file = io.StringIO()
     keys = [measure.key for measure in study.measures]
     parts = ("", "_sd", "_n", "_difference", "_low", "_high")
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow([*_CSV_HEAD, *(f"{key}{part}" for key in keys for part in parts)])
     for row in study.ranked:
-        record = row.record
-        values: list[object] = [row.name, record.strategy, row.ranks, record.workers]
-        values += [record.servers, row.global_batch, len(row.runs), len(row.completed)]
+        values: list[object] = [row.name, *(getattr(row.record, key) for key in _CSV_HEAD[1:6])]
+        values += [len(row.runs), len(row.completed)]
         for figure in plain_figures(study, row).values():
             difference = figure["difference"] or {}
             values += [figure["mean"], figure["spread"], figure["n"]]
@@ -262,17 +222,78 @@ def latex_text(study: Study) -> str:
     titles = [f"{c.title} ({c.unit})" if c.unit else c.title for c in found.columns]
     texts = [[row.name, *(cell.text for cell in cells)] for row, cells in found.lines]
     head, *body = (
-        " & ".join("".join(_TEX.get(letter, letter) for letter in text) for text in line) + r" \\"
+        " & ".join(text.translate(_TEX) for text in line) + r" \\"
         for line in (["strategy", *titles], *texts)
     )
-    lines = [
-        r"% \usepackage{booktabs}",
-        rf"\begin{{tabular}}{{l{'r' * len(titles)}}}",
-        r"\toprule",
-        head,
-        r"\midrule",
-        *body,
-        r"\bottomrule",
-        r"\end{tabular}",
-    ]
+    begin = [r"% \usepackage{booktabs}", rf"\begin{{tabular}}{{l{'r' * len(titles)}}}", r"\toprule"]
+    lines = [*begin, head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"]
     return "\n".join(lines) + "\n"
+
+
+# Which techniques paid: rows that differ in one setting, side by side
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict on one technique: whether it paid."""
+
+    row: Row  # with it
+    plain: Row  # without it
+    setting: str  # what differs, "compression=BF16()"
+    answer: str  # "paid", "did not pay" or "open"
+    because: str
+    seconds: tuple[str, str]  # of both, to the target ("not reached", too) or for all samples
+    finals: tuple[str, str] | None  # the primary figure of both; None where only time passed
+    break_even: str  # at which bandwidth it pays; empty where nobody searched
+
+
+def verdicts(study: Study) -> Iterator[Verdict]:
+    """Yield a verdict for each technique of the comparisons, on the most ranks that it ran on."""
+    for source in study.sources:
+        rows = {(r.label, r.ranks): r for r in study.completed if r.source is source}
+        for judged in source.techniques:
+            names = judged["technique"]
+            row, plain = (rows.get((names[key], judged["ranks"])) for key in ("name", "plain"))
+            # One of the two failed or was not run under this report's sources
+            if row is not None and plain is not None:
+                yield _verdict(study, row, plain, names["setting"], judged["text"])
+
+
+def _verdict(study: Study, row: Row, plain: Row, setting: str, break_even: str) -> Verdict:
+    # How often goes before how soon, as in the ranking of rows (decision 14)
+    reached = [study.reached(each) / len(each.runs) for each in (row, plain)]
+    measure = TIME_TO_TARGET if study.target and not study.only_time else numbers.TRAIN
+    seconds = _text(row, measure), _text(plain, measure)
+    if measure is TIME_TO_TARGET and reached[0] != reached[1]:
+        answer = "paid" if reached[0] > reached[1] else "did not pay"
+        share, other = map(numbers.percent, reached)
+        because = f"it reached the target in {share} of its runs, {plain.name} in {other}"
+    elif measure is TIME_TO_TARGET and not any(reached):
+        answer, because = "open", "neither reached the target"
+    else:
+        answer, because = _by_time(study, row, plain, measure)
+    finals = None if study.only_time else (_text(row, study.primary), _text(plain, study.primary))
+    return Verdict(row, plain, setting, answer, because, seconds, finals, break_even)
+
+
+def _by_time(study: Study, row: Row, plain: Row, measure: Measure) -> tuple[str, str]:
+    """Return the answer by the seconds of both, and the reason."""
+    difference = study.between(row, plain, measure)
+    ours, theirs = row.mean(measure.read), plain.mean(measure.read)
+    if difference is None or not ours or not theirs:
+        return "open", "they share no seed"
+    ratio = f"it took {numbers.times(ours / theirs)} as long"
+    # One pair of runs gives no interval; then its two times are compared, and the reason says so.
+    known = difference.low is not None or difference.too_coarse
+    if known and not difference.certain:
+        return "open", f"{ratio}, but the two cannot be told apart"
+    answer = "paid" if difference.mean < 0 else "did not pay"
+    if ours == theirs:
+        return "did not pay", "it took as long"
+    return answer, ratio if difference.low is not None else f"{ratio}, in one run of each"
+
+
+def _text(row: Row, measure: Measure) -> str:
+    if row.mean(measure.read) is None:
+        return "not reached" if measure is TIME_TO_TARGET else "none"
+    return row.text(measure)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -18,17 +18,13 @@ from orchestra.report.numbers import count, or_dash, ranges, significant
 from orchestra.report.watching import Row, RunView
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-WIDE = 100
-"""The width of a terminal, in columns, from which on the table has more space between columns."""
+WIDE = 100  # columns of a terminal, from which on the table has more space between its own
 MAX_LINKS = 4
 NOTE_LENGTH = 100  # characters below the table, at most
 STYLES = {
-    "running": "cyan",
-    "completed": "green",
-    "stopped": "yellow",
-    "failed": "bold red",
+    "running": "cyan", "completed": "green", "stopped": "yellow", "failed": "bold red",
     "cut off": "bold red",
-}
+}  # fmt: skip
 CUT_OFF = "no process is at work here, and there is no record: it was killed, or its machine ended"
 
 
@@ -53,9 +49,6 @@ def sparkline(points: Sequence[tuple[float, float]], width: int) -> str:
     return "".join(BLOCKS[round((mean - low) / span * (len(BLOCKS) - 1))] for mean in means)
 
 
-# A run -----------------------------------------------------------------------------------------
-
-
 def run_page(view: RunView, console: Console, height: int | None = None) -> RenderableType:
     """Return the view of a run, in `height` lines of `console` if that is given."""
     above, below = list(_above(view, console.width)), list(_below(view))
@@ -63,8 +56,7 @@ def run_page(view: RunView, console: Console, height: int | None = None) -> Rend
     if height is not None:
         # Rich breaks long lines, so how many there are shows only when they are drawn
         others = console.render_lines(Group(*above, Text(), *below))
-        note = -(-NOTE_LENGTH // console.width)
-        # The note below the table may be broken, too
+        note = -(-NOTE_LENGTH // console.width)  # it may be broken, too
         room = max(height - len(others) - 1 - note, 3)  # 1: the table's headings
     return Group(*above, Text(), _ranks_table(view, console, room), *below)
 
@@ -88,12 +80,10 @@ def _above(view: RunView, width: int) -> Iterator[RenderableType]:
         line.append(f", last heard of {clock_text(view.silent_seconds)} ago")
     yield line
     if view.fraction is not None and not view.over:
-        bar = Table.grid(padding=(0, 1))
-        bar.add_row(
-            ProgressBar(total=1.0, completed=view.fraction, width=min(40, width // 2)),
-            f"{view.fraction:.0%}",
-        )
-        yield bar
+        bar = ProgressBar(total=1.0, completed=view.fraction, width=min(40, width // 2))
+        line_of_bar = Table.grid(padding=(0, 1))
+        line_of_bar.add_row(bar, f"{view.fraction:.0%}")
+        yield line_of_bar
     facts = []
     if view.loss is not None:
         shown = sparkline(view.history, min(40, width // 3))
@@ -197,12 +187,8 @@ def _ranks_table(view: RunView, console: Console, room: int | None) -> Renderabl
     columns = _fitting(list(_columns(view)), rows, console.width, gap)
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
     for column in columns:
-        table.add_column(
-            column.heading,
-            justify="left" if column.left else "right",
-            no_wrap=True,
-            overflow="ellipsis",
-        )
+        justify: JustifyMethod = "left" if column.left else "right"
+        table.add_column(column.heading, justify=justify, no_wrap=True, overflow="ellipsis")
     for row in rows:
         style = "yellow" if row.rank in slow or row.silent_seconds else ""
         table.add_row(*(Text(column.cell(row), style=style) for column in columns))
@@ -227,9 +213,6 @@ def _fitting(columns: list[Column], rows: Sequence[Row], width: int, gap: int) -
     return columns
 
 
-# A comparison ----------------------------------------------------------------------------------
-
-
 def comparison_page(
     folder: Path,
     done: Sequence[tuple[str, RunRecord]],
@@ -240,8 +223,7 @@ def comparison_page(
     room: int | None = None,
 ) -> RenderableType:
     """Return the runs that are `done`, in words and with their records, the last `room` of them if
-    given, and the page of the current one.
-    """
+    given, and the page of the current one."""
     failed = sum(record.status == "failed" for _, record in done)
     state = "running" if under_way else "completed" if len(done) >= planned else "stopped"
     title = Text(f"{folder}", style="bold")
@@ -251,13 +233,11 @@ def comparison_page(
     # The last ones: a comparison appends, and the first are known by now
     shown = done if room is None else done[-max(room, 3) :]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in ("run", "status", "seconds", "samples/s", "final parameters"):
-        table.add_column(
-            heading,
-            justify="right" if heading in ("seconds", "samples/s") else "left",
-            overflow="fold" if heading == "run" else "ellipsis",
-            no_wrap=heading != "run",
-        )
+    table.add_column("run", overflow="fold")
+    table.add_column("status", no_wrap=True)
+    table.add_column("seconds", justify="right", no_wrap=True)
+    table.add_column("samples/s", justify="right", no_wrap=True)
+    table.add_column("final parameters", no_wrap=True)
     for what, record in shown:
         table.add_row(
             Text(what),

@@ -11,19 +11,17 @@ from typing import Any, Literal
 
 from orchestra.cluster.units import BYTES
 from orchestra.errors import InputError
+from orchestra.records.exports import longest_waits
 from orchestra.records.live import Line, Live, RankNow, Tail, mean_rates, read_live, under_way
 from orchestra.records.record import EXPERIMENT, SUMMARY, RunRecord, read_links, read_summary
 from orchestra.records.report import Straggler, changes_in
-from orchestra.records.trace import longest_waits
 from orchestra.report.numbers import ranges
-from orchestra.settings.base import from_plain
 from orchestra.settings.notation import Call, read
 from orchestra.settings.reading import yaml_value
 
 PARTS = ("compute", "communicate", "wait", "input")
 NEEDED = {"step", "seconds", "consumed", "samples", "loss", *PARTS[:3]}
-WINDOW_SECONDS = 10.0
-WINDOW_STEPS = 10
+WINDOW_SECONDS, WINDOW_STEPS = 10.0, 10
 """Figures are means over at least this many seconds of the stopwatch and this many steps."""
 MAX_WINDOW = 5000
 HISTORY = 512
@@ -35,10 +33,8 @@ Status = Literal["running", "completed", "stopped", "failed", "cut off"]
 
 @dataclass(frozen=True)
 class Row:
-    """A rank: its last steps, or, once the run is completed, all of them.
-
-    `parts` are those of its time; None stands for what is not known.
-    """
+    """A rank: its last steps, or, once the run is completed, all of them. What is not known is
+    None; `parts` are those of its time."""
 
     rank: int
     role: str
@@ -86,7 +82,7 @@ class RunView:
     @property
     def over(self) -> bool:
         """True if the run has ended."""
-        return self.status in ("completed", "stopped", "failed", "cut off")
+        return self.status != "running"
 
 
 class RankTrack:
@@ -111,9 +107,8 @@ class RankTrack:
                 kept.clear()
         for line in lines:
             self.window.append(line)
-            switched = line.get("switched_at_step")
-            if switched is not None and switched not in self.switched:
-                self.switched.append(switched)
+            if line.get("switched_at_step") not in (None, *self.switched):
+                self.switched.append(line["switched_at_step"])
             if "decision" in line:
                 self.decisions.append(line["decision"])
             self._remember(line)
@@ -137,6 +132,7 @@ class RankTrack:
 
     def row(self, rank: int, now: RankNow | None, newest: float) -> Row:
         """Return rank `rank`'s last steps; `newest` is the latest moment that any rank reported."""
+        now = now or RankNow(rank, "")
         first, *lines = self.window
         # The first line only tells when the next step began
         began = first["seconds"] if lines else 0.0
@@ -147,45 +143,29 @@ class RankTrack:
         def rate(name: str) -> float | None:
             return sum(line.get(name) or 0 for line in lines) / seconds if seconds > 0 else None
 
+        parts = {name: rate(name) or 0.0 for name in PARTS if name in last}
         stale = [value for line in lines for value in line.get("staleness") or ()]
+        staleness = (sum(stale) / len(stale), max(stale)) if stale else None
         silent = newest - last["seconds"]
         return Row(
-            rank,
-            "worker",
-            last["step"],
-            rate("samples"),
-            last["loss"],
-            {name: rate(name) or 0.0 for name in PARTS if name in last},
-            (sum(stale) / len(stale), max(stale)) if stale else None,
-            last["samples"],
-            rate("bytes_sent"),
-            _waits_text(now),
-            now.phase if now else "",
+            rank, "worker", last["step"], rate("samples"), last["loss"], parts, staleness,
+            last["samples"], rate("bytes_sent"), _waits_text(now), now.phase,
             silent if silent > SILENT_SECONDS else 0.0,
-        )
+        )  # fmt: skip
 
 
 class RunWatch:
-    """Follows the run in `folder`.
-
-    Raises:
-        InputError: it is not the folder of a run.
-    """
+    """Follows the run in `folder`; raises `InputError` if it is not the folder of a run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         experiment = experiment_of(folder)
         (name, strategy), *_ = dict(experiment.get("strategies") or {"": ""}).items()
+        ranks, seed = (_first(experiment.get(key)) for key in ("ranks", "seeds"))
         self._began = RunView(
-            folder,
-            name,
-            str(strategy),
-            str(experiment.get("engine", "")),
-            _first(experiment.get("ranks")),
-            _first(experiment.get("seeds")),
-            "running",
+            folder, name, str(strategy), str(experiment.get("engine", "")), ranks, seed, "running",
             balances=experiment.get("shares") is not None,
-        )
+        )  # fmt: skip
         self._tracks: dict[int, RankTrack] = {}
         # live.json is written once a second at most: rates are means of about the last 12 s
         self._earlier: deque[Live] = deque(maxlen=12)
@@ -215,9 +195,7 @@ class RunWatch:
             number = path.stem.rpartition("-")[2]
             # The folder is open to others; a copy of such a file must not end whoever watches
             if number.isdecimal():
-                if int(number) not in self._tracks:
-                    self._tracks[int(number)] = RankTrack(path)
-                self._tracks[int(number)].look()
+                self._tracks.setdefault(int(number), RankTrack(path)).look()
 
     def _now(self, status: Status, live: Live | None, now: float) -> RunView:
         tracks = {rank: track for rank, track in self._tracks.items() if track.window}
@@ -226,13 +204,12 @@ class RunWatch:
         said = {each.rank: each for each in told.ranks}
         rows = []
         for rank in sorted({*self._tracks, *said}):
-            track, own = tracks.get(rank), said.get(rank)
+            track, own = tracks.get(rank), said.get(rank, RankNow(rank, ""))
             # A server that was a worker must not count with its last speed (decision 100)
-            serves = own is not None and own.phase == "serving"
+            serves = own.phase == "serving"
             if track is None or serves:  # its steps, if any, were those of a phase before
-                step, phase = (own.step, own.phase) if own else (0, "")
                 role, waits_for = "server" if serves else "", _waits_text(own)
-                rows.append(Row(rank, role, step, waits_for=waits_for, phase=phase))
+                rows.append(Row(rank, role, own.step, waits_for=waits_for, phase=own.phase))
             else:
                 rows.append(track.row(rank, own, newest))
         running = status == "running"
@@ -266,7 +243,7 @@ class RunWatch:
             loss=_mean(row.loss for row in rows),
             metrics=record.figures,
             staleness=record.staleness,
-            stragglers=[from_plain(Straggler, dict(each)) for each in record.stragglers],
+            stragglers=record.slow_ranks,
             switched_at_step=record.switched_at_step,
             links=_links_carried(self.folder),
             notices=record.notices,
@@ -275,36 +252,30 @@ class RunWatch:
     def _whole_run(self, said: Mapping[str, Any], record: RunRecord) -> Row:
         rank = int(said["rank"])
         track = self._tracks.get(rank)
-        last = track.window[-1] if track and track.window and said["role"] != "server" else None
+        serves = said["role"] == "server"
+        last: Line = track.window[-1] if track and track.window and not serves else {}
         total = record.train_seconds or 0.0
         parts = {name: value / total for name, value in said["seconds"].items() if total > 0}
+        speed = said["samples"] / total if said["samples"] and total > 0 else None
         return Row(
-            rank,
-            str(said["role"]),
-            int(said["steps"]),
-            said["samples"] / total if said["samples"] and total > 0 else None,
-            last["loss"] if last else None,
-            parts,
-            batch=last["samples"] if last else None,
+            rank, str(said["role"]), int(said["steps"]), speed, last.get("loss"), parts,
+            batch=last.get("samples"),
             bytes_per_second=said["bytes_sent"] / total if total > 0 else None,
             waits_for=(self._waits or {}).get(rank, ""),
-        )
+        )  # fmt: skip
 
     def _view(
         self, status: Status, rows: Sequence[Row], switched_at_step: int | None = None, **about: Any
     ) -> RunView:
         tracks = [track for _, track in sorted(self._tracks.items())]
         history = next((track.history for track in tracks if track.history), ())
-        steps = next((track.switched for track in tracks if track.switched), None)
-        steps = steps or ([] if switched_at_step is None else [switched_at_step])
+        recorded = [] if switched_at_step is None else [switched_at_step]
+        steps = next((track.switched for track in tracks if track.switched), recorded)
         # The workers decide together, and the record has those of the first, too
         decided = next((track.decisions for track in tracks if track.decisions), ())
-        switches = changes_in(decided) or [
-            switch_text(self._began.strategy, step, len(steps)) for step in steps
-        ]
-        return replace(
-            self._began, status=status, rows=rows, history=history, switches=switches, **about
-        )
+        told = [switch_text(self._began.strategy, step, len(steps)) for step in steps]
+        about |= {"rows": rows, "history": history, "switches": changes_in(decided) or told}
+        return replace(self._began, status=status, **about)
 
     def _links_now(self, live: Live | None) -> list[str]:
         if live is None:
@@ -320,19 +291,15 @@ class RunWatch:
 
 
 def experiment_of(folder: Path) -> Mapping[str, Any]:
-    """Return the experiment in the folder of a run or of a comparison.
-
-    Raises:
-        InputError: there is none.
-    """
+    """Return the experiment in the folder of a run or of a comparison; raise `InputError` if there
+    is none."""
     try:
         value = yaml_value((folder / EXPERIMENT).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        if not folder.exists():
-            raise InputError(f"{folder}: there is no such folder") from None
-        raise InputError(
-            f"{folder}: is not the folder of a run or comparison: it has no {EXPERIMENT}"
-        ) from None
+        lacks = "there is no such folder"
+        if folder.exists():
+            lacks = f"is not the folder of a run or comparison: it has no {EXPERIMENT}"
+        raise InputError(f"{folder}: {lacks}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{folder / EXPERIMENT}: cannot be read: {reason}") from None
@@ -381,20 +348,17 @@ def _phase(ranks: Sequence[RankNow]) -> str:
     return max(phases, key=phases.count) if phases else "set-up"
 
 
-def _waits_text(said: RankNow | None) -> str:
-    if said is None or not said.waits_for:
-        return ""
-    most = said.waits_for[0]
-    return f"{' or '.join(ranges(most.ranks))} ({most.share:.0%})"
+def _waits_text(said: RankNow) -> str:
+    most = said.waits_for[:1]
+    return "".join(f"{' or '.join(ranges(each.ranks))} ({each.share:.0%})" for each in most)
 
 
 def _links_carried(folder: Path) -> list[str]:
     """Return the busiest links of a cluster that was simulated or emulated."""
     links = read_links(folder)
-    if links is None:
+    if links is None or links.seconds <= 0:
         return []
     return [
         f"{link.name}: {BYTES.rounded(link.bytes / links.seconds)}/s ({min(link.share, 1.0):.0%})"
         for link in links.busiest
-        if links.seconds > 0
     ]

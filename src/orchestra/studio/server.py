@@ -6,7 +6,7 @@ import json
 import queue
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.resources import files
 from multiprocessing.pool import Pool
@@ -20,17 +20,13 @@ from orchestra.report.study import COLOURS, DASHES
 from orchestra.settings.base import Limits
 from orchestra.studio.menu import BATCH, MENU, MOST_WORKERS, Entry, Situation, entry_of
 
-KEPT: dict[str, int] = {"step": 4000, "course": 40}
-"""The most cached answers of each kind."""
-MOST_PAGES = 100
-"""The most pages whose latest question is remembered."""
+KEPT: dict[str, int] = {"step": 4000, "course": 40}  # the most cached answers of each kind
+MOST_PAGES = 100  # the most pages whose latest question is remembered
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 """The names of this machine in a browser. Any other name belongs to another site, which makes the
 browser resolve it to this machine (DNS rebinding)."""
-COUNTS = (2, 4, 8, 16, 32, 64)
-"""The numbers of workers in a scaling curve, up to the chosen number."""
-MOST_WATCHED = 16
-"""The most workers whose messages are shown; more could not be followed."""
+COUNTS = (2, 4, 8, 16, 32, 64)  # the numbers of workers in a scaling curve, up to the chosen number
+MOST_WATCHED = 16  # the most workers whose messages are shown; more could not be followed
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
 )
@@ -91,15 +87,10 @@ class Simulator:
             known = {job: self._kept[job.kind].get(job) for job in jobs}
         # What is known is shown at once, whatever has to be simulated first
         yield from ((job, answer) for job, answer in known.items() if answer is not None)
-        left = [job for job, answer in known.items() if answer is None]
-        yield from self._worked_out(left, lambda: self._newest.get(page) is token)
-
-    def _worked_out(
-        self, jobs: Sequence[Job], wanted: Callable[[], bool]
-    ) -> Iterator[tuple[Job, dict[str, Any]]]:
         done: queue.SimpleQueue[tuple[Job, dict[str, Any] | BaseException]] = queue.SimpleQueue()
-        waiting, under_way = iter(jobs), 0
-        while wanted():
+        waiting = iter([job for job, answer in known.items() if answer is None])
+        under_way = 0
+        while self._newest.get(page) is token:
             # No more than the pool works on: its queue could not be taken back when asked again.
             while under_way < self._size and (job := next(waiting, None)) is not None:
                 self._begin(job, done)
@@ -130,9 +121,6 @@ def _keep(kept: dict[Any, Any], key: object, value: object, most: int) -> None:
     kept[key] = value
     if len(kept) > most:
         del kept[next(iter(kept))]
-
-
-# The page
 
 
 def make_app(simulator: Simulator) -> Flask:

@@ -24,8 +24,7 @@ from orchestra.trainer.trace import Trace
 from orchestra.worker.interception import intercepted
 from orchestra.worker.runtime import PassingReporter, Runtime, SilentReporter
 
-MOST_MESSAGES = 3000
-"""The most messages of one step that a page is given."""
+MOST_MESSAGES = 3000  # the most messages of one step that a page is given
 TENSORS = 4
 """The tensors of the model, of equal sizes. Each is a bucket, and can overlap with backward."""
 SMALL = 1000
@@ -53,18 +52,13 @@ class _Watch(PassingReporter):
 
     def progress(self, *_: Any, **facts: Any) -> None:
         super().progress(**facts)
-        traffic, compute = self.runtime.transport.traffic, self.runtime.compute
-        self.moments.append(
-            Moment(
-                self.runtime.transport.now(),
-                facts["samples"],
-                compute.main_seconds,
-                traffic.seconds_communicating,
-                traffic.seconds_waiting,
-                traffic.seconds_in_background,
-                self.runtime.transport.bytes_sent,
-            )
-        )
+        transport, computed = self.runtime.transport, self.runtime.compute.main_seconds
+        traffic = transport.traffic
+        moment = Moment(
+            transport.now(), facts["samples"], computed, traffic.seconds_communicating,
+            traffic.seconds_waiting, traffic.seconds_in_background, transport.bytes_sent,
+        )  # fmt: skip
+        self.moments.append(moment)
 
 
 @dataclass
@@ -78,8 +72,7 @@ class Simulated:
     def window(self, first: int) -> tuple[float, float]:
         """Return the time from which all workers together have done `first` batches each, and
         the time at which the first of them has done its last one. If batches go to whichever
-        worker is free, that is when one finds no batch any more.
-        """
+        worker is free, that is when one finds no batch any more."""
         series = [moments for moments in self.moments if moments]
         # Not the beginning: workers that start together fall out of step first (decision 101)
         ends = sorted(moment.seconds for moments in series for moment in moments)
@@ -103,16 +96,12 @@ def answer(kind: str, situation: Situation, entry: Entry) -> dict[str, Any]:
 
 
 def run_of(situation: Situation, notation: str, steps: int) -> Run:
-    """Return a run of `steps` steps under the strategy: of shapes, with assumed costs.
-
-    Raises:
-        InputError: the strategy cannot have that many workers.
-    """
+    """Return a run of `steps` steps under the strategy: of shapes, with assumed costs. Raises
+    `InputError` if the strategy cannot have that many workers."""
     strategy = strategy_of(notation)
     # The page speaks of workers; machines that only serve come on top of these
-    dedicated = getattr(strategy, "servers", 0)
-    if getattr(strategy, "placement", "dedicated") != "dedicated":
-        dedicated = 0
+    beside = getattr(strategy, "placement", "dedicated") != "dedicated"
+    dedicated = 0 if beside else getattr(strategy, "servers", 0)
     parameters = round(situation.megabytes * 1e6 / 4)
     # The assumed costs divide by FLOPS again
     sample_flops = situation.compute_ms * 1e-3 * FLOPS / BATCH
@@ -143,11 +132,7 @@ def run_of(situation: Situation, notation: str, steps: int) -> Run:
 
 def carry_out(run: Run, situation: Situation, *, watched: bool = False) -> Simulated:
     """Simulate the run in this process; with `watched`, record the messages and timelines, too.
-
-    Raises:
-        InputError: the strategy refuses that many workers.
-        RunFailed: the simulation came to no end.
-    """
+    Raises `InputError` if the strategy refuses that many workers, `RunFailed` without an end."""
     ranks = len(roles_of(run.strategy, run.training.ranks).shares)
     watches: dict[int, _Watch] = {}
     traces: dict[int, Trace] = {}
@@ -185,10 +170,7 @@ def measured(simulated: Simulated, first: int) -> dict[str, float]:
     """
     begin, end = simulated.window(first)
     passed, workers = end - begin, [moments for moments in simulated.moments if moments]
-    done = sum(
-        (_between(moments, begin, end) for moments in workers),
-        start=numpy.zeros(len(Moment._fields)),
-    )
+    done: Any = sum(_between(moments, begin, end) for moments in workers)
     samples, compute, communicate, wait, background, sent = done[1:].tolist()
     # Some of it may lie behind computing, so that the sum stays what it was (decision 101).
     behind = min(wait, background)
@@ -213,9 +195,6 @@ def _between(moments: Sequence[Moment], begin: float, end: float) -> Any:
     return numpy.diff(both)[:, 0]
 
 
-# The course of one step
-
-
 def course(simulated: Simulated, first: int, count: int) -> dict[str, Any]:
     """Return the activity of every rank for `count` steps of rank 0, after its `first` ones.
 
@@ -228,8 +207,7 @@ def course(simulated: Simulated, first: int, count: int) -> dict[str, Any]:
     last = min(first + count, len(moments)) - 1
     begin, end = moments[min(first, last) - 1].seconds, moments[last].seconds
     ranks: list[dict[str, Any]] = []
-    sent: dict[Message, Slice] = {}
-    received: dict[Message, Slice] = {}
+    ends: dict[str, dict[Message, Slice]] = {"send": {}, "receive": {}}
     for trace, role in zip(simulated.traces, simulated.roles, strict=True):
         timeline = trace.timeline("virtual")
         assert timeline is not None
@@ -242,9 +220,8 @@ def course(simulated: Simulated, first: int, count: int) -> dict[str, Any]:
         )
         for piece in timeline.slices:
             if piece.message is not None:
-                ends = sent if piece.category == "send" else received
-                ends[piece.message] = piece
-    messages = sorted(_messages(sent, received, begin, end))
+                ends[piece.category][piece.message] = piece
+    messages = sorted(_messages(ends["send"], ends["receive"], begin, end))
     shown = [message for message in messages if message[4] >= SMALL] or messages
     # Every so many-th, so that what is shown is spread over the whole window
     every = -(-len(shown) // MOST_MESSAGES)

@@ -17,8 +17,8 @@ from orchestra.data.feed import Samples, open_samples, open_shard
 from orchestra.errors import InputError, RunFailed
 from orchestra.exchange import start_together
 from orchestra.optimizers.state import restore, undisturbed
+from orchestra.records.exports import Scalars, write_curve_events
 from orchestra.records.report import LeaderReport, Point, RankReport
-from orchestra.records.trackers import Scalars, write_curve_events
 from orchestra.strategies.base import ModelPart, Roles, Strategy
 from orchestra.strategies.switch import phases
 from orchestra.tasks.task import Task, evaluate, load_task

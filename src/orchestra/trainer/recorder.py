@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from orchestra.errors import InputError
+from orchestra.records.exports import Scalars
 from orchestra.records.report import MAX_SOURCES, Counters, CounterSeries
-from orchestra.records.trackers import Scalars
 from orchestra.settings.base import from_plain, to_plain
 from orchestra.trainer.checkpoints import writing
 from orchestra.worker.interception import Flow, Interceptor, Operation

@@ -9,8 +9,8 @@ from typing import Any, Literal, Self, TypeAlias
 from orchestra.data import Sharding
 from orchestra.errors import InputError
 from orchestra.optimizers.settings import Constant, Optimizer, Schedule
+from orchestra.records.exports import TRACKERS, require_tracker
 from orchestra.records.report import Point
-from orchestra.records.trackers import TRACKERS, require_tracker
 from orchestra.settings import MAX_RANKS, MAX_SEED, MAX_STEPS, REQUIRED, Settings, setting
 from orchestra.settings.base import require_setting
 from orchestra.strategies.base import Strategy

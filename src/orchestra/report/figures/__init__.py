@@ -10,22 +10,10 @@ from orchestra.report.rows import numbered
 from orchestra.report.study import Study
 
 _FAMILIES = (
-    cluster.clusters,
-    results.time_to_target,
-    curves.trade,
-    curves.curves,
-    curves.training_loss,
-    results.differences,
-    bars.seconds,
-    bars.batches,
-    bars.traffic,
-    bars.links,
-    bars.staleness,
-    results.scaling,
-    results.combinations,
-    timeline.timelines,
-    messages.messages,
-)
+    cluster.clusters, results.time_to_target, curves.trade, curves.curves, curves.training_loss,
+    results.differences, bars.seconds, bars.batches, bars.traffic, bars.links, bars.staleness,
+    results.scaling, results.combinations, timeline.timelines, messages.messages,
+)  # fmt: skip
 
 
 def figures(study: Study) -> list[Figure]:

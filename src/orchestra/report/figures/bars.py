@@ -4,7 +4,7 @@ speeds, bytes, the load of links, and staleness.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -25,18 +25,21 @@ Parts = Mapping[str, float]
 # Colours of Okabe and Ito for what ranks do, greys for what they do not
 TRAINING = {"compute": "#0072B2", "communicate": "#E69F00", "wait": "#c9c9c9", "other": "#8c8c8c"}
 SETUP = {
-    "processes": "#2f6fa5",
-    "connections": "#5d9fce",
-    "task": "#93c6e3",
-    "group": "#c9e3ef",
+    "processes": "#2f6fa5", "connections": "#5d9fce", "task": "#93c6e3", "group": "#c9e3ef",
     "first_step": "#E69F00",
-}
+}  # fmt: skip
+LABELLED = 8  # the most lines of batches that are labelled with their workers
+APART = 0.03  # the part of the global batch within which lines share a label
+MAX_LINKS = 6  # the most links of each strategy
+_FEW = 0.005  # the part of the updates that may be staler than the axis is long
+_BARS = 24  # of staleness, so that they stay apart on a phone
 
 
 def seconds(study: Study) -> Iterator[Figure]:
     """Yield training seconds by what they went to, the same by rank, and set-up seconds by part."""
-    training = {}
+    training, setup = {}, {}
     for row in study.completed:
+        setup[row.name] = _mean_parts([run.record.setup for run in row.completed])
         parts = _mean_parts([run.record.seconds for run in row.completed])
         # Without it a bar would be shorter than the stopwatch says (decision 15)
         rest = (row.mean(TRAIN.read) or 0.0) - sum(parts.values())
@@ -50,8 +53,6 @@ def seconds(study: Study) -> Iterator[Figure]:
     title = "Where the training time went"
     yield from _stacked("seconds-by-part", title, caption, training, TRAINING)
     yield from _by_rank(study)
-    setup = {row.name: _mean_parts([run.record.setup for run in row.completed])
-             for row in study.completed}  # fmt: skip
     caption = (
         "Seconds from the launch to the first step, as the mean of the seeds: starting "
         "processes, connecting them, data and model (task), the strategy's start (group), "
@@ -65,24 +66,20 @@ def _stacked(
     name: str, title: str, caption: str, of_rows: Mapping[str, Parts], colours: Mapping[str, str]
 ) -> Iterator[Figure]:
     """Yield a bar for each row: its parts one after the other; nothing where there are none."""
-    values = [
-        {"strategy": row, **value}
-        for row, parts in of_rows.items()
-        for value in _pieces(parts, colours)
-    ]
+    values: Values = []
+    totals = {}
+    for row, parts in of_rows.items():
+        values += _pieces(parts, colours, strategy=row)
+        totals[row] = figure_text(sum(parts[part] for part in parts if part in colours), "s")
     if values:
-        totals = {
-            row: figure_text(sum(parts[part] for part in parts if part in colours), "s")
-            for row, parts in of_rows.items()
-        }
         tooltip = tips("strategy:N", "part:N", ("seconds:Q", "", ".4~g"))
         bars = [layer(values, "bar", *_bar(colours, values), tooltip, **BAR)]
         yield figure(name, title, caption, "time", *frame.lanes(bars, totals))
 
 
-def _pieces(parts: Parts, colours: Mapping[str, str]) -> Values:
+def _pieces(parts: Parts, colours: Mapping[str, str], **about: Any) -> Values:
     return [
-        {"part": part, "place": place, "seconds": parts[part]}
+        {**about, "part": part, "place": place, "seconds": parts[part]}
         for place, part in enumerate(colours)
         if parts.get(part, 0) > 0
     ]
@@ -113,9 +110,8 @@ def _by_rank(study: Study) -> Iterator[Figure]:
         for rank in sorted(by_rank) if len(by_rank) > 1 else ():
             role = by_rank[rank][0]["role"]
             key = frame.lane_key(row.name, f"{rank}{' server' if role == 'server' else ''}")
-            about = {"strategy": row.name, "lane": key, "rank": rank, "role": role}
             parts = _mean_parts([entry["seconds"] for entry in by_rank[rank]])
-            values += [{**about, **value} for value in _pieces(parts, TRAINING)]
+            values += _pieces(parts, TRAINING, strategy=row.name, lane=key, rank=rank, role=role)
     if values:
         caption = (
             "The same for every rank, as the mean of the seeds. A rank that waits while another "
@@ -123,20 +119,9 @@ def _by_rank(study: Study) -> Iterator[Figure]:
         )
         tooltip = tips("strategy:N", "rank:O", "role:N", "part:N", ("seconds:Q", "", ".4~g"))
         bars = [layer(values, "bar", *_bar(TRAINING, values), tooltip)]
-        texts = {value["strategy"]: "" for value in values}
-        lanes, title = (
-            frame.headed_lanes(bars, texts, "rank"),
-            "Where each rank's training time went",
-        )
+        lanes = frame.headed_lanes(bars, {value["strategy"]: "" for value in values}, "rank")
+        title = "Where each rank's training time went"
         yield figure("seconds-by-rank", title, caption, "time", *lanes)
-
-
-# Batches that a rule balanced
-
-LABELLED = 8
-"""The most lines that are labelled with their workers."""
-APART = 0.03
-"""The part of the global batch within which lines share a label."""
 
 
 def batches(study: Study) -> Iterator[Figure]:
@@ -151,15 +136,13 @@ def batches(study: Study) -> Iterator[Figure]:
     )
     x = alt.X("step:Q", title="step", scale=alt.Scale(nice=False))
     y = alt.Y("batch:Q", title="samples in a step", scale=alt.Scale(zero=True))
-    look = Look(study.styles, [row.name], legend=False)
-    lines = layer(
-        values, "line", x, y, look.colour, alt.Detail("rank:N"),
-        tips("rank:N", "step:Q", "batch:Q"), interpolate="step-after",
-    )  # fmt: skip
-    words = haloed(last, 3, x, y, alt.Text("rank:N"), align="right", dx=-2, dy=-7, fontSize=11)
-    named = words if len(last) <= LABELLED else []
-    title = "Batches that followed the speeds"
-    yield figure("batches", title, caption, "time", [lines, *named], height=220)
+    colour = Look(study.styles, [row.name], legend=False).colour
+    channels = x, y, colour, alt.Detail("rank:N"), tips("rank:N", "step:Q", "batch:Q")
+    layers = [layer(values, "line", *channels, interpolate="step-after")]
+    if len(last) <= LABELLED:
+        style = {"align": "right", "dx": -2, "dy": -7, "fontSize": 11}
+        layers += haloed(last, 3, x, y, alt.Text("rank:N"), **style)
+    yield figure("batches", "Batches that followed the speeds", caption, "time", layers, 220)
 
 
 def _batch_values(row: Row) -> tuple[Values, Values]:
@@ -178,19 +161,12 @@ def _batch_values(row: Row) -> tuple[Values, Values]:
         if not groups or batch - groups[-1][0] > APART * row.global_batch:
             groups.append((batch, []))
         groups[-1][1].append(str(rank))
+    named = [(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}", batch) for batch, ranks in groups]
     last = [
-        {
-            "strategy": row.name,
-            "rank": f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}",
-            "step": row.record.steps,
-            "batch": batch,
-        }
-        for batch, ranks in groups
+        {"strategy": row.name, "rank": name, "step": row.record.steps, "batch": batch}
+        for name, batch in named
     ]
     return values, last
-
-
-# Bytes
 
 
 def traffic(study: Study) -> Iterator[Figure]:
@@ -203,21 +179,20 @@ def traffic(study: Study) -> Iterator[Figure]:
     size = float(BYTES.factors[unit])
     values: Values = []
     texts = {}
+    formula = ""
     for row in study.completed:
         total, samples = sent[row.name], row.mean(lambda record: float(record.samples))
-        estimated = any(run.record.bytes_estimated for run in row.completed)
         each = total / samples if samples else None
-        known = "by a formula" if estimated else "counted"
+        text = bytes_text(total) + (f" · {bytes_text(each)} a sample" if each is not None else "")
+        known = "counted"
+        if any(run.record.bytes_estimated for run in row.completed):
+            text, known, formula = f"≈ {text}", "by a formula", " ≈: by a formula, not counted."
+        texts[row.name] = text if total else "none"
         value = {"strategy": row.name, "sent": total / size, "per_sample": each, "known": known}
         values.append(value)
-        text = f"{'≈ ' * estimated}{bytes_text(total)}"
-        text += "" if each is None else f" · {bytes_text(each)} a sample"
-        texts[row.name] = text if total else "none"
     caption = (
         "Payload and headers that all ranks sent while the stopwatch ran, as the mean of the "
-        "seeds, and divided by the samples."
-        + " ≈: by a formula, not counted."
-        * any(v["known"] != "counted" for v in values)
+        f"seeds, and divided by the samples.{formula}"
     )
     tooltip = tips(
         "strategy:N", ("sent:Q", unit, ",.4~g"), ("per_sample:Q", "bytes a sample", ",.4~g"),
@@ -230,28 +205,19 @@ def traffic(study: Study) -> Iterator[Figure]:
     yield figure("bytes-sent", "Bytes sent", caption, "traffic", *frame.lanes([bars], texts))
 
 
-MAX_LINKS = 6
-"""The most links of each strategy."""
-_LINK_ROOM = "width - 92"
-"""The width of the longest bar, which leaves room for its label."""
-
-
 def links(study: Study) -> Iterator[Figure]:
     """Yield the busiest links of each strategy, on a described cluster whose links had traffic."""
     carried = {row.name: found for row in study.widest
                if (found := row.completed[0].links) is not None and found.busiest}  # fmt: skip
     values: Values = [
         {
-            "strategy": name,
-            "lane": frame.lane_key(name, link.name),
-            "link": link.name,
-            "percent": 100 * link.share,
-            "bytes": link.bytes,
+            "strategy": name, "lane": frame.lane_key(name, link.name), "link": link.name,
+            "percent": 100 * link.share, "bytes": link.bytes,
             "text": f"{figure_text(100 * link.share, '%', 2)} · {bytes_text(link.bytes)}",
         }
         for name, of_row in carried.items()
         for link in of_row.busiest[:MAX_LINKS]
-    ]
+    ]  # fmt: skip
     if not values:
         return
     caption = (
@@ -261,16 +227,10 @@ def links(study: Study) -> Iterator[Figure]:
         f"Shown are the {MAX_LINKS} busiest links of each strategy. A link that is far from 100 % "
         "may still be what everybody waits for, if it is idle while the ranks compute."
     )
-    x = alt.X(
-        "percent:Q",
-        title="percent of what the link could have carried",
-        scale=alt.Scale(
-            domain=[0, max(value["percent"] for value in values)],
-            nice=True,
-            # Less than the figure's width, so that the words behind the longest bar are inside
-            range=[0, alt.ExprRef(_LINK_ROOM)],
-        ),
-    )
+    most = max(value["percent"] for value in values)
+    # Less than the figure's width, so that the words behind the longest bar are inside
+    scale = alt.Scale(domain=[0, most], nice=True, range=[0, alt.ExprRef("width - 92")])
+    x = alt.X("percent:Q", title="percent of what the link could have carried", scale=scale)
     tooltip = tips(
         "strategy:N", "link:N", ("percent:Q", "percent of its capacity", ".4~g"),
         ("bytes:Q", "", ",d"),
@@ -295,19 +255,12 @@ def _other_links(carried: Links) -> str:
     return f"and {count('more link', rest)}{idle}"
 
 
-# Staleness
-
-_FEW = 0.005
-_BARS = 24  # along the axis, so that they stay apart on a phone
-
-
 def staleness(study: Study) -> Iterator[Figure]:
     """Yield the share of updates at each staleness, for strategies with any that is not zero."""
-    counts: dict[str, Counter[int]] = {}
+    counts: dict[str, Counter[int]] = defaultdict(Counter)
     for row in study.widest:
-        own = counts[row.name] = Counter()
         for run in row.completed:
-            own.update({int(v): n for v, n in run.record.staleness_histogram.items()})
+            counts[row.name].update({int(v): n for v, n in run.record.staleness_histogram.items()})
     stale = {name: of_row for name, of_row in counts.items() if any(of_row)}
     if not stale:
         return
@@ -328,17 +281,11 @@ def staleness(study: Study) -> Iterator[Figure]:
         for value in _shares(of_row, last, largest > last)
     ]
     title = "staleness (updates)"
-    x = alt.X(
-        "updates_between:N",
-        title=title,
-        sort=None,
-        axis=alt.Axis(grid=False, labelAngle=0, labelOverlap="greedy", labelSeparation=8),
-        scale=alt.Scale(
-            # Empty ranges, too, so that the axis is one of numbers although its values are texts
-            domain=list(dict.fromkeys(value["updates_between"] for value in values)),
-            paddingInner=0.2,
-        ),
-    )
+    axis = alt.Axis(grid=False, labelAngle=0, labelOverlap="greedy", labelSeparation=8)
+    # Empty ranges, too, so that the axis is one of numbers although its values are texts
+    domain = list(dict.fromkeys(value["updates_between"] for value in values))
+    scale = alt.Scale(domain=domain, paddingInner=0.2)
+    x = alt.X("updates_between:N", title=title, sort=None, axis=axis, scale=scale)
     y = alt.Y("share:Q", title="share of the updates", axis=alt.Axis(format="~%", tickCount=5))
     beside = alt.XOffset("strategy:N", scale=alt.Scale(domain=list(stale)))
     tooltip = tips(
@@ -371,8 +318,5 @@ def _shares(counts: Counter[int], last: int, more: bool) -> Iterator[dict[str, A
         high = min(low + width - 1, last)
         inside = sum(n for value, n in counts.items() if low <= min(value, last) <= high)
         end = " or more" if more and high == last else f"–{high}" * (high > low)
-        share = inside / counts.total()
-        between = f"{low}{end}"
-        yield {
-            "staleness": low, "updates_between": between, "share": share, "updates": inside
-        }  # fmt: skip
+        about = {"staleness": low, "updates_between": f"{low}{end}"}
+        yield {**about, "share": inside / counts.total(), "updates": inside}

@@ -1,23 +1,26 @@
 """Figures of the clusters that runs were simulated on: trees of nodes, switches, links, faults.
 
-This figure and that of messages (messages.py) stand on the same tree (tree.py).
+The figure of messages (messages.py) stands on the same tree of switches from left to right, with a
+row for each node.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import altair as alt
 
 from orchestra.cluster.cluster import Cluster
 from orchestra.cluster.faults import Death, LinkCut, LinkSlow, rank_of
+from orchestra.cluster.file import alike
 from orchestra.cluster.nodes import Jitter, Link, Node, Switch
 from orchestra.cluster.presets import CLUSTERS
 from orchestra.cluster.units import BANDWIDTH, BYTES, FLOPS, SECONDS
-from orchestra.report.figures.frame import INK_NOW, Figure, figure
-from orchestra.report.figures.tree import Canvas, Place, Tree
+from orchestra.report.figures.frame import FAINT, INK_NOW, Figure, figure, layer
 from orchestra.report.numbers import count, ranges
 from orchestra.report.rows import grouped
 from orchestra.report.study import COLOURS, Study
@@ -29,6 +32,7 @@ _LETTER, _GAP = 5.7, 26  # widths in pixels
 _NODE, _FAULT = COLOURS[0], COLOURS[1]
 _LARGEST_SQUARE = 120.0  # square pixels
 _CROSS = "M-1,-1L1,1M-1,1L1,-1"
+MAX_NODES = 64  # in larger clusters, consecutive nodes that are alike share a row
 _STYLES: dict[str, dict[str, Any]] = {
     "plain": {"align": "left", "color": INK_NOW},
     "head": {"align": "left", "color": INK_NOW, "fontWeight": "bold"},
@@ -51,11 +55,8 @@ def clusters(study: Study) -> Iterator[Figure]:
 
 
 def cluster_figure(cluster: Cluster, ranks: int | None = None) -> Figure:
-    """Return the figure of `cluster`, with the places of `ranks` ranks if they are given.
-
-    Raises:
-        InputError: the ranks cannot be placed.
-    """
+    """Return the figure of `cluster`, with the places of `ranks` ranks if they are given; raise
+    `InputError` if these cannot be placed."""
     sketch = _Sketch(cluster, ranks)
     title = f"Cluster {cluster.name}" + (f", {ranks} ranks" if ranks else "")
     caption = (
@@ -63,9 +64,8 @@ def cluster_figure(cluster: Cluster, ranks: int | None = None) -> Figure:
         "a node's square tells its speed beside the fastest one's. A cross is on a link that is "
         "cut or slow for a while, or on a node where ranks die."
     )
-    layers, width = list(sketch.layers()), max(round(sketch.width), 420)
-    name = f"cluster-{cluster.name}"
-    return figure(name, title, caption, "cluster", layers, round(sketch.height), width)
+    name, height, width = f"cluster-{cluster.name}", round(sketch.height), round(sketch.width)
+    return figure(name, title, caption, "cluster", sketch.layers(), height, max(width, 420))
 
 
 class _Sketch:
@@ -99,9 +99,7 @@ class _Sketch:
         on = grouped(range(len(self._ranks)), lambda rank: self._ranks[rank].name)
         columns: dict[str, Callable[[tuple[Node, ...]], str]] = {
             "node": lambda nodes: (
-                f"{nodes[0].name} to {nodes[-1].name} ({len(nodes)} nodes)"
-                if len(nodes) > 1
-                else nodes[0].name
+                nodes[0].name + f" to {nodes[-1].name} ({len(nodes)} nodes)" * (len(nodes) > 1)
             ),
             "link": lambda nodes: link_text(nodes[0]),
             "computes with": lambda nodes: _compute_text(nodes[0]),
@@ -149,15 +147,12 @@ class _Sketch:
         area = alt.Size("area:Q", scale=None, legend=None)
         colour = alt.Color("colour:N", scale=None)
         speeds = [place.nodes[0].speed or place.nodes[0].flops or 0.0 for place in self._leaves]
-        squares = (
-            {
-                **place.at,
-                # A node that is far slower stays visible
-                "area": max(_LARGEST_SQUARE * speed / max(speeds), 9),
-                "colour": _FAULT if place.part.name in self._faults else _NODE,
-            }
-            for place, speed in zip(self._leaves, speeds, strict=True)
-        )
+        squares = []
+        for place, speed in zip(self._leaves, speeds, strict=True):
+            ink = _FAULT if place.part.name in self._faults else _NODE
+            # A node that is far slower stays visible
+            size = max(_LARGEST_SQUARE * speed / max(speeds), 9)
+            squares.append({**place.at, "area": size, "colour": ink})
         yield canvas.layer(squares, "square", area, colour, opacity=1)
         cross: dict[str, Any] = {"shape": _CROSS, "size": 110, "strokeWidth": 2, "filled": False}
         yield canvas.layer(self._crosses(), "point", opacity=1, color=INK_NOW, **cross)
@@ -170,13 +165,13 @@ class _Sketch:
     def _crosses(self) -> Iterator[dict[str, Any]]:
         """Yield where links are cut or slow for a while, and nodes where somebody dies."""
         for fault in self._cluster.faults:
-            if isinstance(fault, LinkCut | LinkSlow | Death):
-                place = self._places.get(self._owner(fault.of))
-                if place is not None:
-                    # A root's link leads nowhere in this figure; ranks die on nodes
-                    on_node = place.above is None or isinstance(fault, Death)
-                    x = self._leaves[0].x if on_node else (place.above or 0) + 16
-                    yield {"x": x, "y": place.y}
+            if not isinstance(fault, LinkCut | LinkSlow | Death):
+                continue
+            if place := self._places.get(self._owner(fault.of)):
+                # A root's link leads nowhere in this figure; ranks die on nodes
+                on_node = place.above is None or isinstance(fault, Death)
+                x = self._leaves[0].x if on_node else (place.above or 0) + 16
+                yield {"x": x, "y": place.y}
 
     def _words(self) -> Iterator[dict[str, Any]]:
         """Yield the columns beside the nodes, and what befalls ranks of unknown place below; the
@@ -224,6 +219,162 @@ def _one_way(link: Link) -> str:
 def _compute_text(node: Node) -> str:
     units = count("device", node.devices) if node.devices else count("core", node.cores)
     speed = f"speed {node.speed:.3g}" if node.speed is not None else FLOPS.write(node.flops or 0)
-    parts = [units, speed]
-    parts += [write(node.jitter, CLUSTERS)] if isinstance(node.jitter, Jitter) else []
-    return ", ".join(parts)
+    jitter = f", {write(node.jitter, CLUSTERS)}" if isinstance(node.jitter, Jitter) else ""
+    return f"{units}, {speed}{jitter}"
+
+
+# The tree
+
+
+class _Branch(NamedTuple):
+    """A part of the tree: the rows of the parts below it, and the number of switches above it."""
+
+    part: Node | Switch
+    nodes: tuple[Node, ...]
+    first: float
+    last: float
+    depth: int = 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a part is drawn, in pixels: a switch, or the first of `nodes`, which share its rows."""
+
+    part: Node | Switch
+    nodes: tuple[Node, ...]
+    x: float
+    y: float  # the middle of its `span`
+    above: float | None  # the x of the switch that it hangs on, if any
+    span: tuple[float, float]
+
+    @property
+    def at(self) -> dict[str, float]:
+        return {"x": self.x, "y": self.y}
+
+
+class Tree:
+    """The rows of all parts of a cluster, filled from the top; `rows` is how many they take.
+
+    Nodes that are `alone` share their row with no other. `sizes` says how many rows a node takes,
+    by its name, by default one; nodes without an entry are left out, and switches with none of the
+    others below them.
+    """
+
+    def __init__(
+        self, cluster: Cluster, alone: Collection[str] = (), sizes: Mapping[str, int] | None = None
+    ) -> None:
+        self.rows = 0.0
+        self._nodes: list[_Branch] = []
+        self._switches: list[_Branch] = []
+        self._cluster, self._whole = cluster, sizes is None
+        self._sizes = {node.name: 1 for node in cluster.nodes} if sizes is None else sizes
+        self._groups = _groups([node for node in cluster.nodes if node.name in self._sizes], alone)
+        # Ranks that are all on one node have no message that leaves it
+        if len(self._groups) > 1 or self._whole:
+            for switch in cluster.switches:
+                if switch.to is None:
+                    self._add_switch(switch, 0)
+        placed = {branch.part.name for branch in self._nodes}
+        for group in self._groups:
+            if group[0].name not in placed:
+                self._add_nodes(group)
+
+    def _add_nodes(self, group: tuple[Node, ...]) -> float:
+        """Give the next rows to `group`; return their middle."""
+        last = self.rows + self._sizes[group[0].name] - 1
+        self._nodes.append(_Branch(group[0], group, self.rows, last))
+        middle = (self.rows + last) / 2
+        self.rows = last + 1
+        return middle
+
+    def _add_switch(self, switch: Switch, depth: int) -> list[float]:
+        """Place what is below `switch`, and itself in its middle; return its row, if any."""
+        below = [self._add_nodes(group) for group in self._groups if group[0].switch == switch.name]
+        for inner in self._cluster.switches:
+            if inner.to == switch.name:
+                if below and self._whole:
+                    self.rows += 0.5  # sets switches apart
+                below += self._add_switch(inner, depth + 1)
+        if not below and not self._whole:
+            return []
+        if not below:  # a row of its own
+            below = [self.rows]
+            self.rows += 1
+        self._switches.append(_Branch(switch, (), below[0], below[-1], depth))
+        return [(below[0] + below[-1]) / 2]
+
+    def placed(
+        self,
+        words: Callable[[Switch], Iterable[str]],
+        letter: float,
+        gap: float,
+        beside: float,
+        height_of: Callable[[float], float],
+    ) -> tuple[list[Place], list[Place]]:
+        """Return the places of nodes and switches, as far right as words before them require.
+
+        `words` are written before a switch. `letter`, `gap` and `beside` are pixels: of a letter,
+        between words and the next column, and between the last switches and the nodes.
+        `height_of` is the y of a row.
+        """
+        at: dict[str, float] = {}
+        x = 0.0
+        by_depth = grouped(self._switches, lambda branch: branch.depth)
+        for _, there in sorted(by_depth.items()):
+            parts = [branch.part for branch in there if isinstance(branch.part, Switch)]
+            x += letter * max(len(text) for part in parts for text in words(part)) + gap
+            at |= dict.fromkeys((part.name for part in parts), x)
+
+        def place(branch: _Branch) -> Place:
+            part, nodes, first, last, _ = branch
+            above = at.get((part.to if isinstance(part, Switch) else part.switch) or "")
+            span = height_of(first), height_of(last)
+            return Place(part, nodes, at.get(part.name, x + beside), sum(span) / 2, above, span)
+
+        return [*map(place, self._nodes)], [*map(place, self._switches)]
+
+
+def _groups(nodes: Sequence[Node], alone: Collection[str]) -> list[tuple[Node, ...]]:
+    # Up to here each node has room for a row of its own
+    if len(nodes) <= MAX_NODES:
+        return [(node,) for node in nodes]
+    # A node with a fault of its own has to be seen
+    of_runs = (groupby(run, lambda n: n.name if n.name in alone else "") for run in alike(nodes))
+    return [tuple(group) for groups in of_runs for _, group in groups]
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """Draws layers of marks at `x` and `y`, in pixels from the upper left corner."""
+
+    width: float
+    height: float
+    strategy: str | None = None  # together with which they are hidden
+
+    def layer(
+        self, values: Iterable[Mapping[str, Any]], mark: str, *channels: Any, **look: Any
+    ) -> alt.Chart:
+        about = {} if self.strategy is None else {"strategy": self.strategy}
+        # Pixels as data, so that all marks share one scale and shrink with a narrow page
+        across = alt.Scale(domain=[0, self.width], nice=False)
+        down = alt.Scale(domain=[0, self.height], nice=False, reverse=True)
+        x, y = alt.X("x:Q", axis=None, scale=across), alt.Y("y:Q", axis=None, scale=down)
+        return layer([{**about, **value} for value in values], mark, x, y, *channels, **look)
+
+    def lines(
+        self, places: Sequence[Place], thick: Callable[[Place], float] = lambda _: 1.0
+    ) -> list[alt.Chart]:
+        """Return the links of all parts, each as thick as `thick` says, and the lines that join
+        the parts of a switch or a node."""
+        across = [
+            {"x": place.above, "y": place.y, "to": place.x, "thick": thick(place)}
+            for place in places
+            if place.above is not None
+        ]
+        spans = [place for place in places if place.span[0] < place.span[1]]
+        down = [{"x": place.x, "y": place.span[0], "to": place.span[1]} for place in spans]
+        width = alt.StrokeWidth("thick:Q", scale=None)
+        return [
+            self.layer(across, "rule", alt.X2("to:Q"), width, color=FAINT),
+            self.layer(down, "rule", alt.Y2("to:Q"), color=FAINT, strokeWidth=2),
+        ]

@@ -22,13 +22,16 @@ _POINTS = 10  # on a line, so that they can be told apart
 _FOUR = ".4~g"
 _POINT: dict[str, Any] = {"filled": True, "size": 55, "opacity": 1}
 _RING = {"size": 130, "strokeWidth": 2, "shape": "circle", "filled": False, "opacity": 1}
+_BINS = 200  # parts of a run, of which each has a mean training loss
+_SIGNS = 8  # on a line of training loss
+_BATCHES = 4  # in a part at the least: a single batch says little
 
 
 def curves(study: Study) -> Iterator[Figure]:
     """Yield loss and metric of the snapshots against seconds and against samples."""
     for axis in ("seconds", "samples"):
-        for metric in ("loss", study.metric):
-            if metric is not None and any(_points(run, metric) for run in study.runs):
+        for metric in filter(None, ("loss", study.metric)):
+            if any(_points(run, metric) for run in study.runs):
                 yield _curve(study, metric, axis)
 
 
@@ -60,7 +63,7 @@ def _curve(study: Study, metric: str, axis: str) -> Figure:
         layer(rule, "rule", alt.Y("target:Q"), color=frame.FAINT, strokeDash=[3, 3]),
         layer(switches, "point", *place, tooltip, **_RING),
     ]
-    several = max(len(row.completed) for row in rows) > 1
+    several = any(len(row.completed) > 1 for row in rows)
     caption = " ".join(_caption(axis, several, means))
     title = f"{metric[0].upper()}{metric[1:]} against {axis}"
     return figure(f"{metric}-against-{axis}", title, caption, _SECTION, layers)
@@ -77,9 +80,8 @@ def _lines(
     # so many points that they do not touch, the last one among them
     pointed = [v for line in means for v in line[:: -max(1, len(line) // _POINTS)][::-1]]
     if any("average" in value for value in pointed):
-        tooltip += tips(
-            ("worst:Q", "worst node", _FOUR), ("average:Q", "average of the replicas", _FOUR)
-        )
+        average = ("average:Q", "average of the replicas", _FOUR)
+        tooltip += tips(("worst:Q", "worst node", _FOUR), average)
     thin = {"strokeWidth": 1, "strokeOpacity": 0.35}
     return [
         frame.zoomable(layer(each, "line", *place, alt.Detail("seed:N"), **thin)),
@@ -161,13 +163,8 @@ def _switches(row: Row, metric: str, axis: str, log: bool) -> Iterator[dict[str,
             value = np.exp(np.interp(at[axis], places, np.log(heights)))
         else:
             value = np.interp(at[axis], places, heights)
-        yield {
-            "strategy": row.name,
-            "seed": run.record.seed,
-            "step": run.record.switched_at_step,
-            **at,
-            "value": float(value),
-        }
+        about = {"seed": run.record.seed, "step": run.record.switched_at_step}
+        yield {"strategy": row.name, **about, **at, "value": float(value)}
 
 
 def _node_key(means: Values) -> list[str]:
@@ -180,31 +177,21 @@ def _node_key(means: Values) -> list[str]:
 
 def _caption(axis: str, several: bool, means: Values) -> Iterator[str]:
     """Yield the sentences that the key below the axis leaves out."""
-    yield "Copies of the model were taken in passing, and evaluated after the run" + (
-        " (thick: mean over the seeds; thin: each seed)." if several else "."
-    )
-    if axis == "seconds":
-        yield "Further left is sooner."
-    else:
-        yield (
-            "At equal samples curves differ by what the steps were worth, not by how long they "
-            "took; strategies with the same arithmetic lie on one another."
-        )
+    thick = " (thick: mean over the seeds; thin: each seed)" * several
+    yield f"Copies of the model were taken in passing, and evaluated after the run{thick}."
+    yield {
+        "seconds": "Further left is sooner.",
+        "samples": "At equal samples curves differ by what the steps were worth, not by how long "
+        "they took; strategies with the same arithmetic lie on one another.",
+    }[axis]
     if _node_key(means):
         some = any(value["judged"] < value["replicas"] for value in means if "judged" in value)
+        drawn = " (of 16 of them, drawn by the seed)" * some
         yield (
-            "Where each node has a model of its own the line is the mean of the nodes"
-            + (" (of 16 of them, drawn by the seed)" * some)
-            + ", the band goes to the worst node, and the dashed line is the average of the "
-            "replicas (under Elastic their centre), a model that no node has."
+            f"Where each node has a model of its own the line is the mean of the nodes{drawn}, the "
+            "band goes to the worst node, and the dashed line is the average of the replicas "
+            "(under Elastic their centre), a model that no node has."
         )
-
-
-# The loss of the training steps themselves, from what the ranks wrote down
-
-_BINS = 200
-_SIGNS = 8
-_BATCHES = 4  # in a part at the least: a single batch says little
 
 
 def training_loss(study: Study) -> Iterator[Figure]:
@@ -220,10 +207,10 @@ def training_loss(study: Study) -> Iterator[Figure]:
     if not values:
         return
     several = any(len(row.completed) > 1 for row in study.widest)
+    band = "; the band is from the lowest to the highest seed" * several
     caption = (
         f"The loss on the batches just trained on, averaged over the workers and over {width:,} "
-        "samples at a time"
-        + ("; the band is from the lowest to the highest seed." if several else ".")
+        f"samples at a time{band}."
     )
     names = list(dict.fromkeys(value["strategy"] for value in values))
     look = Look(study.styles, names)
@@ -263,14 +250,11 @@ def _mean_losses(row: Row, width: int) -> Values:
             by_part[part].append(loss)
     return [
         {
-            "strategy": row.name,
-            "samples": part * width + width // 2,
-            "value": fmean(losses),
-            "low": min(losses),
-            "high": max(losses),
+            "strategy": row.name, "samples": part * width + width // 2, "value": fmean(losses),
+            "low": min(losses), "high": max(losses),
         }
         for part, losses in sorted(by_part.items())
-    ]
+    ]  # fmt: skip
 
 
 def _parts(run: RunData, width: int) -> dict[int, float]:
@@ -290,9 +274,6 @@ def _parts(run: RunData, width: int) -> dict[int, float]:
                 total[0] += line["loss"] * line["samples"]
                 total[1] += line["samples"]
     return {part: loss / samples for part, (loss, samples) in totals.items() if samples}
-
-
-# What the budget came to
 
 
 def trade(study: Study) -> Iterator[Figure]:
@@ -321,11 +302,8 @@ def trade(study: Study) -> Iterator[Figure]:
         for name, values in of_rows.items()
     ]
     look = Look(study.styles, of_rows)
-    x = alt.X(
-        "seconds:Q",
-        title="seconds of training, the whole budget",
-        scale=alt.Scale(zero=True, nice=False, padding=12),
-    )
+    scale = alt.Scale(zero=True, nice=False, padding=12)
+    x = alt.X("seconds:Q", title="seconds of training, the whole budget", scale=scale)
     y = frame.value_axis(f"final {metric}{study.better(metric)}")
     tooltip = tips(
         "strategy:N", "seed:N", ("seconds:Q", "training seconds", _FOUR),

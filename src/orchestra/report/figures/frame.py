@@ -17,9 +17,7 @@ from orchestra.report.study import INK, Style
 
 WIDTH = 680
 """The width of an image file, in pixels before scaling; on a page it is that of the container."""
-
-PAPER = "white"
-_NIGHT = "#1c1c1e"
+PAPER, _NIGHT = "white", "#1c1c1e"
 
 
 @dataclass(frozen=True)
@@ -30,8 +28,7 @@ class Figure:
     `hidden` lists the strategies (names of rows) to leave out, and `dark` says that the ground is;
     a page may set both at any time. `section` is the part of the report that it belongs to:
     convergence, target, time, traffic, staleness, scaling, differences or timeline; those of
-    "cluster" stand at its head. `least_width` is how many pixels it needs, where its words are
-    placed by hand.
+    "cluster" stand at its head.
     """
 
     name: str
@@ -39,7 +36,7 @@ class Figure:
     caption: str
     spec: Mapping[str, Any]
     section: str
-    least_width: int = 0
+    least_width: int = 0  # in pixels, where its words are placed by hand
 
 
 def save(figure: Figure, folder: Path) -> None:
@@ -65,18 +62,13 @@ def for_image(figure: Figure, width: int = WIDTH, dark: bool = False) -> dict[st
         {"name": param["name"], "value": fixed[param["name"]]} if param["name"] in fixed else param
         for param in figure.spec["params"]
         # Marks that can be zoomed are clipped, which took most of the time of the PNG files: 4.8 s
-        # for 23 figures, 1.4 s without (decision 15).
-        if param["name"] != "zoom"  # which nobody can do in an image, and which costs time
+        # for 23 figures, 1.4 s without (decision 15). Nobody can zoom in an image.
+        if param["name"] != "zoom"
     ]
     config = figure.spec["config"]
     view = {**config["view"], "continuousWidth": width}  # of a container that is not there
-    return {
-        **figure.spec,
-        "params": params,
-        "config": {**config, "view": view},
-        "background": _NIGHT if dark else PAPER,
-        "title": figure.title,
-    }
+    about = {"background": _NIGHT if dark else PAPER, "title": figure.title}
+    return {**figure.spec, "params": params, "config": {**config, "view": view}, **about}
 
 
 def for_page(part: Any) -> Any:
@@ -96,10 +88,6 @@ C = TypeVar("C")
 
 SI = "format(datum.value, '~s')"
 """The label of a tick with a prefix of its own (0, 500, 1.5k); a format has one for all ticks."""
-
-SHOWN = "indexof(hidden, datum.strategy) < 0"
-"""The filter of every mark of data, by which a page can hide a strategy everywhere."""
-
 INK_NOW = alt.ExprRef(INK)
 FAINT = alt.ExprRef("faint")
 GROUND = alt.ExprRef("ground")
@@ -116,41 +104,27 @@ _PARAMS = (
     {"name": "room", "expr": "isFinite(containerSize()[0]) ? containerSize()[0] : width"},
 )
 _LOG_FROM = 10.0  # largest over smallest value
-_FONT = "Helvetica Neue, Helvetica, Arial, sans-serif"
 _WORDS = {"labelColor": {"expr": INK}, "titleColor": {"expr": INK}, "labelFontSize": 11}
 _CONFIG = {
-    "font": _FONT,
+    "font": "Helvetica Neue, Helvetica, Arial, sans-serif",
     "background": None,
     "padding": 4,
     "view": {"stroke": None},
     "title": {
-        "color": {"expr": INK},
-        "anchor": "start",
-        "fontSize": 14,
-        "offset": 10,
+        "color": {"expr": INK}, "anchor": "start", "fontSize": 14, "offset": 10,
         "limit": {"expr": "room"},
     },
     "axis": {
-        **_WORDS,
-        "titleFontSize": 11,
-        "titleFontWeight": "normal",
-        "titlePadding": 8,
-        "gridColor": {"expr": "grid"},
-        "domainColor": {"expr": "faint"},
-        "tickColor": {"expr": "faint"},
-        "labelOverlap": "greedy",
-        "labelBound": True,
+        **_WORDS, "titleFontSize": 11, "titleFontWeight": "normal", "titlePadding": 8,
+        "gridColor": {"expr": "grid"}, "domainColor": {"expr": "faint"},
+        "tickColor": {"expr": "faint"}, "labelOverlap": "greedy", "labelBound": True,
     },
     "axisX": {"tickCount": {"expr": "max(3, floor(room / 90))"}, "labelFlush": True},
     "legend": {
-        **_WORDS,
-        "labelLimit": 260,
-        "orient": "bottom",
-        "direction": "horizontal",
-        "symbolSize": 70,
-        "columnPadding": 18,
+        **_WORDS, "labelLimit": 260, "orient": "bottom", "direction": "horizontal",
+        "symbolSize": 70, "columnPadding": 18,
     },
-}
+}  # fmt: skip
 
 
 def rounded(value: float | None) -> float | None:
@@ -169,9 +143,9 @@ def layer(values: Iterable[Mapping[str, Any]], mark: str, *channels: Any, **look
         for value in values
     ]
     chart = alt.Chart(alt.InlineData(values=data))
-    # Marks that belong to no strategy, such as the target, stay whatever is hidden
+    # A page can hide a strategy; marks that belong to none, such as the target, stay
     if all("strategy" in value for value in data):
-        chart = chart.transform_filter(SHOWN)
+        chart = chart.transform_filter("indexof(hidden, datum.strategy) < 0")
     chart.mark = alt.MarkDef(type=mark, **look)  # type: ignore[arg-type]
     return chart.encode(*channels)
 
@@ -183,14 +157,11 @@ def spans_much(values: Sequence[float]) -> bool:
 
 def along(axis: str, keys: Sequence[str] = ()) -> alt.X:
     """Return the horizontal axis of a run, "seconds" or "samples"; `keys` are lines below it."""
-    titles = {"seconds": "seconds of training", "samples": "samples seen by all workers"}
-    return alt.X(
-        f"{axis}:Q",
-        title=[titles[axis], *keys] if keys else titles[axis],
-        axis=alt.Axis(grid=False, labelExpr=SI) if axis == "samples" else alt.Axis(grid=False),
-        # nice would end the axis after the run, at a round number
-        scale=alt.Scale(nice=False, zero=True, padding=7),
-    )
+    title = "seconds of training" if axis == "seconds" else "samples seen by all workers"
+    look = alt.Axis(grid=False, labelExpr=SI) if axis == "samples" else alt.Axis(grid=False)
+    # nice would end the axis after the run, at a round number
+    scale = alt.Scale(nice=False, zero=True, padding=7)
+    return alt.X(f"{axis}:Q", title=[title, *keys] if keys else title, axis=look, scale=scale)
 
 
 def zoomable(chart: alt.Chart, channels: Sequence[Literal["x", "y"]] = ("x", "y")) -> alt.Chart:
@@ -200,16 +171,9 @@ def zoomable(chart: alt.Chart, channels: Sequence[Literal["x", "y"]] = ("x", "y"
     """
     # Only a mouse drags, the wheel zooms with a key: finger, bare wheel scroll pages (decision 15).
     mouse = "[pointerdown[event.pointerType === 'mouse' && !event.button], window:pointerup]"
-    drag = f"{mouse} > window:pointermove!"
-    zoom = alt.selection_interval(
-        name="zoom",
-        bind="scales",
-        encodings=list(channels),
-        on=drag,
-        translate=drag,
-        zoom="wheel![event.ctrlKey || event.shiftKey]",
-        clear="dblclick",
-    )
+    drag, wheel = f"{mouse} > window:pointermove!", "wheel![event.ctrlKey || event.shiftKey]"
+    of: dict[str, Any] = {"encodings": list(channels), "on": drag, "translate": drag, "zoom": wheel}
+    zoom = alt.selection_interval(name="zoom", bind="scales", clear="dblclick", **of)
     return chart.properties(name="zoomed").add_params(zoom)
 
 
@@ -242,10 +206,7 @@ def kinds(field: str, values: Values, colours: Mapping[str, str], **legend: Any)
 class Look:
     """The channels that tell strategies apart, over the `styles` of `names`, of all by default.
 
-    Attributes:
-        colour: on lines and points.
-        dash: on lines.
-        shape: on points.
+    `colour` is for lines and points, `dash` for lines, and `shape` for points.
     """
 
     def __init__(
@@ -260,13 +221,9 @@ class Look:
         # By `room`, since `width` shrinks only after the legend was laid out, and the last entries
         # were cut off (decision 15).
         columns = f"max(1, floor(room / {min(260, round(6.2 * longest) + 22) + 20}))"
-        shown = alt.Legend(
-            title=None,
-            columns=alt.ExprRef(columns),
-            symbolLimit=0,
-            symbolOpacity=1,
-            symbolStrokeWidth=0,  # dashes would fray the outline of a shape
-        )
+        # Dashes would fray the outline of a shape
+        symbol: dict[str, Any] = {"symbolLimit": 0, "symbolOpacity": 1, "symbolStrokeWidth": 0}
+        shown = alt.Legend(title=None, columns=alt.ExprRef(columns), **symbol)
 
         def channel(kind: Callable[..., C], values: list[Any]) -> C:
             scale = alt.Scale(domain=list(chosen), range=values)
@@ -298,8 +255,7 @@ def figure(
         width="container", height=height, description=f"{title}. {caption}"
     )
     spec = chart.to_dict()
-    spec["params"] = [*_PARAMS, *spec.get("params", ())]
-    spec["config"] = _CONFIG
+    spec |= {"params": [*_PARAMS, *spec.get("params", ())], "config": _CONFIG}
     # A row's name has brackets, commas and perhaps a path in it
     file_name = re.sub(r"[^\w.]+", "-", name).strip("-")
     return Figure(file_name, title, caption, spec, section, least_width)
@@ -307,8 +263,7 @@ def figure(
 
 # Fixed: a height in steps makes Vega-Lite warn beside `width: container`, and the page would jump
 # when a strategy is hidden (decision 15).
-LANE = 40
-"""The height of a lane, in pixels."""
+LANE = 40  # the height of a lane, in pixels
 POINT: dict[str, Any] = {"yOffset": 8}
 """The offset of marks in the lower part of a lane; its upper part is for text."""
 BAR: dict[str, Any] = {"height": 15, **POINT}
@@ -358,19 +313,14 @@ def headed_lanes(
     layers: Sequence[alt.Chart], texts: Mapping[str, str], title: str | None = None, **axis: Any
 ) -> tuple[list[alt.Chart], int]:
     """Return `layers` in several lanes for each strategy, below its name and its text, and the
-    height of all. Lanes are those of the first layer's values, each with the key of its "lane".
-    """
+    height of all. Lanes are those of the first layer's values, each with the key of its "lane"."""
     domain: dict[str, None] = {}
     for strategy in texts:
         own = [v["lane"] for v in layers[0].data.values if v["strategy"] == strategy]
         # The heading is a lane without a name of its own
         domain |= dict.fromkeys([lane_key(strategy), *own])
-    y = alt.Y(
-        "lane:N",
-        title=title,
-        scale=alt.Scale(domain=list(domain), paddingInner=0.15, paddingOuter=0),
-        axis=alt.Axis(
-            labelExpr=f"split(datum.value, '{_SEPARATOR}')[1]", ticks=False, domain=False, **axis
-        ),
-    )
+    scale = alt.Scale(domain=list(domain), paddingInner=0.15, paddingOuter=0)
+    label = f"split(datum.value, '{_SEPARATOR}')[1]"
+    names = alt.Axis(labelExpr=label, ticks=False, domain=False, **axis)
+    y = alt.Y("lane:N", title=title, scale=scale, axis=names)
     return [*_words(texts, y, 3), *(part.encode(y) for part in layers)], _HEADED_LANE * len(domain)

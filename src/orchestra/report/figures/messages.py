@@ -14,17 +14,16 @@ from typing import Any
 import altair as alt
 
 from orchestra.cluster import Cluster
+from orchestra.records.exports import read_trace
 from orchestra.records.record import RunRecord
-from orchestra.records.trace import read_trace
+from orchestra.report.figures.cluster import Canvas, Tree
 from orchestra.report.figures.frame import FAINT, GROUND, INK_NOW, Figure, Values, figure, tips
 from orchestra.report.figures.timeline import Arrow, Exchange, exchanges, phase_text
-from orchestra.report.figures.tree import Canvas, Tree
 from orchestra.report.numbers import bytes_text, count
 from orchestra.report.rows import Row, grouped
 from orchestra.report.study import Study
 
-MOST = 32
-"""The most ranks in a figure; each strategy's row with the most ranks up to that is drawn."""
+MOST = 32  # the most ranks in a figure; each strategy's row with the most ranks up to that is drawn
 WIDTH = 680.0
 _LETTER = 5.3
 _TOP = 16.0
@@ -63,17 +62,15 @@ def _drawn(
     step, arrows = exchange.step, exchange.arrows
     sketch = _Sketch(row.name, cluster, row.ranks, exchange)
     total = count("message", sum(arrow.count for arrow in arrows))
-    texts = [
+    caption = (
         f"What the ranks sent each other in step {step} (seed {record.seed}), where they are in "
         f"the cluster: {total}, {bytes_text(sum(arrow.bytes for arrow in arrows))}. An arrow "
         "stands for all messages from one rank to another: those down the rows are on the right, "
-        "those up on the left.",
-        *sketch.caption(),
-    ]
+        f"those up on the left. {' '.join(sketch.caption())}"
+    )
     title = f"{row.name}: messages of step {step}{phase_text(record, step)}"
-    layers, height = list(sketch.layers()), round(sketch.stage.height)
-    name = f"messages-{row.name}{suffix}"
-    return figure(name, title, " ".join(texts), "timeline", layers, height)
+    name, height = f"messages-{row.name}{suffix}", round(sketch.stage.height)
+    return figure(name, title, caption, "timeline", sketch.layers(), height)
 
 
 @dataclass(frozen=True)
@@ -92,10 +89,8 @@ class MessageLayout:
     `letters` is the length of the longest words of an arc; `carried` has the words of each link,
     by the name of the node or switch below it.
 
-    Attributes:
-        rows: the ranks in their order from the top.
-        x, y: the positions of the ranks, in pixels, the latter by rank.
-        places: those of nodes and switches.
+    `rows` are the ranks in their order from the top, `x` and `y` (by rank) their positions in
+    pixels, and `places` those of nodes and switches.
     """
 
     def __init__(
@@ -134,7 +129,7 @@ class MessageLayout:
             # Those that go farther reach farther out, so that arcs nest instead of crossing
             depth = _NEAREST + reach * (span - 1) / max(widest - 1, 1)
             side = 1 if down else -1
-            begin, end = (heights[arrow, leaving] for leaving in (True, False))
+            begin, end = heights[arrow, True], heights[arrow, False]
             x, away = self.x + side * _RADIUS, self.x + side * (_RADIUS + depth)
             tip = x + side * 6  # the head of the arrow covers the rest
             points = ((x, begin), (away, begin), (away, end), (tip, end))
@@ -181,18 +176,18 @@ class _Sketch:
 
     def caption(self) -> Iterator[str]:
         """Yield the meaning of the marks."""
-        arrow = self._exchange.arrows[0]
         if self._alike:
+            arrow = self._exchange.arrows[0]
             yield f"Each is {count('message', arrow.count)}, {bytes_text(arrow.bytes)}."
             if self._texts:
                 yield "The numbers are the order in which they began."
-        elif not self._texts:
-            yield "A thicker one has more bytes; there are too many for words."
-        else:
+        elif self._texts:
             yield (
                 "A thicker one has more bytes. Beside it, where there is room: its place in the "
                 "order in which they began, how many messages, and their bytes."
             )
+        else:
+            yield "A thicker one has more bytes; there are too many for words."
         if self._timed:
             yield "The colour tells when the first of them was sent."
         yield "At a link stands what crossed it, up (↑) and down (↓), or stayed inside the node."
@@ -201,12 +196,11 @@ class _Sketch:
 
     def layers(self) -> Iterator[alt.Chart]:
         """Yield the cluster, the arrows, the ranks, and the words."""
-        places, canvas = self.stage.places, self._canvas
+        places, canvas, servers = self.stage.places, self._canvas, self._exchange.servers
         yield from canvas.lines(places)
         joints = [place.at for place in places]
         yield canvas.layer(joints, "square", opacity=1, size=40, color=FAINT)
         yield from self._arrows()
-        servers = self._exchange.servers
         ranks = [
             {"x": self.stage.x, "y": y, "shape": "square" if rank in servers else "circle",
              "text": str(rank)}
@@ -239,22 +233,15 @@ class _Sketch:
             same = {"first": 1000 * arrow.first, "arc": number, "thick": thick}
             points = [{**same, "x": x, "y": y} for x, y in arc.points]
             lines += [{**point, "order": order} for order, point in enumerate(points)]
-            heads.append(
-                {
-                    **points[-1],
-                    "shape": "triangle-left" if arc.down else "triangle-right",
-                    "area": _HEAD + 12 * thick,
-                    "what": f"{arrow.source} → {arrow.target}",
-                    "messages": arrow.count,
-                    "bytes": arrow.bytes,
-                }
-            )
+            shape = "triangle-left" if arc.down else "triangle-right"
+            look = {"shape": shape, "area": _HEAD + 12 * thick}
+            what = {"what": f"{arrow.source} → {arrow.target}", "messages": arrow.count}
+            heads.append({**points[-1], **look, **what, "bytes": arrow.bytes})
         colour = self._colour()
         along = alt.StrokeWidth("thick:Q", scale=None), alt.Detail("arc:N"), alt.Order("order:Q")
         # Lines of four points, which Vega rounds: they arrive level, so that heads need no angle at
         # any width of the page (decision 34).
-        look: dict[str, Any] = {"interpolate": "basis", "opacity": 0.75}
-        yield self._canvas.layer(lines, "line", colour, *along, **look)
+        yield self._canvas.layer(lines, "line", colour, *along, interpolate="basis", opacity=0.75)
         tooltip = tips(
             ("what:N", "from, to"), ("messages:Q", "", ",d"), ("bytes:Q", "", ",d"),
             ("first:Q", "first, ms", ".3~g"),
@@ -268,12 +255,9 @@ class _Sketch:
             return alt.ColorValue(_EARLY_TO_LATE[0])
         domain = [0, 1000 * self._exchange.seconds]
         scale = alt.Scale(domain=domain, range=_EARLY_TO_LATE, clamp=True)
-        legend = alt.Legend(
-            title="milliseconds after the first message",
-            titleLimit=400,
-            titleFontWeight="normal",
-            symbolType="square",
-        )
+        title: dict[str, Any] = {"titleLimit": 400, "titleFontWeight": "normal"}
+        name = "milliseconds after the first message"
+        legend = alt.Legend(title=name, symbolType="square", **title)
         return alt.Color("first:Q", scale=scale, legend=legend)
 
     def _names(self) -> Iterator[dict[str, Any]]:
@@ -296,16 +280,14 @@ class _Sketch:
         taken: list[tuple[float, float, float]] = []
         # Where words would touch, those of the most bytes are the ones to read
         for arc in sorted(self._arcs, key=lambda arc: -arc.arrow.bytes):
-            arrow, (x, y) = arc.arrow, arc.apex
-            text = self._text(arrow)
+            text, (x, y) = self._text(arc.arrow), arc.apex
             x += 4 if arc.down else -4
             length = _LETTER * len(text)
             begin = x if arc.down else x - length
-            free = all(
+            if all(
                 abs(y - other) >= 11 or begin + length < left or begin > right
                 for left, right, other in taken
-            )
-            if free:
+            ):
                 taken.append((begin, begin + length, y))
                 yield _word(x, y, text, "left" if arc.down else "right")
 

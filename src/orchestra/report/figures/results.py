@@ -12,26 +12,16 @@ from typing import Any
 
 import altair as alt
 
+from orchestra.report import numbers
 from orchestra.report.figures import frame
 from orchestra.report.figures.frame import BAR, POINT, Figure, Look, Values, figure, layer, tips
-from orchestra.report.numbers import (
-    CONFIDENCE,
-    CONVERGENCE,
-    HETEROGENEOUS,
-    PACE,
-    TIME_TO_TARGET,
-    TRAIN,
-    Difference,
-    Measure,
-    Read,
-    count,
-    listed,
-)
+from orchestra.report.numbers import TIME_TO_TARGET, Difference, Measure, Read, count, listed
 from orchestra.report.rows import Row, grouped
 from orchestra.report.study import Study
 
-Known = Sequence[tuple[Row, Difference]]
-"""Differences that have an interval."""
+Known = Sequence[tuple[Row, Difference]]  # those that have an interval
+_POWERS = 5  # of ten that an axis has room for, with ticks between
+_ALONE = "A rank that is alone has all cores of its machine, of several each has one."
 
 
 def time_to_target(study: Study) -> Iterator[Figure]:
@@ -47,40 +37,36 @@ def time_to_target(study: Study) -> Iterator[Figure]:
         "larger. Where each node has a model of its own, the mean of the nodes reached it. Set-up "
         "is not in it."
     )
-    missed = {row.name: len(row.completed) - study.reached(row) for row in study.completed}
 
     def rank(row: Row) -> tuple[int, float]:
         """Return a key to sort by: rows whose every seed reached it first, those of none last."""
         mean = row.mean(TIME_TO_TARGET.read)
         # Unlike the ranking of rows, which goes by shares: a bar is as long as the mean of those
         # that reached it, so rows with all seeds stand first, in order of length.
-        return (2, 0.0) if mean is None else (int(missed[row.name] > 0), mean)
+        return (2, 0.0) if mean is None else (int(study.reached(row) < len(row.completed)), mean)
 
     rows = sorted(study.completed, key=rank)
     layers = _target_marks(study, rows, f"seconds of training until {reached}")
     texts = dict.fromkeys((row.name for row in rows), "not reached")
-    for row in (row for row in rows if study.reached(row)):
-        some = f" ({study.reached(row)} of {len(row.completed)} seeds)" * (missed[row.name] > 0)
-        texts[row.name] = row.text(TIME_TO_TARGET) + some
+    for row in rows:
+        if number := study.reached(row):
+            some = f" ({number} of {len(row.completed)} seeds)" * (number < len(row.completed))
+            texts[row.name] = row.text(TIME_TO_TARGET) + some
     yield figure("time-to-target", "Time to target", caption, "target", *frame.lanes(layers, texts))
 
 
 def _target_marks(study: Study, rows: Sequence[Row], title: str) -> list[alt.Chart]:
     seeds = [
         {
-            "strategy": row.name,
-            "seed": run.record.seed,
-            "seconds": run.record.time_to_target_seconds,
-            "after": run.record.time_to_target_after_seconds,
+            "strategy": row.name, "seed": r.seed, "seconds": r.time_to_target_seconds,
+            "after": r.time_to_target_after_seconds,
         }
         for row in rows
-        for run in row.completed
-        if run.record.time_to_target_seconds is not None
-    ]
-    x, mean = (
-        alt.X(field, title=title, scale=alt.Scale(zero=True))
-        for field in ("seconds:Q", "mean(seconds):Q")
-    )
+        for r in (run.record for run in row.completed)
+        if r.time_to_target_seconds is not None
+    ]  # fmt: skip
+    zero = alt.Scale(zero=True)
+    x, mean = (alt.X(of, title=title, scale=zero) for of in ("seconds:Q", "mean(seconds):Q"))
     ends = alt.X("after:Q"), alt.X2("seconds:Q")
     look = Look(study.styles, [row.name for row in rows], legend=False)
     known = [seed for seed in seeds if seed["after"] is not None]  # an old record does not say
@@ -98,7 +84,7 @@ def _target_marks(study: Study, rows: Sequence[Row], title: str) -> list[alt.Cha
 
 def differences(study: Study) -> Iterator[Figure]:
     """Yield a forest plot for each figure that decides, if several seeds give an interval."""
-    for measure in (TIME_TO_TARGET if study.target else TRAIN, study.primary):
+    for measure in (TIME_TO_TARGET if study.target else numbers.TRAIN, study.primary):
         pairs = [(row, study.difference(row, measure)) for row in study.completed]
         known = [(row, each) for row, each in pairs if each and each.low is not None]
         if known:
@@ -110,16 +96,14 @@ def _forest(study: Study, measure: Measure, known: Known) -> Figure:
     baseline = rivals.pop() if len(rivals) == 1 else "the baseline"
     coarse = ", to which the spacing of the snapshots is added" * (measure.resolution is not None)
     caption = (
-        f"Mean of the differences between runs of the same seed, with its {CONFIDENCE:.0%} "
+        f"Mean of the differences between runs of the same seed, with its {numbers.CONFIDENCE:.0%} "
         f"interval (Student's t){coarse}. An interval across the line (hollow point) means that "
         "these seeds do not tell the two apart."
     )
     name = f"difference in {measure.title}"
     unit = f" ({measure.unit})" if measure.unit else ""
-    better = ""
-    if measure.rising is not None:
-        better = f", {'right' if measure.rising else 'left'} is better"
-    layers = _difference_marks(study, known, f"{name}{unit}{better}")
+    side = {True: ", right is better", False: ", left is better", None: ""}[measure.rising]
+    layers = _difference_marks(study, known, f"{name}{unit}{side}")
     texts = {}
     for row, difference in known:
         mean, *ends = difference.texts()
@@ -133,15 +117,11 @@ def _forest(study: Study, measure: Measure, known: Known) -> Figure:
 def _difference_marks(study: Study, known: Known, title: str) -> list[alt.Chart]:
     values = [
         {
-            "strategy": row.name,
-            "mean": difference.mean,
-            "low": difference.low,
-            "high": difference.high,
-            "pairs": difference.n,
-            "certain": difference.certain,
+            "strategy": row.name, "mean": each.mean, "low": each.low, "high": each.high,
+            "pairs": each.n, "certain": each.certain,
         }
-        for row, difference in known
-    ]
+        for row, each in known
+    ]  # fmt: skip
     look = Look(study.styles, [row.name for row, _ in known], legend=False)
     x = alt.X("mean:Q", title=title, scale=alt.Scale(zero=True, padding=12))
     ends = alt.X("low:Q"), alt.X2("high:Q")
@@ -163,15 +143,9 @@ def _difference_marks(study: Study, known: Known, title: str) -> list[alt.Chart]
     ]
 
 
-# Against the number of ranks, and from where on more pay less
-
-_POWERS = 5  # of ten that an axis has room for, with ticks between
-_ALONE = "A rank that is alone has all cores of its machine, of several each has one."
-
-
 def scaling(study: Study) -> Iterator[Figure]:
     """Yield samples a second and time to target against ranks, where there are several numbers."""
-    if speeds := _values(study, PACE.read):
+    if speeds := _values(study, numbers.PACE.read):
         yield _speed(study, speeds)
     if study.target and (times := _values(study, TIME_TO_TARGET.read)):
         caption = (
@@ -180,19 +154,20 @@ def scaling(study: Study) -> Iterator[Figure]:
             "line is the ideal: twice the ranks, half the time of the best."
         )
         tooltip = tips(("value:Q", "s", ",.4~g"))
-        layers = _against_ranks(study, times, False, "seconds to target", tooltip, {})
+        layers = _against_ranks(study, times, "seconds to target", tooltip, False, {})
         title = "Time to target against ranks"
         yield figure("time-to-target-against-ranks", title, caption, "scaling", layers)
 
 
 def _speed(study: Study, values: Values) -> Figure:
-    of_each = grouped(values, lambda value: value["line"])
-    lines = {line: {v["ranks"]: v["value"] for v in own} for line, own in of_each.items()}
-    for value in values:
-        value["percent"] = 100 * efficiency(lines[value["line"]])[value["ranks"]]
+    knees = {}
+    for line, own in grouped(values, lambda value: value["line"]).items():
+        speeds = {value["ranks"]: value["value"] for value in own}
+        for value in own:
+            value["percent"] = 100 * efficiency(speeds)[value["ranks"]]
+        if len(speeds) > 1 and not all(value["single"] for value in own):
+            knees[line] = knee(speeds)
     distributed = [value for value in values if not value["single"]]
-    of_lines = dict.fromkeys(value["line"] for value in distributed)
-    knees = {line: knee(lines[line]) for line in of_lines if len(lines[line]) > 1}
     percent = ("percent:Q", "percent of a rank's speed on the fewest", ".3~g")
     tooltip = tips(("value:Q", "", ",.4~g"), percent)
     texts = [
@@ -201,7 +176,7 @@ def _speed(study: Study, values: Values) -> Figure:
         *([_ALONE] if any(value["ranks"] == 1 for value in distributed) else []),
         *_about(knees, max(value["ranks"] for value in values)),
     ]
-    layers = _against_ranks(study, values, True, "samples a second", tooltip, knees)
+    layers = _against_ranks(study, values, "samples a second", tooltip, True, knees)
     return figure("speed-against-ranks", "Speed against ranks", " ".join(texts), "scaling", layers)
 
 
@@ -209,43 +184,32 @@ def _values(study: Study, read: Read) -> Values:
     """Return the mean of each row; none where all are on one number of ranks."""
     values = [
         {
-            "strategy": row.name,
-            "line": study.lines[row.name],
-            "ranks": row.ranks,
-            "value": mean,
-            "single": row.single,
+            "strategy": row.name, "line": study.lines[row.name], "ranks": row.ranks,
+            "value": mean, "single": row.single,
         }
         for row in study.completed
         if (mean := row.mean(read))
-    ]
+    ]  # fmt: skip
     return values if len({value["ranks"] for value in values}) > 1 else []
 
 
 def _against_ranks(
     study: Study,
     values: Values,
-    grows: bool,
     title: str,
     tooltip: Sequence[alt.Tooltip],
+    grows: bool,
     knees: Mapping[str, int | None],
 ) -> list[alt.Chart]:
     """Draw a line of each strategy and its points on two logarithmic axes, with the ideal below
-    them and rings around `knees`.
-    """
+    them and rings around `knees`."""
     ranks = sorted({value["ranks"] for value in values})
-    x = alt.X(
-        "ranks:Q",
-        title="ranks (logarithmic)",
-        scale=alt.Scale(type="log", base=2, nice=False, padding=14),
-        axis=alt.Axis(
-            # Vega halves explicit ticks until they are fewer than the count for the width: of 1, 2,
-            # 4 ... 128 it showed every other (decision 34).
-            values=ranks,
-            tickCount=len(ranks),
-            labelExpr="format(datum.value, 'd')",
-            grid=False,
-        ),
-    )
+    scale = alt.Scale(type="log", base=2, nice=False, padding=14)
+    # Vega halves explicit ticks until they are fewer than the count for the width: of 1, 2, 4 ...
+    # 128 it showed every other (decision 34).
+    label = "format(datum.value, 'd')"
+    axis = alt.Axis(values=ranks, tickCount=len(ranks), labelExpr=label, grid=False)
+    x = alt.X("ranks:Q", title="ranks (logarithmic)", scale=scale, axis=axis)
     ideal = _ideal(values, grows)
     label = frame.SI if grows else "datum.value"  # a logarithmic axis leaves some out else
     ticks = _ticks([value["value"] for value in (*values, *ideal)], label)
@@ -287,8 +251,7 @@ def _ideal(values: Values, grows: bool) -> Values:
 
 def _ticks(heights: Sequence[float], label: str) -> alt.Axis:
     """Return an axis with ticks at 1, 2 and 5 times powers of ten; at the powers alone if there
-    are many, and at Vega's choice if there are fewer than three.
-    """
+    are many, and at Vega's choice if there are fewer than three."""
     least, most = min(heights), max(heights)
     powers = range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 1)
     # More than these would overlap on a phone
@@ -338,14 +301,12 @@ def efficiency(speeds: Mapping[int, float]) -> dict[int, float]:
     return {ranks: speed / ranks / alone for ranks, speed in speeds.items()}
 
 
-# Against combinations of unlike machines
-
 CAPTIONS = {
-    HETEROGENEOUS.key: (
+    numbers.HETEROGENEOUS.key: (
         "Samples a second over the sum of what each node does alone, against the nodes that were "
         "used, the slowest combination first. 100 % would be a cluster that loses nothing."
     ),
-    CONVERGENCE.key: (
+    numbers.CONVERGENCE.key: (
         "(Time to target of one process on the fastest node / of the cluster) over (the sum of "
         "what its nodes do alone / what that one does). 100 % would be a time to target that falls "
         "in proportion to the speed that is added."
@@ -355,10 +316,9 @@ CAPTIONS = {
 
 def combinations(study: Study) -> Iterator[Figure]:
     """Yield the two efficiencies against the nodes that runs used, where there are several
-    combinations of nodes, unlike ones among them.
-    """
+    combinations of nodes, unlike ones among them."""
     for measure in study.of_machines:
-        if measure in (HETEROGENEOUS, CONVERGENCE):
+        if measure.key in CAPTIONS:
             yield from _against_machines(study, measure)
 
 

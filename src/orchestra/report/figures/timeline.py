@@ -8,52 +8,43 @@ from typing import Any
 
 import altair as alt
 
+from orchestra.records.exports import MAIN, Arrows, Event, Trace, read_trace
 from orchestra.records.record import RunRecord
-from orchestra.records.trace import MAIN, Arrows, Event, Trace, read_trace
-from orchestra.report.figures.frame import (
-    GROUND,
-    INK_NOW,
-    Figure,
-    Values,
-    figure,
-    kinds,
-    layer,
-    tips,
-    zoomable,
-)
+from orchestra.report.figures import frame
+from orchestra.report.figures.frame import Figure, Values, figure, layer, tips
 from orchestra.report.rows import Row, grouped
 from orchestra.report.study import Study
 
-# A few steps
-
 _STEPS = 3
-_ROOM = 1500
-"""The most pieces and messages that a window may hold before it is made shorter."""
+_ROOM = 1500  # the most pieces and messages that a window may hold before it is made shorter
+# Waiting is palest, and its bars are thin, so that it shows without colour, too.
+_COLOURS = {
+    "compute": "#0072B2", "send": "#D55E00", "receive": "#E9B44C", "native": "#009E73",
+    "wait": "#bdbdbd",
+}  # fmt: skip
+_LANE = 34
+Lanes = Mapping[tuple[int, int], str]
 
 
 @dataclass(frozen=True)
 class Window:
-    """The activity of the ranks from `start` to `end`, in microseconds of the stopwatch.
-
-    `pieces` are the trace's complete events, `ends` those among them that are ends of steps,
-    `messages` both ends of each arrow. `first` and `last` are steps of the lowest rank with any.
-    """
+    """The activity of the ranks from `start` to `end`, in microseconds of the stopwatch."""
 
     start: float
     end: float
-    first: int
+    first: int  # step of the lowest rank with any
     last: int
-    pieces: Sequence[Event]
-    ends: Sequence[Event]
+    pieces: Sequence[Event]  # the complete events but for steps
+    ends: Sequence[Event]  # steps
     messages: Arrows
 
 
 def step_windows(trace: Trace) -> list[Window]:
-    """Return three steps from the middle of each traced part, or fewer with too many events."""
     return [_window(trace, part) for part in trace.parts]
 
 
 def _window(trace: Trace, part: Sequence[Event]) -> Window:
+    """Return three steps from the middle of `part`, or fewer with too many events."""
     # Thousands of messages in a step would be a grey surface, and megabytes in the page
     for steps in range(min(_STEPS, len(part)), 0, -1):
         at = (len(part) - steps) // 2
@@ -70,40 +61,24 @@ def _cut(trace: Trace, first: Event, last: Event, end: float) -> Window:
     """Return all that overlaps the time between the beginning of the step `first` and `end`."""
     start = first["ts"]
     inside = [e for e in trace.slices if e["ts"] < end and e["ts"] + e["dur"] > start]
-    return Window(
-        start,
-        end,
-        first["args"]["step"],
-        last["args"]["step"],
-        [event for event in inside if event["cat"] != "step"],
-        [event for event in inside if event["cat"] == "step"],
-        # Of messages both ends have to lie inside: a line to beyond the edge would lead nowhere
-        [(sent, got) for sent, got in trace.arrows if start <= sent["ts"] and got["ts"] <= end],
-    )
-
-
-# Waiting is palest, and its bars are thin, so that it shows without colour, too.
-_COLOURS = {
-    "compute": "#0072B2",
-    "send": "#D55E00",
-    "receive": "#E9B44C",
-    "native": "#009E73",
-    "wait": "#bdbdbd",
-}
-_LANE = 34
-Lanes = Mapping[tuple[int, int], str]
+    pieces, ends = ([e for e in inside if (e["cat"] == "step") is step] for step in (False, True))
+    # Of messages both ends have to lie inside: a line to beyond the edge would lead nowhere
+    messages = [
+        (sent, got) for sent, got in trace.arrows if start <= sent["ts"] and got["ts"] <= end
+    ]
+    return Window(start, end, first["args"]["step"], last["args"]["step"], pieces, ends, messages)
 
 
 def timelines(study: Study) -> Iterator[Figure]:
     """Yield the middle of each strategy's traced steps, with the first seed; two if it switched."""
     for row in study.widest:
-        run = next((run for run in row.completed if run.trace is not None), None)
-        if run is not None and run.trace is not None:
-            trace = read_trace(run.trace)
+        traced = [(run.record, run.trace) for run in row.completed if run.trace is not None]
+        for record, path in traced[:1]:
+            trace = read_trace(path)
             windows = [window for window in step_windows(trace) if window.pieces]
             for part, window in enumerate(windows, start=1):
                 suffix = f"-{part}" if len(windows) > 1 else ""
-                yield _timeline(row, run.record, trace, window, suffix)
+                yield _timeline(row, record, trace, window, suffix)
 
 
 def phase_text(record: RunRecord, step: int) -> str:
@@ -114,8 +89,7 @@ def phase_text(record: RunRecord, step: int) -> str:
 
 
 def _timeline(row: Row, record: RunRecord, trace: Trace, window: Window, suffix: str) -> Figure:
-    lanes = _lanes(trace, window)
-    steps = f"step {window.first}"
+    lanes, steps = _lanes(trace, window), f"step {window.first}"
     if window.last > window.first:
         steps = f"steps {window.first} to {window.last}"
     caption = (
@@ -146,34 +120,28 @@ def _lanes(trace: Trace, window: Window) -> Lanes:
 
 def _layers(strategy: str, window: Window, lanes: Lanes) -> list[alt.Chart]:
     """Draw the pieces, outer ones first, so that inner ones lie on top; the ends of steps; and a
-    line from each send to its receipt, with a point at its end.
-    """
+    line from each send to its receipt, with a point at its end."""
     names = list(dict.fromkeys(lanes.values()))
-    y = alt.Y(
-        "lane:N",
-        title="rank",
-        scale=alt.Scale(domain=names, paddingInner=0.25, paddingOuter=0.1),
-        axis=alt.Axis(ticks=False, domain=False, labelPadding=6, labelLimit=90),
-    )
-    x = alt.X(
-        "start:Q",
-        title=f"milliseconds after {window.start / 1e6:.4g} s of training",
-        scale=alt.Scale(nice=False, domain=[0, (window.end - window.start) / 1000]),
-    )
+    axis = alt.Axis(ticks=False, domain=False, labelPadding=6, labelLimit=90)
+    scale = alt.Scale(domain=names, paddingInner=0.25, paddingOuter=0.1)
+    y = alt.Y("lane:N", title="rank", scale=scale, axis=axis)
+    title = f"milliseconds after {window.start / 1e6:.4g} s of training"
+    across = alt.Scale(nice=False, domain=[0, (window.end - window.start) / 1000])
+    x = alt.X("start:Q", title=title, scale=across)
     tooltip = tips(("lane:N", "rank"), "what:N", ("took:Q", "milliseconds", ".3~g"))
     pieces, gaps, messages = _values(strategy, window, lanes)
     columns = alt.ExprRef("max(2, floor(room / 95))")
-    colour = kinds("kind", pieces, _COLOURS, columns=columns)
+    colour = frame.kinds("kind", pieces, _COLOURS, columns=columns)
     channels = x, alt.X2("end:Q"), y, colour, tooltip
     waits = layer(pieces, "bar", *channels, clip=True, height=9)
     busy = layer(pieces, "bar", *channels, clip=True)
     line = x, alt.X2("end:Q"), y, alt.Y2("to:N")
-    look: dict[str, Any] = {"clip": True, "color": INK_NOW}
+    look: dict[str, Any] = {"clip": True, "color": frame.INK_NOW}
     tip = {"filled": True, "size": 12, "opacity": 0.8, **look}
     return [
-        zoomable(waits.transform_filter("datum.kind === 'wait'"), ["x"]),
+        frame.zoomable(waits.transform_filter("datum.kind === 'wait'"), ["x"]),
         busy.transform_filter("datum.kind !== 'wait'"),
-        layer(gaps, "tick", x, y, clip=True, thickness=2, color=GROUND),
+        layer(gaps, "tick", x, y, clip=True, thickness=2, color=frame.GROUND),
         layer(messages, "rule", *line, strokeWidth=0.9, opacity=0.6, **look),
         layer(messages, "point", alt.X("end:Q"), alt.Y("to:N"), **tip),
     ]
@@ -190,12 +158,10 @@ def _values(strategy: str, window: Window, lanes: Lanes) -> tuple[Values, Values
     pieces = [
         {
             **place(event, event["ts"], event["ts"] + event["dur"]),
-            "kind": event["cat"],
-            "what": event["name"],
-            "took": event["dur"] / 1000,
+            "kind": event["cat"], "what": event["name"], "took": event["dur"] / 1000,
         }
         for event in window.pieces
-    ]
+    ]  # fmt: skip
     ends = [(str(event["pid"]), event["ts"] + event["dur"]) for event in window.ends]
     gaps = [
         {"strategy": strategy, "lane": lane, "start": (end - window.start) / 1000}
@@ -213,38 +179,30 @@ def _values(strategy: str, window: Window, lanes: Lanes) -> tuple[Values, Values
 
 # The messages of one step
 
-_SAME = 0.01
-"""The part of an exchange within which arrows are taken to begin together."""
-_FULL = 0.9
-"""A step with this part of the most bytes of any step is not one between two exchanges."""
+_SAME = 0.01  # the part of an exchange within which arrows are taken to begin together
+_FULL = 0.9  # a step with this part of the most bytes of any step is not one between two exchanges
 
 
 @dataclass(frozen=True)
 class Arrow:
-    """All messages from rank `source` to rank `target`.
-
-    `bytes` are those of payload and headers. `first` is when the first was sent, in seconds after
-    the first of all, and `place` that in the order of beginnings, from 1, shared by equal ones.
-    """
+    """All messages from rank `source` to rank `target`."""
 
     source: int
     target: int
     count: int
-    bytes: int
-    first: float
-    place: int
+    bytes: int  # payload and headers
+    first: float  # when the first was sent, in seconds after the first of all
+    place: int  # in the order of beginnings, from 1, shared by equal ones
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """The messages between the ranks in their step `step`. `seconds` is the time from the first
-    send to the last receipt; `servers` are the ranks without a step of their own.
-    """
+    """The messages between the ranks in their step `step`."""
 
     step: int
-    seconds: float
+    seconds: float  # from the first send to the last receipt
     arrows: Sequence[Arrow]
-    servers: frozenset[int]
+    servers: frozenset[int]  # ranks without a step of their own
 
 
 def exchanges(trace: Trace) -> list[Exchange]:

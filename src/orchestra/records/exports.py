@@ -1,31 +1,39 @@
-"""The timeline of a run, in the trace format of Chrome, which Perfetto opens too: `trace.json.gz`.
+"""What a run leaves for other programs to show: its timeline, and curves for trackers.
 
-Each rank is a process of the trace, each of its flows a thread; times are in microseconds. The
-format is described in "Trace Event Format", a document of the Chromium project.
+The timeline, `trace.json.gz`, is in the trace format of Chrome, which Perfetto opens too: each rank
+is a process of the trace, each of its flows a thread; times are in microseconds. The format is
+described in "Trace Event Format", a document of the Chromium project.
+
+Trackers are libraries that may be installed. Event files for TensorBoard are written here; its
+writer is imported where they are asked for.
 """
 
 from __future__ import annotations
 
+import functools
 import gzip
+import importlib.util
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orchestra.errors import InputError
 from orchestra.records.record import write_atomically
-from orchestra.records.report import Message, RankReport, Slice, Timeline
+from orchestra.records.report import Message, Point, RankReport, Slice, Timeline
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 FILE = "trace.json.gz"
 NANOSECOND = 0.001  # in microseconds
 THREADS = 1000  # more than a rank has flows
-
-MAIN = "main"
-"""The flow of a rank that computes; the others are background flows."""
-MAX_BYTES = 1 << 23
-"""The most bytes of the packed file: waits in a larger one take too long to read."""
+MAIN = "main"  # the flow of a rank that computes; the others are background flows
+MAX_BYTES = 1 << 23  # of the packed file: waits in a larger one take too long to read
+TRACKERS = {"tensorboard": "TensorBoard", "mlflow": "MLflow", "wandb": "Weights & Biases"}
+"""The names of trackers; a key is at once the setting, the module and the extra."""
 
 Event = dict[str, Any]
 Arrows = Sequence[tuple[Event, Event]]
@@ -54,9 +62,8 @@ def trace_events(reports: Sequence[RankReport]) -> list[Event]:
         for piece in sorted(slices, key=lambda piece: (piece.start, -piece.end)):
             events += _slice_events(report.rank, piece, numbers)
         for name, at, whole_run in timeline.instants:
-            scope, where = "g" if whole_run else "p", _where(report.rank, 0)
-            event = {"ph": "i", "cat": "run", "name": name, "s": scope, "ts": _micros(at)}
-            events.append({**event, **where})
+            event = {"ph": "i", "cat": "run", "name": name, "s": "g" if whole_run else "p"}
+            events.append({**event, "ts": _micros(at), **_where(report.rank, 0)})
     return events
 
 
@@ -65,12 +72,9 @@ def _on_one_clock(timelines: Sequence[tuple[int, Timeline]]) -> dict[int, Timeli
 
     The stopwatches of a run begin together, behind a barrier: so different clocks are compared.
     """
-    zeros: dict[str, float] = {}
-    for _, timeline in timelines:
-        zeros[timeline.clock] = min(timeline.began, zeros.get(timeline.clock, timeline.began))
     found = {}
     for rank, timeline in timelines:
-        zero = zeros[timeline.clock]
+        zero = min(other.began for _, other in timelines if other.clock == timeline.clock)
         found[rank] = replace(
             timeline,
             began=timeline.began - zero,
@@ -143,32 +147,23 @@ def _micros(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
-# Reading it
-
-
 @dataclass(frozen=True)
 class Trace:
     """A timeline, as its file has it; times are microseconds of the stopwatch.
 
-    `slices` are the complete events, `arrows` the two ends of each message, both with the "slice"
-    in which they lie; `roles` and `flows` are the names of ranks and of their flows. `parts` are
-    the steps of the lowest rank that has any, in runs of consecutive numbers: a run has several
-    where its strategy changed, for each began to be traced anew.
+    `parts` are the steps of the lowest rank that has any, in runs of consecutive numbers: a run has
+    several where its strategy changed, for each began to be traced anew.
     """
 
-    slices: Sequence[Event]
-    arrows: Arrows
-    roles: Mapping[int, str]
-    flows: Mapping[tuple[int, int], str]
+    slices: Sequence[Event]  # the complete events
+    arrows: Arrows  # the two ends of each message, both with the "slice" in which they lie
+    roles: Mapping[int, str]  # the names of ranks
+    flows: Mapping[tuple[int, int], str]  # and of their flows
     parts: Sequence[Sequence[Event]]
 
 
 def read_trace(path: Path) -> Trace:
-    """Read the timeline in the file at `path`.
-
-    Raises:
-        InputError: the file is damaged.
-    """
+    """Read the timeline in the file at `path`; raise `InputError` if it is damaged."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             events: list[Event] = json.load(file)["traceEvents"]
@@ -231,3 +226,68 @@ def longest_waits(folder: Path) -> dict[int, str]:
         whom, most = whoms.most_common(1)[0]
         found[rank] = f"{whom} ({most / spans[rank]:.0%})" if spans[rank] else whom
     return found | {rank: whoms.most_common(1)[0][0] for rank, whoms in serving.items()}
+
+
+def require_tracker(name: str) -> None:
+    """Raise `InputError` where the library of the setting `name` is not installed."""
+    spec = importlib.util.find_spec(name)
+    # A folder of that name in the current one is a package, too, without an origin.
+    if spec is None or spec.origin is None:
+        raise InputError(
+            f"{name}: is true, but {TRACKERS[name]} is not installed: "
+            f"pip install 'neural-orchestra[{name}]', or set it to false"
+        )
+
+
+class Scalars:
+    """Figures over a run: one of the curves that TensorBoard shows side by side.
+
+    They go into `folder/tensorboard/name`, which is made with the first of them. What an earlier
+    part of the run wrote there of `first` and later is no longer shown.
+    """
+
+    def __init__(self, folder: Path, name: str, first: int = 0) -> None:
+        require_tracker("tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._make = functools.partial(
+            SummaryWriter, str(folder / "tensorboard" / name), purge_step=first
+        )
+        self._writer: SummaryWriter | None = None
+
+    def add(self, at: int, figures: Mapping[str, float]) -> None:
+        """Add the values of `figures`, by name, at step (or sample) `at`."""
+        if self._writer is None:
+            self._writer = self._make()
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, at)
+
+    def flush(self) -> None:
+        """Bring all of them to disk."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Close the writer: no more figures follow."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def write_curve_events(folder: Path, points: Sequence[Point]) -> None:
+    """Write the figures of the snapshots over the samples, as the curve "snapshots".
+
+    Where each node has a model of its own those are the nodes' mean; "snapshots-worst-node" and
+    "snapshots-average-of-replicas" stand beside it.
+    """
+    names = ("snapshots", "snapshots-worst-node", "snapshots-average-of-replicas")
+    snapshots, worst_node, average = curves = [Scalars(folder, name) for name in names]
+    for point in points:
+        snapshots.add(point.samples, point.metrics)
+        if point.average is not None:
+            worst_node.add(point.samples, point.worst_nodes())
+            average.add(point.samples, point.average)
+        if point.relative_distance is not None:
+            distance = {"distance of the replicas, relative": point.relative_distance}
+            snapshots.add(point.samples, distance)
+    for scalars in curves:
+        scalars.close()
