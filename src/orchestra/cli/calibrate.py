@@ -15,7 +15,7 @@ from orchestra.cli.bench import print_table, progress_line
 from orchestra.cluster.calibration import Calibration, Curve, TaskCosts, read_calibration
 from orchestra.engines.processes.environment import detect
 from orchestra.engines.processes.system import now
-from orchestra.engines.simulation.cost_source import own_calibration
+from orchestra.engines.simulation.costs import own_calibration
 from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.file import load
 from orchestra.optimizers.settings import Optimizer

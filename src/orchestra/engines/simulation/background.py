@@ -5,16 +5,15 @@ No flow is needed for them: their times follow from when each was begun.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING
 
 from orchestra.engines.simulation.collective import Contribution, Member
-from orchestra.engines.simulation.group_queue import GroupQueue
 from orchestra.engines.simulation.kernel import Flow, Wait
 from orchestra.engines.simulation.network import Port
-from orchestra.engines.simulation.rendezvous import Rendezvous
+from orchestra.engines.simulation.rendezvous import GroupQueue, Rendezvous
 from orchestra.engines.simulation.rounds import PlacedPlan
 from orchestra.transports.protocol import Traffic
 
@@ -112,17 +111,14 @@ class BackgroundQueue:
         self.rank = port.rank
         self.group: GroupQueue | None = None
         self.place = self.position = 0
-        self._rendezvous = rendezvous
-        self._port = port
-        self._caches = caches
+        self._rendezvous, self._port, self._caches = rendezvous, port, caches
         self._new_transport = new_transport
-        self.signal_seconds = signal_seconds
-        self.traffic = traffic
+        self.signal_seconds, self.traffic = signal_seconds, traffic
         self.processor = port.new_processor()
         self.tasks: deque[Queued] = deque()
         self._member: Member | None = None
         self._started = self._joined = 0.0  # the first of them
-        self._uncounted: dict[PlacedPlan, int] = {}  # how often each was executed
+        self._uncounted: Counter[PlacedPlan] = Counter()  # how often each was executed
         port.meter.uncounted.append(self._count)
 
     def begin(self, given: Contribution) -> Queued:
@@ -145,13 +141,12 @@ class BackgroundQueue:
 
     def settle(self) -> None:
         """Remove tasks that are through by now, and count their seconds."""
-        tasks, now, place = self.tasks, self.kernel.now(), self.place
-        uncounted = self._uncounted
-        while tasks and tasks[0].through <= now:
-            task = tasks.popleft()
+        now = self.kernel.now()
+        while self.tasks and self.tasks[0].through <= now:
+            task = self.tasks.popleft()
             placed = task.given.placed
-            uncounted[placed] = uncounted.get(placed, 0) + 1
-            task.buffer_bytes = placed.plan.buffer_bytes[place]
+            self._uncounted[placed] += 1
+            task.buffer_bytes = placed.plan.buffer_bytes[self.place]
             self.traffic.seconds_in_background += task.seconds
             if task.waiting:
                 task.resume()
@@ -213,9 +208,7 @@ class BackgroundQueue:
         if len(given.placed.ranks) == 1 or not given.placed.plan.length:
             self._end(time)
             return
-        self._member = self._rendezvous.join(
-            given, port.rank, self.processor, self.through, arrived=time
-        )
+        self._member = self._rendezvous.join(given, port.rank, self.processor, self.through, time)
         if self._member is None:
             self.kernel.at(time, self._exchange_messages)
 

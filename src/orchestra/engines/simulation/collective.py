@@ -10,7 +10,6 @@ does from the beginning where links or cores are shared anyway.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from math import inf
 from operator import attrgetter
 from typing import NamedTuple
@@ -18,12 +17,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from orchestra.engines.simulation.fluid import Fluid
-from orchestra.engines.simulation.kernel import Call, Events, Kernel, Processor, Timer
+from orchestra.engines.simulation.kernel import Call, Events, Kernel, Timer, Wait
 from orchestra.engines.simulation.network import Port
 from orchestra.engines.simulation.participant import Messages, Participant, Scene
+from orchestra.engines.simulation.processor import Thread
 from orchestra.engines.simulation.round_state import Usage
-from orchestra.engines.simulation.rounds import Ends, PlacedPlan, Ranks
-from orchestra.engines.simulation.route import SlowStart
+from orchestra.engines.simulation.rounds import Ends, PlacedPlan
+from orchestra.engines.simulation.stream import SlowStart
 from orchestra.schedules.sums import add_up
 from orchestra.transports.protocol import CollectiveCall, Traffic
 
@@ -51,12 +51,7 @@ class Member:
     )
 
     def __init__(
-        self,
-        collective: Collective,
-        index: int,
-        processor: Processor,
-        then: Callable[[], None],
-        arrived: float,
+        self, collective: Collective, index: int, processor: Thread, then: Call, arrived: float
     ) -> None:
         self.index = index
         self.processor = processor
@@ -70,7 +65,7 @@ class Member:
         self._reader = self._placed.net.ports[self._placed.ranks[index]].reader
         self._reader.begin(self, arrived)
 
-    def waits(self) -> tuple[Ranks, str]:
+    def waits(self) -> Wait:
         """Whom it waits for, and for what."""
         assert self._collective is not None, "it is through"
         return self._collective.waits(self.index)
@@ -121,12 +116,7 @@ class Collective:
     """
 
     def __init__(
-        self,
-        kernel: Kernel,
-        given: Contribution,
-        *,
-        ahead: bool,
-        before: Collective | None,
+        self, kernel: Kernel, given: Contribution, *, ahead: bool, before: Collective | None
     ) -> None:
         self.placed = placed = given.placed
         self.usage: Usage | None = None
@@ -136,8 +126,7 @@ class Collective:
         self._ahead = ahead
         self._before = before  # of the same ranks, not quite over
         if before is not None:
-            # That one is over: each rank was through with it before it joined `before`.
-            before._before = None
+            before._before = None  # each rank was through with that before it joined `before`
         self._over = inf
         self._members: dict[int, Member] = {}
         self._vectors: dict[int, Tensor] = {}
@@ -162,12 +151,7 @@ class Collective:
         return member is not None and member.done
 
     def join(
-        self,
-        index: int,
-        given: Contribution,
-        processor: Processor,
-        then: Callable[[], None],
-        arrived: float,
+        self, index: int, given: Contribution, processor: Thread, then: Call, arrived: float
     ) -> Member:
         """The rank at place `index` takes part from the time `arrived` on, now or later."""
         call = given.call
@@ -196,16 +180,14 @@ class Collective:
         return member
 
     def _meets(self, before: Collective, index: int, arrived: float) -> bool:
-        """Return whether a message of a rank may share a link with one of `before` whose time was
-        computed without it.
-        """
+        """Return whether a rank's message may share a link with one that was told without it."""
         if not before.is_through(index):
             return True  # another flow of its is still in that one, and sends, too
         if before.usage is None or not self.placed.begins_elsewhere(before.placed):
             return False
         return self.placed.may_meet(index, arrived, before.usage)
 
-    def waits(self, index: int) -> tuple[Ranks, str]:
+    def waits(self, index: int) -> Wait:
         """Whom the rank at place `index` waits for: those who are missing, or all others."""
         ranks = self.placed.ranks
         places = set(range(len(ranks)))
@@ -236,8 +218,7 @@ class Collective:
         """Let those who have come begin again, when they came, among the events of `scene`."""
         self._ahead = False
         for timer in self._timers:
-            # What was told of the ends does not hold any more.
-            timer.cancel()
+            timer.cancel()  # what was told of the ends does not hold any more
         self._messages = messages = Messages(self.placed, scene)
         for stream in self.placed.streams.values():
             stream.enter(scene.events, fluid)
@@ -253,8 +234,7 @@ class Collective:
 
     def _evaluate(self) -> None:
         """Compute when each rank is through, now that all have come."""
-        members = [self._members[place] for place in range(len(self._members))]
-        # By places, as the arrays of `rounds` are.
+        members = self._by_place()
         arrivals = [member.arrived for member in members]
         rates = tuple(member.processor.rate for member in members)
         before = self._before
@@ -265,19 +245,18 @@ class Collective:
             return
         self.announce(ends)
 
-    def rejoin(self, index: int, processor: Processor, then: Call, arrived: float) -> Member:
+    def rejoin(self, index: int, processor: Thread, then: Call, arrived: float) -> Member:
         """`join` for one that joined at the time `arrived`; `announce` says how it goes on."""
         member = self._members[index] = Member(self, index, processor, then, arrived)
         return member
 
     def announce(self, ends: Ends) -> None:
         """All are there: let each go on when it is through."""
-        members = [self._members[place] for place in range(len(self._members))]
         self.usage = ends.usage
-        columns = (ends.clock, ends.waiting, ends.communicating)
+        columns = (each.tolist() for each in (ends.clock, ends.waiting, ends.communicating))
         # One event for all who are through at one time; they go on in the order of their places.
         together: dict[float, list[tuple[Member, float, float]]] = {}
-        for member, clock, *seconds in zip(members, *(c.tolist() for c in columns), strict=True):
+        for member, clock, *seconds in zip(self._by_place(), *columns, strict=True):
             together.setdefault(clock, []).append((member, *seconds))
         kernel, now = self._kernel, self._kernel.now()
         self._over = max(together)
@@ -285,11 +264,14 @@ class Collective:
             timer = kernel.at(max(clock, now), functools.partial(_finish, group))
             self._timers.append(timer)
 
+    def _by_place(self) -> list[Member]:
+        return [self._members[place] for place in range(len(self._members))]
+
     def _use_connections(self, ends: Ends) -> bool:
         """Note when long links are used; returns False if one of them would start slowly."""
         first, last = ends.carried.tolist()
         slow_starts = self.placed.slow_starts.items()
-        if not all(slow_start.is_over(first[number]) for number, slow_start in slow_starts):
+        if not all(each.is_over(first[number]) for number, each in slow_starts):
             return False
         for number, slow_start in slow_starts:
             self._used.append((slow_start, slow_start.used_at))

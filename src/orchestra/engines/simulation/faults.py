@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from orchestra.cluster import Cluster
+from orchestra.cluster import Channel, Cluster
 from orchestra.engines.events import (
     BEAT_SECONDS,
     Abort,
@@ -93,8 +93,7 @@ class Faults:
                 at(time, partial(world.change_speed, node, factor))
         for channel in cluster.channels.values():
             for time, factor in cluster.bandwidth_changes(channel):
-                at(time, partial(self._mark_cut, channel.name, is_cut=factor == 0))
-                at(time, partial(world.change_bandwidth, channel, factor))
+                at(time, partial(self._change_bandwidth, channel, factor))
         for rank in self._ranks:
             for begin, end in cluster.pauses(rank, ranks):
                 at(begin, partial(self._hold, rank))
@@ -105,12 +104,12 @@ class Faults:
 
     # What happens
 
-    def _mark_cut(self, channel: str, *, is_cut: bool) -> None:
-        if is_cut:
+    def _change_bandwidth(self, channel: Channel, factor: float) -> None:
+        self._cut.discard(channel.name)
+        if not factor:
             self._watch()  # hear all beats once more
-            self._cut.add(channel)
-        else:
-            self._cut.discard(channel)
+            self._cut.add(channel.name)
+        self._world.change_bandwidth(channel, factor)
 
     def _hold(self, rank: int) -> None:
         if rank not in self._ended:
@@ -144,8 +143,7 @@ class Faults:
     # The watcher
 
     def _watch(self) -> None:
-        # Beats cost events, so they are only heard while something is wrong, and until a
-        # consequence would be reported.
+        # Beats cost events: they are heard while something is wrong or may still be reported.
         self._until = self._kernel.now() + self._detector.limits.cause + 2 * BEAT_SECONDS
         if not self._watching:
             self._watching = True

@@ -11,11 +11,14 @@ import heapq
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from orchestra.engines.events import follow_waits
-from orchestra.engines.simulation.contexts import Context, GreenletContext, ThreadContext
+from orchestra.engines.simulation.contexts import Context, ThreadContext
 from orchestra.errors import RunAborted
+
+if TYPE_CHECKING:
+    from orchestra.engines.simulation.processor import Thread
 
 T = TypeVar("T")
 Call = Callable[[], None]
@@ -63,8 +66,7 @@ class Events:
     def call_at(self, time: float, call: Callable[[T], object], argument: T) -> None:
         """Like `at`, for `call(argument)`, which cannot be cancelled: cheaper, for each message."""
         assert time >= self._now, f"{time} lies before {self._now}"
-        # The sequence number breaks ties, so that runs are deterministic and calls are never
-        # compared.
+        # The sequence number breaks ties: runs are deterministic, and calls are never compared.
         heapq.heappush(self._due, (time, next(self._sequence), call, argument))
 
     def after(self, seconds: float, call: Call) -> Timer:
@@ -84,26 +86,6 @@ class Events:
             yield time, call, argument
 
 
-class Processor(Protocol):
-    """What a flow computes on."""
-
-    @property
-    def rate(self) -> float:
-        """Its speed while no other thread runs on it, where a core of speed 1 has the rate 1."""
-
-    def undisturbed(self) -> bool:
-        """Return whether it computes at `rate` whatever other flows do."""
-
-    def start(self, seconds: float, then: Call) -> None:
-        """Compute `seconds` core-seconds (of a core of speed 1), then call `then`."""
-
-    def spend(self, seconds: float) -> None:
-        """Let the current flow compute `seconds` core-seconds (of a core of speed 1)."""
-
-    def compute(self, seconds: float) -> None:
-        """Like `spend`, with all threads of the flow."""
-
-
 class Flow:
     """One strand of a rank's work, from its start to its end.
 
@@ -121,13 +103,7 @@ class Flow:
     """
 
     def __init__(
-        self,
-        kernel: Kernel,
-        rank: int,
-        function: Callable[[], Any],
-        processor: Processor,
-        *,
-        main: bool,
+        self, kernel: Kernel, rank: int, function: Callable[[], Any], processor: Thread, main: bool
     ) -> None:
         self.rank = rank
         self.processor = processor
@@ -182,7 +158,7 @@ class Kernel(Events):
     def __init__(
         self,
         on_turn: Callable[[Flow], None] = lambda flow: None,
-        contexts: type[ThreadContext | GreenletContext] = ThreadContext,
+        contexts: type[Context] = ThreadContext,
     ) -> None:
         super().__init__()
         self.launcher: Context = contexts.present()
@@ -203,20 +179,18 @@ class Kernel(Events):
     # Flows
 
     def start(
-        self, rank: int, function: Callable[[], Any], processor: Processor, *, main: bool = False
+        self, rank: int, function: Callable[[], Any], processor: Thread, *, main: bool = False
     ) -> Flow:
         """A new flow of `rank`; its turn comes at the present time."""
-        flow = Flow(self, rank, function, processor, main=main)
+        flow = Flow(self, rank, function, processor, main)
         self.flows.append(flow)
-        self.flows_of[rank] += 1
-        self.started_of[rank] += 1
-        self.changes += 1
+        self.add_thread(rank)
         self._living += main
         self.call_at(self._now, self.resume, flow)
         return flow
 
     def add_thread(self, rank: int, count: int = 1) -> None:
-        """Count `count` further threads of `rank` that compute without a flow of their own."""
+        """Count `count` further threads of `rank`, each of a flow or without one."""
         self.flows_of[rank] += count
         self.started_of[rank] += max(count, 0)  # a negative count ends threads
         self.changes += 1
@@ -273,12 +247,9 @@ class Kernel(Events):
         following = self._next()
         if following is not flow.context:  # else this flow goes on without a switch
             flow.context.pass_to(following)
-            self.current = flow  # others have set it meanwhile
-            self._check()
-            self._on_turn(flow)
+            self.entered(flow)
 
-    # A flow alone on its core need not wait until it has computed: it goes ahead of the others
-    # until it has to do with them.
+    # A flow alone on its core goes ahead of the others until it has to do with them.
 
     def here(self) -> float:
         """The present of the flow whose turn it is."""
@@ -307,7 +278,7 @@ class Kernel(Events):
             waiter.waits = None
 
     def entered(self, flow: Flow) -> None:
-        """From a new flow: its first turn has come."""
+        """From a flow: its turn has come."""
         self.current = flow
         self._check()
         self._on_turn(flow)
@@ -326,8 +297,7 @@ class Kernel(Events):
 
     def _remove(self, flow: Flow) -> None:
         self.flows.remove(flow)
-        self.flows_of[flow.rank] -= 1
-        self.changes += 1
+        self.add_thread(flow.rank, -1)
         self._living -= flow.main
 
     def run(self) -> None:

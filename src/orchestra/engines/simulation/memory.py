@@ -86,10 +86,7 @@ class Memory:
         return min(cluster.nodes, key=preference)
 
     def speed_alone(self, node: Node, costs: Costs) -> float:
-        """Return samples/s of one process on `node` that takes steps of the global batch.
-
-        It has all cores, or one device. Durations are the cost model's, without jitter.
-        """
+        """Return samples/s of one process on all cores of `node`, or one device, without jitter."""
         training = self._run.training
         threads = node.threads(1, training.threads)
         seconds = sum(costs.seconds(work, threads) for work in self._step)
@@ -121,8 +118,7 @@ class Memory:
 
     def _of(self, rank: int) -> Counter[str]:
         """Return the bytes of one rank, by what they are for."""
-        sizes, layout = self._sizes(rank)
-        kept = kept_bytes(self._run, rank, sizes, layout)
+        kept = kept_bytes(self._run, rank, *self._sizes(rank))
         samples = self._samples(rank)
         kept[ACTIVATIONS] = round(samples * self._sample_activations) if samples else 0
         return kept
@@ -135,15 +131,13 @@ class Memory:
 
     def _sizes(self, rank: int) -> tuple[Sizes, Layout]:
         """Return the sizes of what `rank` trains, and its layout."""
-        part = None
         if self._strategy.divides_model:
             ranks = len(self._strategy.roles(self._run.training.ranks).shares)
-            part = self._strategy.part_of(
-                self._module, self._loss_beside(self._module), rank, ranks
-            )
-        if part is None:
-            return self._whole
-        return self._sizes_of(part.module)
+            loss = self._loss_beside(self._module)
+            part = self._strategy.part_of(self._module, loss, rank, ranks)
+            if part is not None:
+                return self._sizes_of(part.module)
+        return self._whole
 
     @functools.cached_property
     def _whole(self) -> tuple[Sizes, Layout]:
@@ -170,8 +164,7 @@ class Memory:
 
     @functools.cached_property
     def _batch(self) -> Batch:
-        task = self._task
-        samples = open_samples(task.train, self._run.seed, task.collate)
+        samples = open_samples(self._task.train, self._run.seed, self._task.collate)
         return samples.read(0, self._run.training.batch_size)
 
     @functools.cached_property

@@ -28,10 +28,8 @@ class Cores:
     def __init__(
         self, kernel: Kernel, fluid: Fluid, count: int, time_slice: float, refill: float
     ) -> None:
-        self._kernel = kernel
-        self._fluid = fluid
-        self._slice = time_slice
-        self._refill = refill
+        self._kernel, self._fluid = kernel, fluid
+        self._slice, self._refill = time_slice, refill
         self._free = list(range(count))
         self._last: dict[int, Thread] = {}  # who had each core last
         self._waiting: deque[Thread] = deque()
@@ -41,16 +39,13 @@ class Cores:
         """Let `thread` compute `seconds` core-seconds, then call `then`."""
         assert thread.then is None, "a thread does one piece of work at a time"
         thread.left, thread.then = seconds, then
-        if thread.held:
-            return
-        if thread.core is None:
+        if not thread.held and thread.core is None:
             self._queue(thread)
-        else:
+        elif not thread.held:
             self._run(thread)
 
     def hold(self, thread: Thread) -> None:
         """Stop `thread`; another one gets its core."""
-        thread.held = True
         if thread in self._waiting:
             self._waiting.remove(thread)
         elif thread.activity is not None:
@@ -59,7 +54,6 @@ class Cores:
 
     def let_go(self, thread: Thread) -> None:
         """Let `thread` go on where it was held."""
-        thread.held = False
         if thread.then is not None and thread.core is None:
             self._queue(thread)
 
@@ -180,10 +174,8 @@ class Thread:
         self.then: Call | None = None
         self.activity: Activity | None = None
         self.alarm: Timer | None = None
-        self._kernel = kernel
-        self._fluid = fluid
-        self._cores = cores
-        self._team = team
+        self._kernel, self._fluid = kernel, fluid
+        self._cores, self._team = cores, team
 
     def change_speed(self, speed: float) -> None:
         """From an event: compute at another rate from now on."""
@@ -247,7 +239,7 @@ class Thread:
             if not left:
                 kernel.resume(flow)
 
-        # The flow's own thread and its further ones, which share the node's cores with other ranks.
+        # Its further threads, which share the node's cores with other ranks, and its own one.
         self._fluid.start(team.width * seconds, (team.own, team.together), end)
         self.start(seconds, end)
         kernel.park()

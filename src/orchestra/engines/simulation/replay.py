@@ -91,13 +91,11 @@ def replay_run(
 
 def program(runtime: Runtime, assignment: Assignment) -> Replayed | Exception:
     """Run the replay; the program of its process, here so that a launcher can name it."""
-    training = replace(
-        assignment.run.training, trace_steps=0, record_order=False, tensorboard=False
-    )
-    run = replace(assignment.run, training=training)
-    halt = Halt(
-        assignment.until, roles_of(run.strategy, run.training.ranks).workers, assignment.folder
-    )
+    run = assignment.run
+    training = replace(run.training, trace_steps=0, record_order=False, tensorboard=False)
+    run = replace(run, training=training)
+    workers = roles_of(run.strategy, run.training.ranks).workers
+    halt = Halt(assignment.until, workers, assignment.folder)
 
     def rank_program(inner: Runtime) -> Any:
         inner.reporter.phase("set-up")

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import count, groupby
 from math import inf
 from typing import Literal
@@ -18,10 +17,19 @@ import numpy as np
 
 from orchestra.engines.simulation.fluid import Resource
 from orchestra.engines.simulation.network import Net, Port
-from orchestra.engines.simulation.plan import HEADER, Plan
-from orchestra.engines.simulation.ring import SAME, Floats, Integers, Met, Rolls, Segment
-from orchestra.engines.simulation.round_state import NOBODY, Connections, Meetings, State, Usage
-from orchestra.engines.simulation.shared_memory import NodeStage
+from orchestra.engines.simulation.plan import HEADER, NodeStage, Plan
+from orchestra.engines.simulation.round_state import (
+    NOBODY,
+    SAME,
+    Connections,
+    Floats,
+    Integers,
+    Met,
+    Rolls,
+    Segment,
+    State,
+    Usage,
+)
 from orchestra.schedules import REDUCE
 from orchestra.transports.collective import StepKind
 
@@ -50,10 +58,7 @@ MAX_RETURNS = 200
 
 @dataclass(frozen=True)
 class Ends:
-    """When each rank is through, where its time went, and the links after it.
-
-    `carried`: as in `State`, of the pairs in their order.
-    """
+    """When each rank is through, where its time went, and the links after it; see `State`."""
 
     clock: Floats
     waiting: Floats
@@ -93,7 +98,7 @@ class PlacedPlan:
         self.ranks = ranks
         self.plan = plan
         self.place = {rank: place for place, rank in enumerate(ranks)}
-        self._host = np.array([net.host(rank) for rank in ranks])  # equal: they share memory
+        self._host = np.array([net.hosts[rank] for rank in ranks])  # equal: they share memory
         self.streams = {
             (source, target): net.stream(ranks[source], ranks[target])
             for source, target in plan.streamed
@@ -161,13 +166,10 @@ class PlacedPlan:
 
     def may_follow(self, before: PlacedPlan) -> bool:
         """Return whether `usage` after `before` describes all links that both use."""
-        if before is self:
-            return True
         if before not in self._follows:
             self._follows[before] = (before.net, before.ranks) == (self.net, self.ranks) and all(
-                _common(before.links[link], ends) != (NOBODY, NOBODY)
+                _common(before.links.get(link, ends), ends) != (NOBODY, NOBODY)
                 for link, ends in self.links.items()
-                if link in before.links
             )
         return self._follows[before]
 
@@ -200,7 +202,9 @@ class PlacedPlan:
         plan, stages = self.plan, self.plan.stages
         for section in stages.sections.get(index, [(0, None)]):
             if isinstance(section, NodeStage):
-                phases = plan.phases(section, index, self.net.overhead.in_memory)
+                cuts = (0, plan.length) if plan.schedule.slots else plan.cuts
+                costs = self.net.overhead.in_memory
+                phases = section.phases(index, cuts, plan.itemsize, costs)
                 for part, (seconds, wake) in enumerate(phases):
                     if wake is None:
                         yield ADD, -1, -1, 0, seconds, 0.0
@@ -215,7 +219,7 @@ class PlacedPlan:
     def _messages(self, index: int, begin: int, stop: int | None) -> Iterator[ChargedStep]:
         plan, overhead = self.plan, self.net.overhead
         for kind, number, peer, first, end, _ in plan.steps(index, begin, stop):
-            frame_bytes = plan.frame_bytes(end - first)
+            frame_bytes = (end - first) * plan.itemsize + HEADER
             near = peer >= 0 and self._host[index] == self._host[peer]
             if kind is SEND:
                 cost = self.net.message_cost(frame_bytes, near)
@@ -229,10 +233,7 @@ class PlacedPlan:
                 yield kind, number, peer, 0, 0.0, 0.0
 
     def ends(
-        self,
-        arrivals: Sequence[float] | Floats,
-        rates: tuple[float, ...],
-        before: Usage | None = None,
+        self, arrivals: Sequence[float] | Floats, rates: tuple[float, ...], before: Usage | None
     ) -> Ends | None:
         """Evaluate all rounds; None where two messages would share a link.
 
@@ -245,8 +246,7 @@ class PlacedPlan:
             self._known.clear()
         arrivals = np.array(arrivals)
         begin = float(arrivals.min())
-        # Relative to the first, so that the same step at another time is found among the known
-        # ones.
+        # Relative to the first: the same step at another time is found among the known ones.
         clock = arrivals - begin
         usage = Usage.none(len(clock)) if before is None else before.later(-begin)
         tolerance = SAME * np.spacing(arrivals.max())
@@ -258,7 +258,7 @@ class PlacedPlan:
         return None if ends is None else ends.later(begin)
 
     def _evaluate(self, arrivals: Floats, usage: Usage) -> Ends | None:
-        state = State(arrivals, usage, Meetings(self._halves), self._connections)
+        state = State(arrivals, usage, self._halves, self._connections)
         kept: dict[int, State] = {}
         number = returns = 0
         while number < len(self._turns):
@@ -268,8 +268,7 @@ class PlacedPlan:
                     state.pass_ring(segments)
                 else:
                     # A message of this round may turn out to be met by a later one. The evaluation
-                    # then returns to this state. An effect never precedes its cause, so that it
-                    # settles after a few returns.
+                    # then returns to this state. It settles: no effect precedes its cause.
                     kept[number] = state.copy()
                     state.pass_round(number, segments)
                 number += 1
@@ -310,9 +309,11 @@ class PlacedPlan:
                 follows = bool(((to[source] == target) & (by[target] == source)).all())
                 to[source], by[target] = target, source
                 way = np.searchsorted(codes[order], source * ranks + target)
-                segment = partial(self._segment, rows, number, rates, own, follows, rolls, way)
                 crossing = on_wire[rows[:, 6], way] / bandwidth[way]
-                segments.append(segment(latency[way], crossing))
+                alike = follows, rolls, way
+                segments.append(
+                    self._segment(rows, number, rates, own, *alike, latency[way], crossing)
+                )
             yield segments
 
     def _segment(
@@ -347,21 +348,17 @@ class PlacedPlan:
             shift = int(target[0])
             if len(rows) % shift or not np.array_equal(target, np.roll(source, -shift)):
                 shift = 0
-        seconds, rolled = rolls.take_in(
-            np.array(
-                [
-                    first / rates[source] + latency,
-                    (first + rest) / rates[source],
-                    (payload + HEADER) * crossing,
-                    (receiving / rates[target])[arriving],
-                    (adding / rates[target])[arriving],
-                ]
-            ),
-            shift,
-        )
+        seconds = [
+            first / rates[source] + latency,
+            (first + rest) / rates[source],
+            (payload + HEADER) * crossing,
+            (receiving / rates[target])[arriving],
+            (adding / rates[target])[arriving],
+        ]
+        of, rolled = rolls.take_in(np.array(seconds), shift)
         return Segment(
             source, target, arriving, shift, rolled, way,
-            seconds[:2], seconds[2], seconds[3], seconds[4],
+            of[:2], of[2], of[3], of[4],
             np.flatnonzero(held), np.flatnonzero(freed[arriving]),
         )  # fmt: skip
 
@@ -371,7 +368,7 @@ def _turns(rounds: Iterable[list[Segment]]) -> list[Turn]:
     turns: list[Turn] = []
     for shift, group in groupby(rounds, _shift):
         *others, last = group
-        if shift:
+        if shift and others:
             turns.append((True, [segment for (segment,) in others]))
         else:
             turns += [(False, segments) for segments in others]
@@ -391,9 +388,8 @@ def _common(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
 
 def _alike(one: Usage, other: Usage, tolerance: float) -> bool:
     """Return whether links are in use alike after the time 0; before that it does not matter."""
-    for a, b in ((one.up, other.up), (one.down, other.down)):
-        if np.abs(np.maximum(a, 0.0) - np.maximum(b, 0.0)).max() > tolerance:
-            return False
-    if max(one.up.max(), one.down.max()) <= 0.0:
-        return True
-    return np.array_equal(one.to, other.to) and np.array_equal(one.by, other.by)
+    until, others = (np.maximum([each.up, each.down], 0.0) for each in (one, other))
+    if np.abs(until - others).max() > tolerance:
+        return False
+    unused = not until.any()
+    return unused or (np.array_equal(one.to, other.to) and np.array_equal(one.by, other.by))

@@ -19,8 +19,6 @@ ROUNDING = 1 + 1e-12
 LEAST = 32
 """So many activities, from which on it pays to keep them as `EqualShares`."""
 
-Level = tuple[float, int, "Resource"]
-
 
 class Resource:
     """What activities share: `capacity` is an amount a second, of bytes or of core-seconds.
@@ -79,10 +77,7 @@ class Resource:
         """Return whether it has room for the shares that the sharing `mark` gives to activities."""
         used = 0.0
         for activity in self.activities:
-            if activity.mark == mark:
-                used += activity.share
-            else:
-                used += activity.present_rate
+            used += activity.share if activity.mark == mark else activity.present_rate
         return used <= self.capacity * ROUNDING
 
     def fair_share(self, further: int = 0) -> float:
@@ -212,8 +207,7 @@ class EqualShares:
             for other in activity.resources:
                 if other is not self.resource:
                     other.fastest = max(other.fastest, activity.limit)
-            # `until` does not depend on the rate, so that the heap stays in order when that
-            # changes.
+            # `until` does not depend on the rate: the heap stays in order when that changes.
             heapq.heappush(self._ends, (activity.until, activity.order, activity))
 
     def fair_rate(self) -> float:
@@ -235,8 +229,7 @@ class EqualShares:
         """Remove all that end together with the first one, and return them by their start."""
         first = self.first()
         assert first is not None
-        # Not `given_at(now)`, which rounding may put just before `until` of those that end
-        # together.
+        # Not `given_at(now)`: rounding may put that just before `until` of those that end together.
         self._given, self._updated_at = first.until, now
         ended = []
         while first is not None and first.until <= self._given:
@@ -280,12 +273,10 @@ def share(seed: Resource, mark: int) -> Shared:
                         limit = other.capacity
                 elif other.mark != mark:
                     other.mark = mark
-                    # A loose one is checked for room afterwards (`Shared.overfull`) in place of
-                    # being filled.
+                    # A loose one is not filled, but checked for room afterwards (`overfull`).
                     (reached if other.tight else loose).append(other)
             activity.limit = limit
-            # Still rising, for `_fill`.
-            activity.share = -1.0
+            activity.share = -1.0  # still rising, for `_fill`
             activities.append(activity)
     shared = [resource for resource in reached if len(resource.activities) > 1]
     _fill(activities, shared)
@@ -293,7 +284,7 @@ def share(seed: Resource, mark: int) -> Shared:
 
 
 def _fill(activities: list[Activity], shared: list[Resource]) -> None:
-    levels: list[Level] = []
+    levels: list[tuple[float, int, Resource]] = []
     for index, common in enumerate(shared):
         # The level of a resource: the rate for a weight of 1 at which it is used up.
         common.tight = False
@@ -303,14 +294,12 @@ def _fill(activities: list[Activity], shared: list[Resource]) -> None:
         levels.append((common.capacity / common.rising, index, common))
     heapq.heapify(levels)
     limited = [activity for activity in activities if activity.limit < inf]
-    # The lowest limit last, for `pop`.
-    limited.sort(key=lambda activity: activity.limit / activity.weight, reverse=True)
+    limited.sort(key=lambda each: each.limit / each.weight, reverse=True)  # lowest last, for `pop`
     # Invariant: all that still rise have `reached` times their weight, and `reached` never falls.
     reached = 0.0
     while True:
         level, resource = _lowest(levels)
-        # The same level but for rounding: equal activities have to get equal shares, to the bit, or
-        # they would end at different instants.
+        # Equal activities have to get equal shares, to the bit, or they would end apart.
         if level <= reached * ROUNDING:
             level = reached
         if limited and limited[-1].limit / limited[-1].weight <= level * ROUNDING:
@@ -328,18 +317,15 @@ def _fill(activities: list[Activity], shared: list[Resource]) -> None:
             break
 
 
-def _lowest(levels: list[Level]) -> tuple[float, Resource | None]:
-    """The resource that is used up first as rates rise, and the rate for a weight of 1 there.
-
-    A level in the heap may be too low, since others have left its resource room meanwhile.
-    """
+def _lowest(levels: list[tuple[float, int, Resource]]) -> tuple[float, Resource | None]:
+    """The resource that is used up first as rates rise, and the rate for a weight of 1 there."""
     while levels:
         noted, index, resource = levels[0]
         if not resource.open:
             heapq.heappop(levels)
             continue
-        # Levels only rise: who stops leaves the others at least as much as before. So an entry is a
-        # lower bound, and is corrected when it comes first.
+        # Levels only rise: who stops leaves the others at least as much as before. So an entry,
+        # which may be too low, is corrected when it comes first.
         level = resource.spare / resource.rising
         if level <= noted * ROUNDING:
             return level, resource

@@ -25,11 +25,11 @@ from orchestra.engines.simulation.contexts import GreenletContext
 from orchestra.engines.simulation.costs import ChargedCompute, Costs, SimulatedCompute
 from orchestra.engines.simulation.faults import Faults
 from orchestra.engines.simulation.kernel import Deadlock, Flow, Kernel
-from orchestra.engines.simulation.reporter import SimulatedReporter
 from orchestra.engines.simulation.transport import SimulatedTransport
 from orchestra.engines.simulation.world import World
 from orchestra.errors import InputError, RunFailed
-from orchestra.worker.runtime import Reporter, Runtime
+from orchestra.records.report import Counters
+from orchestra.worker.runtime import PassingReporter, Reporter, Runtime
 from orchestra.worker.threads import chosen_threads, usable_cores
 
 T = TypeVar("T")
@@ -112,13 +112,14 @@ class Simulation:
         own = chosen_threads(os.environ) or (1 if ranks > 1 else len(usable_cores()))
         self._arithmetic = arithmetic or [own] * ranks
         self._streams = RandomStreams()
-        self._kernel = Kernel(self._on_turn) if values else Kernel(_nothing, GreenletContext)
+        self._kernel = Kernel(self._on_turn) if values else Kernel(contexts=GreenletContext)
         self._seed = seed_number
         self._jitter = jitter
         exact = all(self._jitter_of(node) is None for node in cluster.nodes)
+        unfairness = 0.0 if exact else overhead.tcp.unfairness
         self._world = World(
             self._kernel, cluster, ranks, overhead, costs.flops, sharing, self._threads,
-            None if exact else self._shares(overhead.tcp.unfairness),
+            self._shares(unfairness) if unfairness else None,
         )  # fmt: skip
         self._ranks = ranks
         self._costs = costs
@@ -136,7 +137,7 @@ class Simulation:
         self._notices: list[str] = []
         self._beats = 0  # of ranks that compute
         self._results: list[Any] = [None] * ranks
-        self._reporters = [SimulatedReporter(rank, outer, self) for rank in range(ranks)]
+        self._reporters = [SimulatedReporter(outer, rank, self) for rank in range(ranks)]
         self._shared: list[tuple[Any, Streams]] = []
         self._faults: Faults | None = None
         if cluster.faults:
@@ -156,12 +157,13 @@ class Simulation:
         try:
             self._kernel.run()
         except _RankFailed as failed:
-            described = describe(failed.error)
-            phase = self._reporters[failed.rank].current_phase
+            rank, error = failed.args
+            described = describe(error)
+            phase = self._reporters[rank].current_phase
             if described.bad_input and (phase == "set-up" or not self._values):
                 bad_input = described.message
             else:
-                failure = failed_text(f"rank {failed.rank}", described)
+                failure = failed_text(f"rank {rank}", described)
         except Deadlock as deadlock:
             failure = f"the run hangs: {deadlock}"
         except RunFailed as failed:
@@ -210,33 +212,25 @@ class Simulation:
         """Write the live file, without whom ranks wait for: a flow's turn is under way."""
         for rank, reporter in enumerate(self._reporters):
             beat = Heartbeat(
-                rank,
-                step=reporter.current_step,
-                samples=self._samples[rank],
-                fraction=self._fraction,
-                phase=reporter.current_phase,
-                counters=reporter.counters,
-            )
+                rank, step=reporter.current_step, samples=self._samples[rank],
+                fraction=self._fraction, phase=reporter.current_phase, counters=reporter.counters,
+            )  # fmt: skip
             live.on_beat(beat)
             live.slow.on_beat(beat)
         live.write()
 
     def _start(self, rank: int, program: Program) -> None:
-        runtime = self._runtime(rank)
-
-        def live() -> None:
-            self._results[rank] = program(runtime)
-
-        flow = self._kernel.start(rank, live, self._world.thread(rank, main=True), main=True)
+        life = functools.partial(program, self._runtime(rank))
+        flow = self._kernel.start(rank, life, self._world.thread(rank, main=True), main=True)
         flow.on_end.append(self._ended)
 
     def _ended(self, flow: Flow) -> None:
+        rank, self._results[flow.rank] = flow.rank, flow.result
         failure = None if flow.error is None else describe(flow.error)
         if self._faults is not None and (failure is None or failure.lost is not None):
-            rank = flow.rank
             self._faults.ended(Finished(rank) if failure is None else Failed(rank, failure))
         elif flow.error is not None:
-            self._kernel.fail(_RankFailed(flow.rank, flow.error))
+            self._kernel.fail(_RankFailed(rank, flow.error))
 
     def _heartbeat(self, rank: int) -> Heartbeat:
         """Return the heartbeat of `rank`; `activity` changes as long as anything goes on."""
@@ -268,7 +262,7 @@ class Simulation:
             SimulatedTransport(port, world.rendezvous),
             compute,
             self._reporters[rank],
-            seed if self._values else _nothing,
+            seed if self._values else lambda number: None,
             local_rank=sum(other is node for other in world.nodes[:rank]),
             clock="virtual",
             node=node.name,
@@ -279,17 +273,13 @@ class Simulation:
         )
 
     def _factors(self, node: Node) -> Callable[[Flow], float]:
-        """Return what gives the factor of a piece of work that a flow begins on `node`.
-
-        Each flow draws its own, so that it does not matter which one goes on first.
-        """
+        """Return what gives the factor of a piece of work that a flow begins on `node`."""
         jitter = self._jitter_of(node)
         drift = self._drifts.get(node.name)
 
         @functools.cache
         def generator(rank: int, number: int) -> numpy.random.Generator:
-            # By rank and flow, and not in one sequence: the order of turns must not change what is
-            # drawn.
+            # By rank and flow: the order of turns must not change what is drawn.
             further = (number,) if number else ()
             return numpy.random.default_rng((self._seed, rank, *further))
 
@@ -302,10 +292,8 @@ class Simulation:
     def _jitter_of(self, node: Node) -> Jitter | None:
         return self._jitter if node.jitter == DEFAULT else node.jitter
 
-    def _shares(self, unfairness: float) -> Callable[[int, int], float] | None:
+    def _shares(self, unfairness: float) -> Callable[[int, int], float]:
         """Return what draws the share of a link that a message from one rank to another has."""
-        if not unfairness:
-            return None
         share = LogNormal(unfairness)
 
         @functools.cache
@@ -348,12 +336,48 @@ class Simulation:
         return value
 
 
-def _nothing(_: object) -> None:
-    pass
+@dataclass
+class SimulatedReporter(PassingReporter):
+    """One rank's; what it says goes to the `inner` one, that of the process."""
+
+    rank: int
+    simulation: Simulation
+    current_phase: str = ""
+    current_step: int = 0
+    is_set_up: bool = False
+    is_expendable: bool = False
+    counters: Counters | None = None
+
+    def progress(
+        self,
+        *,
+        step: int,
+        samples: int,
+        loss: float | None = None,
+        fraction: float | None = None,
+        counters: Counters | None = None,
+    ) -> None:
+        self.current_step = step
+        whole = self.simulation.count(self.rank, samples)
+        self.counters = counters
+        self.inner.progress(step=step, samples=whole, loss=loss, fraction=fraction)
+        self.simulation.look(fraction)
+
+    def phase(self, name: str) -> None:
+        if name != self.current_phase:
+            self.current_phase = name
+            if name == "training" and not self.is_set_up:
+                self.is_set_up = True
+                gc.freeze()  # what was made until now lives as long as the run
+            if self.rank == 0:
+                self.inner.phase(name)
+
+    def expendable(self, yes: bool) -> None:
+        self.is_expendable = yes
+
+    def notice(self, text: str) -> None:
+        self.simulation.notice(text)
 
 
 class _RankFailed(Exception):
-    def __init__(self, rank: int, error: BaseException) -> None:
-        super().__init__(rank, error)
-        self.rank = rank
-        self.error = error
+    """The rank, and what it raised."""

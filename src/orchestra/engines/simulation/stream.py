@@ -1,4 +1,4 @@
-"""The stream of messages from one rank to another, in the order of sending.
+"""The stream of messages from one rank to another, in the order of sending, and its route.
 
 The first byte of a message is there after the latency; on a link that is fast and long a TCP
 connection starts slowly. Then the message crosses the links of its way, behind those before it.
@@ -7,57 +7,143 @@ connection starts slowly. Then the message crosses the links of its way, behind 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from orchestra.cluster.costs import Tcp
 from orchestra.engines.simulation.fluid import Activity, Fluid, Resource
 from orchestra.engines.simulation.kernel import Events
-from orchestra.engines.simulation.route import Route
 
 if TYPE_CHECKING:
     from orchestra.engines.simulation.network import Net
 
 
-class Load(Protocol):
-    """What a stream carries: a message, or what stands for one.
+LONG = 1 << 17
+"""Bytes: a connection that needs fewer in flight has started within three round trips."""
 
-    `frame_bytes` include its header. The sender has done its part at the time `left_at`, infinite
-    until that is known; `crossed` tells whether the network has. `both_ways` tells whether others
-    of the same round of a collective go the other way; None: it is none of a collective. A `fair`
-    one has an equal share of a link, whatever chance says, and room at its target. Once the first
-    `held_bytes` have crossed, what is left is in the kernel's buffer, and the sender is free.
+IDLE = 0.2
+"""Seconds beyond a round trip without a message after which a connection starts again: Linux's
+least retransmission timeout (RFC 2861; net.ipv4.tcp_slow_start_after_idle)."""
+
+
+class SlowStart:
+    """What one connection may have in flight: at first little, then more with each byte that has
+    been acknowledged (RFC 5681, section 3.1).
+
+    Args:
+        bandwidth: bytes/s of its way.
+        round_trip: seconds until a byte is acknowledged.
+
+    Attributes:
+        pause: seconds without a message after which it starts again.
+        used_at: until when it has carried something.
     """
 
-    left_at: float
-    crossed: bool
-    both_ways: bool | None
-    fair: bool
-    frame_bytes: int
-    held_bytes: int
+    def __init__(self, tcp: Tcp, bandwidth: float, round_trip: float) -> None:
+        self._first = tcp.first_window
+        self._bandwidth = bandwidth
+        self._round_trip = round_trip
+        self._window = tcp.first_window
+        self.pause = round_trip + IDLE
+        self.used_at = -inf
+
+    def is_over(self, time: float) -> bool:
+        """Return whether a message that is sent at `time` has the whole bandwidth."""
+        has_started = self._window >= self._bandwidth * self._round_trip
+        return has_started and time - self.used_at <= self.pause
+
+    def stall(self, size: float, time: float) -> float:
+        """Send `size` bytes (on the wire) at `time`; return the seconds that they wait."""
+        if time - self.used_at > self.pause:
+            self._window = self._first
+        self.use(time)
+        window, seconds, rest = self._window, 0.0, size
+        # Each round trip: a window's bytes leave, then the sender waits for the first
+        # acknowledgement. Every byte acknowledged lets two follow, until the window is bandwidth x
+        # round trip, from where on acknowledgements come in time.
+        while window < self._bandwidth * self._round_trip and rest > window:
+            seconds += self._round_trip - window / self._bandwidth
+            rest -= window
+            window *= 2
+        # It grows by each byte that was acknowledged: by all of this message's, once it is through.
+        self._window = min(self._window + size, self._bandwidth * self._round_trip)
+        return seconds
+
+    def use(self, time: float) -> None:
+        """Note that the connection carries something until `time`."""
+        self.used_at = max(self.used_at, time)
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way of a message.
+
+    Attributes:
+        resources: that it crosses.
+        latency: seconds that its first byte takes.
+        back: the resources that its acknowledgements cross.
+        wire: bytes on each resource for each byte of the message.
+        acknowledgements: bytes on the way back for each of these.
+        slow_start: of the connection, where it takes long.
+        weight: of its shares.
+        buffer: bytes on the wire that the target's kernel takes in while its rank does not.
+        delay: what a message that is sent at a time takes beyond the latency, in seconds.
+        draw_share: draws the factor on the weight of the next message; None: it is 1.
+    """
+
+    resources: Sequence[Resource]
+    latency: float
+    back: tuple[Resource, ...] = ()
+    wire: float = 1.0
+    acknowledgements: float = 0.0
+    slow_start: SlowStart | None = None
+    weight: float = 1.0
+    buffer: float = inf
+    delay: Callable[[float], float] | None = None
+    draw_share: Callable[[], float] | None = None
+
+
+class Load:
+    """What a stream carries: a message, or what stands for one.
+
+    Attributes:
+        frame_bytes: with its header.
+        both_ways: whether others of the same round of a collective go the other way; None: it is
+            none of a collective.
+        fair: whether it has an equal share of a link, whatever chance says, and room at its target.
+        held_bytes: once the first so many have crossed, what is left is in the kernel's buffer, and
+            the sender is free.
+        left_at: when the sender has done its part; infinite until that is known.
+        crossed: whether the network has done its part.
+    """
+
+    __slots__ = ("both_ways", "crossed", "fair", "frame_bytes", "held_bytes", "left_at")
+
+    def __init__(self, frame_bytes: int, both_ways: bool | None, *, fair: bool) -> None:
+        self.frame_bytes = frame_bytes
+        self.both_ways = both_ways
+        self.fair = fair
+        self.held_bytes = 0
+        self.left_at = inf
+        self.crossed = False
 
     def begin(self) -> None:
         """Its first byte is there."""
-        ...
 
     def free(self) -> None:
         """The kernel has taken the rest of it."""
-        ...
 
     def end(self) -> None:
         """All of it is there."""
-        ...
 
     def fail(self, error: Exception) -> None:
         """It never arrives."""
-        ...
 
 
 class Stream:
     """What one rank sends to another, a message after the other: latency first, then bandwidth.
-
-    `delay(t)` is what a message that is sent at time t takes beyond the latency, in seconds;
-    `draw_share()` gives the share of a link that the next one has, where it is not 1.
 
     Attributes:
         resources: that it crosses.
@@ -72,8 +158,6 @@ class Stream:
         route: Route,
         source: int,
         target: int,
-        delay: Callable[[float], float] | None,
-        draw_share: Callable[[], float] | None = None,
     ) -> None:
         self.resources = route.resources
         self.latency = route.latency
@@ -86,10 +170,7 @@ class Stream:
         self._net = net
         self._events: Events = net.kernel
         self._fluid = net.fluid
-        self._source = source
-        self._target = target
-        self._delay = delay
-        self._draw_share = draw_share if route.tcp else None
+        self._source, self._target = source, target
         self._reader = reader = net.ports[target].reader
         if self.bandwidth:  # else a link on its way is cut just now
             reader.fill_seconds = min(reader.fill_seconds, route.buffer / self.bandwidth)
@@ -106,16 +187,11 @@ class Stream:
         self._back: tuple[Resource, ...] = ()  # what its acknowledgements cross
         self._weight = route.weight  # of its shares
         self._closed: Exception | None = None
-        self._on_crossed = self._crossed  # one object for all messages
-        self._on_free = self._free
 
     def send(self, load: Load, time: float) -> None:
-        """Send `load` at `time`, now or later, behind those before it.
-
-        Its first byte is there after the latency.
-        """
+        """Send `load` at `time`, now or later, behind those before it."""
         # A constant latency keeps the order of sending, so that an arrival can be told ahead.
-        if self._delay is None and self.slow_start is None:
+        if self._route.delay is None and self.slow_start is None:
             self._events.call_at(time + self.latency, self.arrive, load)
         # A flow that is ahead may not fix the arrival yet: others of its rank may still send before
         # it in virtual time (docs/decisions/0105-long-links-in-order.md).
@@ -128,8 +204,8 @@ class Stream:
         """Send `load` now, on a route whose latency is not the same for all messages."""
         time = self._events.now()
         arrival = time + self.latency
-        if self._delay is not None:
-            arrival += self._delay(time)
+        if self._route.delay is not None:
+            arrival += self._route.delay(time)
         if self.slow_start is not None:
             self._net.before_arrival(self.resources)  # it matters already now what they carry
             arrival += self.slow_start.stall(self.on_wire(load.frame_bytes, None), time)
@@ -172,10 +248,7 @@ class Stream:
             self._begin(self._queue[0])
 
     def close(self, error: Exception) -> Load | None:
-        """Let nothing arrive any more, and tell senders of `error`.
-
-        Returns the message that this cuts off in the middle, if any.
-        """
+        """Let nothing arrive any more, tell senders of `error`; return the message cut off."""
         self._closed = error
         cut_off = None
         if self._is_under_way:
@@ -259,12 +332,11 @@ class Stream:
         load.begin()
         self._began = self._events.now()
         # In a collective acknowledgements are counted with the bytes (`on_wire`), by what the
-        # schedule sends both ways; then evaluation over arrays gives the same times
-        # (docs/decisions/0095-tcp.md).
+        # schedule sends both ways, as in evaluation over arrays (docs/decisions/0095-tcp.md).
         self._back = self._route.back if load.both_ways is None else ()
         self._weight = self._route.weight
-        if self._draw_share is not None and not load.fair:
-            self._weight *= self._draw_share()
+        if self._route.draw_share is not None and not load.fair:
+            self._weight *= self._route.draw_share()
         whole = first = self.on_wire(load.frame_bytes, load.both_ways)
         # In two parts: when the first has crossed, the rest is in the sender's kernel.
         if load.held_bytes:
@@ -286,7 +358,7 @@ class Stream:
 
     def _cross(self, wire_bytes: float, room: float = inf) -> None:
         """Let `wire_bytes` cross, of which the target has `room` for so many until it reads."""
-        then = self._on_free if self._after else self._on_crossed
+        then = self._free if self._after else self._crossed
         if wire_bytes > room:
             self._barred, wire_bytes, then = wire_bytes - room, room, self._fill
             self._reader.barred[self] = None

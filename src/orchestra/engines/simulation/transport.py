@@ -15,9 +15,9 @@ from orchestra.engines.simulation.background import BackgroundQueue, Queued
 from orchestra.engines.simulation.collective import Contribution, Member
 from orchestra.engines.simulation.kernel import Flow, Kernel
 from orchestra.engines.simulation.network import Message, Port, Sending
+from orchestra.engines.simulation.participant import carry_out
 from orchestra.engines.simulation.rendezvous import Rendezvous
 from orchestra.engines.simulation.rounds import PlacedPlan
-from orchestra.engines.simulation.shared_memory import carry_out
 from orchestra.errors import InputError, PeerLost
 from orchestra.schedules.sums import Stage
 from orchestra.transports import matching
@@ -25,13 +25,7 @@ from orchestra.transports.background import HandOver
 from orchestra.transports.collective import execute_in_stages
 from orchestra.transports.framing import MESSAGE, Header
 from orchestra.transports.matching import Operation
-from orchestra.transports.protocol import (
-    CollectiveCall,
-    SharedTensor,
-    Task,
-    Traffic,
-    Transport,
-)
+from orchestra.transports.protocol import CollectiveCall, SharedTensor, Task, Traffic, Transport
 
 T = TypeVar("T")
 
@@ -88,8 +82,7 @@ class SimulatedTransport(Transport):
         # draw the same (docs/decisions/0115-unlike-shares.md).
         both_ways, fair = None, not port.meter.running
         if self._sent is not None:
-            both_ways = self._goes_both_ways(*self._sent, to)
-            fair = self._sent[0].shares_fairly(self._sent[0].place[self.rank])
+            both_ways, fair = self._in_collective(*self._sent, to)
         message = Message(header, payload, sending, port.net.ports[to], both_ways, fair=fair)
         stream = port.net.stream(self.rank, to)
         port.keep_order()
@@ -106,11 +99,11 @@ class SimulatedTransport(Transport):
         stream.leave(message, self._kernel.here())
         return sending
 
-    def _goes_both_ways(self, placed: PlacedPlan, sent: Counter[int], to: int) -> bool:
-        """Count the next message to rank `to`, and return its `both_ways`; see `Load`."""
+    def _in_collective(self, placed: PlacedPlan, sent: Counter[int], to: int) -> tuple[bool, bool]:
+        """Count the next message to rank `to`; return its `both_ways` and `fair` (see `Load`)."""
         sent[to] += 1
         pair = placed.place[self.rank], placed.place[to]
-        return placed.plan.goes_both_ways(pair, sent[to] - 1)
+        return placed.plan.goes_both_ways(pair, sent[to] - 1), placed.shares_fairly(pair[0])
 
     def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> matching.Receive:
         """Start receiving; see `Transport.receive`."""
@@ -129,9 +122,8 @@ class SimulatedTransport(Transport):
 
     def collective(self, call: CollectiveCall) -> Task[int]:
         """Begin this rank's part in a collective; see `Transport.collective`."""
-        no_flow = not self._background and not self._rendezvous.faults
-        at_once = no_flow and not call.message_by_message
-        if call.background and call.schedule is not None and at_once:
+        needs_flow = self._background or self._rendezvous.faults or call.message_by_message
+        if call.background and call.schedule is not None and not needs_flow:
             given = self._rendezvous.contribution(self._port.net, call)
             if given.result_known_without_messages:
                 return self._begin_queued(given)
@@ -191,7 +183,7 @@ class SimulatedTransport(Transport):
         """Carry out `call` now, with messages where ranks do not share memory."""
         ranks, hosts = call.group.ranks, self._port.net.hosts
         local = frozenset(
-            place for place, rank in enumerate(ranks) if hosts and hosts[rank] == hosts[self.rank]
+            place for place, rank in enumerate(ranks) if hosts[rank] == hosts[self.rank]
         )
 
         def carry_out_here(stage: Stage) -> tuple[float, float]:
@@ -237,21 +229,17 @@ class SimulatedTransport(Transport):
 
         def join() -> None:
             member = self._rendezvous.join(
-                given,
-                self.rank,
-                flow.processor,
-                lambda: kernel.resume(flow),
+                given, self.rank, flow.processor, lambda: kernel.resume(flow), kernel.now(),
                 message_by_message=message_by_message,
-            )
+            )  # fmt: skip
             joined.append(member)
             if member is not None:
                 flow.waits = member.waits
             elif is_ahead:
                 kernel.resume(flow)
 
-        # By an event, and not in a turn of its own, which would cost a switch of threads.
         is_ahead = flow.ahead > kernel.now()
-        if is_ahead:
+        if is_ahead:  # by an event: a turn of its own would cost a switch of threads
             kernel.at(flow.ahead, join)
         else:
             join()
@@ -286,15 +274,14 @@ class SimulatedTransport(Transport):
 
     def wait(self, operation: Operation) -> None:
         """Let virtual time pass until `operation` is finished, and take in what it brings."""
-        if operation.finished:
-            self._wait(operation)
-            return
-        reader = self._port.reader
-        reader.begin(self, self._kernel.here())
+        reads = not operation.finished
+        if reads:
+            self._port.reader.begin(self, self._kernel.here())
         try:
             self._wait(operation)
         finally:
-            reader.end(self)
+            if reads:
+                self._port.reader.end(self)
 
     def _wait(self, operation: Operation) -> None:
         if not isinstance(operation, matching.Receive):
@@ -388,9 +375,7 @@ class FlowTask(Generic[T]):
     """A background flow of a rank."""
 
     def __init__(self, kernel: Kernel, flow: Flow, spawner: Traffic) -> None:
-        self._kernel = kernel
-        self._flow = flow
-        self._spawner = spawner
+        self._kernel, self._flow, self._spawner = kernel, flow, spawner
 
     def done(self) -> bool:
         """Return whether the flow has ended."""
