@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Self
 
 from greenlet import getcurrent, greenlet
@@ -80,8 +81,7 @@ class GreenletContext:
     """All are greenlets of the thread of the first."""
 
     def __init__(self, own: Any, first: GreenletContext | None = None) -> None:
-        self._greenlet = own
-        self._first = first or self
+        self._greenlet, self._first = own, first or self
 
     @classmethod
     def present(cls) -> Self:
@@ -139,7 +139,5 @@ class Affinity:
     def _restrict(self, thread: int, cores: set[int]) -> None:
         # On a single core there is nothing to choose, and two system calls a turn are saved.
         if len(self._cores) > 1:
-            try:
+            with suppress(OSError):  # a sandbox may forbid it, and all goes on, only slower
                 os.sched_setaffinity(thread, cores)
-            except OSError:
-                return  # a sandbox may forbid it, and all goes on, only slower

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from orchestra.tasks.task import Task
+    from orchestra.worker.batches import Batch
     from orchestra.worker.layout import Layout
     from orchestra.worker.runtime import Work
 
@@ -208,8 +209,7 @@ class AssumedCosts:
     flops = FLOPS
 
     def __init__(self, sample_flops: float, layout: Layout, stages: int) -> None:
-        self._sample_seconds = sample_flops / FLOPS
-        self._stages = stages
+        self._sample_seconds, self._stages = sample_flops / FLOPS, stages
         elements = [slot.size for slot in layout.slots]  # the last parameter first, as in backward
         whole = sum(elements)  # the forward pass takes the first third
         self._ready = [1 / 3 + 2 / 3 * done / whole for done in accumulate(elements)]
@@ -251,14 +251,9 @@ def _counted(run: Run, task: Task, module: nn.Module) -> float:
     """Count the operations of a sample's gradient."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    from orchestra.data.feed import open_samples
     from orchestra.optimizers.state import undisturbed
-    from orchestra.worker.batches import map_tensors
 
-    size = run.training.batch_size
-    batch = open_samples(task.train, run.seed, task.collate).read(0, size)
-    device = next(module.parameters()).device
-    batch = map_tensors(batch, lambda tensor: tensor.to(device))
+    batch = first_batch(run, task, module)
     try:
         with undisturbed(), FlopCounterMode(display=False) as counter:
             loss = task.loss(module, batch)
@@ -271,8 +266,18 @@ def _counted(run: Run, task: Task, module: nn.Module) -> float:
             f"tensors: shapes: the operations of {run.task} cannot be counted without values "
             f"({error}); give Task.sample_flops, or set tensors to real"
         ) from error
-    whole: float = counter.get_total_flops() / size
+    whole: float = counter.get_total_flops() / run.training.batch_size
     return whole
+
+
+def first_batch(run: Run, task: Task, module: nn.Module) -> Batch:
+    """Return the first batch of a worker, on the device of `module`."""
+    from orchestra.data.feed import open_samples
+    from orchestra.worker.batches import map_tensors
+
+    samples = open_samples(task.train, run.seed, task.collate)
+    device = next(module.parameters()).device
+    return map_tensors(samples.read(0, run.training.batch_size), lambda tensor: tensor.to(device))
 
 
 @dataclass

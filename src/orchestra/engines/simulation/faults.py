@@ -35,13 +35,8 @@ CLOSED = "its connection closed"
 class Faults:
     """The faults of `cluster` on `ranks` ranks.
 
-    Args:
-        beat: the heartbeat of a rank, now.
-        patience: of the watcher, in seconds.
-        notice: tells the user.
-
-    Attributes:
-        left_out: why, for each rank that the run went on without.
+    `beat` gives the heartbeat of a rank, now; `patience` is that of the watcher, in seconds; and
+    `notice` tells the user.
     """
 
     def __init__(
@@ -53,13 +48,10 @@ class Faults:
         patience: float,
         notice: Callable[[str], None],
     ) -> None:
-        self._world = world
-        self._kernel = world.kernel
-        self._ranks = range(ranks)
-        self._beat = beat
-        self._notice = notice
+        self._world, self._kernel, self._ranks = world, world.kernel, range(ranks)
+        self._beat, self._notice = beat, notice
         self._detector = FailureDetector(ranks, Limits(patience=patience), start=0.0, children=True)
-        self.left_out = self._detector.left_out
+        self.left_out = self._detector.left_out  # why the run went on without each of these
         self._ended: set[int] = set()
         self._unheard: dict[int, Finished | Failed] = {}  # the ends of ranks behind a cut, by rank
         self._held: set[int] = set()

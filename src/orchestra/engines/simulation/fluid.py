@@ -38,13 +38,10 @@ class Fluid:
 
     `acknowledgements` are what data that crosses resources needs on the way back, in proportion
     (docs/decisions/0095-tcp.md).
-
-    Attributes:
-        shares: how many have been computed in all.
     """
 
     def __init__(self, events: Events, acknowledgements: float = 0.0) -> None:
-        self.shares = 0
+        self.shares = 0  # that have been computed in all
         self._carries = 1 / (1 + acknowledgements)  # of a capacity, beside acknowledgements
         self._events = events
         self._started = 0

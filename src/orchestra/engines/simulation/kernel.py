@@ -11,6 +11,7 @@ import heapq
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from orchestra.engines.events import follow_waits
@@ -86,46 +87,33 @@ class Events:
             yield time, call, argument
 
 
+@dataclass(eq=False)
 class Flow:
-    """One strand of a rank's work, from its start to its end.
+    """One strand of a rank's work, from its start to its end."""
 
-    Attributes:
-        context: what it runs on.
-        processor: what it computes on.
-        waits: whom it waits for, and for what, while it is parked; for the diagnosis.
-        ahead: until when it has computed already, where nothing can come between.
-        number: how many flows its rank had before it.
-        main: whether it is the rank's own, and no background flow.
-        due: whether its turn came while its rank was held.
-        dead: whether its turn never comes any more.
-        result: what its function returned.
-        error: what its function raised.
-    """
+    kernel: Kernel
+    rank: int
+    function: Callable[[], Any]
+    processor: Thread  # what it computes on
+    main: bool  # whether it is the rank's own, and no background flow
+    waits: Callable[[], Wait] | None = None  # whom it waits for, and for what, while it is parked
+    ahead: float = 0.0  # until when it has computed already, where nothing can come between
+    due: bool = False  # whether its turn came while its rank was held
+    dead: bool = False  # whether its turn never comes any more
+    ended: bool = False
+    result: Any = None  # what `function` returned
+    error: BaseException | None = None  # what it raised
+    on_end: list[Callable[[Flow], None]] = field(default_factory=list)
 
-    def __init__(
-        self, kernel: Kernel, rank: int, function: Callable[[], Any], processor: Thread, main: bool
-    ) -> None:
-        self.rank = rank
-        self.processor = processor
-        self.main = main
-        self.ahead = 0.0
-        self.number = kernel.started_of[rank]
-        self.waits: Callable[[], Wait] | None = None
-        self.due = False
-        self.dead = False
-        self.ended = False
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.on_end: list[Callable[[Flow], None]] = []
-        self._kernel = kernel
-        self._function = function
-        self.context = kernel.launcher.another(self._live, f"rank {rank}")
+    def __post_init__(self) -> None:
+        self.number = self.kernel.started_of[self.rank]  # how many flows its rank had before it
+        self.context = self.kernel.launcher.another(self._live, f"rank {self.rank}")
 
     def _live(self) -> Context:
-        kernel = self._kernel
+        kernel = self.kernel
         try:
             kernel.entered(self)
-            self.result = self._function()
+            self.result = self.function()
             kernel.catch_up()  # it ends when the world's clock has reached its own
         except BaseException as error:
             self.error = error
@@ -147,13 +135,9 @@ class Kernel(Events):
     Args:
         on_turn: called on the context of each flow whose turn begins.
         contexts: the kind of context that each flow runs on.
-
-    Attributes:
-        current: the flow whose turn it is; not set before the first turn.
-        outstanding: how many things besides the main flows have to end before `run` returns.
     """
 
-    current: Flow
+    current: Flow  # whose turn it is; not set before the first turn
 
     def __init__(
         self,
@@ -167,12 +151,12 @@ class Kernel(Events):
         self.started_of: Counter[int] = Counter()  # those that have ended included
         self.turns_of: Counter[int] = Counter()  # how often flows of a rank have gone on
         self.changes = 0  # of the flows
-        self.outstanding = 0
+        self.outstanding = 0  # besides the main flows, what has to end before `run` returns
+        self.held: set[int] = set()  # ranks; what is ahead of the others cannot be stopped
         self.failure: BaseException | None = None
         self._ready: deque[Flow] = deque()
         self._aborted: Exception | None = None
         self._living = 0  # main flows
-        self._held: set[int] = set()  # ranks
         self._dead: list[Flow] = []
         self._on_turn = on_turn
 
@@ -197,7 +181,7 @@ class Kernel(Events):
 
     def resume(self, flow: Flow) -> None:
         """From an event: the turn of a parked `flow` comes next, once its rank is not held."""
-        if flow.rank in self._held:
+        if flow.rank in self.held:
             flow.due = True
         elif not flow.dead:
             self.turns_of[flow.rank] += 1
@@ -211,23 +195,13 @@ class Kernel(Events):
             return None
         return next((wait for wait in waits if wait[0] != (rank,)), waits[0])
 
-    # Ranks that are stopped. What goes ahead of the others cannot be.
-
-    def hold(self, rank: int) -> None:
-        """From an event: no flow of `rank` goes on until it is let go."""
-        self._held.add(rank)
-
     def let_go(self, rank: int) -> None:
-        """From an event: flows of `rank` go on whose turn has come."""
-        self._held.discard(rank)
+        """From an event: flows of `rank`, which was held, go on whose turn has come."""
+        self.held.discard(rank)
         for flow in self.flows:
             if flow.rank == rank and flow.due:
                 flow.due = False
                 self.resume(flow)
-
-    def is_held(self, rank: int) -> bool:
-        """Return whether `rank` is stopped by `hold`."""
-        return rank in self._held
 
     def kill(self, rank: int) -> None:
         """From an event: the flows of `rank` never go on any more."""

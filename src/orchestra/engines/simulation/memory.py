@@ -12,8 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from orchestra.cluster import Cluster, Node
 from orchestra.cluster.units import BYTES
-from orchestra.data.feed import open_samples
-from orchestra.engines.simulation.costs import Costs
+from orchestra.engines.simulation.costs import Costs, first_batch
 from orchestra.errors import InputError
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.optimizers.state import undisturbed
@@ -22,7 +21,6 @@ from orchestra.tasks.task import Task, load_task
 from orchestra.trainer.memory import Sizes, kept_bytes, sizes_of
 from orchestra.trainer.settings import Run
 from orchestra.trainer.setup import meta_model
-from orchestra.worker.batches import Batch, map_tensors
 from orchestra.worker.layout import Layout
 from orchestra.worker.runtime import Work
 
@@ -133,8 +131,7 @@ class Memory:
         """Return the sizes of what `rank` trains, and its layout."""
         if self._strategy.divides_model:
             ranks = len(self._strategy.roles(self._run.training.ranks).shares)
-            loss = self._loss_beside(self._module)
-            part = self._strategy.part_of(self._module, loss, rank, ranks)
+            part = self._strategy.part_of(self._module, self._loss, rank, ranks)
             if part is not None:
                 return self._sizes_of(part.module)
         return self._whole
@@ -156,22 +153,20 @@ class Memory:
             with undisturbed():
                 return self._task.model()
 
+    @functools.cached_property
+    def _loss(self) -> Callable[[nn.Module], Tensor]:
+        return self._loss_beside(self._module)
+
     def _loss_beside(self, model: nn.Module) -> Callable[[nn.Module], Tensor]:
         """Return a function: the loss of a module on one batch, on the device of `model`."""
-        device = next(model.parameters()).device
-        batch = map_tensors(self._batch, lambda tensor: tensor.to(device))
+        batch = first_batch(self._run, self._task, model)
         return lambda module: self._task.loss(module, batch)
-
-    @functools.cached_property
-    def _batch(self) -> Batch:
-        samples = open_samples(self._task.train, self._run.seed, self._task.collate)
-        return samples.read(0, self._run.training.batch_size)
 
     @functools.cached_property
     def _sample_activations(self) -> float:
         """Bytes that autograd saves for the backward pass, but for the model's own tensors."""
         try:
-            saved = saved_bytes(self._module, self._loss_beside(self._module))
+            saved = saved_bytes(self._module, self._loss)
         except (NotImplementedError, RuntimeError):  # the loss reads values
             with undisturbed():
                 model = self._task.model()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import inf
 
 from torch import Tensor
@@ -42,11 +43,9 @@ class Message(Load):
         *,
         fair: bool,
     ) -> None:
-        super().__init__(header.frame_bytes, both_ways, fair=fair)
-        self.header = header
-        self.payload = payload
-        self._sending = sending
-        self._target = target
+        super().__init__(header.frame_bytes, both_ways, fair)
+        self.header, self.payload = header, payload
+        self._sending, self._target = sending, target
         self.arriving: Incoming | None = None
 
     def begin(self) -> None:
@@ -82,21 +81,14 @@ class Reader:
     Meanwhile its kernel takes in what the buffer of a connection holds. A server turns away for
     each message and comes back soon, with a thousand connections: nothing is done for these until a
     buffer might be full.
-
-    Attributes:
-        period: a number for each time for which nobody waits.
-        away_since: when the last of them began.
-        large: streams with a message under way that is larger than the buffer.
-        barred: streams that wait until the rank reads.
-        fill_seconds: in which no buffer of its connections can be filled.
     """
 
     def __init__(self, events: Events) -> None:
-        self.period = 0
-        self.away_since = 0.0
-        self.large: dict[Stream, None] = {}
-        self.barred: dict[Stream, None] = {}
-        self.fill_seconds = inf
+        self.period = 0  # a number for each time for which nobody waits
+        self.away_since = 0.0  # when the last of them began
+        self.large: dict[Stream, None] = {}  # with a message under way larger than the buffer
+        self.barred: dict[Stream, None] = {}  # that wait until the rank reads
+        self.fill_seconds = inf  # in which no buffer of its connections can be filled
         self._events = events
         self._since: dict[object, float] = {}
         self._will_look = False
@@ -153,17 +145,13 @@ class Meter:
     """Bytes of messages, payload and headers, by the rank that they go to.
 
     Set-up, checkpoints and evaluation lie outside the stopwatch, as they do in a record. A message
-    counts in full when it is sent, one of an all-reduce when its rank is through.
-
-    Attributes:
-        sent: bytes by rank; without messages from a rank to itself, which cross no link.
-        seconds: for which the stopwatch ran.
-        uncounted: calls that count what is through by now, before anybody reads what is counted.
+    counts in full when it is sent, all of an all-reduce at once when its rank is through.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
-        self.sent: Counter[int] = Counter()
-        self.seconds = 0.0
+        self.sent: Counter[int] = Counter()  # messages from a rank to itself cross no link
+        self.seconds = 0.0  # for which the stopwatch ran
+        # Count what is through by now, before anybody reads what is counted.
         self.uncounted: list[Callable[[], None]] = []
         self._now = now
         self._began: float | None = None
@@ -202,37 +190,25 @@ BeginNativeAllReduce = Callable[[Tensor], Task[int]]
 """Begins to replace a tensor by its sum over all ranks."""
 
 
+@dataclass(eq=False)
 class Net:
-    """All ranks' ports, and the routes between them.
+    """All ranks' ports, and the streams between them."""
 
-    Args:
-        nodes: the name of each rank's node.
-        hosts: of each rank, a number that those have in common that share memory.
-        before_arrival: called before a message begins to cross these links.
+    kernel: Kernel
+    fluid: Fluid
+    overhead: Overhead
+    nodes: Sequence[str]  # the name of each rank's node
+    hosts: Sequence[int]  # of each rank, a number that those have in common that share memory
+    route: Callable[[int, int], Route]
+    before_arrival: Callable[[Sequence[Resource]], None]  # called before a message crosses these
+    ports: list[Port] = field(default_factory=list)
+    shared: dict[tuple[tuple[int, ...], int, int], Tensor] = field(default_factory=dict)
+    shown: dict[Hashable, dict[int, Tensor]] = field(default_factory=dict)  # by stage and place
+    streams: dict[tuple[int, int], Stream] = field(default_factory=dict)
 
-    Attributes:
-        message_cost: the costs of one, from its bytes with the header, and whether ranks are near.
-    """
-
-    def __init__(
-        self,
-        kernel: Kernel,
-        fluid: Fluid,
-        overhead: Overhead,
-        nodes: Sequence[str],
-        hosts: Sequence[int],
-        route: Callable[[int, int], Route],
-        before_arrival: Callable[[Sequence[Resource]], None],
-    ) -> None:
-        self.kernel, self.fluid, self.overhead = kernel, fluid, overhead
-        self.nodes, self.hosts = nodes, hosts
-        self.message_cost = functools.lru_cache(maxsize=1024)(overhead.message)
-        self.before_arrival = before_arrival
-        self.ports: list[Port] = []
-        self.shared: dict[tuple[tuple[int, ...], int, int], Tensor] = {}  # by ranks, tag, number
-        self.shown: dict[Hashable, dict[int, Tensor]] = {}  # by stage and place
-        self.streams: dict[tuple[int, int], Stream] = {}
-        self._route = route
+    def __post_init__(self) -> None:
+        # The costs of a message, from its bytes with the header, and whether its ranks are near.
+        self.message_cost = functools.lru_cache(maxsize=1024)(self.overhead.message)
 
     def is_near(self, source: int, target: int) -> bool:
         """Return whether two ranks share memory."""
@@ -242,7 +218,7 @@ class Net:
         """Return the stream from one rank to another; it is made when it is first used."""
         key = source, target
         if key not in self.streams:
-            self.streams[key] = Stream(self, self._route(source, target), source, target)
+            self.streams[key] = Stream(self, self.route(source, target), source, target)
         return self.streams[key]
 
 
@@ -258,10 +234,8 @@ class Port:
     def __init__(
         self, net: Net, rank: int, new_processor: Callable[[], Thread], meter: Meter
     ) -> None:
-        self.net = net
-        self.rank = rank
-        self.new_processor = new_processor
-        self.meter = meter
+        self.net, self.rank = net, rank
+        self.new_processor, self.meter = new_processor, meter
         self.reader = Reader(net.kernel)
         self.mailbox = Mailbox(rank)
         self.bytes_sent = 0
@@ -354,9 +328,7 @@ class Sending(matching.Operation):
 
     def __init__(self, flow: matching.Flow, port: Port, tensor: Tensor, to: int) -> None:
         super().__init__(flow)
-        self.port = port
-        self.tensor = tensor
-        self.to = to
+        self.port, self.tensor, self.to = port, tensor, to
 
     @property
     def source(self) -> int:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import inf
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -40,18 +42,15 @@ class Packet(Load):
     """A message without content; times are infinite as long as they are not known.
 
     Nobody need learn that one fails: a collective cannot go on without it. Nobody is `free` early.
-
-    Attributes:
-        at_begin, at_end: called when the first byte is there, and when the last one is.
     """
 
     __slots__ = ("_scene", "at_begin", "at_end", "began", "ended")
 
     def __init__(self, scene: Scene, frame_bytes: int, both_ways: bool, *, fair: bool) -> None:
-        super().__init__(frame_bytes, both_ways, fair=fair)
+        super().__init__(frame_bytes, both_ways, fair)
         self.began = self.ended = inf
-        self.at_begin: list[Call] = []
-        self.at_end: list[Call] = []
+        self.at_begin: list[Call] = []  # called when the first byte is there
+        self.at_end: list[Call] = []  # and when the last one is
         self._scene = scene
 
     def begin(self) -> None:
@@ -67,6 +66,7 @@ class Packet(Load):
         self.at_end.clear()
 
 
+@dataclass(eq=False)
 class Scene:
     """The events among which a collective is carried out: those of the world, or of a replay.
 
@@ -74,9 +74,8 @@ class Scene:
     something comes between, and goes on in the world from where it has come.
     """
 
-    def __init__(self, events: Events, replays: bool = False) -> None:
-        self.events = events
-        self.replays = replays
+    events: Events
+    replays: bool = False
 
     def enter_world(self, world: Events, fluid: Fluid, streams: Collection[Stream]) -> None:
         """Replay up to the present time of `world`, and go on there."""
@@ -96,8 +95,7 @@ class Messages:
     """The packets between the participants of one collective, by pair, in their order."""
 
     def __init__(self, placed: PlacedPlan, scene: Scene) -> None:
-        self.placed = placed
-        self.scene = scene
+        self.placed, self.scene = placed, scene
         self.barriers = Barriers(scene.events)
         self._packets: dict[Pair, list[Packet]] = defaultdict(list)
 
@@ -117,20 +115,15 @@ class Participant:
 
     As long as nothing can slow down what it computes it goes ahead of the events, as a flow does,
     and only packets make it wait.
-
-    Attributes:
-        waiting, communicating: seconds, as a transport counts them.
     """
 
     def __init__(
         self, messages: Messages, index: int, processor: Thread, then: Callable[[Participant], None]
     ) -> None:
         self.index = index
-        self.waiting = self.communicating = 0.0
-        self._messages = messages
-        self._scene = messages.scene
-        self._processor = processor
-        self._then = then
+        self.waiting = self.communicating = 0.0  # seconds, as a transport counts them
+        self._messages, self._scene = messages, messages.scene
+        self._processor, self._then = processor, then
         self._steps = self._take_part()
         self._time = 0.0  # its present: now, or ahead of the events
         self._computes_until = 0.0  # in a replay, or ahead of the events
@@ -253,7 +246,7 @@ class Barriers:
 
 
 def _go_on(there: list[tuple[int, float, Call]]) -> None:
-    for _, _, then in sorted(there, key=lambda each: each[0]):
+    for _, _, then in sorted(there, key=itemgetter(0)):
         then()
 
 

@@ -174,16 +174,13 @@ class Plan:
     Ranks are numbered as in the schedule. A run of pieces that is empty makes no message; a long
     one makes several, as in transports/collective.py.
 
+    `stages` are what ranks do in shared memory. Bytes and messages are counted as if it were sent,
+    and of each rank the bytes also as `bytes_in_memory`.
+
     Attributes:
-        pairs: every (source, target) that there is a message for, with the bytes of all of them.
-        cuts: where its pieces begin, and the end.
-        segment: elements of the longest message.
+        pairs: every (source, target) that has messages, with the bytes of all of them.
+        streamed: those that have some which are not in `stages`.
         bytes_sent, messages_sent, bytes_received, messages_received, buffer_bytes: of each rank.
-        is_synchronizing: no rank can finish before every rank has begun.
-        added_slots_bytes: what each rank adds up at the end, beside what it added before.
-        streamed: every (source, target) that there is a message for; others are `stages`.
-        stages: what ranks do in shared memory. Bytes and messages are counted as if it were sent,
-            and of each rank the bytes also as `bytes_in_memory`.
     """
 
     def __init__(
@@ -194,12 +191,11 @@ class Plan:
         itemsize: int,
         stages: NodeStages = NO_STAGES,
     ) -> None:
-        self.schedule = schedule
-        self.itemsize = itemsize
-        self.segment = collective.SEGMENT_BYTES // itemsize
-        self.length = length
+        self.schedule, self.length, self.itemsize = schedule, length, itemsize
+        self.segment = collective.SEGMENT_BYTES // itemsize  # elements of the longest message
         self.stages = stages
         self._slot_bytes = length * itemsize if schedule.slots and not stages else 0
+        # What each rank adds up at the end, beside what it added before.
         self.added_slots_bytes = self._slot_bytes * (schedule.ranks - 1)
         self.cuts = tuple(schedule.edges(length) if edges is None else edges)
         cuts = np.array(self.cuts)
@@ -227,7 +223,7 @@ class Plan:
         for place in stages.sections:
             used = buffer_bytes(length * itemsize)
             self.buffer_bytes[place] = max(self.buffer_bytes[place], used)
-        # An empty piece makes no message: a rank could be through before its neighbour has begun.
+        # Else a rank could be through before another has begun: an empty piece makes no message.
         self.is_synchronizing = schedule.all_reduce or (
             schedule.synchronizing and bool(np.diff(cuts).all())
         )

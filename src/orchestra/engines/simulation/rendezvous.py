@@ -42,10 +42,8 @@ class Rendezvous:
     """
 
     def __init__(self, kernel: Kernel, crowded: Callable[[Ranks], bool], faults: bool) -> None:
-        self.faults = faults
-        self.barriers = Barriers(kernel)
-        self._kernel = kernel
-        self._crowded = crowded
+        self.faults, self.barriers = faults, Barriers(kernel)
+        self._kernel, self._crowded = kernel, crowded
         self._open: dict[tuple[int, int], Collective | None] = {}  # None: message by message
         self._joined: Counter[tuple[int, int]] = Counter()  # ranks of each that is open
         self._plans: dict[object, PlacedPlan] = {}
@@ -172,36 +170,26 @@ class Rendezvous:
         ahead = ahead and not any(map(attrgetter("activities"), placed.links))
         now = self._kernel.now()
         ahead = ahead and all(each.is_over(now) for each in placed.slow_starts.values())
-        return self._predecessor(placed) if ahead else (False, None)
-
-    def _predecessor(self, placed: PlacedPlan) -> tuple[bool, Collective | None]:
-        """Return whether `placed` may follow what has claimed its links, and the last of these."""
         before = None
-        for claim in dict.fromkeys(map(self._claims.get, placed.links)):
+        for claim in dict.fromkeys(map(self._claims.get, placed.links)) if ahead else ():
             if claim is not None and claim.is_ahead:
                 if not placed.may_follow(claim.placed):
                     return False, None
                 before = claim
-        return True, before
+        return ahead, before
 
 
 @dataclass(eq=False)
 class Entry:
-    """One collective of the queue: of each rank what it has begun, by place, shape [ranks] each.
-
-    Attributes:
-        over: when the last rank is through; infinite until it has been evaluated.
-        started, joined, ends, finished: when each rank's thread turns to it, and is ready to send;
-            its times; when it has told of it.
-    """
+    """One collective of the queue: of each rank what it has begun, by place, shape [ranks] each."""
 
     given: Contribution
     tasks: dict[int, Queued] = field(default_factory=dict)
-    over: float = inf
-    started: Floats = field(init=False)
-    joined: Floats = field(init=False)
+    over: float = inf  # when the last rank is through, once it has been evaluated
+    started: Floats = field(init=False)  # when each rank's thread turns to it
+    joined: Floats = field(init=False)  # when it is ready to send
     ends: Ends = field(init=False)
-    finished: Floats = field(init=False)
+    finished: Floats = field(init=False)  # when it has told of it
 
 
 class GroupQueue:
@@ -214,10 +202,8 @@ class GroupQueue:
     """
 
     def __init__(self, rendezvous: Rendezvous, kernel: Kernel, placed: PlacedPlan) -> None:
-        self._rendezvous = rendezvous
-        self._kernel = kernel
-        self._ranks = placed.ranks
-        self._nodes = placed.net.nodes
+        self._rendezvous, self._kernel = rendezvous, kernel
+        self._ranks, self._nodes = placed.ranks, placed.net.nodes
         self._reset()
 
     def _reset(self) -> None:
@@ -337,24 +323,14 @@ class GroupQueue:
         entry.finished, entry.over = ends.clock + signals / rates, float(ends.clock.max())
         background = joined - started + ends.communicating
         waiting: dict[float, list[Queued]] = {}
-        columns = (entry.finished, ends.clock, background)
-        for task, finished, through, seconds in zip(
-            tasks, *(column.tolist() for column in columns), strict=True
-        ):
+        columns = (each.tolist() for each in (entry.finished, ends.clock, background))
+        for task, finished, through, seconds in zip(tasks, *columns, strict=True):
             task.finished_at, task.through, task.seconds = finished, through, seconds
             if task.waiting:
                 waiting.setdefault(through, []).append(task)
         for time, group in waiting.items():
-            self._wake_at(time, group)
+            self._kernel.call_at(max(time, self._kernel.now()), self._wake, group)
         return True
-
-    def wake_later(self, task: Queued) -> None:
-        """A flow waits for `task`: wake it once that is through, if it is known when."""
-        if task.through < inf:
-            self._wake_at(task.through, [task])
-
-    def _wake_at(self, time: float, tasks: list[Queued]) -> None:
-        self._kernel.call_at(max(time, self._kernel.now()), self._wake, tasks)
 
     def _wake(self, tasks: list[Queued]) -> None:
         for task in tasks:

@@ -34,32 +34,22 @@ class Segment:
     """The k-th message of every transfer of a round, as arrays: long transfers are cut.
 
     Seconds are in the order of `source` and `target` up to `crossing`; then in that of `target`
-    taken at `arriving`.
-
-    Attributes:
-        shift: where each rank sends one, as it did before, to the rank so many places on, and all
-            or none are held, and none is freed; else 0.
-        rolled: whether its seconds are those of the one before, moved on by `shift` places.
-        way: the number of the pair of `source` and `target`.
-        leaving: of the sender, shape [2, messages]: from its start until the first byte is there,
-            if the way is free, and until it has left.
-        receiving, adding: of the receiver, from its first byte on; and then to add it.
-        held: of those that keep their sender's memory until they have arrived.
-        freed: of those, by receiver, that are added to what the receiver itself sends here.
+    taken at `arriving`. With a `shift` each rank sends one, as it did before, to the rank so many
+    places on, and all or none are held, and none is freed; else it is 0.
     """
 
     source: Integers
     target: Integers
     arriving: Integers
     shift: int
-    rolled: bool
-    way: Integers
-    leaving: Floats
+    rolled: bool  # whether its seconds are those of the one before, moved on by `shift` places
+    way: Integers  # the number of the pair of `source` and `target`
+    leaving: Floats  # shape [2, messages]: until its first byte could be there, and it has left
     crossing: Floats
-    receiving: Floats
-    adding: Floats
-    held: Integers
-    freed: Integers
+    receiving: Floats  # of the receiver, from its first byte on
+    adding: Floats  # and then to add it
+    held: Integers  # those that keep their sender's memory until they have arrived
+    freed: Integers  # of those, by receiver, that are added to what the receiver itself sends here
 
 
 class Rolls:
@@ -87,32 +77,24 @@ class Rolls:
 
 
 class Met(Exception):
-    """Messages of the round `number`, or later ones, are met unlike what was assumed.
+    """Messages of the round with this number, or later ones, are met unlike what was assumed.
 
     None: too many meet at a time, or it is too late to take that into account, or a connection
     starts slowly.
     """
 
-    def __init__(self, number: int | None) -> None:
-        super().__init__(number)
-        self.number = number
-
 
 class Ring:
     """All ranks in the midst of rounds of a ring, of which those that go on alike are skipped.
-
-    The `clock` and `waiting` of each rank are changed in place.
 
     Each rank sends to the one `shift` places on. Pieces go round: among equal ranks the messages of
     one piece take the same seconds in every round. So the times of a piece, wherever it is, grow by
     the same seconds from round to round, as long as every maximum in them is decided in the same
     way. By how much each is decided grows evenly, too: that tells how many rounds can be skipped.
 
-    `longest` are the seconds after what a rank has sent last is there from which on a connection
-    starts slowly: `Met` is raised. None: never.
-
-    Attributes:
-        gone: when what each rank has sent last is all there.
+    The `clock` and `waiting` of each rank are changed in place, and `gone`: when what it has sent
+    last is all there. `longest` are the seconds from then until the next first byte from which on a
+    connection starts slowly: `Met` is raised. None: never.
     """
 
     def __init__(
@@ -152,8 +134,8 @@ class Ring:
         add, subtract, clock, waiting = np.add, np.subtract, self._clock, self._waiting
         moving = np.empty_like(clock)
         messages, ranks = self._messages, len(clock)
-        leaving = messages[:2, self.shift :]
         first, last = messages[:, : self.shift], messages[:, ranks:]
+        leaving = messages[:2, self.shift :]
         began, left, gone = messages[:, self.shift :]
         arriving, _, ended = messages[:, :ranks]
         for segment in segments:
@@ -191,10 +173,10 @@ class Ring:
     def _skip(self, noted: Sequence[Floats], most: int) -> int:
         """Skip as many rounds, up to `most`, as go on like the last three; return how many."""
         tolerance = SAME * np.spacing(self._clock.max())
-        first, second, third = noted
         for rows in slice(1), slice(None):  # of the clocks alone it is soon known
-            if not self._grows_alike(first[rows], second[rows], third[rows], tolerance):
+            if not self._grows_alike([each[rows] for each in noted], tolerance):
                 return 0
+        _, second, third = noted
         # Growth in a round, followed along a piece, which has moved on by `shift` ranks.
         now = third - _rolled(second, self.shift)
         margins, changes = third[2:], now[2:]
@@ -208,12 +190,12 @@ class Ring:
         if self._longest is not None and latest.max() > self._longest.min():
             return 0
         self._waiting += self._waits(margins, changes, rounds)
-        both = _rolled(third[:2] + rounds * now[:2], rounds * self.shift)
-        self._clock[:], self.gone[:] = both
+        self._clock[:], self.gone[:] = _rolled(third[:2] + rounds * now[:2], rounds * self.shift)
         return rounds
 
-    def _grows_alike(self, first: Floats, second: Floats, third: Floats, tolerance: float) -> bool:
+    def _grows_alike(self, noted: Sequence[Floats], tolerance: float) -> bool:
         """Return whether all have grown as much in the last round as in the one before it."""
+        first, second, third = noted
         before = _rolled(second, self.shift)
         growth, earlier = third - before, before - _rolled(first, 2 * self.shift)
         return bool(np.abs(growth - earlier).max() <= tolerance)
@@ -246,10 +228,8 @@ def _rolled(array: Floats, places: int) -> Floats:
 
 @dataclass(frozen=True)
 class Connections:
-    """What TCP connections do not take by themselves: each has started already, and starts slowly
-    again after `pauses` seconds without a message (infinite: it does not). By connection, as are
-    the seconds of `latency`.
-    """
+    """Of TCP connections that have started: each starts slowly again after `pauses` seconds without
+    a message (infinite: it does not), and has so many seconds of `latency`."""
 
     pauses: Floats
     latency: Floats
@@ -257,17 +237,12 @@ class Connections:
 
 @dataclass(frozen=True)
 class Usage:
-    """Of the links of every rank, by place, shape [ranks] each.
+    """Of the links of every rank, by place, shape [ranks] each."""
 
-    Attributes:
-        up, down: until when the links that the rank sends, or receives, on are in use.
-        to, by: whom it has sent to last, and from whom it has received.
-    """
-
-    up: Floats
-    down: Floats
-    to: Integers
-    by: Integers
+    up: Floats  # until when the links that the rank sends on are in use
+    down: Floats  # the same of those that it receives on
+    to: Integers  # whom it has sent to last
+    by: Integers  # from whom it has received last
 
     @classmethod
     def none(cls, ranks: int) -> Usage:
@@ -297,13 +272,11 @@ class State:
     def __init__(
         self, arrivals: Floats, before: Usage, halves: bool, connections: Connections | None
     ) -> None:
-        ranks = len(arrivals)
-        self.connections = connections
+        self.connections, self._halves = connections, halves
         self.carried = np.full((2, 0 if connections is None else len(connections.pauses)), inf)
         self.clock = arrivals.copy()
-        self.waiting = np.zeros(ranks)
+        self.waiting = np.zeros(len(arrivals))
         self.usage = before.copy()
-        self._halves = halves
         # When messages are met by later ones, by round and segment, shape [2, ranks].
         self._meetings: dict[tuple[int, int], Floats] = {}
         self._forget(before.up, before.down)

@@ -75,64 +75,55 @@ class Ends:
 class PlacedPlan:
     """The messages of `plan` between `ranks`, on the links of `net`.
 
+    `group` is a number for the same ranks on the same net.
+
     Attributes:
-        group: a number for the same ranks on the same net.
-        place: of each rank among `ranks`.
-        streams: of each pair of places.
-        sent: by place, the bytes that the rank there sends to each other rank.
-        arriving: by place, the bytes that the rank there gets from each other rank, and the seconds
-            that they cross links which nothing else uses.
-        links: every link that is used, with the only place that sends on it and the only one that
-            receives from it, each `NOBODY` where there are several.
         contention_free: whether no link is shared by several pairs at a time, as far as the
             schedule tells: then the times can be evaluated over arrays.
         goes_ahead: whether several in a row follow from when ranks have begun them, as long as
             nothing disturbs them.
-        beginning: processor seconds of each rank before all of it.
-        slow_starts: of its connections, by the number of the pair.
     """
 
     def __init__(self, net: Net, ranks: Ranks, plan: Plan, group: int) -> None:
-        self.net = net
-        self.group = group
-        self.ranks = ranks
-        self.plan = plan
+        self.net, self.group, self.ranks, self.plan = net, group, ranks, plan
         self.place = {rank: place for place, rank in enumerate(ranks)}
         self._host = np.array([net.hosts[rank] for rank in ranks])  # equal: they share memory
-        self.streams = {
+        self.streams = {  # of each pair of places
             (source, target): net.stream(ranks[source], ranks[target])
             for source, target in plan.streamed
         }
-        in_order = [self.streams[pair] for pair in sorted(self.streams)]
-        self.slow_starts = {n: s.slow_start for n, s in enumerate(in_order) if s.slow_start}
+        ways = [self.streams[pair].route for pair in sorted(self.streams)]
+        # By the number of the pair.
+        self.slow_starts = {n: way.slow_start for n, way in enumerate(ways) if way.slow_start}
         self._connections: Connections | None = None
         if self.slow_starts:
-            pauses = [s.slow_start.pause if s.slow_start else inf for s in in_order]
-            latency = [stream.latency for stream in in_order]
+            pauses = [way.slow_start.pause if way.slow_start else inf for way in ways]
+            latency = [way.latency for way in ways]
             self._connections = Connections(np.array(pauses), np.array(latency))
+        # By place, the bytes that the rank there sends to each other rank.
         self.sent: list[dict[int, int]] = [{} for _ in ranks]
         for (source, target), size in plan.pairs.items():
             self.sent[source][ranks[target]] = size
+        # Those that it gets from each, and the seconds that they cross links of their own.
         self.arriving: list[dict[int, tuple[int, float]]] = [{} for _ in ranks]
         for (source, target), stream in self.streams.items():
             size = self.sent[source].get(ranks[target], 0)
             seconds = stream.on_wire(size, None) / stream.bandwidth
             self.arriving[target][ranks[source]] = size, seconds
+        # With the only place that sends on it, and that receives; `NOBODY` where there are several.
         self.links: dict[Resource, tuple[int, int]] = {}
         for ends, stream in self.streams.items():
-            for link in stream.resources:
-                known = self.links.setdefault(link, ends)
-                if known != ends:
-                    self.links[link] = _common(known, ends)
+            for link in stream.route.resources:
+                self.links[link] = _common(self.links.get(link, ends), ends)
         self.contention_free = (
             not plan.stages
             and plan.sends_one_at_a_time
             and all(ends != (NOBODY, NOBODY) for ends in self.links.values())
         )
+        # Processor seconds of each rank before all of it.
         self.beginning = net.overhead.collective if self.links or not plan.stages else 0.0
-        capacities = {link.capacity for link in self.links}
         # Two messages that share a link have half of it each only where no other link is narrower.
-        self._halves = len(capacities) == 1
+        self._halves = len({link.capacity for link in self.links}) == 1
         self._steps: dict[int, Sequence[ChargedStep]] = {}
         self.first_peers = plan.peers(last=False)
         self._follows: dict[PlacedPlan, bool] = {}
@@ -186,7 +177,7 @@ class PlacedPlan:
         target = self.first_peers[0, index]
         if target == NOBODY or (before.to[index], before.by[target]) == (target, index):
             return False
-        there = time + self.streams[index, target].latency
+        there = time + self.streams[index, target].route.latency
         return bool(there < max(before.up[index], before.down[target]))
 
     def steps(self, index: int) -> Sequence[ChargedStep]:
@@ -274,9 +265,10 @@ class PlacedPlan:
                 number += 1
             except Met as met:
                 returns += 1
-                if met.number is None or returns > MAX_RETURNS:
+                (first,) = met.args
+                if first is None or returns > MAX_RETURNS:
                     return None
-                number, state = met.number, kept[met.number].copy()
+                number, state = first, kept[first].copy()
         last = self.net.overhead.add * self.plan.added_slots_bytes / np.array(self._rates)
         clock = state.clock + last
         communicating = clock - arrivals - state.waiting
@@ -288,7 +280,7 @@ class PlacedPlan:
         ranks, streams = len(self.ranks), self.streams
         codes = np.array([source * ranks + target for source, target in streams])
         order = np.argsort(codes)
-        latency = np.array([stream.latency for stream in streams.values()])[order]
+        latency = np.array([stream.route.latency for stream in streams.values()])[order]
         bandwidth = np.array([stream.bandwidth for stream in streams.values()])[order]
         on_wire = np.array(
             [[s.on_wire(1, both_ways) for s in streams.values()] for both_ways in (False, True)]

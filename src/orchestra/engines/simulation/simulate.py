@@ -38,29 +38,18 @@ Program = Callable[[Runtime], Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a simulated run.
+    """What became of a simulated run."""
 
-    Attributes:
-        results: what the program returned, by rank; None for a rank that was left out.
-        wall_seconds: how long the simulation took.
-        sent: by rank, the bytes that it sent to each other one while its stopwatch ran.
-        seconds: of the stopwatch that ran longest.
-        failure: why the run failed, None if it did not.
-        bad_input: why the run could not be begun.
-        node: of several, that of the only process.
-        alone: by node, samples/s of what would train there alone.
-    """
-
-    results: tuple[Any, ...]
-    wall_seconds: float
-    sent: tuple[Mapping[int, int], ...] = ()
-    seconds: float = 0.0
+    results: tuple[Any, ...]  # what the program returned, by rank; None for one that was left out
+    wall_seconds: float  # that the simulation took
+    sent: tuple[Mapping[int, int], ...] = ()  # by rank, bytes to each other, by its stopwatch
+    seconds: float = 0.0  # of the stopwatch that ran longest
     left_out: dict[int, str] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
-    failure: str | None = None
-    bad_input: str | None = None
-    node: str | None = None
-    alone: Mapping[str, float] = field(default_factory=dict)
+    failure: str | None = None  # why the run failed
+    bad_input: str | None = None  # why it could not be begun
+    node: str | None = None  # of several, that of the only process
+    alone: Mapping[str, float] = field(default_factory=dict)  # samples/s of each node by itself
 
     def check(self) -> None:
         """Raise `InputError` if it could not be begun, `RunFailed` if it failed."""
@@ -113,27 +102,22 @@ class Simulation:
         self._arithmetic = arithmetic or [own] * ranks
         self._streams = RandomStreams()
         self._kernel = Kernel(self._on_turn) if values else Kernel(contexts=GreenletContext)
-        self._seed = seed_number
-        self._jitter = jitter
+        self._seed, self._jitter = seed_number, jitter
         exact = all(self._jitter_of(node) is None for node in cluster.nodes)
         unfairness = 0.0 if exact else overhead.tcp.unfairness
         self._world = World(
             self._kernel, cluster, ranks, overhead, costs.flops, sharing, self._threads,
             self._shares(unfairness) if unfairness else None,
         )  # fmt: skip
-        self._ranks = ranks
-        self._costs = costs
-        self._outer = outer
-        self._pace = pace
-        self._live = live
+        self._ranks, self._costs, self._outer = ranks, costs, outer
+        self._pace, self._live = pace, live
         self._fraction: float | None = None
         self._drifts = {}
         for place, node in enumerate(cluster.nodes):
             if node.drift is not None:  # seeded unlike any rank
                 drift_seed = numpy.random.SeedSequence(seed_number, spawn_key=(place,))
                 self._drifts[node.name] = node.drift.factors(numpy.random.default_rng(drift_seed))
-        self._samples = [0] * ranks
-        self._whole = 0
+        self.consumed = 0  # samples, by all ranks together
         self._notices: list[str] = []
         self._beats = 0  # of ranks that compute
         self._results: list[Any] = [None] * ranks
@@ -141,9 +125,8 @@ class Simulation:
         self._shared: list[tuple[Any, Streams]] = []
         self._faults: Faults | None = None
         if cluster.faults:
-            self._faults = Faults(
-                cluster, ranks, self._world, self._heartbeat, patience, notice=self.notice
-            )
+            beat, notice = self._heartbeat, self.notice
+            self._faults = Faults(cluster, ranks, self._world, beat, patience, notice)
 
     def run(self, program: Program) -> Outcome:
         """Run `program` on every rank, until all have ended or one has failed."""
@@ -191,12 +174,6 @@ class Simulation:
             bad_input=bad_input,
         )
 
-    def count(self, rank: int, samples: int) -> int:
-        """Note the samples that `rank` has consumed; return those of all ranks together."""
-        self._whole += samples - self._samples[rank]
-        self._samples[rank] = samples
-        return self._whole
-
     def notice(self, text: str) -> None:
         """Show the user one line."""
         self._notices.append(text)
@@ -212,7 +189,7 @@ class Simulation:
         """Write the live file, without whom ranks wait for: a flow's turn is under way."""
         for rank, reporter in enumerate(self._reporters):
             beat = Heartbeat(
-                rank, step=reporter.current_step, samples=self._samples[rank],
+                rank, step=reporter.current_step, samples=reporter.samples,
                 fraction=self._fraction, phase=reporter.current_phase, counters=reporter.counters,
             )  # fmt: skip
             live.on_beat(beat)
@@ -344,6 +321,7 @@ class SimulatedReporter(PassingReporter):
     simulation: Simulation
     current_phase: str = ""
     current_step: int = 0
+    samples: int = 0
     is_set_up: bool = False
     is_expendable: bool = False
     counters: Counters | None = None
@@ -358,8 +336,9 @@ class SimulatedReporter(PassingReporter):
         counters: Counters | None = None,
     ) -> None:
         self.current_step = step
-        whole = self.simulation.count(self.rank, samples)
-        self.counters = counters
+        self.simulation.consumed += samples - self.samples
+        self.samples, self.counters = samples, counters
+        whole = self.simulation.consumed
         self.inner.progress(step=step, samples=whole, loss=loss, fraction=fraction)
         self.simulation.look(fraction)
 

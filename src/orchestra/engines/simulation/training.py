@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from orchestra.cluster import Channel, Cluster, Jitter, Node, load_cluster
+from orchestra.cluster import Channel, Cluster, Jitter, load_cluster
 from orchestra.cluster.costs import EVENLY, Overhead, Sharing
 from orchestra.cluster.file import cluster_text
 from orchestra.cluster.nodes import ASSUMED, DEFAULT
@@ -79,6 +79,9 @@ def record_from(assignment: Assignment, outcome: Outcome) -> RunRecord:
     """
     run, source = assignment.run, assignment.source
     outcome.check()
+    cluster = load_cluster(run.training.cluster, where="cluster", folder=Path())
+    if outcome.node is not None:
+        cluster = replace(cluster, placement=(outcome.node,))
     return record_of(
         run,
         cast("tuple[RankReport | None, ...]", outcome.results),
@@ -89,18 +92,10 @@ def record_from(assignment: Assignment, outcome: Outcome) -> RunRecord:
         wall_seconds=outcome.wall_seconds,
         costs=source.text,
         node=outcome.node,
-        nodes=_used(run, outcome, assignment.ranks),
+        nodes=cluster.nodes_of(assignment.ranks),
         alone=outcome.alone,
         costs_doubts=source.doubts,
     )
-
-
-def _used(run: Run, outcome: Outcome, ranks: int) -> list[Node]:
-    """Return the node of each rank."""
-    cluster = load_cluster(run.training.cluster, where="cluster", folder=Path())
-    if outcome.node is not None:
-        return [node for node in cluster.nodes if node.name == outcome.node]
-    return list(cluster.nodes_of(ranks))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from orchestra.collectives import Group, all_reduce
 from orchestra.engines.simulation.background import BackgroundQueue, Queued
 from orchestra.engines.simulation.collective import Contribution, Member
-from orchestra.engines.simulation.kernel import Flow, Kernel
+from orchestra.engines.simulation.kernel import Flow
 from orchestra.engines.simulation.network import Message, Port, Sending
 from orchestra.engines.simulation.participant import carry_out
 from orchestra.engines.simulation.rendezvous import Rendezvous
@@ -34,9 +35,7 @@ class SimulatedTransport(Transport):
     """The transport of one flow."""
 
     def __init__(self, port: Port, rendezvous: Rendezvous) -> None:
-        self._port = port
-        self._rendezvous = rendezvous
-        self._kernel = port.net.kernel
+        self._port, self._rendezvous, self._kernel = port, rendezvous, port.net.kernel
         self._flow = matching.Flow(port.rank, self)
         self.rank, self.size = port.rank, len(port.net.ports)
         self.traffic = self._flow.traffic
@@ -258,7 +257,7 @@ class SimulatedTransport(Transport):
         processor = self._port.new_processor()
         flow = self._kernel.start(self.rank, lambda: function(transport), processor)
         self._rendezvous.flow_began(self.rank)
-        return FlowTask(self._kernel, flow, self.traffic)
+        return FlowTask(flow, self.traffic)
 
     def arrived(self) -> dict[int, tuple[float, float]]:
         """See `Transport.arrived`."""
@@ -289,7 +288,9 @@ class SimulatedTransport(Transport):
             return
         receive = operation
         if not receive.frame_bytes and not receive.finished:
-            if self._may_sleep_through():
+            port, alone = self._port, self._kernel.current.processor.undisturbed()
+            # Then the seconds to take it in are known before it arrives.
+            if alone and not (port.is_cold or port.shares_caches):
                 self._sleep_through(receive)
                 return
             begun = self._sleep(receive, lambda: receive.finished or receive.frame_bytes > 0)
@@ -310,12 +311,6 @@ class SimulatedTransport(Transport):
     def _handling(self) -> float:
         """Processor seconds of the strategy's own code around a message."""
         return 0.0 if self._sent is not None else self._port.net.overhead.handling
-
-    def _may_sleep_through(self) -> bool:
-        """Return whether the seconds to take a message in are known before it arrives."""
-        port = self._port
-        alone = self._kernel.current.processor.undisturbed()
-        return alone and not (port.is_cold or port.shares_caches)
 
     def _sleep_through(self, receive: matching.Receive) -> None:
         """Let virtual time pass until `receive` is finished, without waking when it begins."""
@@ -351,42 +346,43 @@ class SimulatedTransport(Transport):
         return (others if whom is None else (whom,)), verb + tag
 
 
+@dataclass(eq=False)
 class FlowHandOver(HandOver):
     """Between two flows of the rank of `port`: telling takes as long as a message to itself."""
 
-    def __init__(self, port: Port) -> None:
-        self._port = port
+    port: Port
 
     def look(self) -> None:
-        self._port.net.kernel.catch_up()
+        self.port.net.kernel.catch_up()
 
     def wait_until(self, condition: Callable[[], bool], traffic: Traffic) -> None:
-        waits = (self._port.rank,), "another flow of its own"
-        traffic.seconds_waiting += self._port.sleep_until(condition, lambda: waits, self)
+        waits = (self.port.rank,), "another flow of its own"
+        traffic.seconds_waiting += self.port.sleep_until(condition, lambda: waits, self)
 
     def tell(self, change: Callable[[], None], traffic: Traffic) -> None:
-        self._port.spend(self._port.signal_seconds, traffic)
-        self._port.net.kernel.catch_up()
+        self.port.spend(self.port.signal_seconds, traffic)
+        self.port.net.kernel.catch_up()
         change()
-        self._port.wake(self)
+        self.port.wake(self)
 
 
+@dataclass(eq=False)
 class FlowTask(Generic[T]):
-    """A background flow of a rank."""
+    """A background flow of a rank; `spawner` counts how long its own flow waits for it."""
 
-    def __init__(self, kernel: Kernel, flow: Flow, spawner: Traffic) -> None:
-        self._kernel, self._flow, self._spawner = kernel, flow, spawner
+    flow: Flow
+    spawner: Traffic
 
     def done(self) -> bool:
         """Return whether the flow has ended."""
-        self._kernel.catch_up()
-        return self._flow.ended
+        self.flow.kernel.catch_up()
+        return self.flow.ended
 
     def wait(self) -> T:
         """Let virtual time pass until the flow ends: its result, or what it raised."""
-        started = self._kernel.here()
-        self._kernel.join(self._flow)
-        self._spawner.seconds_waiting += self._kernel.here() - started
-        if self._flow.error is not None:
-            raise self._flow.error
-        return self._flow.result  # type: ignore[no-any-return]
+        started = self.flow.kernel.here()
+        self.flow.kernel.join(self.flow)
+        self.spawner.seconds_waiting += self.flow.kernel.here() - started
+        if self.flow.error is not None:
+            raise self.flow.error
+        return self.flow.result  # type: ignore[no-any-return]

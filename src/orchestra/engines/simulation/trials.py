@@ -51,60 +51,49 @@ class Trial:
 
 @dataclass(frozen=True)
 class Trials:
-    """What the processes of a launch share out: whoever is free takes the next one.
-
-    `deadline` is on the clock that all processes of this machine share, in seconds; `claims` is an
-    empty folder, in which a trial that was taken has a file; `threads` is how many each process
-    computes with.
-    """
+    """What the processes of a launch share out: whoever is free takes the next one."""
 
     trials: Sequence[Trial]
-    deadline: float
-    claims: Path
-    threads: int
+    deadline: float  # in seconds, on the clock that all processes of this machine share
+    claims: Path  # an empty folder, in which a trial that was taken has a file
+    threads: int  # that each process computes with
 
 
 @dataclass(frozen=True)
 class Tried:
-    """What became of a trial.
+    """What became of a trial."""
 
-    Attributes:
-        record: of the run, stopped or completed; None where it failed, was not begun, or was in
-            the middle of a step when the time was over.
-        points: the figures of its snapshots.
-        failure: why there is no record; None where there was no time for it.
-        seconds: how long it took on the clock.
-    """
-
-    record: RunRecord | None = None
-    points: Sequence[Point] = ()
-    failure: str | None = None
-    seconds: float = 0.0
+    record: RunRecord | None = None  # None: it failed, was not begun, or not at the end of a step
+    points: Sequence[Point] = ()  # the figures of its snapshots
+    failure: str | None = None  # why there is no record; None where there was no time for it
+    seconds: float = 0.0  # that it took on the clock
 
 
+@dataclass
 class Until:
     """Passes on what a run reports, and asks for its stop at a part of its samples."""
 
-    def __init__(self, inner: Reporter, part: float, deadline: float) -> None:
-        self._inner, self._part, self._deadline = inner, part, deadline
-        self._reached = 0.0
+    inner: Reporter
+    part: float
+    deadline: float
+    reached: float = 0.0
 
     def progress(self, *, fraction: float | None = None, **facts: Any) -> None:
-        self._reached = max(self._reached, fraction or 0.0)
-        self._inner.progress(fraction=fraction, **facts)
+        self.reached = max(self.reached, fraction or 0.0)
+        self.inner.progress(fraction=fraction, **facts)
 
     def phase(self, name: str) -> None:
-        self._inner.phase(name)
+        self.inner.phase(name)
 
     def expendable(self, yes: bool) -> None:
-        self._inner.expendable(yes)
+        self.inner.expendable(yes)
 
     def notice(self, text: str) -> None:
         """Do nothing: notices of trials are in their records."""
 
     def stop_requested(self) -> bool:
-        over = self._reached >= self._part or time.monotonic() > self._deadline
-        return over or self._inner.stop_requested()
+        over = self.reached >= self.part or time.monotonic() > self.deadline
+        return over or self.inner.stop_requested()
 
 
 def shared_out(
@@ -218,22 +207,13 @@ class Rival:
 
 @dataclass(frozen=True)
 class BreakEven:
-    """Where a technique pays.
+    """Where a technique pays, as far as was searched."""
 
-    Attributes:
-        pays: "below" or "above" a bandwidth, "always" or "never" as far as was searched; None where
-            that is not known.
-        factor: that bandwidth over the cluster's.
-        bandwidth: of the slowest link at that factor, in bytes/s.
-        equal: whether all links have that bandwidth.
-        reason: why it is not known.
-    """
-
-    pays: Literal["below", "above", "always", "never"] | None = None
-    factor: float | None = None
-    bandwidth: float | None = None
-    equal: bool = True
-    reason: str | None = None
+    pays: Literal["below", "above", "always", "never"] | None = None  # None: it is not known
+    factor: float | None = None  # the bandwidth below or above which it pays, over the cluster's
+    bandwidth: float | None = None  # of the slowest link at that factor, in bytes/s
+    equal: bool = True  # whether all links have that bandwidth
+    reason: str | None = None  # why it is not known
 
     def __str__(self) -> str:
         if self.pays is None:

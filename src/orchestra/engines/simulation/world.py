@@ -30,28 +30,18 @@ from orchestra.transports.tags import Tag
 
 @dataclass(eq=False)
 class Host:
-    """A node that has ranks, and what computes there.
-
-    Attributes:
-        speed: seconds of a core of speed 1 that one of its cores does in a second.
-        at_once: how many times as much as one core by itself all cores do together.
-        cores: all of them; `teams`: the same for teams, where several want the same cores.
-        turns: the cores, where threads take turns.
-        threads: how many there have been.
-        native: threads of torch.distributed.
-        room: what `_has_room` has found, and after how many changes of flows.
-    """
+    """A node that has ranks, and what computes there."""
 
     node: Node
     ranks: list[int]
-    speed: float
-    at_once: float
-    cores: Resource
-    teams: Resource | None
-    turns: Cores | None
-    threads: int = 0
-    native: int = 0
-    room: tuple[int, bool] = -1, False
+    speed: float  # seconds of a core of speed 1 that one of its cores does in a second
+    at_once: float  # how many times as much as one core by itself all cores do together
+    cores: Resource  # all of them
+    teams: Resource | None  # all of them, for teams, where several want the same cores
+    turns: Cores | None  # where threads take turns
+    threads: int = 0  # that there have been
+    native: int = 0  # threads of torch.distributed
+    room: tuple[int, bool] = -1, False  # at so many changes of flows, what `_has_room` has found
 
 
 class World:
@@ -59,7 +49,7 @@ class World:
 
     `reference_flops` are the FLOP/s of a core of speed 1, and `threads` what the main flow of each
     rank computes with. `draw_share` draws the factor on the weight of the next message between two
-    ranks of unlike nodes; without it, weights are even. Without faults, a flow with a core for
+    ranks on unlike nodes; without it, weights are even. Without faults, a flow with a core for
     itself runs ahead of the others' virtual time until it next interacts with them.
     """
 
@@ -236,12 +226,8 @@ class World:
     def _resource(self, channel: Channel) -> Resource:
         if channel not in self._channels:
             self._channels[channel] = Resource(channel.name, channel.bandwidth)
-            self._set_bandwidth(channel)
+            self.change_bandwidth(channel, self._bandwidths.get(channel.name, 1.0))
         return self._channels[channel]
-
-    def _set_bandwidth(self, channel: Channel) -> None:
-        bandwidth = channel.bandwidth * self._bandwidths.get(channel.name, 1.0)
-        self.fluid.set_capacity(self._channels[channel], bandwidth)
 
     # What goes wrong, from events
 
@@ -260,7 +246,7 @@ class World:
         """Let `channel` carry `factor` times as much as usual; 0: nothing."""
         self._bandwidths[channel.name] = factor
         if channel in self._channels:
-            self._set_bandwidth(channel)
+            self.fluid.set_capacity(self._channels[channel], channel.bandwidth * factor)
 
     def is_heard(self, rank: int) -> bool:
         """Return whether no link is cut on the way from `rank` to the watcher, beside rank 0."""
@@ -273,7 +259,7 @@ class World:
 
     def hold(self, rank: int) -> None:
         """Stop `rank`: it computes nothing, and takes in nothing."""
-        self.kernel.hold(rank)
+        self.kernel.held.add(rank)
         for thread in self._threads_of[rank]:
             thread.hold()
 
