@@ -14,8 +14,7 @@ import pytest
 from orchestra.cluster import Cluster, load_cluster
 from orchestra.cluster.nodes import Line, MemoryCosts, Overhead, Tcp
 from orchestra.engines.run import train_run
-from orchestra.engines.simulation.cost_source import CostSource
-from orchestra.engines.simulation.costs import Costs
+from orchestra.engines.simulation.costs import Costs, CostSource
 from orchestra.engines.simulation.simulate import Outcome, Simulation
 from orchestra.engines.simulation.training import Assignment, program
 from orchestra.records.record import RunRecord

@@ -32,8 +32,7 @@ from orchestra.cluster.calibration import (
 )
 from orchestra.cluster.nodes import Line, MemoryCosts, Overhead, Sharing
 from orchestra.collectives import Group, all_reduce
-from orchestra.engines.simulation.cost_source import cost_source_of, key_of
-from orchestra.engines.simulation.costs import CalibratedCosts
+from orchestra.engines.simulation.costs import CalibratedCosts, cost_source_of, key_of
 from orchestra.errors import InputError
 from orchestra.optimizers.settings import Optimizer
 from orchestra.strategies.all_reduce import AllReduce
@@ -651,7 +650,7 @@ def test_bad_input_is_one_line_and_status_2(
 def test_help_and_what_is_pure_need_no_torch() -> None:
     code = (
         "import sys; import orchestra.cluster.calibration; "
-        "import orchestra.engines.simulation.cost_source; from orchestra.cli.main import main; "
+        "import orchestra.engines.simulation.costs; from orchestra.cli.main import main; "
         "main(['calibrate', '--help']); sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

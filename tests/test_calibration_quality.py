@@ -37,7 +37,7 @@ from orchestra.cluster.calibration import Calibration, Quality, read_calibration
 from orchestra.engines.live import LINE_SECONDS, Lines
 from orchestra.engines.processes import launch
 from orchestra.engines.processes.system import UsageMeter
-from orchestra.engines.simulation.cost_source import cost_source_of
+from orchestra.engines.simulation.costs import cost_source_of
 from orchestra.errors import RunFailed
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.worker.runtime import SilentReporter

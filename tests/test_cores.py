@@ -102,21 +102,6 @@ def test_cores_that_all_compute_are_slower() -> None:
     assert outcome.results == pytest.approx((2.0, 3.0))  # half as fast until one is alone
 
 
-class Idle:
-    """A processor on which nothing is computed."""
-
-    rate = 1.0
-
-    def undisturbed(self) -> bool:
-        return True
-
-    def start(self, seconds: float, then: object) -> None: ...
-
-    def spend(self, seconds: float) -> None: ...
-
-    def compute(self, seconds: float) -> None: ...
-
-
 def test_a_thread_that_is_held_starts_nothing() -> None:
     """Nor does it keep others from its core; let go, it does what was asked of it meanwhile."""
     kernel = Kernel()
@@ -133,6 +118,6 @@ def test_a_thread_that_is_held_starts_nothing() -> None:
         kernel.at(5, held.let_go)
 
     kernel.at(0, begin)
-    kernel.start(0, lambda: sleep(kernel, 9), Idle(), main=True)
+    kernel.start(0, lambda: sleep(kernel, 9), other, main=True)
     kernel.run()
     assert ended == {"other": 2, "held": 6}

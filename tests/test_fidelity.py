@@ -42,7 +42,7 @@ from orchestra.bench.verdicts import Block, markdown, ratio_errors, scatter, ver
 from orchestra.cli.main import main
 from orchestra.cluster import Cluster
 from orchestra.cluster.calibration import Calibration, Parameter, Timing
-from orchestra.engines.simulation.cost_source import key_of
+from orchestra.engines.simulation.costs import key_of
 from orchestra.errors import InputError
 from orchestra.records.record import RunRecord
 

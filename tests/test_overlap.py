@@ -15,7 +15,7 @@ from tests.training import equal, settings, train_processes, train_threads
 from tests.waiting import wait_until
 from torch import nn
 
-from orchestra.engines.simulation.cost_source import FLOPS
+from orchestra.engines.simulation.costs import FLOPS
 from orchestra.settings import parse
 from orchestra.strategies.gossip import Gossip, GossipState
 from orchestra.strategies.parameter_server import ParameterServer, ParameterServerState

@@ -13,7 +13,7 @@ from tests.simulated import FREE, cluster, run_ranks
 from orchestra.cluster import Cluster, Death, SlowDown
 from orchestra.cluster.nodes import Line, MemoryCosts, Overhead
 from orchestra.collectives import execute
-from orchestra.engines.simulation.shared_memory import node_stages
+from orchestra.engines.simulation.plan import node_stages
 from orchestra.errors import PeerLost
 from orchestra.schedules import (
     ALL_REDUCE,

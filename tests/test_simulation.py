@@ -264,19 +264,8 @@ def test_collectives_sum() -> None:
 # The kernel
 
 
-class Free:
-    """A processor on which nothing is computed."""
-
-    rate = 1.0
-
-    def undisturbed(self) -> bool:
-        return True
-
-    def start(self, seconds: float, then: Any) -> None: ...
-
-    def spend(self, seconds: float) -> None: ...
-
-    def compute(self, seconds: float) -> None: ...
+FREE: Any = None
+"""A processor on which nothing is computed."""
 
 
 @pytest.fixture(params=[ThreadContext, GreenletContext])
@@ -296,8 +285,8 @@ def test_events_happen_in_the_order_of_time_and_then_of_their_making(kernel: Ker
 
         return live
 
-    kernel.start(0, flow("a", [1.0, 1.0]), Free(), main=True)
-    kernel.start(1, flow("b", [2.0, 0.5]), Free(), main=True)
+    kernel.start(0, flow("a", [1.0, 1.0]), FREE, main=True)
+    kernel.start(1, flow("b", [2.0, 0.5]), FREE, main=True)
     kernel.run()
     assert seen == [(1.0, "a"), (2.0, "b"), (2.0, "a"), (2.5, "b")]
 
@@ -349,13 +338,13 @@ def test_garbage_is_not_sought_among_what_lives_as_long_as_the_run() -> None:
 def test_a_cancelled_event_does_not_happen(kernel: Kernel) -> None:
     seen: list[int] = []
     kernel.at(1.0, lambda: seen.append(1)).cancel()
-    kernel.start(0, lambda: sleep(kernel, 2.0), Free(), main=True)
+    kernel.start(0, lambda: sleep(kernel, 2.0), FREE, main=True)
     kernel.run()
     assert seen == []
 
 
 def test_nothing_due_and_somebody_parked_is_a_deadlock(kernel: Kernel) -> None:
-    kernel.start(0, kernel.park, Free(), main=True)
+    kernel.start(0, kernel.park, FREE, main=True)
     with pytest.raises(Deadlock):
         kernel.run()
     kernel.abort("over")
@@ -372,12 +361,12 @@ def test_an_abort_unwinds_all_that_is_parked_or_has_not_begun(kernel: Kernel) ->
             unwound.append(name)
 
     def fail() -> None:
-        kernel.start(0, lambda: wait("never begins"), Free())
+        kernel.start(0, lambda: wait("never begins"), FREE)
         kernel.fail(ValueError("ended"))
         kernel.park()
 
-    kernel.start(0, lambda: wait("parked"), Free(), main=True)
-    kernel.start(1, fail, Free(), main=True)
+    kernel.start(0, lambda: wait("parked"), FREE, main=True)
+    kernel.start(1, fail, FREE, main=True)
     with pytest.raises(ValueError, match="ended"):
         kernel.run()
     kernel.abort("over")
@@ -397,7 +386,7 @@ def test_ctrl_c_ends_a_run_while_a_flow_runs(kernel: Kernel) -> None:
             unwound.append(rank)
 
     for rank in range(3):
-        kernel.start(rank, functools.partial(go_on_for_ever, rank), Free(), main=True)
+        kernel.start(rank, functools.partial(go_on_for_ever, rank), FREE, main=True)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest-xdist ignores it
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -412,8 +401,8 @@ def test_what_fails_at_the_end_of_a_flow_ends_the_run(kernel: Kernel) -> None:
     def fail(_: Flow) -> None:
         raise ValueError("at the end")
 
-    kernel.start(0, lambda: sleep(kernel, 1.0), Free(), main=True).on_end.append(fail)
-    kernel.start(1, lambda: sleep(kernel, 2.0), Free(), main=True)
+    kernel.start(0, lambda: sleep(kernel, 1.0), FREE, main=True).on_end.append(fail)
+    kernel.start(1, lambda: sleep(kernel, 2.0), FREE, main=True)
     with pytest.raises(ValueError, match="at the end"):
         kernel.run()
     kernel.abort("over")
@@ -425,11 +414,11 @@ def test_each_of_hundreds_of_flows_begins_another_and_waits_for_its_end(kernel: 
     ended = []
 
     def live(rank: int) -> None:
-        other = kernel.start(rank, lambda: sleep(kernel, 1.0 + rank), Free())
+        other = kernel.start(rank, lambda: sleep(kernel, 1.0 + rank), FREE)
         kernel.join(other)
         ended.append((kernel.now(), rank))
 
     for rank in range(600):
-        kernel.start(rank, functools.partial(live, rank), Free(), main=True)
+        kernel.start(rank, functools.partial(live, rank), FREE, main=True)
     kernel.run()
     assert ended == [(1.0 + rank, rank) for rank in range(600)]

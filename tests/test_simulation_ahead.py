@@ -18,8 +18,8 @@ from tests.test_simulation_collectives import COSTLY, schedule_of
 from orchestra.cluster.nodes import Line
 from orchestra.collectives import Group, execute
 from orchestra.engines.simulation.collective import Member
-from orchestra.engines.simulation.group_queue import GroupQueue
 from orchestra.engines.simulation.participant import Participant
+from orchestra.engines.simulation.rendezvous import GroupQueue
 from orchestra.engines.simulation.rounds import PlacedPlan
 from orchestra.transports.protocol import CollectiveCall, Task, Transport
 from orchestra.worker.runtime import Runtime, Work

@@ -23,8 +23,7 @@ from orchestra.collectives import Group, execute
 from orchestra.engines.simulation import rounds
 from orchestra.engines.simulation.collective import Collective
 from orchestra.engines.simulation.participant import Participant
-from orchestra.engines.simulation.ring import Met, Ring
-from orchestra.engines.simulation.round_state import State
+from orchestra.engines.simulation.round_state import Met, Ring, State
 from orchestra.engines.simulation.rounds import PlacedPlan
 from orchestra.schedules import ALL_REDUCE, Schedule, hierarchical, ring_reduce_scatter
 from orchestra.trainer.trace import SHOWN, Trace

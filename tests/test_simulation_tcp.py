@@ -22,8 +22,8 @@ from orchestra.cluster.nodes import LogNormal, Tcp
 from orchestra.collectives import Group, all_reduce
 from orchestra.engines.simulation.fluid import Fluid, Resource
 from orchestra.engines.simulation.rounds import PlacedPlan
-from orchestra.engines.simulation.route import SlowStart
 from orchestra.engines.simulation.simulate import Simulation
+from orchestra.engines.simulation.stream import SlowStart
 from orchestra.transports.framing import header_bytes
 from orchestra.transports.protocol import Transport
 from orchestra.worker.runtime import Runtime, SilentReporter

@@ -12,7 +12,7 @@ from tests.comparisons import experiment, summary
 
 from orchestra.compression.quantization import BF16
 from orchestra.compression.sparsification import TopK
-from orchestra.engines.simulation.break_even import FURTHEST_FACTOR, search
+from orchestra.engines.simulation.trials import FURTHEST_FACTOR, search
 from orchestra.experiments.comparison import carry_out
 from orchestra.experiments.techniques import Technique, techniques
 from orchestra.report.page import page

@@ -19,7 +19,7 @@ from orchestra.cli.terminal import Parser, choose, counts, print_table, progress
 from orchestra.cluster.calibration import Calibration, Curve, TaskCosts, read_calibration
 from orchestra.engines.processes.environment import detect
 from orchestra.engines.processes.system import now
-from orchestra.engines.simulation.cost_source import own_calibration
+from orchestra.engines.simulation.costs import own_calibration
 from orchestra.errors import InputError, RunFailed, nearest
 from orchestra.experiments.file import load
 from orchestra.optimizers.settings import Optimizer

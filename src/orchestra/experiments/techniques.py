@@ -12,8 +12,8 @@ from typing import Any, cast
 
 from orchestra.engines.events import Event, Notice
 from orchestra.engines.processes.launch import launch
-from orchestra.engines.simulation.break_even import BreakEven, Question, Rival, find_break_even
-from orchestra.engines.simulation.cost_source import cost_source_of
+from orchestra.engines.simulation.costs import cost_source_of
+from orchestra.engines.simulation.trials import BreakEven, Question, Rival, find_break_even
 from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.experiment import tuned
 from orchestra.records.record import TECHNIQUES, RunRecord, write_atomically

@@ -14,7 +14,7 @@ from orchestra.cluster import Cluster, load_cluster
 from orchestra.engines.emulation.training import on_best_node
 from orchestra.engines.processes.system import now
 from orchestra.engines.run import train_run
-from orchestra.engines.simulation.cost_source import cost_source_of
+from orchestra.engines.simulation.costs import cost_source_of
 from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.api import notation_of
 from orchestra.experiments.experiment import ONE_PROCESS, Experiment, alone

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from orchestra.cluster import Cluster, Node
 from orchestra.cluster.file import cluster_text
-from orchestra.engines.simulation.cost_source import FLOPS
+from orchestra.engines.simulation.costs import FLOPS
 from orchestra.errors import InputError
 from orchestra.experiments.experiment import ONE_PROCESS, Experiment
 from orchestra.optimizers.settings import Optimizer

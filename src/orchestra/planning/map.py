@@ -21,7 +21,7 @@ import yaml
 from orchestra.cluster import Cluster, load_cluster
 from orchestra.cluster.file import cluster_text, is_file, read_cluster
 from orchestra.cluster.units import BANDWIDTH, BYTES, FLOPS, SECONDS, Unit
-from orchestra.engines.simulation.cost_source import FLOPS as ASSUMED_FLOPS
+from orchestra.engines.simulation.costs import FLOPS as ASSUMED_FLOPS
 from orchestra.errors import InputError, nearest
 from orchestra.experiments.experiment import ONE_PROCESS
 from orchestra.planning.standing import chosen

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from orchestra.engines.simulation.cost_source import FLOPS
-from orchestra.engines.simulation.costs import OVERHEAD, assumed_costs
+from orchestra.engines.simulation.costs import FLOPS, OVERHEAD, assumed_costs
 from orchestra.engines.simulation.simulate import Simulation
 from orchestra.errors import OrchestraError
 from orchestra.optimizers.settings import Optimizer

@@ -31,7 +31,7 @@ from orchestra.bench.timing import (
 from orchestra.cluster.calibration import Parameter, TaskCosts, Timing
 from orchestra.collectives import Group, all_reduce
 from orchestra.data.feed import open_samples
-from orchestra.engines.simulation.cost_source import key_of
+from orchestra.engines.simulation.costs import key_of
 from orchestra.optimizers.settings import Optimizer
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.parameter_server.placement import place

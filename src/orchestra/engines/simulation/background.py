@@ -5,16 +5,16 @@ No flow is needed for them: their times follow from when each was begun.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
 from orchestra.engines.simulation.collective import Contribution, Member
-from orchestra.engines.simulation.group_queue import GroupQueue
 from orchestra.engines.simulation.kernel import Flow, Wait
 from orchestra.engines.simulation.network import Port
-from orchestra.engines.simulation.rendezvous import Rendezvous
+from orchestra.engines.simulation.rendezvous import GroupQueue, Rendezvous
 from orchestra.engines.simulation.rounds import PlacedPlan
 from orchestra.transports.protocol import Traffic
 
@@ -22,48 +22,36 @@ if TYPE_CHECKING:
     from orchestra.engines.simulation.transport import SimulatedTransport
 
 
+@dataclass(eq=False, slots=True)
 class Queued:
-    """A collective that waits for its turn, or is under way.
+    """A collective that waits for its turn, or is under way."""
 
-    Attributes:
-        begun: when its flow began it.
-        finished_at: when it is done, which is certain from the time `through` on.
-        follows: whether another one was not through when it was begun.
-        seconds: for which it has communicated.
-        waiting: flows that wait for it.
-    """
-
-    __slots__ = (
-        *("_queue", "begun", "buffer_bytes", "finished_at", "follows", "given", "seconds"),
-        *("through", "waiting"),
-    )
-
-    def __init__(self, queue: BackgroundQueue, given: Contribution, begun: float) -> None:
-        self.given = given
-        self.begun = begun
-        self.finished_at = self.through = inf
-        self.follows = False
-        self.buffer_bytes = 0
-        self.seconds = 0.0
-        self.waiting: tuple[Flow, ...] = ()
-        self._queue = queue
+    queue: BackgroundQueue
+    given: Contribution
+    begun: float  # when its flow began it
+    finished_at: float = inf  # when it is done, which is certain from the time `through` on
+    through: float = inf
+    follows: bool = False  # whether another one was not through when it was begun
+    buffer_bytes: int = 0
+    seconds: float = 0.0  # for which it has communicated
+    waiting: tuple[Flow, ...] = ()  # flows that wait for it
 
     def done(self) -> bool:
         """Return whether `wait` would return at once."""
-        kernel = self._queue.kernel
+        kernel = self.queue.kernel
         kernel.catch_up()
         return self.finished_at <= kernel.now()
 
     def wait(self) -> int:
         """Let virtual time pass until it is done; returns the bytes of buffer used."""
-        queue = self._queue
+        queue = self.queue
         kernel = queue.kernel
         flow, started = kernel.current, kernel.here()
         # Again: a group's queue that is taken back makes `through` infinite once more.
         while self.through > kernel.now():
             self.waiting = *self.waiting, flow
-            if queue.group is not None:
-                queue.group.wake_later(self)
+            if queue.group is not None and self.through < inf:
+                kernel.call_at(self.through, Queued.resume, self)
             flow.waits = queue.waits
             kernel.park()
             flow.waits = None
@@ -76,14 +64,14 @@ class Queued:
 
     def finish(self, time: float) -> None:
         """Note that it is done at `time`, now or later."""
-        self.finished_at, self.through = time, self._queue.kernel.now()
+        self.finished_at, self.through = time, self.queue.kernel.now()
         self.resume()
 
     def resume(self) -> None:
         """Resume the flows that wait for it."""
         waiting, self.waiting = self.waiting, ()
         for flow in waiting:
-            self._queue.kernel.resume(flow)
+            self.queue.kernel.resume(flow)
 
 
 class BackgroundQueue:
@@ -92,11 +80,6 @@ class BackgroundQueue:
     The caches are those of `caches`, the same rank's. The thread takes `signal_seconds` to tell of
     each that is done. What they communicate, and how long flows wait for them, counts in `traffic`.
     `new_transport` makes a transport for one more flow.
-
-    Attributes:
-        tasks: that are not through, or not counted yet.
-        group: the ranks' common queue, as long as it executes them; `place` is that of the rank in
-            it, and `position` the number of the next.
     """
 
     def __init__(
@@ -110,19 +93,16 @@ class BackgroundQueue:
     ) -> None:
         self.kernel = port.net.kernel
         self.rank = port.rank
-        self.group: GroupQueue | None = None
-        self.place = self.position = 0
-        self._rendezvous = rendezvous
-        self._port = port
-        self._caches = caches
+        self.group: GroupQueue | None = None  # of all ranks, as long as it executes them
+        self.place = self.position = 0  # of the rank in it, and the number of its next task
+        self._rendezvous, self._port, self._caches = rendezvous, port, caches
         self._new_transport = new_transport
-        self.signal_seconds = signal_seconds
-        self.traffic = traffic
+        self.signal_seconds, self.traffic = signal_seconds, traffic
         self.processor = port.new_processor()
-        self.tasks: deque[Queued] = deque()
+        self.tasks: deque[Queued] = deque()  # that are not through, or not counted yet
         self._member: Member | None = None
         self._started = self._joined = 0.0  # the first of them
-        self._uncounted: dict[PlacedPlan, int] = {}  # how often each was executed
+        self._uncounted: Counter[PlacedPlan] = Counter()  # how often each was executed
         port.meter.uncounted.append(self._count)
 
     def begin(self, given: Contribution) -> Queued:
@@ -145,13 +125,12 @@ class BackgroundQueue:
 
     def settle(self) -> None:
         """Remove tasks that are through by now, and count their seconds."""
-        tasks, now, place = self.tasks, self.kernel.now(), self.place
-        uncounted = self._uncounted
-        while tasks and tasks[0].through <= now:
-            task = tasks.popleft()
+        now = self.kernel.now()
+        while self.tasks and self.tasks[0].through <= now:
+            task = self.tasks.popleft()
             placed = task.given.placed
-            uncounted[placed] = uncounted.get(placed, 0) + 1
-            task.buffer_bytes = placed.plan.buffer_bytes[place]
+            self._uncounted[placed] += 1
+            task.buffer_bytes = placed.plan.buffer_bytes[self.place]
             self.traffic.seconds_in_background += task.seconds
             if task.waiting:
                 task.resume()
@@ -213,9 +192,7 @@ class BackgroundQueue:
         if len(given.placed.ranks) == 1 or not given.placed.plan.length:
             self._end(time)
             return
-        self._member = self._rendezvous.join(
-            given, port.rank, self.processor, self.through, arrived=time
-        )
+        self._member = self._rendezvous.join(given, port.rank, self.processor, self.through, time)
         if self._member is None:
             self.kernel.at(time, self._exchange_messages)
 

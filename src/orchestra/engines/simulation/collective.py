@@ -10,7 +10,7 @@ does from the beginning where links or cores are shared anyway.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
 from typing import NamedTuple
@@ -18,12 +18,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from orchestra.engines.simulation.fluid import Fluid
-from orchestra.engines.simulation.kernel import Call, Events, Kernel, Processor, Timer
-from orchestra.engines.simulation.network import Port
+from orchestra.engines.simulation.kernel import Call, Events, Kernel, Timer, Wait
+from orchestra.engines.simulation.network import Port, Reader
 from orchestra.engines.simulation.participant import Messages, Participant, Scene
+from orchestra.engines.simulation.processor import Thread
 from orchestra.engines.simulation.round_state import Usage
-from orchestra.engines.simulation.rounds import Ends, PlacedPlan, Ranks
-from orchestra.engines.simulation.route import SlowStart
+from orchestra.engines.simulation.rounds import Ends, PlacedPlan
+from orchestra.engines.simulation.stream import SlowStart
 from orchestra.schedules.sums import add_up
 from orchestra.transports.protocol import CollectiveCall, Traffic
 
@@ -42,61 +43,54 @@ class Contribution(NamedTuple):
         return summed and self.placed.plan.is_synchronizing
 
 
+@dataclass(eq=False, slots=True)
 class Member:
     """A rank that takes part; `then` is called when it is through."""
 
-    __slots__ = (
-        *("_at_once", "_collective", "_placed", "_reader", "_then"),
-        *("arrived", "done", "index", "processor", "seconds"),
-    )
+    collective: Collective | None  # None once it is through: cycles are left to the collector
+    index: int
+    processor: Thread
+    then: Call
+    arrived: float
+    done: bool = False
+    seconds: tuple[float, float] = (0.0, 0.0)  # waiting, communicating
+    placed: PlacedPlan = field(init=False)
+    _at_once: bool = False
+    _reader: Reader = field(init=False)
 
-    def __init__(
-        self,
-        collective: Collective,
-        index: int,
-        processor: Processor,
-        then: Callable[[], None],
-        arrived: float,
-    ) -> None:
-        self.index = index
-        self.processor = processor
-        self.arrived = arrived
-        self.done = False
-        self.seconds = 0.0, 0.0  # waiting, communicating
-        self._collective: Collective | None = collective
-        self._placed = collective.placed
-        self._at_once = False
-        self._then = then
-        self._reader = self._placed.net.ports[self._placed.ranks[index]].reader
-        self._reader.begin(self, arrived)
+    def __post_init__(self) -> None:
+        assert self.collective is not None
+        self.placed = self.collective.placed
+        self._reader = self.placed.net.ports[self.placed.ranks[self.index]].reader
+        self._reader.begin(self, self.arrived)
 
-    def waits(self) -> tuple[Ranks, str]:
+    def waits(self) -> Wait:
         """Whom it waits for, and for what."""
-        assert self._collective is not None, "it is through"
-        return self._collective.waits(self.index)
+        assert self.collective is not None, "it is through"
+        return self.collective.waits(self.index)
 
     def finish(self, waiting: float, communicating: float) -> None:
         """Note that the rank is through, after so many seconds of waiting and communicating."""
         if not self.done:
-            assert self._collective is not None
-            self._at_once = self._collective.evaluated
+            assert self.collective is not None
+            self._at_once = self.collective.messages is None
             self.seconds = waiting, communicating
             self.leave()
-            self._then()
+            self.then()
 
     def leave(self) -> None:
         """Detach from the collective."""
         self._reader.end(self)
         self.done = True
-        self._collective = None  # a cycle would be left to the garbage collector
+        self.collective = None
 
     def count(self, port: Port) -> None:
         """Count on `port`, the rank's, what it has sent."""
-        self._placed.count(self.index, port, 1, arriving=self._at_once)
+        self.placed.count(self.index, port, 1, arriving=self._at_once)
 
     def traffic(self) -> Traffic:
         """Return what it has moved."""
-        plan, index = self._placed.plan, self.index
+        plan, index = self.placed.plan, self.index
         return Traffic(
             plan.bytes_sent[index],
             plan.bytes_received[index],
@@ -109,47 +103,32 @@ class Member:
     @property
     def buffer_bytes(self) -> int:
         """That the executor needs beside the vector."""
-        return self._placed.plan.buffer_bytes[self.index]
+        return self.placed.plan.buffer_bytes[self.index]
 
 
 class Collective:
-    """One collective, from the first rank's arrival to the last byte's.
-
-    Attributes:
-        placed: its messages.
-        usage: the links after it, once it has been evaluated.
-    """
+    """One collective, from the first rank's arrival to the last byte's."""
 
     def __init__(
-        self,
-        kernel: Kernel,
-        given: Contribution,
-        *,
-        ahead: bool,
-        before: Collective | None,
+        self, kernel: Kernel, given: Contribution, *, ahead: bool, before: Collective | None
     ) -> None:
         self.placed = placed = given.placed
-        self.usage: Usage | None = None
+        self.usage: Usage | None = None  # the links after it, once it has been evaluated
         self._kernel = kernel
         self._tag = given.call.tag
         self._shapes = given.call.vector.is_meta
         self._ahead = ahead
         self._before = before  # of the same ranks, not quite over
         if before is not None:
-            # That one is over: each rank was through with it before it joined `before`.
-            before._before = None
+            before._before = None  # each rank was through with that before it joined `before`
         self._over = inf
         self._members: dict[int, Member] = {}
         self._vectors: dict[int, Tensor] = {}
         self._timers: list[Timer] = []
         self._ended: list[Participant] = []  # at the present instant
         self._used: list[tuple[SlowStart, float]] = []  # and until when it had been before
-        self._messages = None if ahead else Messages(placed, Scene(kernel))
-
-    @property
-    def evaluated(self) -> bool:
-        """True if its times follow from the rounds, and not from messages."""
-        return self._messages is None
+        # None: its times follow from the rounds of the plan.
+        self.messages = None if ahead else Messages(placed, Scene(kernel))
 
     @property
     def is_ahead(self) -> bool:
@@ -162,12 +141,7 @@ class Collective:
         return member is not None and member.done
 
     def join(
-        self,
-        index: int,
-        given: Contribution,
-        processor: Processor,
-        then: Callable[[], None],
-        arrived: float,
+        self, index: int, given: Contribution, processor: Thread, then: Call, arrived: float
     ) -> Member:
         """The rank at place `index` takes part from the time `arrived` on, now or later."""
         call = given.call
@@ -179,8 +153,7 @@ class Collective:
         before = self._before
         if before is not None and before.is_ahead and self._meets(before, index, arrived):
             self.enter_world()
-        member = Member(self, index, processor, then, arrived)
-        self._members[index] = member
+        member = self.rejoin(index, processor, then, arrived)
         all_there = len(self._members) == len(self.placed.ranks)
         if not self._shapes:
             self._vectors[index] = call.vector
@@ -190,22 +163,20 @@ class Collective:
                 self._vectors.clear()
         if self._ahead and all_there:
             self._evaluate()
-        elif self._messages is not None:
-            participant = Participant(self._messages, index, processor, self._through)
+        elif self.messages is not None:
+            participant = Participant(self.messages, index, processor, self._through)
             self._kernel.at(arrived, participant.go_on)
         return member
 
     def _meets(self, before: Collective, index: int, arrived: float) -> bool:
-        """Return whether a message of a rank may share a link with one of `before` whose time was
-        computed without it.
-        """
+        """Return whether a rank's message may share a link with one that was told without it."""
         if not before.is_through(index):
             return True  # another flow of its is still in that one, and sends, too
         if before.usage is None or not self.placed.begins_elsewhere(before.placed):
             return False
         return self.placed.may_meet(index, arrived, before.usage)
 
-    def waits(self, index: int) -> tuple[Ranks, str]:
+    def waits(self, index: int) -> Wait:
         """Whom the rank at place `index` waits for: those who are missing, or all others."""
         ranks = self.placed.ranks
         places = set(range(len(ranks)))
@@ -236,9 +207,8 @@ class Collective:
         """Let those who have come begin again, when they came, among the events of `scene`."""
         self._ahead = False
         for timer in self._timers:
-            # What was told of the ends does not hold any more.
-            timer.cancel()
-        self._messages = messages = Messages(self.placed, scene)
+            timer.cancel()  # what was told of the ends does not hold any more
+        self.messages = messages = Messages(self.placed, scene)
         for stream in self.placed.streams.values():
             stream.enter(scene.events, fluid)
         participants = []
@@ -253,43 +223,43 @@ class Collective:
 
     def _evaluate(self) -> None:
         """Compute when each rank is through, now that all have come."""
-        members = [self._members[place] for place in range(len(self._members))]
-        # By places, as the arrays of `rounds` are.
+        members = self._by_place()
         arrivals = [member.arrived for member in members]
         rates = tuple(member.processor.rate for member in members)
         before = self._before
         usage = before.usage if before is not None and before._ahead else None
         ends = self.placed.ends(arrivals, rates, usage)
-        if ends is None or not self._use_connections(ends):
+        if ends is not None and self._use_connections(ends):
+            self.announce(ends)
+        else:
             self.enter_world()
-            return
-        self.announce(ends)
 
-    def rejoin(self, index: int, processor: Processor, then: Call, arrived: float) -> Member:
+    def rejoin(self, index: int, processor: Thread, then: Call, arrived: float) -> Member:
         """`join` for one that joined at the time `arrived`; `announce` says how it goes on."""
         member = self._members[index] = Member(self, index, processor, then, arrived)
         return member
 
     def announce(self, ends: Ends) -> None:
         """All are there: let each go on when it is through."""
-        members = [self._members[place] for place in range(len(self._members))]
         self.usage = ends.usage
-        columns = (ends.clock, ends.waiting, ends.communicating)
+        columns = (each.tolist() for each in (ends.clock, ends.waiting, ends.communicating))
         # One event for all who are through at one time; they go on in the order of their places.
         together: dict[float, list[tuple[Member, float, float]]] = {}
-        for member, clock, *seconds in zip(members, *(c.tolist() for c in columns), strict=True):
+        for member, clock, *seconds in zip(self._by_place(), *columns, strict=True):
             together.setdefault(clock, []).append((member, *seconds))
         kernel, now = self._kernel, self._kernel.now()
         self._over = max(together)
         for clock, group in together.items():
-            timer = kernel.at(max(clock, now), functools.partial(_finish, group))
-            self._timers.append(timer)
+            self._timers.append(kernel.at(max(clock, now), functools.partial(_finish, group)))
+
+    def _by_place(self) -> list[Member]:
+        return [self._members[place] for place in range(len(self._members))]
 
     def _use_connections(self, ends: Ends) -> bool:
         """Note when long links are used; returns False if one of them would start slowly."""
         first, last = ends.carried.tolist()
         slow_starts = self.placed.slow_starts.items()
-        if not all(slow_start.is_over(first[number]) for number, slow_start in slow_starts):
+        if not all(each.is_over(first[number]) for number, each in slow_starts):
             return False
         for number, slow_start in slow_starts:
             self._used.append((slow_start, slow_start.used_at))
@@ -297,8 +267,7 @@ class Collective:
         return True
 
     def _through(self, participant: Participant) -> None:
-        """Those who are through at the same instant go on in the order of their places."""
-        # At the end of this instant, when all who are through at it are known.
+        """Those who are through at one instant go on at its end, in the order of their places."""
         if not self._ended:
             self._kernel.call_at(self._kernel.now(), self._finish_ended, None)
         self._ended.append(participant)

@@ -12,40 +12,16 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol, Self
+from contextlib import suppress
+from typing import Any, Self
 
 from greenlet import getcurrent, greenlet
 
-Life = Callable[[], "Context"]
-"""What a context does from its first turn on; gives whose turn it is after its end."""
+Life = Callable[[], Any]
+"""What a context does from its first turn on; gives the one whose turn it is after its end."""
 
 LOOK_UP = 1.0
 """Seconds after which the launching thread looks whether a signal has come."""
-
-
-class Context(Protocol):
-    """Something that runs when it is its turn. It exists from the start, and waits for that."""
-
-    @classmethod
-    def present(cls) -> Self:
-        """The one that runs at present, and makes all others."""
-        ...
-
-    def another(self, life: Life, name: str) -> Context:
-        """From any of them: a further one."""
-        ...
-
-    def pass_to(self, other: Any) -> None:
-        """From this one, which runs: it is the turn of `other`, until it is this one's again."""
-        ...
-
-    def await_turn(self) -> None:
-        """From this one, whose `pass_to` a signal has ended: wait until it is its turn."""
-        ...
-
-    def join(self) -> None:
-        """Wait until nothing of it is left; its life is over."""
-        ...
 
 
 class ThreadContext:
@@ -66,29 +42,32 @@ class ThreadContext:
 
     @classmethod
     def present(cls) -> Self:
+        """Make the context that runs at present, which makes all others."""
         return cls(Affinity())
 
     def another(self, life: Life, name: str) -> ThreadContext:
+        """Make a further one, which waits for its first turn."""
         return ThreadContext(self._affinity, life, name)
 
-    def pass_to(self, other: ThreadContext) -> None:
+    def pass_to(self, other: Any) -> None:
+        """Let it be the turn of `other`, until it is this one's, which runs now, again."""
         other._take_over()
         self.await_turn()
 
     def await_turn(self) -> None:
+        """Wait until it is the turn of this one, also after a signal has ended its `pass_to`."""
         while not self._baton.acquire(timeout=self._timeout):
             pass  # a signal that came just before it waited has its effect here
         self._affinity.release()
 
     def join(self) -> None:
+        """Wait until nothing of it is left; its life is over."""
         self._thread.join()
 
     def _live(self) -> None:
         assert self._life is not None
         self.await_turn()
-        following = self._life()
-        assert isinstance(following, ThreadContext)
-        following._take_over()
+        self._life()._take_over()
 
     def _take_over(self) -> None:
         """From the one that runs: it is the turn of this one."""
@@ -102,8 +81,7 @@ class GreenletContext:
     """All are greenlets of the thread of the first."""
 
     def __init__(self, own: Any, first: GreenletContext | None = None) -> None:
-        self._greenlet = own
-        self._first = first or self
+        self._greenlet, self._first = own, first or self
 
     @classmethod
     def present(cls) -> Self:
@@ -114,16 +92,14 @@ class GreenletContext:
 
         def live() -> None:
             maker.switch()  # one that began in another's turn would lie deeper on the stack
-            following = life()
-            assert isinstance(following, GreenletContext)
-            own.parent = following._greenlet  # goes on when this one ends
+            own.parent = life()._greenlet  # goes on when this one ends
 
         own = greenlet(live, self._first._greenlet)
         # To its first line and back, so that it lies on the stack of its maker alone.
         own.switch()
         return GreenletContext(own, self._first)
 
-    def pass_to(self, other: GreenletContext) -> None:
+    def pass_to(self, other: Any) -> None:
         other._greenlet.switch()
 
     def await_turn(self) -> None:
@@ -133,12 +109,8 @@ class GreenletContext:
         assert self._greenlet.dead
 
 
-def _reader() -> Callable[[], int] | None:
-    """Return a function that gives the number of its caller's core; None if there is none."""
-    if sys.platform != "linux":
-        return None
-    read: Callable[[], int] | None = getattr(ctypes.CDLL(None), "sched_getcpu", None)
-    return read if read is not None and read() >= 0 else None
+Context = ThreadContext | GreenletContext
+"""Runs when it is its turn. It exists from the start, and waits for that."""
 
 
 class Affinity:
@@ -150,7 +122,9 @@ class Affinity:
     """
 
     def __init__(self) -> None:
-        self._read = _reader()
+        # Gives the number of its caller's core, where there is one.
+        read = getattr(ctypes.CDLL(None), "sched_getcpu", None) if sys.platform == "linux" else None
+        self._read = read if read is not None and read() >= 0 else None
         self._cores = set() if self._read is None else os.sched_getaffinity(0)
 
     def bring_here(self, thread: int) -> None:
@@ -165,7 +139,5 @@ class Affinity:
     def _restrict(self, thread: int, cores: set[int]) -> None:
         # On a single core there is nothing to choose, and two system calls a turn are saved.
         if len(self._cores) > 1:
-            try:
+            with suppress(OSError):  # a sandbox may forbid it, and all goes on, only slower
                 os.sched_setaffinity(thread, cores)
-            except OSError:
-                return  # a sandbox may forbid it, and all goes on, only slower

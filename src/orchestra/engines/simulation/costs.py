@@ -1,35 +1,106 @@
-"""Computation in virtual time: done for real, and charged as a cost model says.
+"""What computation costs in virtual time, and where the figures come from. Imports without torch.
 
 How long work takes was measured by a calibration, or is assumed from counted operations.
+Computation is done for real, and charged as this says.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Protocol, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import torch
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
-
-from orchestra.cluster.calibration import Calibration, Parameter, TaskCosts
+from orchestra.cluster.calibration import Calibration, TaskCosts, read_calibration
 from orchestra.cluster.nodes import Line, Overhead
-from orchestra.data.feed import open_samples
-from orchestra.engines.simulation.cost_source import FLOPS, SERIAL
+from orchestra.cluster.units import FLOPS as UNIT
 from orchestra.engines.simulation.kernel import Flow, Kernel
 from orchestra.errors import InputError
-from orchestra.optimizers.state import undisturbed
-from orchestra.tasks.task import Task, load_task
-from orchestra.trainer.settings import Run
-from orchestra.trainer.setup import meta_model
-from orchestra.worker.batches import map_tensors
-from orchestra.worker.layout import Layout
-from orchestra.worker.runtime import Work
+from orchestra.optimizers.settings import Optimizer
+from orchestra.records.record import cache_folder
+from orchestra.trainer.settings import AUTO, NONE, Run
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from orchestra.tasks.task import Task
+    from orchestra.worker.batches import Batch
+    from orchestra.worker.layout import Layout
+    from orchestra.worker.runtime import Work
 
 T = TypeVar("T")
+
+FLOPS = 20e9
+"""Floating-point operations a second that a core of speed 1 is assumed to do."""
+SERIAL = 0.05
+"""Part of a gradient's operations that further threads are assumed not to shorten."""
+
+
+@dataclass(frozen=True)
+class CostSource:
+    """What a run is simulated with: nothing measured at all, or a machine's figures for its task.
+
+    `text` says which, for the record, and `doubts` why its seconds are not to be trusted.
+    """
+
+    text: str
+    calibration: Calibration | None = None
+    task: TaskCosts | None = None
+    doubts: tuple[str, ...] = ()
+
+
+def own_calibration() -> Path:
+    """Return the path at which the figures of this machine are kept.
+
+    Raises:
+        InputError: the user has no place to keep anything.
+    """
+    try:
+        return cache_folder() / "calibration.json"
+    except RuntimeError:
+        raise InputError("calibration: no home folder; set ORCHESTRA_CACHE to a folder") from None
+
+
+def key_of(task: str, optimizer: Optimizer, precision: str) -> tuple[str, str, str]:
+    """Return what decides how long a step takes; learning rates do not."""
+    arguments = {name: value for name, value in optimizer.arguments.items() if name != "lr"}
+    groups = tuple(group.match for group in optimizer.groups)
+    text = repr(replace(optimizer, arguments=arguments)) + (f" by {groups}" if groups else "")
+    return task, text, precision
+
+
+def cost_source_of(run: Run) -> CostSource:
+    """Find the figures that `run` asks for with `calibration`; with auto the machine's own.
+
+    Raises:
+        InputError: a file that is not there, damaged, or without the task of the run.
+    """
+    training = run.training
+    assumed = f"assumed: {UNIT.write(FLOPS)} a core, {SERIAL:.0%} of a gradient on one thread"
+    if training.calibration == NONE:
+        return CostSource(assumed)
+    own = training.calibration == AUTO
+    path = own_calibration() if own else Path(training.calibration)
+    if own and not path.exists():
+        return CostSource(f"{assumed}; this machine is not calibrated")
+    calibration = read_calibration(path)
+    task = calibration.task(*key_of(run.task, training.optimizer, training.precision))
+    if task is not None:
+        machine = f"{calibration.machine.get('processor')}, {calibration.cores} cores"
+        quality = calibration.quality_of(task)
+        text = f"calibrated: {machine}, {quality.measured_at}; {quality}"
+        if calibration.in_memory is None:
+            text += "; shared memory assumed: the file does not hold it"
+        return CostSource(text, calibration, task, quality.doubts)
+    if own:
+        return CostSource(f"{assumed}; this machine's calibration does not hold the task")
+    raise InputError(
+        f"calibration: {path} does not hold {run.task} with {training.optimizer!r} in "
+        f"{training.precision}; add it with orchestra calibrate --task '{run.task}' "
+        f"--optimizer '{training.optimizer!r}' --out {path}"
+    )
 
 
 class Costs(Protocol):
@@ -38,19 +109,15 @@ class Costs(Protocol):
     @property
     def flops(self) -> float:
         """Floating-point operations a second of one thread in a gradient."""
-        ...
 
     def seconds(self, work: Work, threads: int = 1) -> float:
         """Return the seconds with `threads` threads, always above 0."""
-        ...
 
     def ready(self, slot: int) -> float:
         """Return the part of a gradient's seconds that has passed when `slot` has its gradient."""
-        ...
 
     def needed(self, slot: int) -> float:
         """Return the part of a gradient's seconds that has passed when forward needs `slot`."""
-        ...
 
 
 class CalibratedCosts(Costs):
@@ -61,8 +128,7 @@ class CalibratedCosts(Costs):
     """
 
     def __init__(self, calibration: Calibration, task: TaskCosts, *, accumulation: int = 1) -> None:
-        self._work = calibration.work
-        self._task = task
+        self._work, self._task = calibration.work, task
         self._accumulation = accumulation
         self._parameters = {parameter.name: parameter for parameter in task.parameters}
         self._ready = [parameter.ready for parameter in task.parameters]
@@ -80,8 +146,7 @@ class CalibratedCosts(Costs):
         match work.kind:
             case "gradient":
                 parts = self._accumulation
-                # Each micro-batch is charged by its own size: small batches take longer for a
-                # sample.
+                # Each micro-batch by its own size: small ones take longer for a sample.
                 return parts * self._task.seconds("gradient", work.amount / parts, threads)
             case "forward" | "backward":
                 share = self._share(work.kind, work.parameters)
@@ -92,36 +157,27 @@ class CalibratedCosts(Costs):
                 return self._work.get(kind, self._work["mix"]).at(work.amount)
 
     def ready(self, slot: int) -> float:
-        """What part of a gradient's seconds has passed when `slot` has its gradient.
-
-        Of several micro-batches the last one counts.
-        """
+        # Of several micro-batches the last one counts.
         return (self._accumulation - 1 + self._ready[slot]) / self._accumulation
 
     def needed(self, slot: int) -> float:
-        """What part of a gradient's seconds has passed when the forward pass needs `slot`.
-
-        Of several micro-batches the first one counts.
-        """
+        # Of several micro-batches the first one counts.
         return self._needed[slot] / self._accumulation
 
     @functools.cache  # noqa: B019 - lives as long as the simulation
     def _share(self, kind: str, names: tuple[str, ...]) -> float:
         """Return the part of a gradient's seconds that a pass of a stage's parameters takes."""
         if kind == "forward":
-            share = sum(self._parameters[name].forward for name in names)
-            whole = self._turn
+            share, whole = sum(self._parameters[name].forward for name in names), self._turn
         else:
-            share = sum(self._backward[name] for name in names)
-            whole = 1 - self._turn
+            share, whole = sum(self._backward[name] for name in names), 1 - self._turn
         return share or whole * len(names) / len(self._parameters)
 
     @functools.cached_property
     def _backward(self) -> dict[str, float]:
         """Each parameter's part of backward: from the gradient before its own to its own."""
         before, found = self._turn, {}
-        rising: list[Parameter] = sorted(self._parameters.values(), key=lambda p: p.ready)
-        for parameter in rising:
+        for parameter in sorted(self._parameters.values(), key=lambda p: p.ready):
             found[parameter.name] = max(parameter.ready - before, 0.0)
             before = max(before, parameter.ready)
         return found
@@ -153,11 +209,9 @@ class AssumedCosts:
     flops = FLOPS
 
     def __init__(self, sample_flops: float, layout: Layout, stages: int) -> None:
-        self._sample_seconds = sample_flops / FLOPS
-        self._stages = stages
+        self._sample_seconds, self._stages = sample_flops / FLOPS, stages
         elements = [slot.size for slot in layout.slots]  # the last parameter first, as in backward
-        whole = sum(elements)
-        # The forward pass takes the first third.
+        whole = sum(elements)  # the forward pass takes the first third
         self._ready = [1 / 3 + 2 / 3 * done / whole for done in accumulate(elements)]
         self._needed = [1 / 3 - done / whole / 3 for done in accumulate(elements)]
 
@@ -182,6 +236,10 @@ class AssumedCosts:
 
 def assumed_costs(run: Run) -> AssumedCosts:
     """Make costs from the operations of the task's gradient, as it says or counted on a batch."""
+    from orchestra.tasks.task import load_task
+    from orchestra.trainer.setup import meta_model
+    from orchestra.worker.layout import Layout
+
     task = load_task(run.task)
     module = task.model() if run.training.tensors == "real" else meta_model(task)
     flops = task.sample_flops or _counted(run, task, module)
@@ -191,13 +249,14 @@ def assumed_costs(run: Run) -> AssumedCosts:
 
 def _counted(run: Run, task: Task, module: nn.Module) -> float:
     """Count the operations of a sample's gradient."""
-    size = run.training.batch_size
-    batch = open_samples(task.train, run.seed, task.collate).read(0, size)
-    device = next(module.parameters()).device
-    batch = map_tensors(batch, lambda tensor: tensor.to(device))
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from orchestra.optimizers.state import undisturbed
+
+    batch = first_batch(run, task, module)
     try:
         with undisturbed(), FlopCounterMode(display=False) as counter:
-            loss: torch.Tensor = task.loss(module, batch)
+            loss = task.loss(module, batch)
             if loss.requires_grad:
                 loss.backward()
     except (NotImplementedError, RuntimeError) as error:
@@ -207,8 +266,18 @@ def _counted(run: Run, task: Task, module: nn.Module) -> float:
             f"tensors: shapes: the operations of {run.task} cannot be counted without values "
             f"({error}); give Task.sample_flops, or set tensors to real"
         ) from error
-    whole: float = counter.get_total_flops() / size
+    whole: float = counter.get_total_flops() / run.training.batch_size
     return whole
+
+
+def first_batch(run: Run, task: Task, module: nn.Module) -> Batch:
+    """Return the first batch of a worker, on the device of `module`."""
+    from orchestra.data.feed import open_samples
+    from orchestra.worker.batches import map_tensors
+
+    samples = open_samples(task.train, run.seed, task.collate)
+    device = next(module.parameters()).device
+    return map_tensors(samples.read(0, run.training.batch_size), lambda tensor: tensor.to(device))
 
 
 @dataclass
@@ -233,15 +302,12 @@ class SimulatedCompute:
         kernel: Kernel,
         costs: Costs,
         jitter: Callable[[Flow], float],
-        on_step: Callable[[], None] = lambda: None,
-        threads: int = 1,
+        on_step: Callable[[], None],
+        threads: int,
     ) -> None:
-        self._threads = threads
         self._seconds = self.main_seconds = 0.0
-        self._kernel = kernel
-        self._costs = costs
-        self._jitter = jitter
-        self._on_step = on_step
+        self._kernel, self._costs, self._jitter = kernel, costs, jitter
+        self._on_step, self._threads = on_step, threads
         self._gradient = _Gradient(0.0, 0.0)
 
     @property
@@ -264,12 +330,11 @@ class SimulatedCompute:
             raise ValueError(f"{work} takes {seconds} s: the simulation has no figure for it")
         began = self._kernel.here()
         seconds *= self._jitter(flow)
+        gradient = _Gradient(seconds, seconds, flow)
         if work.kind == "gradient":
-            gradient = self._gradient = _Gradient(seconds, seconds, flow)
-            result = function()
-            seconds, gradient.flow = gradient.left, None
-        else:
-            result = function()
+            self._gradient = gradient
+        result = function()
+        seconds, gradient.flow = gradient.left, None
         flow.processor.compute(seconds)
         if work.kind == "step":
             self._on_step()
@@ -280,10 +345,10 @@ class SimulatedCompute:
         return result
 
     def _gather(self) -> None:
-        """Begin a gradient only when its time has come for all.
+        """Begin a gradient only when its time has come for all, and not ahead of the others.
 
-        Else its rank goes ahead with it. What ranks do around their gradients is short; if they do
-        it one right after the other, it is in the caches, of which a gradient leaves nothing.
+        What ranks do around their gradients is short; if they do it one right after the other, it
+        is in the caches, of which a gradient leaves nothing.
         """
         self._kernel.catch_up()
 

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from orchestra.cluster import Cluster
+from orchestra.cluster import Channel, Cluster
 from orchestra.engines.events import (
     BEAT_SECONDS,
     Abort,
@@ -35,13 +35,8 @@ CLOSED = "its connection closed"
 class Faults:
     """The faults of `cluster` on `ranks` ranks.
 
-    Args:
-        beat: the heartbeat of a rank, now.
-        patience: of the watcher, in seconds.
-        notice: tells the user.
-
-    Attributes:
-        left_out: why, for each rank that the run went on without.
+    `beat` gives the heartbeat of a rank, now; `patience` is that of the watcher, in seconds; and
+    `notice` tells the user.
     """
 
     def __init__(
@@ -53,13 +48,10 @@ class Faults:
         patience: float,
         notice: Callable[[str], None],
     ) -> None:
-        self._world = world
-        self._kernel = world.kernel
-        self._ranks = range(ranks)
-        self._beat = beat
-        self._notice = notice
+        self._world, self._kernel, self._ranks = world, world.kernel, range(ranks)
+        self._beat, self._notice = beat, notice
         self._detector = FailureDetector(ranks, Limits(patience=patience), start=0.0, children=True)
-        self.left_out = self._detector.left_out
+        self.left_out = self._detector.left_out  # why the run went on without each of these
         self._ended: set[int] = set()
         self._unheard: dict[int, Finished | Failed] = {}  # the ends of ranks behind a cut, by rank
         self._held: set[int] = set()
@@ -93,8 +85,7 @@ class Faults:
                 at(time, partial(world.change_speed, node, factor))
         for channel in cluster.channels.values():
             for time, factor in cluster.bandwidth_changes(channel):
-                at(time, partial(self._mark_cut, channel.name, is_cut=factor == 0))
-                at(time, partial(world.change_bandwidth, channel, factor))
+                at(time, partial(self._change_bandwidth, channel, factor))
         for rank in self._ranks:
             for begin, end in cluster.pauses(rank, ranks):
                 at(begin, partial(self._hold, rank))
@@ -105,12 +96,12 @@ class Faults:
 
     # What happens
 
-    def _mark_cut(self, channel: str, *, is_cut: bool) -> None:
-        if is_cut:
+    def _change_bandwidth(self, channel: Channel, factor: float) -> None:
+        self._cut.discard(channel.name)
+        if not factor:
             self._watch()  # hear all beats once more
-            self._cut.add(channel)
-        else:
-            self._cut.discard(channel)
+            self._cut.add(channel.name)
+        self._world.change_bandwidth(channel, factor)
 
     def _hold(self, rank: int) -> None:
         if rank not in self._ended:
@@ -144,8 +135,7 @@ class Faults:
     # The watcher
 
     def _watch(self) -> None:
-        # Beats cost events, so they are only heard while something is wrong, and until a
-        # consequence would be reported.
+        # Beats cost events: they are heard while something is wrong or may still be reported.
         self._until = self._kernel.now() + self._detector.limits.cause + 2 * BEAT_SECONDS
         if not self._watching:
             self._watching = True

@@ -38,13 +38,10 @@ class Fluid:
 
     `acknowledgements` are what data that crosses resources needs on the way back, in proportion
     (docs/decisions/0095-tcp.md).
-
-    Attributes:
-        shares: how many have been computed in all.
     """
 
     def __init__(self, events: Events, acknowledgements: float = 0.0) -> None:
-        self.shares = 0
+        self.shares = 0  # that have been computed in all
         self._carries = 1 / (1 + acknowledgements)  # of a capacity, beside acknowledgements
         self._events = events
         self._started = 0
@@ -94,8 +91,7 @@ class Fluid:
         for resource in path:
             if resource.capacity < rate:
                 rate = resource.capacity
-        # A tight resource has nothing to spare. Only without one is it worth adding up what is
-        # used.
+        # A tight resource has nothing to spare. Without one it is worth adding up what is used.
         tight = [resource for resource in path if resource.tight and resource.activities]
         crowded = tight or [r for r in path if r.activities and not r.fits(rate)]
         for resource in path:
@@ -138,11 +134,10 @@ class Fluid:
 
         While there are any, they are assumed to take as much as those of data at its capacity.
         """
-        alone = resource.acknowledged == 0
+        alone, before = resource.acknowledged == 0, resource.capacity
         resource.acknowledged += change
         if alone == (resource.acknowledged == 0):
             return
-        before = resource.capacity
         resource.capacity = resource.nominal * self._carries if alone else resource.nominal
         if not resource.activities:
             return
@@ -152,8 +147,7 @@ class Fluid:
             self._part_beside(resource)
 
     def _change_rate(self, activity: Activity, rate: float, now: float) -> None:
-        # From the last change of the rate, not by small steps, in which rounding errors would add
-        # up.
+        # From the last change of the rate: by small steps, rounding errors would add up.
         activity.left = left = activity.left_at(now)
         activity.updated_at = now
         activity.rate = rate
@@ -162,13 +156,10 @@ class Fluid:
                 resource.fastest = rate
                 if self._equal:
                     self._part_beside(resource)
-        if left == 0:  # even if it stalls
-            activity.finish = now
-        elif rate == 0:
+        if left and not rate:
             activity.finish = inf
             return
-        else:
-            activity.finish = now + left / rate
+        activity.finish = now + left / rate if left else now
         # Earlier entries of this activity stay in the heap, and are recognized by another `finish`.
         heapq.heappush(self._ends, (activity.finish, activity.order, activity))
 
@@ -184,11 +175,10 @@ class Fluid:
     def _take_place(self, activity: Activity, before: Activity, now: float) -> None:
         """Let `activity` take over the rate of `before`, which ends now: no other rate changes."""
         activity.back, before.back = before.back, ()
-        equal = None
         for resource in activity.resources:
             del resource.activities[before]
             resource.activities[activity] = None
-            equal = equal or resource.equal
+        equal = next((r.equal for r in activity.resources if r.equal is not None), None)
         if equal is None:
             self._change_rate(activity, before.rate, now)
         else:
@@ -218,8 +208,7 @@ class Fluid:
         resource.tight = True
         self._part_beside(resource)
         if not self._dirty:
-            # At the end of this instant, so that whatever else happens at it is shared out
-            # together.
+            # At the end of this instant: whatever else happens at it is shared out together.
             self._events.at(self._events.now(), self._solve)
         self._dirty[resource] = None
 
@@ -267,16 +256,12 @@ class Fluid:
         self._look_up_first(equal, now)
 
     def _share_equally(self, equal: EqualShares, now: float) -> bool:
-        """Give newcomers their equal shares, if no other resource can hold them back.
-
-        Returns whether that was possible.
-        """
+        """Give newcomers their equal shares; False if another resource may hold them back."""
         resource = equal.resource
         rate = equal.fair_rate()
         newcomers = [activity for activity in equal.newcomers if activity.running]
         equal.newcomers.clear()
-        # Half of the number at which they join, so that groups near it do not join and part all the
-        # time.
+        # Half of the number at which they join: groups near it do not join and part all the time.
         if 2 * len(resource.activities) < sharing.LEAST or not resource.capacity:
             return False
         for activity in newcomers:
@@ -295,8 +280,7 @@ class Fluid:
         """Set the end of the activity that ends first; the others' ends stay infinite."""
         first = equal.first()
         if equal.head is not None and equal.head is not first:
-            # Its entry in the heap becomes obsolete.
-            equal.head.finish = inf
+            equal.head.finish = inf  # its entry in the heap becomes obsolete
         equal.head = first
         if first is not None:
             left = max(first.until - equal.given_at(now), 0.0)
@@ -308,8 +292,7 @@ class Fluid:
         if self._equal and resource.equal is None:
             fair: float | None = None
             for activity in resource.activities:
-                equal = activity.equal
-                if equal is not None:
+                if (equal := activity.equal) is not None:
                     if fair is None:
                         fair = 0.0 if resource.tight else resource.fair_share(further)
                     equal.limit = min(equal.limit, fair / activity.weight)
@@ -334,8 +317,7 @@ class Fluid:
 
     def _set_alarm(self) -> None:
         ends = self._ends
-        # At least half of the entries are obsolete here, so that rebuilding costs O(1) for each
-        # push.
+        # At least half of the entries are obsolete here: rebuilding costs O(1) for each push.
         if len(ends) > 64 + 2 * self._running:
             self._ends = ends = [entry for entry in ends if entry[2].finish == entry[0]]
             heapq.heapify(ends)
@@ -362,7 +344,7 @@ class Fluid:
                     self._end(each)
                 ended += over
         for activity in ended:
-            # What the calls below start on the same resources may take these places (`start`).
+            # What the calls below start on the same resources may take these places.
             self._places.setdefault(activity.resources, []).append(activity)
         for activity in ended:
             activity.then()
@@ -379,15 +361,15 @@ class Fluid:
 
 def _are_equal(shared: Shared) -> bool:
     """Return whether these are many, and one resource alone holds them back, each by its weight."""
-    if len(shared.activities) < sharing.LEAST or len(shared.resources) != 1:
+    activities = shared.activities
+    if len(activities) < sharing.LEAST or len(shared.resources) != 1:
         return False
     (resource,) = shared.resources
-    if not resource.tight or not resource.capacity:
+    rate = activities[0].share / activities[0].weight
+    # Those that have less are held back by their own limits.
+    alike = all(abs(a.share - rate * a.weight) * 1e12 <= a.share for a in activities)
+    if not (resource.tight and resource.capacity and alike):
         return False
-    rate = shared.activities[0].share / shared.activities[0].weight
-    # Some have less: their own limit holds them back.
-    if any(abs(a.share - rate * a.weight) * 1e12 > a.share for a in shared.activities):
-        return False
-    for activity in shared.activities:
+    for activity in activities:
         set_limit(activity, resource)
-    return all(activity.limit * ROUNDING >= activity.share for activity in shared.activities)
+    return all(activity.limit * ROUNDING >= activity.share for activity in activities)

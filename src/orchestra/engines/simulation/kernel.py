@@ -11,11 +11,15 @@ import heapq
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from orchestra.engines.events import follow_waits
-from orchestra.engines.simulation.contexts import Context, GreenletContext, ThreadContext
+from orchestra.engines.simulation.contexts import Context, ThreadContext
 from orchestra.errors import RunAborted
+
+if TYPE_CHECKING:
+    from orchestra.engines.simulation.processor import Thread
 
 T = TypeVar("T")
 Call = Callable[[], None]
@@ -63,8 +67,7 @@ class Events:
     def call_at(self, time: float, call: Callable[[T], object], argument: T) -> None:
         """Like `at`, for `call(argument)`, which cannot be cancelled: cheaper, for each message."""
         assert time >= self._now, f"{time} lies before {self._now}"
-        # The sequence number breaks ties, so that runs are deterministic and calls are never
-        # compared.
+        # The sequence number breaks ties: runs are deterministic, and calls are never compared.
         heapq.heappush(self._due, (time, next(self._sequence), call, argument))
 
     def after(self, seconds: float, call: Call) -> Timer:
@@ -84,72 +87,33 @@ class Events:
             yield time, call, argument
 
 
-class Processor(Protocol):
-    """What a flow computes on."""
-
-    @property
-    def rate(self) -> float:
-        """Its speed while no other thread runs on it, where a core of speed 1 has the rate 1."""
-
-    def undisturbed(self) -> bool:
-        """Return whether it computes at `rate` whatever other flows do."""
-
-    def start(self, seconds: float, then: Call) -> None:
-        """Compute `seconds` core-seconds (of a core of speed 1), then call `then`."""
-
-    def spend(self, seconds: float) -> None:
-        """Let the current flow compute `seconds` core-seconds (of a core of speed 1)."""
-
-    def compute(self, seconds: float) -> None:
-        """Like `spend`, with all threads of the flow."""
-
-
+@dataclass(eq=False)
 class Flow:
-    """One strand of a rank's work, from its start to its end.
+    """One strand of a rank's work, from its start to its end."""
 
-    Attributes:
-        context: what it runs on.
-        processor: what it computes on.
-        waits: whom it waits for, and for what, while it is parked; for the diagnosis.
-        ahead: until when it has computed already, where nothing can come between.
-        number: how many flows its rank had before it.
-        main: whether it is the rank's own, and no background flow.
-        due: whether its turn came while its rank was held.
-        dead: whether its turn never comes any more.
-        result: what its function returned.
-        error: what its function raised.
-    """
+    kernel: Kernel
+    rank: int
+    function: Callable[[], Any]
+    processor: Thread  # what it computes on
+    main: bool  # whether it is the rank's own, and no background flow
+    waits: Callable[[], Wait] | None = None  # whom it waits for, and for what, while it is parked
+    ahead: float = 0.0  # until when it has computed already, where nothing can come between
+    due: bool = False  # whether its turn came while its rank was held
+    dead: bool = False  # whether its turn never comes any more
+    ended: bool = False
+    result: Any = None  # what `function` returned
+    error: BaseException | None = None  # what it raised
+    on_end: list[Callable[[Flow], None]] = field(default_factory=list)
 
-    def __init__(
-        self,
-        kernel: Kernel,
-        rank: int,
-        function: Callable[[], Any],
-        processor: Processor,
-        *,
-        main: bool,
-    ) -> None:
-        self.rank = rank
-        self.processor = processor
-        self.main = main
-        self.ahead = 0.0
-        self.number = kernel.started_of[rank]
-        self.waits: Callable[[], Wait] | None = None
-        self.due = False
-        self.dead = False
-        self.ended = False
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.on_end: list[Callable[[Flow], None]] = []
-        self._kernel = kernel
-        self._function = function
-        self.context = kernel.launcher.another(self._live, f"rank {rank}")
+    def __post_init__(self) -> None:
+        self.number = self.kernel.started_of[self.rank]  # how many flows its rank had before it
+        self.context = self.kernel.launcher.another(self._live, f"rank {self.rank}")
 
     def _live(self) -> Context:
-        kernel = self._kernel
+        kernel = self.kernel
         try:
             kernel.entered(self)
-            self.result = self._function()
+            self.result = self.function()
             kernel.catch_up()  # it ends when the world's clock has reached its own
         except BaseException as error:
             self.error = error
@@ -171,18 +135,14 @@ class Kernel(Events):
     Args:
         on_turn: called on the context of each flow whose turn begins.
         contexts: the kind of context that each flow runs on.
-
-    Attributes:
-        current: the flow whose turn it is; not set before the first turn.
-        outstanding: how many things besides the main flows have to end before `run` returns.
     """
 
-    current: Flow
+    current: Flow  # whose turn it is; not set before the first turn
 
     def __init__(
         self,
         on_turn: Callable[[Flow], None] = lambda flow: None,
-        contexts: type[ThreadContext | GreenletContext] = ThreadContext,
+        contexts: type[Context] = ThreadContext,
     ) -> None:
         super().__init__()
         self.launcher: Context = contexts.present()
@@ -191,39 +151,37 @@ class Kernel(Events):
         self.started_of: Counter[int] = Counter()  # those that have ended included
         self.turns_of: Counter[int] = Counter()  # how often flows of a rank have gone on
         self.changes = 0  # of the flows
-        self.outstanding = 0
+        self.outstanding = 0  # besides the main flows, what has to end before `run` returns
+        self.held: set[int] = set()  # ranks; what is ahead of the others cannot be stopped
         self.failure: BaseException | None = None
         self._ready: deque[Flow] = deque()
         self._aborted: Exception | None = None
         self._living = 0  # main flows
-        self._held: set[int] = set()  # ranks
         self._dead: list[Flow] = []
         self._on_turn = on_turn
 
     # Flows
 
     def start(
-        self, rank: int, function: Callable[[], Any], processor: Processor, *, main: bool = False
+        self, rank: int, function: Callable[[], Any], processor: Thread, *, main: bool = False
     ) -> Flow:
         """A new flow of `rank`; its turn comes at the present time."""
-        flow = Flow(self, rank, function, processor, main=main)
+        flow = Flow(self, rank, function, processor, main)
         self.flows.append(flow)
-        self.flows_of[rank] += 1
-        self.started_of[rank] += 1
-        self.changes += 1
+        self.add_thread(rank)
         self._living += main
         self.call_at(self._now, self.resume, flow)
         return flow
 
     def add_thread(self, rank: int, count: int = 1) -> None:
-        """Count `count` further threads of `rank` that compute without a flow of their own."""
+        """Count `count` further threads of `rank`, each of a flow or without one."""
         self.flows_of[rank] += count
         self.started_of[rank] += max(count, 0)  # a negative count ends threads
         self.changes += 1
 
     def resume(self, flow: Flow) -> None:
         """From an event: the turn of a parked `flow` comes next, once its rank is not held."""
-        if flow.rank in self._held:
+        if flow.rank in self.held:
             flow.due = True
         elif not flow.dead:
             self.turns_of[flow.rank] += 1
@@ -237,23 +195,13 @@ class Kernel(Events):
             return None
         return next((wait for wait in waits if wait[0] != (rank,)), waits[0])
 
-    # Ranks that are stopped. What goes ahead of the others cannot be.
-
-    def hold(self, rank: int) -> None:
-        """From an event: no flow of `rank` goes on until it is let go."""
-        self._held.add(rank)
-
     def let_go(self, rank: int) -> None:
-        """From an event: flows of `rank` go on whose turn has come."""
-        self._held.discard(rank)
+        """From an event: flows of `rank`, which was held, go on whose turn has come."""
+        self.held.discard(rank)
         for flow in self.flows:
             if flow.rank == rank and flow.due:
                 flow.due = False
                 self.resume(flow)
-
-    def is_held(self, rank: int) -> bool:
-        """Return whether `rank` is stopped by `hold`."""
-        return rank in self._held
 
     def kill(self, rank: int) -> None:
         """From an event: the flows of `rank` never go on any more."""
@@ -273,12 +221,9 @@ class Kernel(Events):
         following = self._next()
         if following is not flow.context:  # else this flow goes on without a switch
             flow.context.pass_to(following)
-            self.current = flow  # others have set it meanwhile
-            self._check()
-            self._on_turn(flow)
+            self.entered(flow)
 
-    # A flow alone on its core need not wait until it has computed: it goes ahead of the others
-    # until it has to do with them.
+    # A flow alone on its core goes ahead of the others until it has to do with them.
 
     def here(self) -> float:
         """The present of the flow whose turn it is."""
@@ -307,7 +252,7 @@ class Kernel(Events):
             waiter.waits = None
 
     def entered(self, flow: Flow) -> None:
-        """From a new flow: its first turn has come."""
+        """From a flow: its turn has come."""
         self.current = flow
         self._check()
         self._on_turn(flow)
@@ -326,8 +271,7 @@ class Kernel(Events):
 
     def _remove(self, flow: Flow) -> None:
         self.flows.remove(flow)
-        self.flows_of[flow.rank] -= 1
-        self.changes += 1
+        self.add_thread(flow.rank, -1)
         self._living -= flow.main
 
     def run(self) -> None:

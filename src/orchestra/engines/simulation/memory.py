@@ -12,8 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from orchestra.cluster import Cluster, Node
 from orchestra.cluster.units import BYTES
-from orchestra.data.feed import open_samples
-from orchestra.engines.simulation.costs import Costs
+from orchestra.engines.simulation.costs import Costs, first_batch
 from orchestra.errors import InputError
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.optimizers.state import undisturbed
@@ -21,7 +20,6 @@ from orchestra.strategies.base import Strategy
 from orchestra.tasks.task import Task, load_task
 from orchestra.trainer.settings import Run
 from orchestra.trainer.setup import Sizes, kept_bytes, meta_model, sizes_of
-from orchestra.worker.batches import Batch, map_tensors
 from orchestra.worker.layout import Layout
 from orchestra.worker.runtime import Work
 
@@ -85,10 +83,7 @@ class Memory:
         return min(cluster.nodes, key=preference)
 
     def speed_alone(self, node: Node, costs: Costs) -> float:
-        """Return samples/s of one process on `node` that takes steps of the global batch.
-
-        It has all cores, or one device. Durations are the cost model's, without jitter.
-        """
+        """Return samples/s of one process on all cores of `node`, or one device, without jitter."""
         training = self._run.training
         threads = node.threads(1, training.threads)
         seconds = sum(costs.seconds(work, threads) for work in self._step)
@@ -120,8 +115,7 @@ class Memory:
 
     def _of(self, rank: int) -> Counter[str]:
         """Return the bytes of one rank, by what they are for."""
-        sizes, layout = self._sizes(rank)
-        kept = kept_bytes(self._run, rank, sizes, layout)
+        kept = kept_bytes(self._run, rank, *self._sizes(rank))
         samples = self._samples(rank)
         kept[ACTIVATIONS] = round(samples * self._sample_activations) if samples else 0
         return kept
@@ -134,15 +128,12 @@ class Memory:
 
     def _sizes(self, rank: int) -> tuple[Sizes, Layout]:
         """Return the sizes of what `rank` trains, and its layout."""
-        part = None
         if self._strategy.divides_model:
             ranks = len(self._strategy.roles(self._run.training.ranks).shares)
-            part = self._strategy.part_of(
-                self._module, self._loss_beside(self._module), rank, ranks
-            )
-        if part is None:
-            return self._whole
-        return self._sizes_of(part.module)
+            part = self._strategy.part_of(self._module, self._loss, rank, ranks)
+            if part is not None:
+                return self._sizes_of(part.module)
+        return self._whole
 
     @functools.cached_property
     def _whole(self) -> tuple[Sizes, Layout]:
@@ -161,23 +152,20 @@ class Memory:
             with undisturbed():
                 return self._task.model()
 
+    @functools.cached_property
+    def _loss(self) -> Callable[[nn.Module], Tensor]:
+        return self._loss_beside(self._module)
+
     def _loss_beside(self, model: nn.Module) -> Callable[[nn.Module], Tensor]:
         """Return a function: the loss of a module on one batch, on the device of `model`."""
-        device = next(model.parameters()).device
-        batch = map_tensors(self._batch, lambda tensor: tensor.to(device))
+        batch = first_batch(self._run, self._task, model)
         return lambda module: self._task.loss(module, batch)
-
-    @functools.cached_property
-    def _batch(self) -> Batch:
-        task = self._task
-        samples = open_samples(task.train, self._run.seed, task.collate)
-        return samples.read(0, self._run.training.batch_size)
 
     @functools.cached_property
     def _sample_activations(self) -> float:
         """Bytes that autograd saves for the backward pass, but for the model's own tensors."""
         try:
-            saved = saved_bytes(self._module, self._loss_beside(self._module))
+            saved = saved_bytes(self._module, self._loss)
         except (NotImplementedError, RuntimeError):  # the loss reads values
             with undisturbed():
                 model = self._task.model()

@@ -11,30 +11,27 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass, field
 from math import inf
 
 from torch import Tensor
 
 from orchestra.cluster.nodes import Overhead
 from orchestra.engines.simulation.fluid import Fluid, Resource
-from orchestra.engines.simulation.kernel import Flow, Kernel, Processor, Wait
-from orchestra.engines.simulation.route import Reader, Route
-from orchestra.engines.simulation.stream import Stream
+from orchestra.engines.simulation.kernel import Events, Flow, Kernel, Wait
+from orchestra.engines.simulation.processor import Thread
+from orchestra.engines.simulation.stream import Load, Route, Stream
 from orchestra.transports import matching
 from orchestra.transports.framing import Header
 from orchestra.transports.matching import Incoming, Mailbox
 from orchestra.transports.protocol import Task, Traffic
 
 
-class Message:
-    """A `Load` from `send` to its delivery; `payload` is what was there when it was sent, and
-    `arriving` what the mailbox knows it by, once it has begun."""
+class Message(Load):
+    """From `send` to its delivery; `payload` is what was there when it was sent, and `arriving`
+    what the mailbox knows it by, once it has begun."""
 
-    __slots__ = (
-        *("_sending", "_target", "arriving", "both_ways", "crossed", "fair", "frame_bytes"),
-        *("header", "held_bytes", "left_at", "payload"),
-    )
+    __slots__ = ("_sending", "_target", "arriving", "header", "payload")
 
     def __init__(
         self,
@@ -42,20 +39,13 @@ class Message:
         payload: Tensor,
         sending: Sending,
         target: Port,
-        both_ways: bool | None = None,
+        both_ways: bool | None,
         *,
-        fair: bool = False,
+        fair: bool,
     ) -> None:
-        self.header = header
-        self.frame_bytes = header.frame_bytes
-        self.held_bytes = 0
-        self.both_ways = both_ways
-        self.fair = fair
-        self.payload = payload
-        self.left_at = inf
-        self.crossed = False
-        self._sending = sending
-        self._target = target
+        super().__init__(header.frame_bytes, both_ways, fair)
+        self.header, self.payload = header, payload
+        self._sending, self._target = sending, target
         self.arriving: Incoming | None = None
 
     def begin(self) -> None:
@@ -85,21 +75,83 @@ class Message:
             self._sending.port.wake(self._sending)
 
 
+class Reader:
+    """Whether a rank takes in what arrives: only while one of its flows waits for messages.
+
+    Meanwhile its kernel takes in what the buffer of a connection holds. A server turns away for
+    each message and comes back soon, with a thousand connections: nothing is done for these until a
+    buffer might be full.
+    """
+
+    def __init__(self, events: Events) -> None:
+        self.period = 0  # a number for each time for which nobody waits
+        self.away_since = 0.0  # when the last of them began
+        self.large: dict[Stream, None] = {}  # with a message under way larger than the buffer
+        self.barred: dict[Stream, None] = {}  # that wait until the rank reads
+        self.fill_seconds = inf  # in which no buffer of its connections can be filled
+        self._events = events
+        self._since: dict[object, float] = {}
+        self._will_look = False
+
+    def begin(self, who: object, time: float) -> None:
+        """Note that `who` waits from `time` on, now or later."""
+        self._since[who] = time
+        for stream in list(self.barred):
+            stream.resume_at(time)
+
+    def end(self, who: object) -> None:
+        """Note that `who` has what it waited for."""
+        del self._since[who]
+        if not self._since:
+            self.period += 1
+            self.away_since = self._events.now()
+            if self.large:
+                self.watch()
+
+    def glance(self) -> None:
+        """Note that somebody reads what is there, and does not wait."""
+        if self.large or self.barred:
+            self.begin(self, self._events.now())
+            self.end(self)
+
+    def watch(self) -> None:
+        """Look again when the buffer of a message that is under way by now might be full."""
+        # One call for all streams, whatever the rank does until then.
+        if not self._will_look and self.fill_seconds < inf:
+            self._will_look = True
+            self._events.call_at(self._events.now() + self.fill_seconds, self._look, None)
+
+    def since(self) -> float:
+        """Return from when on the rank takes in messages; infinite as long as that is not known."""
+        return min(self._since.values(), default=inf)
+
+    def is_away(self) -> bool:
+        """Return whether nobody reads at the present time."""
+        return self.since() > self._events.now()
+
+    def _look(self, _: None) -> None:
+        self._will_look = False
+        if self.large and self.is_away():
+            full_at = self.away_since + self.fill_seconds
+            if full_at > self._events.now():  # it has read since `watch`
+                self._will_look = True
+                self._events.call_at(full_at, self._look, None)
+            else:
+                for stream in list(self.large):
+                    stream.bar()
+
+
 class Meter:
     """Bytes of messages, payload and headers, by the rank that they go to.
 
     Set-up, checkpoints and evaluation lie outside the stopwatch, as they do in a record. A message
-    counts in full when it is sent, one of an all-reduce at once when its rank is through.
-
-    Attributes:
-        sent: bytes by rank; without messages from a rank to itself, which cross no link.
-        seconds: for which the stopwatch ran.
-        uncounted: calls that count what is through by now, before anybody reads what is counted.
+    counts in full when it is sent, all of an all-reduce at once when its rank is through.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
-        self.sent: Counter[int] = Counter()
-        self.seconds = 0.0
+        self.sent: Counter[int] = Counter()  # messages from a rank to itself cross no link
+        self.seconds = 0.0  # for which the stopwatch ran
+        # Count what is through by now, before anybody reads what is counted.
         self.uncounted: list[Callable[[], None]] = []
         self._now = now
         self._began: float | None = None
@@ -138,66 +190,35 @@ BeginNativeAllReduce = Callable[[Tensor], Task[int]]
 """Begins to replace a tensor by its sum over all ranks."""
 
 
+@dataclass(eq=False)
 class Net:
-    """All ranks' ports, and the routes between them.
+    """All ranks' ports, and the streams between them."""
 
-    `delay` tells how many seconds later a message from one rank to another arrives if it is sent at
-    a time; without it no message is delayed. `draw_share` draws the weight of the next message
-    between two ranks, where it shares a link; without it weights are even. `before_arrival` is
-    called before a message begins to cross these links. `message_cost` gives the costs of one, from
-    its bytes with the header, and whether its ranks share memory.
+    kernel: Kernel
+    fluid: Fluid
+    overhead: Overhead
+    nodes: Sequence[str]  # the name of each rank's node
+    hosts: Sequence[int]  # of each rank, a number that those have in common that share memory
+    route: Callable[[int, int], Route]
+    before_arrival: Callable[[Sequence[Resource]], None]  # called before a message crosses these
+    ports: list[Port] = field(default_factory=list)
+    shared: dict[tuple[tuple[int, ...], int, int], Tensor] = field(default_factory=dict)
+    shown: dict[Hashable, dict[int, Tensor]] = field(default_factory=dict)  # by stage and place
+    streams: dict[tuple[int, int], Stream] = field(default_factory=dict)
 
-    Attributes:
-        nodes: the name of each rank's node.
-        hosts: of each rank, what it has in common with those that it shares memory with; empty:
-            nobody does.
-    """
-
-    def __init__(
-        self,
-        kernel: Kernel,
-        fluid: Fluid,
-        overhead: Overhead,
-        route: Callable[[int, int], Route],
-        delay: Callable[[int, int, float], float] | None = None,
-        draw_share: Callable[[int, int], float] | None = None,
-    ) -> None:
-        self.kernel = kernel
-        self.fluid = fluid
-        self.overhead = overhead
-        self.message_cost = functools.lru_cache(maxsize=1024)(overhead.message)
-        self.before_arrival: Callable[[Sequence[Resource]], None] = lambda links: None
-        self.ports: list[Port] = []
-        self.nodes: list[str] = []
-        self.hosts: list[Hashable] = []
-        self._host_numbers: list[int] = []
-        self.shared: dict[tuple[tuple[int, ...], int, int], Tensor] = {}  # by ranks, tag, number
-        self.shown: dict[Hashable, dict[int, Tensor]] = {}  # by stage and place
-        self.streams: dict[tuple[int, int], Stream] = {}
-        self._route = route
-        self._delay = delay
-        self._draw_share = draw_share
-
-    def host(self, rank: int) -> int:
-        """Return a number that is equal for ranks that share memory."""
-        if not self._host_numbers:
-            hosts = self.hosts or range(len(self.ports))
-            numbers = {host: number for number, host in enumerate(hosts)}
-            self._host_numbers = [numbers[host] for host in hosts]
-        return self._host_numbers[rank]
+    def __post_init__(self) -> None:
+        # The costs of a message, from its bytes with the header, and whether its ranks are near.
+        self.message_cost = functools.lru_cache(maxsize=1024)(self.overhead.message)
 
     def is_near(self, source: int, target: int) -> bool:
         """Return whether two ranks share memory."""
-        return self.host(source) == self.host(target)
+        return self.hosts[source] == self.hosts[target]
 
     def stream(self, source: int, target: int) -> Stream:
         """Return the stream from one rank to another; it is made when it is first used."""
         key = source, target
         if key not in self.streams:
-            route = self._route(source, target)
-            delay = None if self._delay is None else partial(self._delay, source, target)
-            draw = None if self._draw_share is None else partial(self._draw_share, source, target)
-            self.streams[key] = Stream(self, route, source, target, delay, draw)
+            self.streams[key] = Stream(self, self.route(source, target), source, target)
         return self.streams[key]
 
 
@@ -211,12 +232,10 @@ class Port:
     native: Callable[[], BeginNativeAllReduce]
 
     def __init__(
-        self, net: Net, rank: int, new_processor: Callable[[], Processor], meter: Meter
+        self, net: Net, rank: int, new_processor: Callable[[], Thread], meter: Meter
     ) -> None:
-        self.net = net
-        self.rank = rank
-        self.new_processor = new_processor
-        self.meter = meter
+        self.net, self.rank = net, rank
+        self.new_processor, self.meter = new_processor, meter
         self.reader = Reader(net.kernel)
         self.mailbox = Mailbox(rank)
         self.bytes_sent = 0
@@ -245,9 +264,8 @@ class Port:
 
     def keep_order(self) -> None:
         """Let the current flow catch up with virtual time, if others share its caches."""
-        # Only the first message of a step is cold. A flow that is ahead must not take that from a
-        # message that another flow sends before it in virtual time
-        # (docs/decisions/0029-shapes-only.md).
+        # Only the first message of a step is cold. A flow that is ahead must not take that from one
+        # that another flow sends before it in virtual time (docs/decisions/0029-shapes-only.md).
         if self.shares_caches:
             self.net.kernel.catch_up()
 
@@ -289,14 +307,12 @@ class Port:
 
     def wake(self, what: object) -> None:
         """Resume the flows that sleep for `what` and whose condition is true now."""
-        asleep = self._asleep.get(what)
-        if asleep is None:
-            return
-        for flow, condition in list(asleep.items()):
-            if condition():
-                del asleep[flow]
-                self.net.kernel.resume(flow)
-        if not asleep:
+        asleep = self._asleep.get(what, {})
+        awake = [flow for flow, condition in asleep.items() if condition()]
+        for flow in awake:
+            del asleep[flow]
+            self.net.kernel.resume(flow)
+        if awake and not asleep:
             del self._asleep[what]
 
     def wake_all(self) -> None:
@@ -312,13 +328,10 @@ class Sending(matching.Operation):
 
     def __init__(self, flow: matching.Flow, port: Port, tensor: Tensor, to: int) -> None:
         super().__init__(flow)
-        self.port = port
-        self.tensor = tensor
-        self.to = to
+        self.port, self.tensor, self.to = port, tensor, to
 
     @property
     def source(self) -> int:
-        """The sending rank."""
         return self.flow.rank
 
     def finish(self) -> None:

@@ -1,72 +1,72 @@
-"""One rank's part in a collective, message by message in virtual time, without a flow of its own.
+"""One rank's part in a collective in virtual time: message by message, or in shared memory.
 
-It takes the steps of transports/collective.py, and is charged for them as a transport charges.
+`Participant` takes the steps of transports/collective.py without a flow of its own, and is charged
+for them as a transport charges. `carry_out` does what a flow does in the memory that ranks of one
+node share. Long vectors go through it chunk by chunk. Of their barriers only the first and the last
+one are carried out; what happens in between, the other barriers included, takes its time in one go.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import inf
+from operator import itemgetter
+
+import torch
+from torch import Tensor
 
 from orchestra.engines.simulation.fluid import Fluid
-from orchestra.engines.simulation.kernel import Events, Processor
-from orchestra.engines.simulation.rounds import ADD, BARRIER, FREE, SEND, PlacedPlan
-from orchestra.engines.simulation.shared_memory import Barriers
-from orchestra.engines.simulation.stream import Stream
+from orchestra.engines.simulation.kernel import Call, Events
+from orchestra.engines.simulation.network import Port
+from orchestra.engines.simulation.plan import NodeStage
+from orchestra.engines.simulation.processor import Thread
+from orchestra.engines.simulation.rounds import BARRIER, FREE, SEND, TAKE, PlacedPlan
+from orchestra.engines.simulation.stream import Load, Stream
+from orchestra.errors import PeerLost
+from orchestra.schedules.sums import Stage
+from orchestra.transports.collective import StepKind, cuts_in_memory, steps_of
+from orchestra.transports.framing import header_bytes
+from orchestra.transports.protocol import CollectiveCall, Traffic
 
-Call = Callable[[], None]
+Pair = tuple[int, int]
+"""The places of a sender and its receiver."""
 
 BLOCKED = None
 """In place of seconds of computation: a packet, or a barrier, wakes the participant."""
 
 
-class Packet:
+class Packet(Load):
     """A message without content; times are infinite as long as they are not known.
 
-    Attributes:
-        both_ways: whether others of its round go the other way.
-        at_begin, at_end: called when the first byte is there, and when the last one is.
+    Nobody need learn that one fails: a collective cannot go on without it. Nobody is `free` early.
     """
 
-    __slots__ = (
-        *("_scene", "at_begin", "at_end", "began", "both_ways", "crossed", "ended", "fair"),
-        *("frame_bytes", "held_bytes", "left_at"),
-    )
+    __slots__ = ("_scene", "at_begin", "at_end", "began", "ended")
 
     def __init__(self, scene: Scene, frame_bytes: int, both_ways: bool, *, fair: bool) -> None:
-        self.frame_bytes = frame_bytes
-        self.held_bytes = 0
-        self.fair = fair
-        self.both_ways: bool | None = both_ways
-        self.began = self.ended = self.left_at = inf
-        self.crossed = False
-        self.at_begin: list[Call] = []
-        self.at_end: list[Call] = []
+        super().__init__(frame_bytes, both_ways, fair)
+        self.began = self.ended = inf
+        self.at_begin: list[Call] = []  # called when the first byte is there
+        self.at_end: list[Call] = []  # and when the last one is
         self._scene = scene
 
     def begin(self) -> None:
-        """Its first byte is there."""
         self.began = self._scene.events.now()
         for call in self.at_begin:
             call()
 
-    def free(self) -> None:
-        """Its sender waits for all of it."""
-
     def end(self) -> None:
-        """All of it is there."""
         self.ended = self._scene.events.now()
         for call in self.at_end:
             call()
         self.at_begin.clear()  # cycles would be left to the garbage collector
         self.at_end.clear()
 
-    def fail(self, error: Exception) -> None:
-        """Nobody needs to learn of it: who takes part in a collective cannot go on without it."""
 
-
+@dataclass(eq=False)
 class Scene:
     """The events among which a collective is carried out: those of the world, or of a replay.
 
@@ -74,20 +74,19 @@ class Scene:
     something comes between, and goes on in the world from where it has come.
     """
 
-    def __init__(self, events: Events, replays: bool = False) -> None:
-        self.events = events
-        self.replays = replays
+    events: Events
+    replays: bool = False
 
     def enter_world(self, world: Events, fluid: Fluid, streams: Collection[Stream]) -> None:
         """Replay up to the present time of `world`, and go on there."""
         self.events.run_until(world.now())
-        # Only packets on their way move over. Other events are ends of computations (see below).
+        # Only packets on their way move over: computation starts anew, as others may compute, too.
         left = [(time, call, packet) for time, call, packet in self.events.left() if packet]
         for stream in streams:  # all of them, before one crosses again: they may share links
             stream.suspend()
         for stream in streams:
             stream.enter(world, fluid)
-        for time, call, packet in left:  # computation starts anew: others may compute, too
+        for time, call, packet in left:
             world.call_at(time, call, packet)
         self.events, self.replays = world, False
 
@@ -96,14 +95,14 @@ class Messages:
     """The packets between the participants of one collective, by pair, in their order."""
 
     def __init__(self, placed: PlacedPlan, scene: Scene) -> None:
-        self.placed = placed
-        self.scene = scene
+        self.placed, self.scene = placed, scene
         self.barriers = Barriers(scene.events)
-        self._packets: dict[tuple[int, int], list[Packet]] = defaultdict(list)
+        self._packets: dict[Pair, list[Packet]] = defaultdict(list)
 
-    def packet(self, pair: tuple[int, int], number: int, frame_bytes: int) -> Packet:
-        """Packet `number` of a pair; either end may be the first to ask for it."""
-        packets = self._packets[pair]
+    def packet(self, pair: Pair, counts: Counter[Pair], frame_bytes: int) -> Packet:
+        """The next packet of a pair by `counts`; either end may be the first to ask for it."""
+        packets, number = self._packets[pair], counts[pair]
+        counts[pair] += 1
         if number == len(packets):
             both_ways = self.placed.plan.goes_both_ways(pair, number)
             fair = self.placed.shares_fairly(pair[0])
@@ -116,24 +115,15 @@ class Participant:
 
     As long as nothing can slow down what it computes it goes ahead of the events, as a flow does,
     and only packets make it wait.
-
-    Attributes:
-        waiting, communicating: seconds, as a transport counts them.
     """
 
     def __init__(
-        self,
-        messages: Messages,
-        index: int,
-        processor: Processor,
-        then: Callable[[Participant], None],
+        self, messages: Messages, index: int, processor: Thread, then: Callable[[Participant], None]
     ) -> None:
         self.index = index
-        self.waiting = self.communicating = 0.0
-        self._messages = messages
-        self._scene = messages.scene
-        self._processor = processor
-        self._then = then
+        self.waiting = self.communicating = 0.0  # seconds, as a transport counts them
+        self._messages, self._scene = messages, messages.scene
+        self._processor, self._then = processor, then
         self._steps = self._take_part()
         self._time = 0.0  # its present: now, or ahead of the events
         self._computes_until = 0.0  # in a replay, or ahead of the events
@@ -160,8 +150,7 @@ class Participant:
         events = self._scene.events
         if self._time > events.now():
             self._computes_until = self._time
-            following = partial(self._compute, seconds) if seconds > 0 else self.go_on
-            events.at(self._time, following)
+            events.at(self._time, partial(self._compute, seconds) if seconds > 0 else self.go_on)
         elif self._scene.replays:
             self._computes_until = events.now() + seconds / self._processor.rate
             events.at(self._computes_until, self.go_on)
@@ -178,8 +167,7 @@ class Participant:
     def _take_part(self) -> Iterator[float | None]:
         """Take the executor's steps; yield seconds of computation to wait for, or `BLOCKED`."""
         messages, own = self._messages, self.index
-        streams = messages.placed.streams
-        counts: dict[tuple[int, int], int] = defaultdict(int)
+        counts: Counter[Pair] = Counter()
         leaving: dict[int, Packet] = {}
         for kind, number, peer, frame_bytes, seconds, rest in messages.placed.steps(own):
             began = self._time
@@ -190,35 +178,27 @@ class Participant:
                     yield BLOCKED
                 self.waiting += self._time - began
                 continue
-            if kind is ADD:
-                if not self._goes_ahead(seconds):
-                    yield seconds
-            elif kind is BARRIER:
-                if not self._goes_ahead(seconds):
-                    yield seconds
+            if kind is TAKE:
+                packet = messages.packet((peer, own), counts, frame_bytes)
+                yield from self._take(packet, seconds)
+                continue
+            if kind is SEND:
+                packet = leaving[number] = messages.packet((own, peer), counts, frame_bytes)
+            if not self._goes_ahead(seconds):
+                yield seconds
+            if kind is BARRIER:
                 here = self._time
                 self.communicating += here - began
                 messages.barriers.arrive(number, peer, own, here, rest, self.go_on)
                 yield BLOCKED
                 self.waiting += self._time - here
                 continue
-            elif kind is SEND:
-                pair = own, peer
-                packet = messages.packet(pair, counts[pair], frame_bytes)
-                counts[pair] += 1
-                leaving[number] = packet
-                if not self._goes_ahead(seconds):
-                    yield seconds
-                streams[pair].send(packet, self._time)
+            if kind is SEND:
+                stream = messages.placed.streams[own, peer]
+                stream.send(packet, self._time)
                 if not self._goes_ahead(rest):
                     yield rest
-                streams[pair].leave(packet, self._time)
-            else:
-                pair = peer, own
-                packet = messages.packet(pair, counts[pair], frame_bytes)
-                counts[pair] += 1
-                yield from self._take(packet, seconds)
-                continue
+                stream.leave(packet, self._time)
             self.communicating += self._time - began
         if self._time > self._scene.events.now():
             # `then` has to be called at the time of the end, so wait until the events are there.
@@ -227,13 +207,9 @@ class Participant:
     def _take(self, packet: Packet, seconds: float) -> Iterator[float | None]:
         """Wait for `packet`, and compute for `seconds` from its first byte on."""
         began, steady = self._time, self._processor.undisturbed()
-        # Where others may slow it down it computes from the first byte on, else that follows from a
-        # maximum.
-        if not steady and packet.began == inf:
-            packet.at_begin.append(self.go_on)
-            yield BLOCKED
-        elif steady and packet.ended == inf:
-            packet.at_end.append(self.go_on)
+        # Where others may slow it down it computes from the first byte on; else see the maximum.
+        if (packet.ended if steady else packet.began) == inf:
+            (packet.at_end if steady else packet.at_begin).append(self.go_on)
             yield BLOCKED
         arrived = max(began, packet.began)
         self.waiting += arrived - began
@@ -246,3 +222,99 @@ class Participant:
                 packet.at_end.append(self.go_on)
                 yield BLOCKED
         self.communicating += self._time - arrived
+
+
+class Barriers:
+    """Barriers in virtual time: who waits at one goes on when all have arrived."""
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        self._there: dict[Hashable, list[tuple[int, float, Call]]] = defaultdict(list)
+
+    def arrive(
+        self, key: Hashable, count: int, place: int, time: float, wake: float, then: Call
+    ) -> None:
+        """Let `place` wait from `time` on until `count` have arrived at the barrier `key`.
+
+        All go on, in the order of their places, `wake` seconds after the last one's time.
+        """
+        there = self._there[key]
+        there.append((place, time, then))
+        if len(there) == count:
+            del self._there[key]
+            self._events.call_at(max(time for _, time, _ in there) + wake, _go_on, there)
+
+
+def _go_on(there: list[tuple[int, float, Call]]) -> None:
+    for _, _, then in sorted(there, key=itemgetter(0)):
+        then()
+
+
+def carry_out(
+    stage: Stage, call: CollectiveCall, port: Port, barriers: Barriers, traffic: Traffic
+) -> None:
+    """Let the present flow, of the rank of `port`, do its part of a stage of `call`.
+
+    Raises:
+        PeerLost: one of the others is gone.
+    """
+    vector, ranks, cuts = call.vector, call.group.ranks, cuts_in_memory(call)
+    place = ranks.index(port.rank)
+    together = NodeStage(stage.ranks, stage.rounds, stage)
+    key = tuple(ranks[each] for each in stage.ranks), call.tag, stage.rounds
+    shown = port.net.shown.setdefault(key, {})
+    shown[place] = vector
+    port.keep_order()
+    port.spend(port.warm_up(), traffic)
+    costs = port.net.overhead.in_memory
+    for part, (seconds, wake) in enumerate(together.phases(place, cuts, vector.itemsize, costs)):
+        port.spend(seconds, traffic)
+        if wake is not None:
+            _wait(port, barriers, (key, part), key[0], wake, traffic)
+        if part == 0 and key in port.net.shown:  # the first to go on sees to the values of all
+            _form(stage, port.net.shown.pop(key), cuts)
+    for kind, _, peer, first, end, _ in steps_of(call, port.rank, *stage.rounds):
+        if kind is StepKind.SEND:
+            size = (end - first) * vector.itemsize + header_bytes(1)
+            port.bytes_sent += size
+            port.meter.count(ranks[peer], size)
+
+
+def _wait(
+    port: Port,
+    barriers: Barriers,
+    key: Hashable,
+    ranks: Sequence[int],
+    wake: float,
+    traffic: Traffic,
+) -> None:
+    passed: list[bool] = []
+    kernel, gone = port.net.kernel, port.mailbox.gone
+    others = tuple(rank for rank in ranks if rank != port.rank)
+
+    def go_on() -> None:
+        passed.append(True)
+        port.wake(go_on)
+
+    barriers.arrive(key, len(ranks), ranks.index(port.rank), kernel.here(), wake, go_on)
+    traffic.seconds_waiting += port.sleep_until(
+        lambda: bool(passed) or not gone.keys().isdisjoint(others),
+        lambda: (others, "to add up in shared memory"),
+        go_on,
+    )
+    if not passed:
+        lost = next(rank for rank in others if rank in gone)
+        raise PeerLost(lost, gone[lost])
+
+
+def _form(stage: Stage, vectors: Mapping[int, Tensor], cuts: Sequence[int]) -> None:
+    """Give each rank's vector the values that `stage` leaves it with."""
+    if next(iter(vectors.values())).is_meta:
+        return  # shapes only
+    with torch.no_grad():
+        # Copies, since sums of one rank read the vectors of the others as they were.
+        results = {place: vector.clone() for place, vector in vectors.items()}
+        for place, result in results.items():
+            stage.whole[place].form(vectors, result, cuts, 0, cuts[-1])
+        for place, vector in vectors.items():
+            vector.copy_(results[place])

@@ -1,30 +1,162 @@
-"""The messages of a collective for all of its ranks at once, in numbers."""
+"""The messages of a collective for all of its ranks at once, in numbers.
+
+What ranks of one node do in the memory that they share is in stages: which rounds of a schedule
+these are, transports/host.py decides. Each rank shows its elements, forms its share of the sums,
+and takes the results, with a barrier after each of the first two.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchestra.cluster.nodes import MemoryCosts
-from orchestra.engines.simulation.shared_memory import (
-    NodeStage,
-    NodeStages,
-    Phase,
-)
 from orchestra.schedules import REDUCE, Schedule
+from orchestra.schedules.sums import Rounds, Stage, local_stages, rounds_of
 from orchestra.transports import collective
 from orchestra.transports.collective import RoundPart, Step
 from orchestra.transports.framing import header_bytes
-from orchestra.transports.shared_memory import buffer_bytes
+from orchestra.transports.shared_memory import CHUNK_BYTES, SMALL_BYTES, buffer_bytes
 
 Integers = NDArray[np.int64]
 
 HEADER = header_bytes(1)
+
+
+class Phase(NamedTuple):
+    """Processor seconds of a rank, and then those that pass between the arrival of the last rank at
+    a barrier and that all go on; None: there is no barrier."""
+
+    seconds: float
+    wake: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class NodeStage:
+    """Rounds that the ranks at `places`, all of one node, carry out among themselves.
+
+    `stage` says what each of them does; None: all of them do the whole of an all-reduce.
+    """
+
+    places: tuple[int, ...]
+    rounds: Rounds
+    stage: Stage | None
+
+    def phases(
+        self, place: int, cuts: Sequence[int], itemsize: int, costs: MemoryCosts
+    ) -> Sequence[Phase]:
+        """Return what the rank at `place` does with a vector whose pieces begin at `cuts`."""
+        shown, formed, taken, whole = (
+            costs.copy * itemsize * elements for elements in self._elements(place, cuts)
+        )
+        barrier = costs.barrier * (len(self.places) - 1)
+        if cuts[-1] * itemsize <= SMALL_BYTES:
+            begin = Phase(costs.collective + shown + barrier, costs.wake)
+            return begin, Phase(whole, None)
+        chunks = ceil(cuts[-1] * itemsize / CHUNK_BYTES)
+        # A pipeline: only the first chunk's showing and the last one's taking overlap with nothing.
+        # Those between are charged in one go, and not with an event for each barrier
+        # (docs/decisions/0082-shared-memory-in-virtual-time.md).
+        first, last = shown / chunks, taken / chunks
+        between = shown - first + formed + taken - last + chunks * barrier
+        return (
+            Phase(costs.collective + first + barrier, costs.wake),
+            Phase(between, chunks * costs.wake),
+            Phase(last, None),
+        )
+
+    def _elements(self, place: int, cuts: Sequence[int]) -> tuple[float, float, float, float]:
+        """Return the elements that it shows, reads for its share of the sums, and takes, and those
+        that it reads where each rank adds up everything by itself."""
+        ranks, length = len(self.places), cuts[-1]
+        stage = self.stage
+        if stage is None:
+            return length, length, length, ranks * length
+        shown, taken = (
+            sum(cuts[end] - cuts[first] for first, end in pieces[place])
+            for pieces in (stage.shown, stage.taken)
+        )
+        formed = stage.shared.read(cuts) / ranks + stage.alone[place].read(cuts)
+        return shown, formed, taken, stage.whole[place].read(cuts)
+
+
+@dataclass(frozen=True, eq=False)
+class NodeStages:
+    """The stages of a schedule between ranks that are on known nodes.
+
+    Attributes:
+        sections: of each place that has stages, the rounds in their order: stages and others.
+        numbers: of each stage, from 0 on.
+    """
+
+    sections: Mapping[int, Sequence[NodeStage | Rounds]] = field(default_factory=dict)
+    numbers: Mapping[NodeStage, int] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.sections)
+
+    def hold(self, rounds: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which transfers, given by round and source, go through memory."""
+        held = np.zeros((rounds.max(initial=-1) + 1, places.max(initial=-1) + 1), dtype=np.bool_)
+        for place, sections in self.sections.items():
+            for section in sections:
+                if isinstance(section, NodeStage):
+                    held[slice(*section.rounds), place : place + 1] = True
+        return held[rounds, places]
+
+
+@functools.lru_cache(maxsize=64)
+def node_stages(schedule: Schedule, hosts: tuple[Hashable, ...]) -> NodeStages:
+    """Return the stages of `schedule`, where ranks with equal `hosts` share memory."""
+    places_of: dict[Hashable, list[int]] = defaultdict(list)
+    for place, host in enumerate(hosts):
+        places_of[host].append(place)
+    sections: dict[int, Sequence[NodeStage | Rounds]] = {}
+    numbers: dict[NodeStage, int] = {}
+    for places in _with_rounds_of_their_own(schedule, list(places_of.values())):
+        found: list[NodeStage | Rounds]
+        if schedule.all_reduce and len(places) == schedule.ranks:
+            found = [NodeStage(tuple(places), (0, len(rounds_of(schedule))), None)]
+        else:
+            found = [
+                NodeStage(part.ranks, part.rounds, part) if isinstance(part, Stage) else part
+                for part in local_stages(schedule, frozenset(places))
+            ]
+        stages = [part for part in found if isinstance(part, NodeStage)]
+        numbers |= {stage: len(numbers) + n for n, stage in enumerate(stages)}
+        for place in places if stages else ():
+            sections[place] = [
+                part for part in found if isinstance(part, tuple) or place in part.places
+            ]
+    return NodeStages(sections, numbers)
+
+
+def _with_rounds_of_their_own(
+    schedule: Schedule, groups: Sequence[Sequence[int]]
+) -> list[Sequence[int]]:
+    """Return those of `groups` that have a round with transfers among themselves alone."""
+    group_of = np.zeros(schedule.ranks, dtype=np.int64)
+    for number, places in enumerate(groups):
+        group_of[places] = number
+    found = np.zeros(len(groups), dtype=np.bool_)
+    if 0 < len(groups) < schedule.ranks:
+        for transfers in rounds_of(schedule):
+            source, target = group_of[transfers[:, 0]], group_of[transfers[:, 1]]
+            within = np.zeros_like(found)
+            within[source[source == target]] = True
+            within[np.concatenate([source, target])[np.tile(source != target, 2)]] = False
+            found |= within
+    return [places for places, is_found in zip(groups, found, strict=True) if is_found]
+
+
 NO_STAGES = NodeStages()
 
 
@@ -42,16 +174,13 @@ class Plan:
     Ranks are numbered as in the schedule. A run of pieces that is empty makes no message; a long
     one makes several, as in transports/collective.py.
 
+    `stages` are what ranks do in shared memory. Bytes and messages are counted as if it were sent,
+    and of each rank the bytes also as `bytes_in_memory`.
+
     Attributes:
-        pairs: every (source, target) that there is a message for, with the bytes of all of them.
-        cuts: where its pieces begin, and the end.
-        segment: elements of the longest message.
+        pairs: every (source, target) that has messages, with the bytes of all of them.
+        streamed: those that have some which are not in `stages`.
         bytes_sent, messages_sent, bytes_received, messages_received, buffer_bytes: of each rank.
-        is_synchronizing: no rank can finish before every rank has begun.
-        added_slots_bytes: what each rank adds up at the end, beside what it added before.
-        streamed: every (source, target) that there is a message for; others are `stages`.
-        stages: what ranks do in shared memory. Bytes and messages are counted as if it were sent,
-            and of each rank the bytes also as `bytes_in_memory`.
     """
 
     def __init__(
@@ -62,12 +191,11 @@ class Plan:
         itemsize: int,
         stages: NodeStages = NO_STAGES,
     ) -> None:
-        self.schedule = schedule
-        self.itemsize = itemsize
-        self.segment = collective.SEGMENT_BYTES // itemsize
-        self.length = length
+        self.schedule, self.length, self.itemsize = schedule, length, itemsize
+        self.segment = collective.SEGMENT_BYTES // itemsize  # elements of the longest message
         self.stages = stages
         self._slot_bytes = length * itemsize if schedule.slots and not stages else 0
+        # What each rank adds up at the end, beside what it added before.
         self.added_slots_bytes = self._slot_bytes * (schedule.ranks - 1)
         self.cuts = tuple(schedule.edges(length) if edges is None else edges)
         cuts = np.array(self.cuts)
@@ -95,7 +223,7 @@ class Plan:
         for place in stages.sections:
             used = buffer_bytes(length * itemsize)
             self.buffer_bytes[place] = max(self.buffer_bytes[place], used)
-        # An empty piece makes no message: a rank could be through before its neighbour has begun.
+        # Else a rank could be through before another has begun: an empty piece makes no message.
         self.is_synchronizing = schedule.all_reduce or (
             schedule.synchronizing and bool(np.diff(cuts).all())
         )
@@ -118,7 +246,7 @@ class Plan:
         return receives[source] | sends[target]
 
     def goes_both_ways(self, pair: tuple[int, int], number: int) -> bool:
-        """Return whether other messages go the other way at the same time as `number` of a pair."""
+        """Return whether others go the other way at the same time as message `number` of a pair."""
         # So it is in a ring, whose messages need not be listed then.
         if self._both_ways[0] and self._both_ways.all():
             return True
@@ -141,19 +269,13 @@ class Plan:
 
     def peers(self, *, last: bool) -> Integers:
         """Return whom each rank sends to, and receives from, first or last; shape [2, ranks]."""
-        # Of several assignments to one place the last one counts: backwards, that is the first
-        # message.
+        # Of several assignments to one place the last counts: backwards, that is the first message.
         source, target = self._transfers[:2, :: 1 if last else -1]
         peers = np.full((2, self.schedule.ranks), -1)
         peers[0, source], peers[1, target] = target, source
         return peers
 
-    def frame_bytes(self, elements: int) -> int:
-        """Return the bytes of a message of `elements` with its header."""
-        return elements * self.itemsize + HEADER
-
-    def parts(self, rank: int, first: int = 0, end: int | None = None) -> Iterator[RoundPart]:
-        """Yield what `rank` does in each round, from `first` to before `end`."""
+    def _parts_of(self, rank: int, first: int, end: int | None) -> Iterator[RoundPart]:
         for number in range(len(self.rounds))[first:end]:
             if number not in self._parts:
                 parts: dict[int, RoundPart] = defaultdict(lambda: RoundPart([], []))
@@ -168,14 +290,9 @@ class Plan:
             if part is not None:
                 yield part
 
-    def steps(self, rank: int, first: int = 0, end: int | None = None) -> Iterator[Step]:
-        """Yield what the executor does on `rank` in these rounds."""
-        return collective.steps(self.parts(rank, first, end), self.cuts, self.segment)
-
-    def phases(self, stage: NodeStage, rank: int, costs: MemoryCosts) -> Sequence[Phase]:
-        """Return what `rank` does in `stage`."""
-        cuts = (0, self.length) if self.schedule.slots else self.cuts
-        return stage.phases(rank, cuts, self.itemsize, costs)
+    def steps(self, rank: int, first: int, end: int | None) -> Iterator[Step]:
+        """Yield what the executor does on `rank` in the rounds from `first` to before `end`."""
+        return collective.steps(self._parts_of(rank, first, end), self.cuts, self.segment)
 
     def _place_of(self, rank: Integers) -> Integers:
         """Return a number for each combination of a transfer's round and its `rank`."""

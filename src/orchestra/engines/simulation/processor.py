@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -28,10 +29,8 @@ class Cores:
     def __init__(
         self, kernel: Kernel, fluid: Fluid, count: int, time_slice: float, refill: float
     ) -> None:
-        self._kernel = kernel
-        self._fluid = fluid
-        self._slice = time_slice
-        self._refill = refill
+        self._kernel, self._fluid = kernel, fluid
+        self._slice, self._refill = time_slice, refill
         self._free = list(range(count))
         self._last: dict[int, Thread] = {}  # who had each core last
         self._waiting: deque[Thread] = deque()
@@ -41,16 +40,13 @@ class Cores:
         """Let `thread` compute `seconds` core-seconds, then call `then`."""
         assert thread.then is None, "a thread does one piece of work at a time"
         thread.left, thread.then = seconds, then
-        if thread.held:
-            return
-        if thread.core is None:
+        if not thread.held and thread.core is None:
             self._queue(thread)
-        else:
+        elif not thread.held:
             self._run(thread)
 
     def hold(self, thread: Thread) -> None:
         """Stop `thread`; another one gets its core."""
-        thread.held = True
         if thread in self._waiting:
             self._waiting.remove(thread)
         elif thread.activity is not None:
@@ -59,7 +55,6 @@ class Cores:
 
     def let_go(self, thread: Thread) -> None:
         """Let `thread` go on where it was held."""
-        thread.held = False
         if thread.then is not None and thread.core is None:
             self._queue(thread)
 
@@ -146,50 +141,34 @@ class Team(NamedTuple):
     width: float
 
 
+@dataclass(eq=False)
 class Thread:
-    """One flow's thread. `resources`: the thread itself, whose capacity is the node's speed, and
-    the node's cores where more threads than cores may run. `undisturbed` tells whether it computes
-    at its own rate, whatever others do. With `cores`, threads that have to share them take turns;
-    without, they share them evenly at every instant. Its further threads are in `team`; None: there
-    are none, or they have cores for themselves.
+    """One flow's thread, of which `resources` are the thread itself, whose capacity is the node's
+    speed, and the node's cores where more threads than cores may run."""
 
-    Attributes:
-        rate: seconds of a core of speed 1 that pass here in a second, where no other thread runs.
-        core: where threads take turns, the one that it has now, until the end of its slice at
-            `until`; None: none.
-        left: of the piece of work under way, in seconds of a core of speed 1.
-        then: called at the end of that piece; None: there is none.
-    """
+    kernel: Kernel
+    fluid: Fluid
+    resources: Sequence[Resource]
+    undisturbed: Callable[[], bool]  # whether it computes at its own rate, whatever others do
+    cores: Cores | None = None  # None: threads share them evenly at every instant
+    team: Team | None = None  # its further threads; None: none, or they have cores for themselves
+    held: bool = False
+    core: int | None = None  # where threads take turns, the one that it has now
+    until: float = 0.0  # the end of its slice there
+    left: float = 0.0  # of the piece of work under way, in seconds of a core of speed 1
+    then: Call | None = None  # called at the end of that piece; None: there is none
+    activity: Activity | None = None
+    alarm: Timer | None = None
 
-    def __init__(
-        self,
-        kernel: Kernel,
-        fluid: Fluid,
-        resources: Sequence[Resource],
-        undisturbed: Callable[[], bool],
-        cores: Cores | None = None,
-        team: Team | None = None,
-    ) -> None:
-        self.resources = resources
-        self.undisturbed = undisturbed
-        self.rate = resources[0].capacity
-        self.held = False
-        self.core: int | None = None
-        self.until = 0.0
-        self.left = 0.0
-        self.then: Call | None = None
-        self.activity: Activity | None = None
-        self.alarm: Timer | None = None
-        self._kernel = kernel
-        self._fluid = fluid
-        self._cores = cores
-        self._team = team
+    def __post_init__(self) -> None:
+        # Seconds of a core of speed 1 that pass here in a second, where no other thread runs.
+        self.rate = self.resources[0].capacity
 
     def change_speed(self, speed: float) -> None:
         """From an event: compute at another rate from now on."""
         self.rate = speed
-        if not self.held or self._cores is not None:
-            self._fluid.set_capacity(self.resources[0], speed)
+        if not self.held or self.cores is not None:
+            self.fluid.set_capacity(self.resources[0], speed)
         if not self.held:
             self._set_team(speed)
 
@@ -197,33 +176,33 @@ class Thread:
         """From an event: compute nothing, and leave the core to others."""
         self.held = True
         self._set_team(0.0)
-        if self._cores is None:
-            self._fluid.set_capacity(self.resources[0], 0.0)
+        if self.cores is None:
+            self.fluid.set_capacity(self.resources[0], 0.0)
         else:
-            self._cores.hold(self)
+            self.cores.hold(self)
 
     def let_go(self) -> None:
         """From an event: go on where it was held."""
         self.held = False
         self._set_team(self.rate)
-        if self._cores is None:
-            self._fluid.set_capacity(self.resources[0], self.rate)
+        if self.cores is None:
+            self.fluid.set_capacity(self.resources[0], self.rate)
         else:
-            self._cores.let_go(self)
+            self.cores.let_go(self)
 
     def start(self, seconds: float, then: Call) -> None:
         """Compute `seconds` core-seconds (of a core of speed 1), then call `then`."""
         if self.undisturbed():
             # A core of its own: nothing can change the rate, so that the fluid need not know.
-            self._kernel.after(seconds / self.rate, then)
-        elif self._cores is None:
-            self._fluid.start(seconds, self.resources, then)
+            self.kernel.after(seconds / self.rate, then)
+        elif self.cores is None:
+            self.fluid.start(seconds, self.resources, then)
         else:
-            self._cores.start(self, seconds, then)
+            self.cores.start(self, seconds, then)
 
     def spend(self, seconds: float) -> None:
         """Let the current flow compute `seconds` core-seconds (of a core of speed 1)."""
-        kernel, flow = self._kernel, self._kernel.current
+        kernel, flow = self.kernel, self.kernel.current
         if self.undisturbed():
             # The flow goes ahead of the world's clock without a switch (`Kernel.catch_up`).
             flow.ahead = kernel.here() + seconds / self.rate
@@ -234,7 +213,7 @@ class Thread:
 
     def compute(self, seconds: float) -> None:
         """Like `spend`, with all threads of the flow: done when the last one is."""
-        kernel, flow, team = self._kernel, self._kernel.current, self._team
+        kernel, flow, team = self.kernel, self.kernel.current, self.team
         if team is None:
             self.spend(seconds)
             return
@@ -247,11 +226,11 @@ class Thread:
             if not left:
                 kernel.resume(flow)
 
-        # The flow's own thread and its further ones, which share the node's cores with other ranks.
-        self._fluid.start(team.width * seconds, (team.own, team.together), end)
+        # Its further threads, which share the node's cores with other ranks, and its own one.
+        self.fluid.start(team.width * seconds, (team.own, team.together), end)
         self.start(seconds, end)
         kernel.park()
 
     def _set_team(self, speed: float) -> None:
-        if self._team is not None:
-            self._fluid.set_capacity(self._team.own, self._team.width * speed)
+        if self.team is not None:
+            self.fluid.set_capacity(self.team.own, self.team.width * speed)

@@ -29,30 +29,23 @@ STATES = 0
 
 @dataclass(frozen=True)
 class Replayed:
-    """How a replay ended.
+    """How a replay ended."""
 
-    Attributes:
-        parameters_sha256: of the final parameters; None where it was stopped before.
-        steps: of each rank that has data, how many it has done.
-        folder: where the states of all ranks are, where it was stopped.
-    """
-
-    parameters_sha256: str | None
-    steps: dict[int, int]
-    folder: Path
+    parameters_sha256: str | None  # of the final parameters; None where it was stopped before
+    steps: dict[int, int]  # of each rank that has data, how many it has done
+    folder: Path  # where the states of all ranks are, where it was stopped
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """What to replay: `run`, recorded in `source`; what it writes goes into `folder`. `threads` are
-    those that each rank computed with; None: those of a simulation."""
+    """What to replay."""
 
     run: Run
-    source: Path
-    folder: Path
+    source: Path  # where it was recorded
+    folder: Path  # for what is written
     ranks: int
     until: int | None
-    threads: Sequence[int] | None
+    threads: Sequence[int] | None  # that each rank computed with; None: those of a simulation
 
 
 def replay_run(
@@ -91,13 +84,11 @@ def replay_run(
 
 def program(runtime: Runtime, assignment: Assignment) -> Replayed | Exception:
     """Run the replay; the program of its process, here so that a launcher can name it."""
-    training = replace(
-        assignment.run.training, trace_steps=0, record_order=False, tensorboard=False
-    )
-    run = replace(assignment.run, training=training)
-    halt = Halt(
-        assignment.until, roles_of(run.strategy, run.training.ranks).workers, assignment.folder
-    )
+    run = assignment.run
+    training = replace(run.training, trace_steps=0, record_order=False, tensorboard=False)
+    run = replace(run, training=training)
+    workers = roles_of(run.strategy, run.training.ranks).workers
+    halt = Halt(assignment.until, workers, assignment.folder)
 
     def rank_program(inner: Runtime) -> Any:
         inner.reporter.phase("set-up")
@@ -150,9 +141,8 @@ class Halt:
 
     def __init__(self, until: int | None, workers: tuple[int, ...], folder: Path) -> None:
         self.sessions: dict[int, Session] = {}
-        self._until = until
+        self._until, self._folder = until, folder
         self._missing = set(workers)
-        self._folder = folder
         self._digests: dict[str, str] = {}
 
     @property

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import count, groupby
 from math import inf
 from typing import Literal
@@ -18,10 +17,19 @@ import numpy as np
 
 from orchestra.engines.simulation.fluid import Resource
 from orchestra.engines.simulation.network import Net, Port
-from orchestra.engines.simulation.plan import HEADER, Plan
-from orchestra.engines.simulation.ring import SAME, Floats, Integers, Met, Rolls, Segment
-from orchestra.engines.simulation.round_state import NOBODY, Connections, Meetings, State, Usage
-from orchestra.engines.simulation.shared_memory import NodeStage
+from orchestra.engines.simulation.plan import HEADER, NodeStage, Plan
+from orchestra.engines.simulation.round_state import (
+    NOBODY,
+    SAME,
+    Connections,
+    Floats,
+    Integers,
+    Met,
+    Rolls,
+    Segment,
+    State,
+    Usage,
+)
 from orchestra.schedules import REDUCE
 from orchestra.transports.collective import StepKind
 
@@ -50,10 +58,7 @@ MAX_RETURNS = 200
 
 @dataclass(frozen=True)
 class Ends:
-    """When each rank is through, where its time went, and the links after it.
-
-    `carried`: as in `State`, of the pairs in their order.
-    """
+    """When each rank is through, where its time went, and the links after it; see `State`."""
 
     clock: Floats
     waiting: Floats
@@ -70,64 +75,55 @@ class Ends:
 class PlacedPlan:
     """The messages of `plan` between `ranks`, on the links of `net`.
 
+    `group` is a number for the same ranks on the same net.
+
     Attributes:
-        group: a number for the same ranks on the same net.
-        place: of each rank among `ranks`.
-        streams: of each pair of places.
-        sent: by place, the bytes that the rank there sends to each other rank.
-        arriving: by place, the bytes that the rank there gets from each other rank, and the seconds
-            that they cross links which nothing else uses.
-        links: every link that is used, with the only place that sends on it and the only one that
-            receives from it, each `NOBODY` where there are several.
         contention_free: whether no link is shared by several pairs at a time, as far as the
             schedule tells: then the times can be evaluated over arrays.
         goes_ahead: whether several in a row follow from when ranks have begun them, as long as
             nothing disturbs them.
-        beginning: processor seconds of each rank before all of it.
-        slow_starts: of its connections, by the number of the pair.
     """
 
     def __init__(self, net: Net, ranks: Ranks, plan: Plan, group: int) -> None:
-        self.net = net
-        self.group = group
-        self.ranks = ranks
-        self.plan = plan
+        self.net, self.group, self.ranks, self.plan = net, group, ranks, plan
         self.place = {rank: place for place, rank in enumerate(ranks)}
-        self._host = np.array([net.host(rank) for rank in ranks])  # equal: they share memory
-        self.streams = {
+        self._host = np.array([net.hosts[rank] for rank in ranks])  # equal: they share memory
+        self.streams = {  # of each pair of places
             (source, target): net.stream(ranks[source], ranks[target])
             for source, target in plan.streamed
         }
-        in_order = [self.streams[pair] for pair in sorted(self.streams)]
-        self.slow_starts = {n: s.slow_start for n, s in enumerate(in_order) if s.slow_start}
+        ways = [self.streams[pair].route for pair in sorted(self.streams)]
+        # By the number of the pair.
+        self.slow_starts = {n: way.slow_start for n, way in enumerate(ways) if way.slow_start}
         self._connections: Connections | None = None
         if self.slow_starts:
-            pauses = [s.slow_start.pause if s.slow_start else inf for s in in_order]
-            latency = [stream.latency for stream in in_order]
+            pauses = [way.slow_start.pause if way.slow_start else inf for way in ways]
+            latency = [way.latency for way in ways]
             self._connections = Connections(np.array(pauses), np.array(latency))
+        # By place, the bytes that the rank there sends to each other rank.
         self.sent: list[dict[int, int]] = [{} for _ in ranks]
         for (source, target), size in plan.pairs.items():
             self.sent[source][ranks[target]] = size
+        # Those that it gets from each, and the seconds that they cross links of their own.
         self.arriving: list[dict[int, tuple[int, float]]] = [{} for _ in ranks]
         for (source, target), stream in self.streams.items():
             size = self.sent[source].get(ranks[target], 0)
             seconds = stream.on_wire(size, None) / stream.bandwidth
             self.arriving[target][ranks[source]] = size, seconds
+        # With the only place that sends on it, and that receives; `NOBODY` where there are several.
         self.links: dict[Resource, tuple[int, int]] = {}
         for ends, stream in self.streams.items():
-            for link in stream.resources:
-                known = self.links.setdefault(link, ends)
-                if known != ends:
-                    self.links[link] = _common(known, ends)
+            for link in stream.route.resources:
+                self.links[link] = _common(self.links.get(link, ends), ends)
         self.contention_free = (
             not plan.stages
             and plan.sends_one_at_a_time
             and all(ends != (NOBODY, NOBODY) for ends in self.links.values())
         )
+        # Processor seconds of each rank before all of it.
         self.beginning = net.overhead.collective if self.links or not plan.stages else 0.0
-        capacities = {link.capacity for link in self.links}
         # Two messages that share a link have half of it each only where no other link is narrower.
-        self._halves = len(capacities) == 1
+        self._halves = len({link.capacity for link in self.links}) == 1
         self._steps: dict[int, Sequence[ChargedStep]] = {}
         self.first_peers = plan.peers(last=False)
         self._follows: dict[PlacedPlan, bool] = {}
@@ -161,13 +157,10 @@ class PlacedPlan:
 
     def may_follow(self, before: PlacedPlan) -> bool:
         """Return whether `usage` after `before` describes all links that both use."""
-        if before is self:
-            return True
         if before not in self._follows:
             self._follows[before] = (before.net, before.ranks) == (self.net, self.ranks) and all(
-                _common(before.links[link], ends) != (NOBODY, NOBODY)
+                _common(before.links.get(link, ends), ends) != (NOBODY, NOBODY)
                 for link, ends in self.links.items()
-                if link in before.links
             )
         return self._follows[before]
 
@@ -184,7 +177,7 @@ class PlacedPlan:
         target = self.first_peers[0, index]
         if target == NOBODY or (before.to[index], before.by[target]) == (target, index):
             return False
-        there = time + self.streams[index, target].latency
+        there = time + self.streams[index, target].route.latency
         return bool(there < max(before.up[index], before.down[target]))
 
     def steps(self, index: int) -> Sequence[ChargedStep]:
@@ -200,7 +193,9 @@ class PlacedPlan:
         plan, stages = self.plan, self.plan.stages
         for section in stages.sections.get(index, [(0, None)]):
             if isinstance(section, NodeStage):
-                phases = plan.phases(section, index, self.net.overhead.in_memory)
+                cuts = (0, plan.length) if plan.schedule.slots else plan.cuts
+                costs = self.net.overhead.in_memory
+                phases = section.phases(index, cuts, plan.itemsize, costs)
                 for part, (seconds, wake) in enumerate(phases):
                     if wake is None:
                         yield ADD, -1, -1, 0, seconds, 0.0
@@ -215,7 +210,7 @@ class PlacedPlan:
     def _messages(self, index: int, begin: int, stop: int | None) -> Iterator[ChargedStep]:
         plan, overhead = self.plan, self.net.overhead
         for kind, number, peer, first, end, _ in plan.steps(index, begin, stop):
-            frame_bytes = plan.frame_bytes(end - first)
+            frame_bytes = (end - first) * plan.itemsize + HEADER
             near = peer >= 0 and self._host[index] == self._host[peer]
             if kind is SEND:
                 cost = self.net.message_cost(frame_bytes, near)
@@ -229,10 +224,7 @@ class PlacedPlan:
                 yield kind, number, peer, 0, 0.0, 0.0
 
     def ends(
-        self,
-        arrivals: Sequence[float] | Floats,
-        rates: tuple[float, ...],
-        before: Usage | None = None,
+        self, arrivals: Sequence[float] | Floats, rates: tuple[float, ...], before: Usage | None
     ) -> Ends | None:
         """Evaluate all rounds; None where two messages would share a link.
 
@@ -245,8 +237,7 @@ class PlacedPlan:
             self._known.clear()
         arrivals = np.array(arrivals)
         begin = float(arrivals.min())
-        # Relative to the first, so that the same step at another time is found among the known
-        # ones.
+        # Relative to the first: the same step at another time is found among the known ones.
         clock = arrivals - begin
         usage = Usage.none(len(clock)) if before is None else before.later(-begin)
         tolerance = SAME * np.spacing(arrivals.max())
@@ -258,7 +249,7 @@ class PlacedPlan:
         return None if ends is None else ends.later(begin)
 
     def _evaluate(self, arrivals: Floats, usage: Usage) -> Ends | None:
-        state = State(arrivals, usage, Meetings(self._halves), self._connections)
+        state = State(arrivals, usage, self._halves, self._connections)
         kept: dict[int, State] = {}
         number = returns = 0
         while number < len(self._turns):
@@ -268,16 +259,16 @@ class PlacedPlan:
                     state.pass_ring(segments)
                 else:
                     # A message of this round may turn out to be met by a later one. The evaluation
-                    # then returns to this state. An effect never precedes its cause, so that it
-                    # settles after a few returns.
+                    # then returns to this state. It settles: no effect precedes its cause.
                     kept[number] = state.copy()
                     state.pass_round(number, segments)
                 number += 1
             except Met as met:
                 returns += 1
-                if met.number is None or returns > MAX_RETURNS:
+                (first,) = met.args
+                if first is None or returns > MAX_RETURNS:
                     return None
-                number, state = met.number, kept[met.number].copy()
+                number, state = first, kept[first].copy()
         last = self.net.overhead.add * self.plan.added_slots_bytes / np.array(self._rates)
         clock = state.clock + last
         communicating = clock - arrivals - state.waiting
@@ -289,7 +280,7 @@ class PlacedPlan:
         ranks, streams = len(self.ranks), self.streams
         codes = np.array([source * ranks + target for source, target in streams])
         order = np.argsort(codes)
-        latency = np.array([stream.latency for stream in streams.values()])[order]
+        latency = np.array([stream.route.latency for stream in streams.values()])[order]
         bandwidth = np.array([stream.bandwidth for stream in streams.values()])[order]
         on_wire = np.array(
             [[s.on_wire(1, both_ways) for s in streams.values()] for both_ways in (False, True)]
@@ -310,9 +301,11 @@ class PlacedPlan:
                 follows = bool(((to[source] == target) & (by[target] == source)).all())
                 to[source], by[target] = target, source
                 way = np.searchsorted(codes[order], source * ranks + target)
-                segment = partial(self._segment, rows, number, rates, own, follows, rolls, way)
                 crossing = on_wire[rows[:, 6], way] / bandwidth[way]
-                segments.append(segment(latency[way], crossing))
+                alike = follows, rolls, way
+                segments.append(
+                    self._segment(rows, number, rates, own, *alike, latency[way], crossing)
+                )
             yield segments
 
     def _segment(
@@ -347,21 +340,17 @@ class PlacedPlan:
             shift = int(target[0])
             if len(rows) % shift or not np.array_equal(target, np.roll(source, -shift)):
                 shift = 0
-        seconds, rolled = rolls.take_in(
-            np.array(
-                [
-                    first / rates[source] + latency,
-                    (first + rest) / rates[source],
-                    (payload + HEADER) * crossing,
-                    (receiving / rates[target])[arriving],
-                    (adding / rates[target])[arriving],
-                ]
-            ),
-            shift,
-        )
+        seconds = [
+            first / rates[source] + latency,
+            (first + rest) / rates[source],
+            (payload + HEADER) * crossing,
+            (receiving / rates[target])[arriving],
+            (adding / rates[target])[arriving],
+        ]
+        of, rolled = rolls.take_in(np.array(seconds), shift)
         return Segment(
             source, target, arriving, shift, rolled, way,
-            seconds[:2], seconds[2], seconds[3], seconds[4],
+            of[:2], of[2], of[3], of[4],
             np.flatnonzero(held), np.flatnonzero(freed[arriving]),
         )  # fmt: skip
 
@@ -371,7 +360,7 @@ def _turns(rounds: Iterable[list[Segment]]) -> list[Turn]:
     turns: list[Turn] = []
     for shift, group in groupby(rounds, _shift):
         *others, last = group
-        if shift:
+        if shift and others:
             turns.append((True, [segment for (segment,) in others]))
         else:
             turns += [(False, segments) for segments in others]
@@ -391,9 +380,8 @@ def _common(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
 
 def _alike(one: Usage, other: Usage, tolerance: float) -> bool:
     """Return whether links are in use alike after the time 0; before that it does not matter."""
-    for a, b in ((one.up, other.up), (one.down, other.down)):
-        if np.abs(np.maximum(a, 0.0) - np.maximum(b, 0.0)).max() > tolerance:
-            return False
-    if max(one.up.max(), one.down.max()) <= 0.0:
-        return True
-    return np.array_equal(one.to, other.to) and np.array_equal(one.by, other.by)
+    until, others = (np.maximum([each.up, each.down], 0.0) for each in (one, other))
+    if np.abs(until - others).max() > tolerance:
+        return False
+    unused = not until.any()
+    return unused or (np.array_equal(one.to, other.to) and np.array_equal(one.by, other.by))

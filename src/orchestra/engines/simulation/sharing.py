@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
@@ -19,38 +20,27 @@ ROUNDING = 1 + 1e-12
 LEAST = 32
 """So many activities, from which on it pays to keep them as `EqualShares`."""
 
-Level = tuple[float, int, "Resource"]
 
-
+@dataclass(eq=False, slots=True)
 class Resource:
-    """What activities share: `capacity` is an amount a second, of bytes or of core-seconds.
+    """What activities share."""
 
-    Attributes:
-        nominal: the capacity while no acknowledgements cross it.
-        acknowledged: activities whose acknowledgements cross it.
-        tight: whether it holds an activity back, as far as known.
-        fastest: no activity on it has a higher rate.
-        equal: of all that cross it, where they have nothing else to share.
-    """
+    name: str
+    capacity: float  # amount a second, of bytes or of core-seconds
+    nominal: float = field(init=False)  # the capacity while no acknowledgements cross it
+    acknowledged: int = 0  # activities whose acknowledgements cross it
+    activities: dict[Activity, None] = field(default_factory=dict)  # a set in order of insertion
+    tight: bool = False  # whether it holds an activity back, as far as known
+    fastest: float = 0.0  # no activity on it has a higher rate
+    equal: EqualShares | None = None  # of all that cross it, if they have nothing else to share
+    mark: int = 0  # the sharing that came by last; while filling, also:
+    open: int = 0  # activities that still rise
+    rising: float = 0.0  # their weights
+    spare: float = 0.0  # what the others leave
 
-    __slots__ = (
-        *("activities", "capacity", "equal", "fastest", "mark", "name", "open", "spare", "tight"),
-        *("acknowledged", "nominal", "rising"),
-    )
-
-    def __init__(self, name: str, capacity: float) -> None:
-        assert 0 < capacity < inf, f"{name} has the capacity {capacity}"
-        self.name = name
-        self.capacity = self.nominal = capacity
-        self.acknowledged = 0
-        self.activities: dict[Activity, None] = {}  # a set in the order of insertion
-        self.tight = False
-        self.fastest = 0.0
-        self.equal: EqualShares | None = None
-        self.mark = 0  # the sharing that came by last; while filling, also:
-        self.open = 0  # activities that still rise
-        self.rising = 0.0  # their weights
-        self.spare = 0.0  # what the others leave
+    def __post_init__(self) -> None:
+        assert 0 < self.capacity < inf, f"{self.name} has the capacity {self.capacity}"
+        self.nominal = self.capacity
 
     def __repr__(self) -> str:
         return f"Resource({self.name!r}, {self.capacity!r})"
@@ -79,10 +69,7 @@ class Resource:
         """Return whether it has room for the shares that the sharing `mark` gives to activities."""
         used = 0.0
         for activity in self.activities:
-            if activity.mark == mark:
-                used += activity.share
-            else:
-                used += activity.present_rate
+            used += activity.share if activity.mark == mark else activity.present_rate
         return used <= self.capacity * ROUNDING
 
     def fair_share(self, further: int = 0) -> float:
@@ -102,48 +89,25 @@ class Resource:
         return fair if self.fastest <= fair * ROUNDING else 0.0
 
 
+@dataclass(eq=False, slots=True)
 class Activity:
-    """Something that uses all of `resources` at one rate until it ends.
+    """Something that uses all of `resources` at one rate until it ends."""
 
-    Attributes:
-        rate: amount a second, since `updated_at`; not with `equal`.
-        left: of the amount, at `updated_at`.
-        finish: when it ends at this rate; infinite while it stalls, and once it has ended.
-        equal: among which it is; they know its rate, and what is left is told by `until`.
-        back: resources that its acknowledgements cross.
-        weight: of its shares, where it is held back.
-    """
-
-    __slots__ = (
-        *("amount", "resources", "back", "weight", "then", "order", "running"),
-        *("rate", "left", "updated_at", "finish", "equal", "until"),
-        *("mark", "limit", "share"),
-    )
-
-    def __init__(
-        self,
-        order: int,
-        amount: float,
-        resources: tuple[Resource, ...],
-        then: Callable[[], None],
-        now: float,
-        weight: float,
-    ) -> None:
-        self.weight = weight
-        self.order = order
-        self.amount = self.left = amount
-        self.resources = resources
-        self.back: tuple[Resource, ...] = ()
-        self.then = then
-        self.updated_at = now
-        self.running = True
-        self.rate = 0.0
-        self.finish = inf
-        self.equal: EqualShares | None = None
-        self.until = inf
-        self.mark = 0  # the sharing that came by last; while filling, also:
-        self.limit = 0.0  # the most it can have
-        self.share = 0.0  # what it gets; negative while its rate rises
+    order: int
+    left: float  # of the amount, at `updated_at`
+    resources: tuple[Resource, ...]
+    then: Callable[[], None]
+    updated_at: float
+    weight: float  # of its shares, where it is held back
+    rate: float = 0.0  # amount a second, since `updated_at`; not with `equal`
+    finish: float = inf  # when it ends at this rate; infinite if it stalls, and once it has ended
+    running: bool = True
+    equal: EqualShares | None = None  # among which it is; they know its rate
+    until: float = inf  # with `equal` it tells what is left
+    back: tuple[Resource, ...] = ()  # that its acknowledgements cross
+    mark: int = 0  # the sharing that came by last; while filling, also:
+    limit: float = 0.0  # the most it can have
+    share: float = 0.0  # what it gets; negative while its rate rises
 
     @property
     def present_rate(self) -> float:
@@ -159,6 +123,7 @@ class Activity:
         return max(0.0, self.left - self.rate * (time - self.updated_at))
 
 
+@dataclass(eq=False)
 class EqualShares:
     """Activities that share one resource, which alone holds them back: all get the same for equal
     weights.
@@ -169,34 +134,26 @@ class EqualShares:
     what one of weight 1 would have got that was there from the beginning: an activity that comes
     when that is g, with an amount a and a weight w, ends when it is g + a / w. Nothing of the
     others has to be touched: a thousand messages that share a link cost a thousand times the
-    logarithm of their number, not its square. From the time `now` on.
-
-    Attributes:
-        rate: for a weight of 1.
-        weight: of each of them; None where they are unlike.
-        limit: the most that this rate can be; the least of all that there have been.
-        newcomers: those that have begun, and have no share yet.
-        head: the one that ends first, as far as that was looked up.
+    logarithm of their number, not its square.
     """
 
-    def __init__(self, resource: Resource, weight: float, now: float) -> None:
-        self.resource = resource
-        self.weight: float | None = weight
-        self.rate = 0.0
-        self.limit = inf
-        self.newcomers: list[Activity] = []
-        self.head: Activity | None = None
-        self._given = 0.0
-        self._updated_at = now
-        self._ends: list[tuple[float, int, Activity]] = []
+    resource: Resource
+    weight: float | None  # of each of them; None where they are unlike
+    updated_at: float
+    rate: float = 0.0  # for a weight of 1, since `updated_at`
+    given: float = 0.0  # to one of weight 1, from the beginning until then
+    limit: float = inf  # the most that this rate can be; the least of all that there have been
+    newcomers: list[Activity] = field(default_factory=list)  # that have no share yet
+    head: Activity | None = None  # the one that ends first, as far as that was looked up
+    ends: list[tuple[float, int, Activity]] = field(default_factory=list)  # a heap
 
     def given_at(self, time: float) -> float:
         """Return the amount that one of weight 1 would have got by `time` since the beginning."""
-        return self._given + self.rate * (time - self._updated_at)
+        return self.given + self.rate * (time - self.updated_at)
 
     def change_rate(self, rate: float, now: float) -> None:
         """From now on each gets `rate` times its weight."""
-        self._given, self._updated_at = self.given_at(now), now
+        self.given, self.updated_at = self.given_at(now), now
         self.rate = rate
 
     def take_in(self, activities: Iterable[Activity], now: float) -> None:
@@ -212,9 +169,8 @@ class EqualShares:
             for other in activity.resources:
                 if other is not self.resource:
                     other.fastest = max(other.fastest, activity.limit)
-            # `until` does not depend on the rate, so that the heap stays in order when that
-            # changes.
-            heapq.heappush(self._ends, (activity.until, activity.order, activity))
+            # `until` does not depend on the rate: the heap stays in order when that changes.
+            heapq.heappush(self.ends, (activity.until, activity.order, activity))
 
     def fair_rate(self) -> float:
         """Return the rate for a weight of 1 if all that cross the resource share it."""
@@ -225,7 +181,7 @@ class EqualShares:
 
     def first(self) -> Activity | None:
         """Return the running activity that ends first; None if there is none."""
-        ends = self._ends
+        ends = self.ends
         # Entries of those that have ended elsewhere (cancelled, parted) are removed only here.
         while ends and not (ends[0][2].running and ends[0][2].equal is self):
             heapq.heappop(ends)
@@ -235,12 +191,11 @@ class EqualShares:
         """Remove all that end together with the first one, and return them by their start."""
         first = self.first()
         assert first is not None
-        # Not `given_at(now)`, which rounding may put just before `until` of those that end
-        # together.
-        self._given, self._updated_at = first.until, now
+        # Not `given_at(now)`: rounding may put that just before `until` of those that end together.
+        self.given, self.updated_at = first.until, now
         ended = []
-        while first is not None and first.until <= self._given:
-            heapq.heappop(self._ends)
+        while first is not None and first.until <= self.given:
+            heapq.heappop(self.ends)
             ended.append(first)
             first = self.first()
         return ended
@@ -280,12 +235,10 @@ def share(seed: Resource, mark: int) -> Shared:
                         limit = other.capacity
                 elif other.mark != mark:
                     other.mark = mark
-                    # A loose one is checked for room afterwards (`Shared.overfull`) in place of
-                    # being filled.
+                    # A loose one is not filled, but checked for room afterwards (`overfull`).
                     (reached if other.tight else loose).append(other)
             activity.limit = limit
-            # Still rising, for `_fill`.
-            activity.share = -1.0
+            activity.share = -1.0  # still rising, for `_fill`
             activities.append(activity)
     shared = [resource for resource in reached if len(resource.activities) > 1]
     _fill(activities, shared)
@@ -293,7 +246,7 @@ def share(seed: Resource, mark: int) -> Shared:
 
 
 def _fill(activities: list[Activity], shared: list[Resource]) -> None:
-    levels: list[Level] = []
+    levels: list[tuple[float, int, Resource]] = []
     for index, common in enumerate(shared):
         # The level of a resource: the rate for a weight of 1 at which it is used up.
         common.tight = False
@@ -303,14 +256,12 @@ def _fill(activities: list[Activity], shared: list[Resource]) -> None:
         levels.append((common.capacity / common.rising, index, common))
     heapq.heapify(levels)
     limited = [activity for activity in activities if activity.limit < inf]
-    # The lowest limit last, for `pop`.
-    limited.sort(key=lambda activity: activity.limit / activity.weight, reverse=True)
+    limited.sort(key=lambda each: each.limit / each.weight, reverse=True)  # lowest last, for `pop`
     # Invariant: all that still rise have `reached` times their weight, and `reached` never falls.
     reached = 0.0
     while True:
         level, resource = _lowest(levels)
-        # The same level but for rounding: equal activities have to get equal shares, to the bit, or
-        # they would end at different instants.
+        # Equal activities have to get equal shares, to the bit, or they would end apart.
         if level <= reached * ROUNDING:
             level = reached
         if limited and limited[-1].limit / limited[-1].weight <= level * ROUNDING:
@@ -328,18 +279,15 @@ def _fill(activities: list[Activity], shared: list[Resource]) -> None:
             break
 
 
-def _lowest(levels: list[Level]) -> tuple[float, Resource | None]:
-    """The resource that is used up first as rates rise, and the rate for a weight of 1 there.
-
-    A level in the heap may be too low, since others have left its resource room meanwhile.
-    """
+def _lowest(levels: list[tuple[float, int, Resource]]) -> tuple[float, Resource | None]:
+    """The resource that is used up first as rates rise, and the rate for a weight of 1 there."""
     while levels:
         noted, index, resource = levels[0]
         if not resource.open:
             heapq.heappop(levels)
             continue
-        # Levels only rise: who stops leaves the others at least as much as before. So an entry is a
-        # lower bound, and is corrected when it comes first.
+        # Levels only rise: who stops leaves the others at least as much as before. So an entry,
+        # which may be too low, is corrected when it comes first.
         level = resource.spare / resource.rising
         if level <= noted * ROUNDING:
             return level, resource

@@ -24,11 +24,17 @@ from orchestra.engines.simulation.contexts import GreenletContext
 from orchestra.engines.simulation.costs import ChargedCompute, Costs, SimulatedCompute
 from orchestra.engines.simulation.faults import Faults
 from orchestra.engines.simulation.kernel import Deadlock, Flow, Kernel
-from orchestra.engines.simulation.reporter import SimulatedReporter
 from orchestra.engines.simulation.transport import SimulatedTransport
 from orchestra.engines.simulation.world import World
 from orchestra.errors import InputError, RunFailed
-from orchestra.worker.runtime import Reporter, Runtime, chosen_threads, usable_cores
+from orchestra.records.report import Counters
+from orchestra.worker.runtime import (
+    PassingReporter,
+    Reporter,
+    Runtime,
+    chosen_threads,
+    usable_cores,
+)
 
 T = TypeVar("T")
 Program = Callable[[Runtime], Any]
@@ -36,29 +42,18 @@ Program = Callable[[Runtime], Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a simulated run.
+    """What became of a simulated run."""
 
-    Attributes:
-        results: what the program returned, by rank; None for a rank that was left out.
-        wall_seconds: how long the simulation took.
-        sent: by rank, the bytes that it sent to each other one while its stopwatch ran.
-        seconds: of the stopwatch that ran longest.
-        failure: why the run failed, None if it did not.
-        bad_input: why the run could not be begun.
-        node: of several, that of the only process.
-        alone: by node, samples/s of what would train there alone.
-    """
-
-    results: tuple[Any, ...]
-    wall_seconds: float
-    sent: tuple[Mapping[int, int], ...] = ()
-    seconds: float = 0.0
+    results: tuple[Any, ...]  # what the program returned, by rank; None for one that was left out
+    wall_seconds: float  # that the simulation took
+    sent: tuple[Mapping[int, int], ...] = ()  # by rank, bytes to each other, by its stopwatch
+    seconds: float = 0.0  # of the stopwatch that ran longest
     left_out: dict[int, str] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
-    failure: str | None = None
-    bad_input: str | None = None
-    node: str | None = None
-    alone: Mapping[str, float] = field(default_factory=dict)
+    failure: str | None = None  # why the run failed
+    bad_input: str | None = None  # why it could not be begun
+    node: str | None = None  # of several, that of the only process
+    alone: Mapping[str, float] = field(default_factory=dict)  # samples/s of each node by itself
 
     def check(self) -> None:
         """Raise `InputError` if it could not be begun, `RunFailed` if it failed."""
@@ -110,37 +105,32 @@ class Simulation:
         own = chosen_threads(os.environ) or (1 if ranks > 1 else len(usable_cores()))
         self._arithmetic = arithmetic or [own] * ranks
         self._streams = RandomStreams()
-        self._kernel = Kernel(self._on_turn) if values else Kernel(_nothing, GreenletContext)
-        self._seed = seed_number
-        self._jitter = jitter
+        self._kernel = Kernel(self._on_turn) if values else Kernel(contexts=GreenletContext)
+        self._seed, self._jitter = seed_number, jitter
         exact = all(self._jitter_of(node) is None for node in cluster.nodes)
+        unfairness = 0.0 if exact else overhead.tcp.unfairness
         self._world = World(
             self._kernel, cluster, ranks, overhead, costs.flops, sharing, self._threads,
-            None if exact else self._shares(overhead.tcp.unfairness),
+            self._shares(unfairness) if unfairness else None,
         )  # fmt: skip
-        self._ranks = ranks
-        self._costs = costs
-        self._outer = outer
-        self._pace = pace
-        self._live = live
+        self._ranks, self._costs, self._outer = ranks, costs, outer
+        self._pace, self._live = pace, live
         self._fraction: float | None = None
         self._drifts = {}
         for place, node in enumerate(cluster.nodes):
             if node.drift is not None:  # seeded unlike any rank
                 drift_seed = numpy.random.SeedSequence(seed_number, spawn_key=(place,))
                 self._drifts[node.name] = node.drift.factors(numpy.random.default_rng(drift_seed))
-        self._samples = [0] * ranks
-        self._whole = 0
+        self.consumed = 0  # samples, by all ranks together
         self._notices: list[str] = []
         self._beats = 0  # of ranks that compute
         self._results: list[Any] = [None] * ranks
-        self._reporters = [SimulatedReporter(rank, outer, self) for rank in range(ranks)]
+        self._reporters = [SimulatedReporter(outer, rank, self) for rank in range(ranks)]
         self._shared: list[tuple[Any, Streams]] = []
         self._faults: Faults | None = None
         if cluster.faults:
-            self._faults = Faults(
-                cluster, ranks, self._world, self._heartbeat, patience, notice=self.notice
-            )
+            beat, notice = self._heartbeat, self.notice
+            self._faults = Faults(cluster, ranks, self._world, beat, patience, notice)
 
     def run(self, program: Program) -> Outcome:
         """Run `program` on every rank, until all have ended or one has failed."""
@@ -154,12 +144,13 @@ class Simulation:
         try:
             self._kernel.run()
         except _RankFailed as failed:
-            described = describe(failed.error)
-            phase = self._reporters[failed.rank].current_phase
+            rank, error = failed.args
+            described = describe(error)
+            phase = self._reporters[rank].current_phase
             if described.bad_input and (phase == "set-up" or not self._values):
                 bad_input = described.message
             else:
-                failure = failed_text(f"rank {failed.rank}", described)
+                failure = failed_text(f"rank {rank}", described)
         except Deadlock as deadlock:
             failure = f"the run hangs: {deadlock}"
         except RunFailed as failed:
@@ -187,12 +178,6 @@ class Simulation:
             bad_input=bad_input,
         )
 
-    def count(self, rank: int, samples: int) -> int:
-        """Note the samples that `rank` has consumed; return those of all ranks together."""
-        self._whole += samples - self._samples[rank]
-        self._samples[rank] = samples
-        return self._whole
-
     def notice(self, text: str) -> None:
         """Show the user one line."""
         self._notices.append(text)
@@ -208,33 +193,25 @@ class Simulation:
         """Write the live file, without whom ranks wait for: a flow's turn is under way."""
         for rank, reporter in enumerate(self._reporters):
             beat = Heartbeat(
-                rank,
-                step=reporter.current_step,
-                samples=self._samples[rank],
-                fraction=self._fraction,
-                phase=reporter.current_phase,
-                counters=reporter.counters,
-            )
+                rank, step=reporter.current_step, samples=reporter.samples,
+                fraction=self._fraction, phase=reporter.current_phase, counters=reporter.counters,
+            )  # fmt: skip
             live.on_beat(beat)
             live.slow.on_beat(beat)
         live.write()
 
     def _start(self, rank: int, program: Program) -> None:
-        runtime = self._runtime(rank)
-
-        def live() -> None:
-            self._results[rank] = program(runtime)
-
-        flow = self._kernel.start(rank, live, self._world.thread(rank, main=True), main=True)
+        life = functools.partial(program, self._runtime(rank))
+        flow = self._kernel.start(rank, life, self._world.thread(rank, main=True), main=True)
         flow.on_end.append(self._ended)
 
     def _ended(self, flow: Flow) -> None:
+        rank, self._results[flow.rank] = flow.rank, flow.result
         failure = None if flow.error is None else describe(flow.error)
         if self._faults is not None and (failure is None or failure.lost is not None):
-            rank = flow.rank
             self._faults.ended(Finished(rank) if failure is None else Failed(rank, failure))
         elif flow.error is not None:
-            self._kernel.fail(_RankFailed(flow.rank, flow.error))
+            self._kernel.fail(_RankFailed(rank, flow.error))
 
     def _heartbeat(self, rank: int) -> Heartbeat:
         """Return the heartbeat of `rank`; `activity` changes as long as anything goes on."""
@@ -266,7 +243,7 @@ class Simulation:
             SimulatedTransport(port, world.rendezvous),
             compute,
             self._reporters[rank],
-            seed if self._values else _nothing,
+            seed if self._values else lambda number: None,
             local_rank=sum(other is node for other in world.nodes[:rank]),
             clock="virtual",
             node=node.name,
@@ -277,17 +254,13 @@ class Simulation:
         )
 
     def _factors(self, node: Node) -> Callable[[Flow], float]:
-        """Return what gives the factor of a piece of work that a flow begins on `node`.
-
-        Each flow draws its own, so that it does not matter which one goes on first.
-        """
+        """Return what gives the factor of a piece of work that a flow begins on `node`."""
         jitter = self._jitter_of(node)
         drift = self._drifts.get(node.name)
 
         @functools.cache
         def generator(rank: int, number: int) -> numpy.random.Generator:
-            # By rank and flow, and not in one sequence: the order of turns must not change what is
-            # drawn.
+            # By rank and flow: the order of turns must not change what is drawn.
             further = (number,) if number else ()
             return numpy.random.default_rng((self._seed, rank, *further))
 
@@ -300,10 +273,8 @@ class Simulation:
     def _jitter_of(self, node: Node) -> Jitter | None:
         return self._jitter if node.jitter == DEFAULT else node.jitter
 
-    def _shares(self, unfairness: float) -> Callable[[int, int], float] | None:
+    def _shares(self, unfairness: float) -> Callable[[int, int], float]:
         """Return what draws the share of a link that a message from one rank to another has."""
-        if not unfairness:
-            return None
         share = LogNormal(unfairness)
 
         @functools.cache
@@ -346,12 +317,50 @@ class Simulation:
         return value
 
 
-def _nothing(_: object) -> None:
-    pass
+@dataclass
+class SimulatedReporter(PassingReporter):
+    """One rank's; what it says goes to the `inner` one, that of the process."""
+
+    rank: int
+    simulation: Simulation
+    current_phase: str = ""
+    current_step: int = 0
+    samples: int = 0
+    is_set_up: bool = False
+    is_expendable: bool = False
+    counters: Counters | None = None
+
+    def progress(
+        self,
+        *,
+        step: int,
+        samples: int,
+        loss: float | None = None,
+        fraction: float | None = None,
+        counters: Counters | None = None,
+    ) -> None:
+        self.current_step = step
+        self.simulation.consumed += samples - self.samples
+        self.samples, self.counters = samples, counters
+        whole = self.simulation.consumed
+        self.inner.progress(step=step, samples=whole, loss=loss, fraction=fraction)
+        self.simulation.look(fraction)
+
+    def phase(self, name: str) -> None:
+        if name != self.current_phase:
+            self.current_phase = name
+            if name == "training" and not self.is_set_up:
+                self.is_set_up = True
+                gc.freeze()  # what was made until now lives as long as the run
+            if self.rank == 0:
+                self.inner.phase(name)
+
+    def expendable(self, yes: bool) -> None:
+        self.is_expendable = yes
+
+    def notice(self, text: str) -> None:
+        self.simulation.notice(text)
 
 
 class _RankFailed(Exception):
-    def __init__(self, rank: int, error: BaseException) -> None:
-        super().__init__(rank, error)
-        self.rank = rank
-        self.error = error
+    """The rank, and what it raised."""

@@ -1,4 +1,4 @@
-"""The stream of messages from one rank to another, in the order of sending.
+"""The stream of messages from one rank to another, in the order of sending, and its route.
 
 The first byte of a message is there after the latency; on a link that is fast and long a TCP
 connection starts slowly. Then the message crosses the links of its way, behind those before it.
@@ -7,89 +7,127 @@ connection starts slowly. Then the message crosses the links of its way, behind 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from orchestra.cluster.nodes import Tcp
 from orchestra.engines.simulation.fluid import Activity, Fluid, Resource
 from orchestra.engines.simulation.kernel import Events
-from orchestra.engines.simulation.route import Route
 
 if TYPE_CHECKING:
     from orchestra.engines.simulation.network import Net
 
 
-class Load(Protocol):
-    """What a stream carries: a message, or what stands for one.
+LONG = 1 << 17
+"""Bytes: a connection that needs fewer in flight has started within three round trips."""
 
-    `frame_bytes` include its header. The sender has done its part at the time `left_at`, infinite
-    until that is known; `crossed` tells whether the network has. `both_ways` tells whether others
-    of the same round of a collective go the other way; None: it is none of a collective. A `fair`
-    one has an equal share of a link, whatever chance says, and room at its target. Once the first
-    `held_bytes` have crossed, what is left is in the kernel's buffer, and the sender is free.
+IDLE = 0.2
+"""Seconds beyond a round trip without a message after which a connection starts again: Linux's
+least retransmission timeout (RFC 2861; net.ipv4.tcp_slow_start_after_idle)."""
+
+
+class SlowStart:
+    """What one connection may have in flight: at first little, then more with each byte that has
+    been acknowledged (RFC 5681, section 3.1).
+
+    `bandwidth` are bytes/s of its way, `round_trip` the seconds until a byte is acknowledged.
     """
 
-    left_at: float
-    crossed: bool
-    both_ways: bool | None
+    def __init__(self, tcp: Tcp, bandwidth: float, round_trip: float) -> None:
+        self._first = self._window = tcp.first_window
+        self._bandwidth, self._round_trip = bandwidth, round_trip
+        self.pause = round_trip + IDLE  # seconds without a message after which it starts again
+        self.used_at = -inf  # until when it has carried something
+
+    def is_over(self, time: float) -> bool:
+        """Return whether a message that is sent at `time` has the whole bandwidth."""
+        has_started = self._window >= self._bandwidth * self._round_trip
+        return has_started and time - self.used_at <= self.pause
+
+    def stall(self, size: float, time: float) -> float:
+        """Send `size` bytes (on the wire) at `time`; return the seconds that they wait."""
+        if time - self.used_at > self.pause:
+            self._window = self._first
+        self.use(time)
+        window, seconds, rest = self._window, 0.0, size
+        # Each round trip: a window's bytes leave, then the sender waits for the first
+        # acknowledgement. Every byte acknowledged lets two follow, until the window is bandwidth x
+        # round trip, from where on acknowledgements come in time.
+        while window < self._bandwidth * self._round_trip and rest > window:
+            seconds += self._round_trip - window / self._bandwidth
+            rest -= window
+            window *= 2
+        # It grows by each byte that was acknowledged: by all of this message's, once it is through.
+        self._window = min(self._window + size, self._bandwidth * self._round_trip)
+        return seconds
+
+    def use(self, time: float) -> None:
+        """Note that the connection carries something until `time`."""
+        self.used_at = max(self.used_at, time)
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way of a message: the resources that it crosses, and what TCP adds."""
+
+    resources: Sequence[Resource]
+    latency: float  # seconds that its first byte takes
+    back: tuple[Resource, ...] = ()  # that its acknowledgements cross
+    wire: float = 1.0  # bytes on each resource for each byte of the message
+    acknowledgements: float = 0.0  # bytes on the way back for each of these
+    slow_start: SlowStart | None = None  # of the connection, where it takes long
+    weight: float = 1.0  # of its shares
+    buffer: float = inf  # bytes on the wire that the target's kernel holds while its rank is away
+    delay: Callable[[float], float] | None = None  # seconds that one sent at a time takes besides
+    draw_share: Callable[[], float] | None = None  # draws the factor on the weight of the next
+
+
+@dataclass(eq=False, slots=True)
+class Load:
+    """What a stream carries: a message, or what stands for one.
+
+    Once the first `held_bytes` have crossed, what is left is in the kernel's buffer, and the sender
+    is free. One that is `fair` has an equal share of a link, whatever chance says, and room at its
+    target.
+    """
+
+    frame_bytes: int  # with its header
+    both_ways: bool | None  # whether others of its round of a collective, if any, go the other way
     fair: bool
-    frame_bytes: int
-    held_bytes: int
+    held_bytes: int = field(default=0, init=False)
+    left_at: float = field(default=inf, init=False)  # when its sender has done its part, if known
+    crossed: bool = field(default=False, init=False)  # whether the network has
 
     def begin(self) -> None:
         """Its first byte is there."""
-        ...
 
     def free(self) -> None:
         """The kernel has taken the rest of it."""
-        ...
 
     def end(self) -> None:
         """All of it is there."""
-        ...
 
     def fail(self, error: Exception) -> None:
         """It never arrives."""
-        ...
 
 
 class Stream:
     """What one rank sends to another, a message after the other: latency first, then bandwidth.
 
-    `delay(t)` is what a message that is sent at time t takes beyond the latency, in seconds;
-    `draw_share()` gives the share of a link that the next one has, where it is not 1.
-
-    Attributes:
-        resources: that it crosses.
-        latency: seconds until the first byte is there.
-        bandwidth: bytes/s, as long as nothing else crosses them.
-        slow_start: of the connection, where it takes long.
+    `bandwidth` are bytes/s, as long as nothing else crosses the resources of the route.
     """
 
-    def __init__(
-        self,
-        net: Net,
-        route: Route,
-        source: int,
-        target: int,
-        delay: Callable[[float], float] | None,
-        draw_share: Callable[[], float] | None = None,
-    ) -> None:
-        self.resources = route.resources
-        self.latency = route.latency
+    def __init__(self, net: Net, route: Route, source: int, target: int) -> None:
+        self.route = route
         self.bandwidth = min(resource.nominal for resource in route.resources)
-        self.slow_start = route.slow_start
-        self._route = route
         # Both directions share a resource, as on a radio channel: acknowledgements always compete.
         self._half_duplex = not set(route.resources).isdisjoint(route.back)
         assert len({*route.resources}) == len(route.resources), "a link is crossed twice"
-        self._net = net
+        self._net, self._fluid = net, net.fluid
         self._events: Events = net.kernel
-        self._fluid = net.fluid
-        self._source = source
-        self._target = target
-        self._delay = delay
-        self._draw_share = draw_share if route.tcp else None
+        self._source, self._target = source, target
         self._reader = reader = net.ports[target].reader
         if self.bandwidth:  # else a link on its way is cut just now
             reader.fill_seconds = min(reader.fill_seconds, route.buffer / self.bandwidth)
@@ -106,17 +144,12 @@ class Stream:
         self._back: tuple[Resource, ...] = ()  # what its acknowledgements cross
         self._weight = route.weight  # of its shares
         self._closed: Exception | None = None
-        self._on_crossed = self._crossed  # one object for all messages
-        self._on_free = self._free
 
     def send(self, load: Load, time: float) -> None:
-        """Send `load` at `time`, now or later, behind those before it.
-
-        Its first byte is there after the latency.
-        """
+        """Send `load` at `time`, now or later, behind those before it."""
         # A constant latency keeps the order of sending, so that an arrival can be told ahead.
-        if self._delay is None and self.slow_start is None:
-            self._events.call_at(time + self.latency, self.arrive, load)
+        if self.route.delay is None and self.route.slow_start is None:
+            self._events.call_at(time + self.route.latency, self.arrive, load)
         # A flow that is ahead may not fix the arrival yet: others of its rank may still send before
         # it in virtual time (docs/decisions/0105-long-links-in-order.md).
         elif time > self._events.now():
@@ -127,12 +160,12 @@ class Stream:
     def _depart(self, load: Load) -> None:
         """Send `load` now, on a route whose latency is not the same for all messages."""
         time = self._events.now()
-        arrival = time + self.latency
-        if self._delay is not None:
-            arrival += self._delay(time)
-        if self.slow_start is not None:
-            self._net.before_arrival(self.resources)  # it matters already now what they carry
-            arrival += self.slow_start.stall(self.on_wire(load.frame_bytes, None), time)
+        arrival = time + self.route.latency
+        if self.route.delay is not None:
+            arrival += self.route.delay(time)
+        if self.route.slow_start is not None:
+            self._net.before_arrival(self.route.resources)  # it matters already now what they carry
+            arrival += self.route.slow_start.stall(self.on_wire(load.frame_bytes, None), time)
         # A TCP connection keeps the order: a delayed message holds up those behind it.
         self._last = arrival = max(self._last, arrival)
         self._events.call_at(arrival, self.arrive, load)
@@ -142,7 +175,7 @@ class Stream:
         if self._closed is not None:
             load.fail(self._closed)
             return
-        self._net.before_arrival(self.resources)
+        self._net.before_arrival(self.route.resources)
         self._queue.append(load)
         if len(self._queue) == 1:
             self._begin(load)
@@ -172,10 +205,7 @@ class Stream:
             self._begin(self._queue[0])
 
     def close(self, error: Exception) -> Load | None:
-        """Let nothing arrive any more, and tell senders of `error`.
-
-        Returns the message that this cuts off in the middle, if any.
-        """
+        """Let nothing arrive any more, tell senders of `error`; return the message cut off."""
         self._closed = error
         cut_off = None
         if self._is_under_way:
@@ -214,7 +244,7 @@ class Stream:
         # As if it had always crossed at its present rate.
         self._read = reader.period
         self._unread = crossing.present_rate * (now - max(reader.away_since, self._began))
-        room = max(self._route.buffer - self._unread, 0.0)
+        room = max(self.route.buffer - self._unread, 0.0)
         if crossing.left_at(now) + self._after > room:
             self._cross(self._take_off(), room)
 
@@ -240,7 +270,7 @@ class Stream:
 
     def _room(self, load: Load) -> float:
         """Return the bytes on the wire that the target takes in of `load`, if it is known."""
-        reader, buffer = self._reader, self._route.buffer
+        reader, buffer = self._reader, self.route.buffer
         if load.fair or buffer == inf or not reader.is_away():
             return inf
         if self in reader.large:
@@ -254,23 +284,22 @@ class Stream:
         self._crossing, self._full_at = None, self._events.now()
 
     def _begin(self, load: Load) -> None:
-        if self._net.kernel.is_held(self._target):
+        if self._target in self._net.kernel.held:
             return  # a rank that stands still takes in nothing
         load.begin()
         self._began = self._events.now()
         # In a collective acknowledgements are counted with the bytes (`on_wire`), by what the
-        # schedule sends both ways; then evaluation over arrays gives the same times
-        # (docs/decisions/0095-tcp.md).
-        self._back = self._route.back if load.both_ways is None else ()
-        self._weight = self._route.weight
-        if self._draw_share is not None and not load.fair:
-            self._weight *= self._draw_share()
+        # schedule sends both ways, as in evaluation over arrays (docs/decisions/0095-tcp.md).
+        self._back = self.route.back if load.both_ways is None else ()
+        self._weight = self.route.weight
+        if self.route.draw_share is not None and not load.fair:
+            self._weight *= self.route.draw_share()
         whole = first = self.on_wire(load.frame_bytes, load.both_ways)
         # In two parts: when the first has crossed, the rest is in the sender's kernel.
         if load.held_bytes:
             first *= load.held_bytes / load.frame_bytes
         self._after = whole - first
-        if whole > self._route.buffer and not load.fair:
+        if whole > self.route.buffer and not load.fair:
             self._reader.large[self] = None
         self._cross(first, self._room(load))
 
@@ -281,12 +310,12 @@ class Stream:
         that is none of a collective, acknowledgements are charged where they cross.
         """
         counted = both_ways or (self._half_duplex and both_ways is not None)
-        others = self._route.acknowledgements if counted else 0.0
-        return frame_bytes * self._route.wire * (1 + others)
+        others = self.route.acknowledgements if counted else 0.0
+        return frame_bytes * self.route.wire * (1 + others)
 
     def _cross(self, wire_bytes: float, room: float = inf) -> None:
         """Let `wire_bytes` cross, of which the target has `room` for so many until it reads."""
-        then = self._on_free if self._after else self._on_crossed
+        then = self._free if self._after else self._crossed
         if wire_bytes > room:
             self._barred, wire_bytes, then = wire_bytes - room, room, self._fill
             self._reader.barred[self] = None
@@ -295,7 +324,7 @@ class Stream:
         if room < inf:
             self._unread += wire_bytes
         self._crossing = self._fluid.start(
-            wire_bytes, self.resources, then, self._back, self._weight
+            wire_bytes, self.route.resources, then, self._back, self._weight
         )
 
     def _free(self) -> None:
@@ -325,8 +354,8 @@ class Stream:
             return
         self._crossing = None
         self._queue.popleft()
-        if self.slow_start is not None:
-            self.slow_start.use(self._events.now())
+        if self.route.slow_start is not None:
+            self.route.slow_start.use(self._events.now())
         load.end()
         if self._queue:
             self._begin(self._queue[0])

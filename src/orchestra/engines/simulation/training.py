@@ -11,30 +11,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from orchestra.cluster import Channel, Cluster, Node, load_cluster
+from orchestra.cluster import Channel, Cluster, Jitter, load_cluster
 from orchestra.cluster.file import cluster_text
-from orchestra.cluster.nodes import DEFAULT
+from orchestra.cluster.nodes import ASSUMED, DEFAULT, EVENLY, Overhead, Sharing
 from orchestra.engines.live import Display, LiveFile, Progress, slow_ranks_of
 from orchestra.engines.processes.launch import launch
 from orchestra.engines.run import record_of, write_environment
-from orchestra.engines.simulation.cost_source import CostSource, cost_source_of
-from orchestra.records.record import (
-    CLUSTER,
-    Link,
-    Links,
-    RunRecord,
-    write_atomically,
-    write_links,
+from orchestra.engines.simulation.costs import (
+    OVERHEAD,
+    CalibratedCosts,
+    Costs,
+    CostSource,
+    assumed_costs,
+    cost_source_of,
 )
+from orchestra.records.record import CLUSTER, Link, Links, RunRecord, write_atomically, write_links
 from orchestra.records.report import RankReport
 from orchestra.strategies.base import roles_of
 from orchestra.strategies.single import Single
-from orchestra.trainer.settings import Run
+from orchestra.trainer.settings import Run, Training
 
 if TYPE_CHECKING:
-    from orchestra.cluster import Jitter
-    from orchestra.cluster.nodes import Overhead, Sharing
-    from orchestra.engines.simulation.costs import Costs
     from orchestra.engines.simulation.memory import Memory
     from orchestra.engines.simulation.simulate import Outcome
     from orchestra.worker.runtime import Reporter, Runtime
@@ -80,6 +77,9 @@ def record_from(assignment: Assignment, outcome: Outcome) -> RunRecord:
     """
     run, source = assignment.run, assignment.source
     outcome.check()
+    cluster = load_cluster(run.training.cluster, where="cluster", folder=Path())
+    if outcome.node is not None:
+        cluster = replace(cluster, placement=(outcome.node,))
     return record_of(
         run,
         cast("tuple[RankReport | None, ...]", outcome.results),
@@ -90,18 +90,10 @@ def record_from(assignment: Assignment, outcome: Outcome) -> RunRecord:
         wall_seconds=outcome.wall_seconds,
         costs=source.text,
         node=outcome.node,
-        nodes=_used(run, outcome, assignment.ranks),
+        nodes=cluster.nodes_of(assignment.ranks),
         alone=outcome.alone,
         costs_doubts=source.doubts,
     )
-
-
-def _used(run: Run, outcome: Outcome, ranks: int) -> list[Node]:
-    """Return the node of each rank."""
-    cluster = load_cluster(run.training.cluster, where="cluster", folder=Path())
-    if outcome.node is not None:
-        return [node for node in cluster.nodes if node.name == outcome.node]
-    return list(cluster.nodes_of(ranks))
 
 
 @dataclass(frozen=True)
@@ -137,14 +129,7 @@ def carried_out(assignment: Assignment, reporter: Reporter) -> Outcome:
     roles = roles_of(run.strategy, run.training.ranks)
     live = LiveFile(folder, slow_ranks_of(run, roles, lambda _: None))
     outcome, cluster, wire = simulate_run(
-        run,
-        assignment.source,
-        cluster,
-        assignment.ranks,
-        folder,
-        reporter,
-        assignment.pace,
-        live,
+        run, assignment.source, cluster, assignment.ranks, folder, reporter, assignment.pace, live
     )
     if outcome.failure is None:
         live.remove()
@@ -183,9 +168,7 @@ def simulate_run(
     overhead = cluster.overhead or overhead
     speeds: tuple[float, ...] = ()
     if run.measures_shares:
-        batch, threads = run.training.batch_size, run.training.threads
-        speeds = described_speeds(cluster, ranks, costs, overhead, sharing, batch, threads)
-
+        speeds = described_speeds(cluster, ranks, costs, overhead, sharing, run.training)
     bandwidths = cluster.bandwidths_of(ranks)
 
     def rank_program(rank: Runtime) -> RankReport:
@@ -203,9 +186,6 @@ def simulate_run(
 
 def _charges(run: Run, source: CostSource) -> tuple[Costs, Overhead, Sharing, Jitter]:
     """Return the costs of computing, messages and shared cores, calibrated or assumed."""
-    from orchestra.cluster.nodes import ASSUMED, EVENLY
-    from orchestra.engines.simulation.costs import OVERHEAD, CalibratedCosts, assumed_costs
-
     calibration, task = source.calibration, source.task
     if calibration is None or task is None:
         return assumed_costs(run), OVERHEAD, EVENLY, ASSUMED
@@ -223,10 +203,9 @@ def described_speeds(
     costs: Costs,
     overhead: Overhead,
     sharing: Sharing,
-    samples: int,
-    threads: int | None,
+    training: Training,
 ) -> tuple[float, ...]:
-    """Return the gradients of `samples` samples that each rank computes in a second, all at once.
+    """Return the gradients of a batch that each rank computes in a second, all at once.
 
     Jitter and faults are left out: nobody can plan for them.
     """
@@ -239,12 +218,12 @@ def described_speeds(
 
     def program(runtime: Runtime) -> float:
         began = runtime.transport.now()
-        runtime.compute.run(Work("gradient", samples), lambda: None)
+        runtime.compute.run(Work("gradient", training.batch_size), lambda: None)
         return runtime.transport.now() - began
 
     outcome = Simulation(
-        steady, ranks, costs, overhead, SilentReporter(), sharing=sharing, threads=threads,
-        values=False,
+        steady, ranks, costs, overhead, SilentReporter(),
+        sharing=sharing, threads=training.threads, values=False,
     ).run(program)  # fmt: skip
     assert outcome.failure is None
     return tuple(1 / seconds for seconds in outcome.results)
@@ -271,10 +250,7 @@ def speeds_alone(
 
 
 def keep_links(folder: Path, cluster: Cluster, outcome: Outcome, wire: float) -> None:
-    """Write what was simulated, and what its links carried, into the `folder` of the run.
-
-    `wire` are bytes on a link for each byte of a message.
-    """
+    """Write what was simulated, and what its links carried (see `links_of`), into `folder`."""
     write_atomically(folder / CLUSTER, cluster_text(cluster))
     write_links(folder, links_of(cluster, outcome.sent, outcome.seconds, wire))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -13,11 +14,11 @@ from torch import Tensor
 from orchestra.collectives import Group, all_reduce
 from orchestra.engines.simulation.background import BackgroundQueue, Queued
 from orchestra.engines.simulation.collective import Contribution, Member
-from orchestra.engines.simulation.kernel import Flow, Kernel
+from orchestra.engines.simulation.kernel import Flow
 from orchestra.engines.simulation.network import Message, Port, Sending
+from orchestra.engines.simulation.participant import carry_out
 from orchestra.engines.simulation.rendezvous import Rendezvous
 from orchestra.engines.simulation.rounds import PlacedPlan
-from orchestra.engines.simulation.shared_memory import carry_out
 from orchestra.errors import InputError, PeerLost
 from orchestra.schedules.sums import Stage
 from orchestra.transports import matching
@@ -25,13 +26,7 @@ from orchestra.transports.background import HandOver
 from orchestra.transports.collective import execute_in_stages
 from orchestra.transports.framing import MESSAGE, Header
 from orchestra.transports.matching import Operation
-from orchestra.transports.protocol import (
-    CollectiveCall,
-    SharedTensor,
-    Task,
-    Traffic,
-    Transport,
-)
+from orchestra.transports.protocol import CollectiveCall, SharedTensor, Task, Traffic, Transport
 
 T = TypeVar("T")
 
@@ -40,9 +35,7 @@ class SimulatedTransport(Transport):
     """The transport of one flow."""
 
     def __init__(self, port: Port, rendezvous: Rendezvous) -> None:
-        self._port = port
-        self._rendezvous = rendezvous
-        self._kernel = port.net.kernel
+        self._port, self._rendezvous, self._kernel = port, rendezvous, port.net.kernel
         self._flow = matching.Flow(port.rank, self)
         self.rank, self.size = port.rank, len(port.net.ports)
         self.traffic = self._flow.traffic
@@ -88,8 +81,7 @@ class SimulatedTransport(Transport):
         # draw the same (docs/decisions/0115-unlike-shares.md).
         both_ways, fair = None, not port.meter.running
         if self._sent is not None:
-            both_ways = self._goes_both_ways(*self._sent, to)
-            fair = self._sent[0].shares_fairly(self._sent[0].place[self.rank])
+            both_ways, fair = self._in_collective(*self._sent, to)
         message = Message(header, payload, sending, port.net.ports[to], both_ways, fair=fair)
         stream = port.net.stream(self.rank, to)
         port.keep_order()
@@ -106,11 +98,11 @@ class SimulatedTransport(Transport):
         stream.leave(message, self._kernel.here())
         return sending
 
-    def _goes_both_ways(self, placed: PlacedPlan, sent: Counter[int], to: int) -> bool:
-        """Count the next message to rank `to`, and return its `both_ways`; see `Load`."""
+    def _in_collective(self, placed: PlacedPlan, sent: Counter[int], to: int) -> tuple[bool, bool]:
+        """Count the next message to rank `to`; return its `both_ways` and `fair` (see `Load`)."""
         sent[to] += 1
         pair = placed.place[self.rank], placed.place[to]
-        return placed.plan.goes_both_ways(pair, sent[to] - 1)
+        return placed.plan.goes_both_ways(pair, sent[to] - 1), placed.shares_fairly(pair[0])
 
     def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> matching.Receive:
         """Start receiving; see `Transport.receive`."""
@@ -129,9 +121,8 @@ class SimulatedTransport(Transport):
 
     def collective(self, call: CollectiveCall) -> Task[int]:
         """Begin this rank's part in a collective; see `Transport.collective`."""
-        no_flow = not self._background and not self._rendezvous.faults
-        at_once = no_flow and not call.message_by_message
-        if call.background and call.schedule is not None and at_once:
+        needs_flow = self._background or self._rendezvous.faults or call.message_by_message
+        if call.background and call.schedule is not None and not needs_flow:
             given = self._rendezvous.contribution(self._port.net, call)
             if given.result_known_without_messages:
                 return self._begin_queued(given)
@@ -191,7 +182,7 @@ class SimulatedTransport(Transport):
         """Carry out `call` now, with messages where ranks do not share memory."""
         ranks, hosts = call.group.ranks, self._port.net.hosts
         local = frozenset(
-            place for place, rank in enumerate(ranks) if hosts and hosts[rank] == hosts[self.rank]
+            place for place, rank in enumerate(ranks) if hosts[rank] == hosts[self.rank]
         )
 
         def carry_out_here(stage: Stage) -> tuple[float, float]:
@@ -237,21 +228,17 @@ class SimulatedTransport(Transport):
 
         def join() -> None:
             member = self._rendezvous.join(
-                given,
-                self.rank,
-                flow.processor,
-                lambda: kernel.resume(flow),
+                given, self.rank, flow.processor, lambda: kernel.resume(flow), kernel.now(),
                 message_by_message=message_by_message,
-            )
+            )  # fmt: skip
             joined.append(member)
             if member is not None:
                 flow.waits = member.waits
             elif is_ahead:
                 kernel.resume(flow)
 
-        # By an event, and not in a turn of its own, which would cost a switch of threads.
         is_ahead = flow.ahead > kernel.now()
-        if is_ahead:
+        if is_ahead:  # by an event: a turn of its own would cost a switch of threads
             kernel.at(flow.ahead, join)
         else:
             join()
@@ -270,7 +257,7 @@ class SimulatedTransport(Transport):
         processor = self._port.new_processor()
         flow = self._kernel.start(self.rank, lambda: function(transport), processor)
         self._rendezvous.flow_began(self.rank)
-        return FlowTask(self._kernel, flow, self.traffic)
+        return FlowTask(flow, self.traffic)
 
     def arrived(self) -> dict[int, tuple[float, float]]:
         """See `Transport.arrived`."""
@@ -286,15 +273,14 @@ class SimulatedTransport(Transport):
 
     def wait(self, operation: Operation) -> None:
         """Let virtual time pass until `operation` is finished, and take in what it brings."""
-        if operation.finished:
-            self._wait(operation)
-            return
-        reader = self._port.reader
-        reader.begin(self, self._kernel.here())
+        reads = not operation.finished
+        if reads:
+            self._port.reader.begin(self, self._kernel.here())
         try:
             self._wait(operation)
         finally:
-            reader.end(self)
+            if reads:
+                self._port.reader.end(self)
 
     def _wait(self, operation: Operation) -> None:
         if not isinstance(operation, matching.Receive):
@@ -302,7 +288,9 @@ class SimulatedTransport(Transport):
             return
         receive = operation
         if not receive.frame_bytes and not receive.finished:
-            if self._may_sleep_through():
+            port, alone = self._port, self._kernel.current.processor.undisturbed()
+            # Then the seconds to take it in are known before it arrives.
+            if alone and not (port.is_cold or port.shares_caches):
                 self._sleep_through(receive)
                 return
             begun = self._sleep(receive, lambda: receive.finished or receive.frame_bytes > 0)
@@ -323,12 +311,6 @@ class SimulatedTransport(Transport):
     def _handling(self) -> float:
         """Processor seconds of the strategy's own code around a message."""
         return 0.0 if self._sent is not None else self._port.net.overhead.handling
-
-    def _may_sleep_through(self) -> bool:
-        """Return whether the seconds to take a message in are known before it arrives."""
-        port = self._port
-        alone = self._kernel.current.processor.undisturbed()
-        return alone and not (port.is_cold or port.shares_caches)
 
     def _sleep_through(self, receive: matching.Receive) -> None:
         """Let virtual time pass until `receive` is finished, without waking when it begins."""
@@ -364,44 +346,43 @@ class SimulatedTransport(Transport):
         return (others if whom is None else (whom,)), verb + tag
 
 
+@dataclass(eq=False)
 class FlowHandOver(HandOver):
     """Between two flows of the rank of `port`: telling takes as long as a message to itself."""
 
-    def __init__(self, port: Port) -> None:
-        self._port = port
+    port: Port
 
     def look(self) -> None:
-        self._port.net.kernel.catch_up()
+        self.port.net.kernel.catch_up()
 
     def wait_until(self, condition: Callable[[], bool], traffic: Traffic) -> None:
-        waits = (self._port.rank,), "another flow of its own"
-        traffic.seconds_waiting += self._port.sleep_until(condition, lambda: waits, self)
+        waits = (self.port.rank,), "another flow of its own"
+        traffic.seconds_waiting += self.port.sleep_until(condition, lambda: waits, self)
 
     def tell(self, change: Callable[[], None], traffic: Traffic) -> None:
-        self._port.spend(self._port.signal_seconds, traffic)
-        self._port.net.kernel.catch_up()
+        self.port.spend(self.port.signal_seconds, traffic)
+        self.port.net.kernel.catch_up()
         change()
-        self._port.wake(self)
+        self.port.wake(self)
 
 
+@dataclass(eq=False)
 class FlowTask(Generic[T]):
-    """A background flow of a rank."""
+    """A background flow of a rank; `spawner` counts how long its own flow waits for it."""
 
-    def __init__(self, kernel: Kernel, flow: Flow, spawner: Traffic) -> None:
-        self._kernel = kernel
-        self._flow = flow
-        self._spawner = spawner
+    flow: Flow
+    spawner: Traffic
 
     def done(self) -> bool:
         """Return whether the flow has ended."""
-        self._kernel.catch_up()
-        return self._flow.ended
+        self.flow.kernel.catch_up()
+        return self.flow.ended
 
     def wait(self) -> T:
         """Let virtual time pass until the flow ends: its result, or what it raised."""
-        started = self._kernel.here()
-        self._kernel.join(self._flow)
-        self._spawner.seconds_waiting += self._kernel.here() - started
-        if self._flow.error is not None:
-            raise self._flow.error
-        return self._flow.result  # type: ignore[no-any-return]
+        started = self.flow.kernel.here()
+        self.flow.kernel.join(self.flow)
+        self.spawner.seconds_waiting += self.flow.kernel.here() - started
+        if self.flow.error is not None:
+            raise self.flow.error
+        return self.flow.result  # type: ignore[no-any-return]

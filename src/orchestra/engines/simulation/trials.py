@@ -1,27 +1,36 @@
-"""Several simulated runs one after the other, each up to a part of its samples, until a deadline.
+"""Several simulated runs one after the other, to answer a question within a deadline.
 
-A run that was stopped before its end goes on from its checkpoint when the same folder is tried
-again, so that a longer trial costs only what it has more.
+The trials of a plan go up to a part of their samples. A run that was stopped before its end goes on
+from its checkpoint when the same folder is tried again, so that a longer trial costs only what it
+has more. Others are short simulations of time alone: at which bandwidth does one strategy begin to
+be faster than another?
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
+from orchestra.cluster import Cluster, load_cluster
+from orchestra.cluster.units import BANDWIDTH
 from orchestra.engines.processes.launch import launch
-from orchestra.engines.simulation.training import Assignment, carried_out, record_from
+from orchestra.engines.simulation.costs import CostSource
+from orchestra.engines.simulation.training import Assignment, carried_out, record_from, simulate_run
 from orchestra.errors import InputError, RunFailed
 from orchestra.records.live import remove_live
 from orchestra.records.record import RunRecord
 from orchestra.records.report import Point, RankReport
+from orchestra.strategies.base import roles_of
+from orchestra.trainer.settings import Run
 from orchestra.worker.runtime import VARIABLE, usable_cores
 
 if TYPE_CHECKING:
@@ -42,60 +51,49 @@ class Trial:
 
 @dataclass(frozen=True)
 class Trials:
-    """What the processes of a launch share out: whoever is free takes the next one.
-
-    `deadline` is on the clock that all processes of this machine share, in seconds; `claims` is an
-    empty folder, in which a trial that was taken has a file; `threads` is how many each process
-    computes with.
-    """
+    """What the processes of a launch share out: whoever is free takes the next one."""
 
     trials: Sequence[Trial]
-    deadline: float
-    claims: Path
-    threads: int
+    deadline: float  # in seconds, on the clock that all processes of this machine share
+    claims: Path  # an empty folder, in which a trial that was taken has a file
+    threads: int  # that each process computes with
 
 
 @dataclass(frozen=True)
 class Tried:
-    """What became of a trial.
+    """What became of a trial."""
 
-    Attributes:
-        record: of the run, stopped or completed; None where it failed, was not begun, or was in
-            the middle of a step when the time was over.
-        points: the figures of its snapshots.
-        failure: why there is no record; None where there was no time for it.
-        seconds: how long it took on the clock.
-    """
-
-    record: RunRecord | None = None
-    points: Sequence[Point] = ()
-    failure: str | None = None
-    seconds: float = 0.0
+    record: RunRecord | None = None  # None: it failed, was not begun, or not at the end of a step
+    points: Sequence[Point] = ()  # the figures of its snapshots
+    failure: str | None = None  # why there is no record; None where there was no time for it
+    seconds: float = 0.0  # that it took on the clock
 
 
+@dataclass
 class Until:
     """Passes on what a run reports, and asks for its stop at a part of its samples."""
 
-    def __init__(self, inner: Reporter, part: float, deadline: float) -> None:
-        self._inner, self._part, self._deadline = inner, part, deadline
-        self._reached = 0.0
+    inner: Reporter
+    part: float
+    deadline: float
+    reached: float = 0.0
 
     def progress(self, *, fraction: float | None = None, **facts: Any) -> None:
-        self._reached = max(self._reached, fraction or 0.0)
-        self._inner.progress(fraction=fraction, **facts)
+        self.reached = max(self.reached, fraction or 0.0)
+        self.inner.progress(fraction=fraction, **facts)
 
     def phase(self, name: str) -> None:
-        self._inner.phase(name)
+        self.inner.phase(name)
 
     def expendable(self, yes: bool) -> None:
-        self._inner.expendable(yes)
+        self.inner.expendable(yes)
 
     def notice(self, text: str) -> None:
         """Do nothing: notices of trials are in their records."""
 
     def stop_requested(self) -> bool:
-        over = self._reached >= self._part or time.monotonic() > self._deadline
-        return over or self._inner.stop_requested()
+        over = self.reached >= self.part or time.monotonic() > self.deadline
+        return over or self.inner.stop_requested()
 
 
 def shared_out(
@@ -182,3 +180,135 @@ def _tried(reporter: Reporter, trial: Trial, deadline: float) -> Tried:
     reports: list[RankReport | None] = list(outcome.results)
     points = next(r.leader.curve for r in reports if r is not None and r.leader is not None)
     return Tried(record, points, seconds=time.monotonic() - began)
+
+
+# Where a technique pays
+
+STRIDE = 4.0
+"""Ratio of the bandwidths that are tried first."""
+FURTHEST = 5
+"""How many of these strides away the search ends: a thousand times as much, or as little."""
+FURTHEST_FACTOR = STRIDE**FURTHEST
+HALVINGS = 4
+"""Of the stride in which the two change places: it is known to 9 % then."""
+MOST_STEPS, FEWEST_STEPS = 100, 16
+RANK_STEPS = 4000
+"""Steps of all ranks together that a simulation has where it can have fewer than `MOST_STEPS`."""
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A run, and how many of its steps it needs: to the target, or for the samples of all."""
+
+    run: Run
+    steps: float
+    source: CostSource
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """Where a technique pays, as far as was searched."""
+
+    pays: Literal["below", "above", "always", "never"] | None = None  # None: it is not known
+    factor: float | None = None  # the bandwidth below or above which it pays, over the cluster's
+    bandwidth: float | None = None  # of the slowest link at that factor, in bytes/s
+    equal: bool = True  # whether all links have that bandwidth
+    reason: str | None = None  # why it is not known
+
+    def __str__(self) -> str:
+        if self.pays is None:
+            return f"not known: {self.reason}"
+        if self.bandwidth is None:
+            most = f"{FURTHEST_FACTOR:.0f}"
+            return f"{self.pays}, from 1/{most} to {most} times the bandwidth"
+        links = "links of" if self.equal else "a slowest link of"
+        return f"{self.pays} {links} {BANDWIDTH.write(float(f'{self.bandwidth:.2g}'))}"
+
+
+def search(faster: Callable[[float], bool]) -> tuple[Literal["below", "above"], float] | bool:
+    """Find the factor on the bandwidth at which `faster(factor)` changes, and the side it holds on.
+
+    From a factor of 1 the search goes up first if it holds there, else down, and then the other
+    way. Returns a bool if it is the same everywhere within `FURTHEST` strides.
+    """
+    now = faster(1.0)
+    for sign in (1, -1) if now else (-1, 1):
+        for stride in range(1, FURTHEST + 1):
+            if faster(STRIDE ** (sign * stride)) is not now:
+                # Bisect in the exponent: bandwidths are searched by ratios.
+                inner, outer = float(sign * (stride - 1)), float(sign * stride)
+                for _ in range(HALVINGS):
+                    middle = (inner + outer) / 2
+                    if faster(STRIDE**middle) is now:
+                        inner = middle
+                    else:
+                        outer = middle
+                side: Literal["below", "above"] = "below" if now is (sign > 0) else "above"
+                return side, STRIDE ** ((inner + outer) / 2)
+    return now
+
+
+@dataclass(frozen=True)
+class Question:
+    """Where is `technique` faster than `plain`? To be answered within so many seconds."""
+
+    technique: Rival
+    plain: Rival
+    seconds: float
+
+
+def find_break_even(runtime: Runtime, question: Question) -> BreakEven:
+    """Answer the question; the program of a process."""
+    from orchestra.worker.runtime import SilentReporter
+
+    name = question.plain.run.training.cluster
+    cluster = load_cluster(name, where="cluster", folder=Path())
+    links = cluster.links
+    if not links:
+        return BreakEven(reason="the cluster is one node, without links")
+    reporter, done = SilentReporter(), itertools.count(1)
+    deadline = time.perf_counter() + question.seconds
+
+    def seconds(rival: Rival, factor: float) -> float:
+        runtime.reporter.progress(step=next(done), samples=0)
+        if runtime.reporter.stop_requested():
+            raise InputError("stopped")
+        if time.perf_counter() > deadline:
+            raise InputError(f"not found within {question.seconds:g} s")
+        return rival.steps * _step_seconds(rival, cluster.scaled(bandwidth=factor), reporter)
+
+    def faster(factor: float) -> bool:
+        return seconds(question.technique, factor) < seconds(question.plain, factor)
+
+    try:
+        found = search(faster)
+    except InputError as error:
+        return BreakEven(reason=str(error))
+    if isinstance(found, bool):
+        return BreakEven("always" if found else "never")
+    side, factor = found
+    equal = len({link.bandwidth for link in links}) == 1
+    return BreakEven(side, factor, min(link.bandwidth for link in links) * factor, equal)
+
+
+def _step_seconds(rival: Rival, cluster: Cluster, reporter: Reporter) -> float:
+    """Return the seconds of a step, in a simulation of time alone.
+
+    Raises:
+        InputError: the strategy or the task needs values.
+    """
+    run, training = rival.run, rival.run.training
+    most = min(max(RANK_STEPS // training.ranks, FEWEST_STEPS), MOST_STEPS)
+    steps = max(1, min(most, math.ceil(rival.steps)))
+    training = replace(
+        training,
+        epochs=None, steps=steps, tensors="shapes", clip_norm=None, target=None,
+        checkpoint_every=None, snapshots=0, trace_steps=0, record_order=False, tensorboard=False,
+    )  # fmt: skip
+    short = replace(run, training=training)
+    ranks = len(roles_of(run.strategy, training.ranks).shares)
+    outcome, *_ = simulate_run(short, rival.source, cluster, ranks, Path(), reporter)
+    if problem := outcome.bad_input or outcome.failure:
+        raise InputError(problem)
+    reports = [report for report in outcome.results if report is not None]
+    return float(max(report.train_seconds for report in reports) / steps)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -14,19 +15,12 @@ from orchestra.collectives import Group
 from orchestra.engines.simulation.background import BackgroundQueue, Queued
 from orchestra.engines.simulation.fluid import Fluid, Resource
 from orchestra.engines.simulation.kernel import Kernel
-from orchestra.engines.simulation.network import (
-    BeginNativeAllReduce,
-    Message,
-    Meter,
-    Net,
-    Port,
-)
+from orchestra.engines.simulation.network import BeginNativeAllReduce, Message, Meter, Net, Port
 from orchestra.engines.simulation.processor import Cores, Team, Thread
 from orchestra.engines.simulation.rendezvous import Rendezvous
 from orchestra.engines.simulation.rounds import Ranks
-from orchestra.engines.simulation.route import LONG, Route, SlowStart
 from orchestra.engines.simulation.sharing import ROUNDING
-from orchestra.engines.simulation.stream import Load, Stream
+from orchestra.engines.simulation.stream import LONG, Load, Route, SlowStart, Stream
 from orchestra.engines.simulation.transport import SimulatedTransport
 from orchestra.errors import PeerLost
 from orchestra.schedules import ALL_REDUCE
@@ -34,12 +28,29 @@ from orchestra.transports.protocol import CollectiveCall, Traffic
 from orchestra.transports.tags import Tag
 
 
+@dataclass(eq=False)
+class Host:
+    """A node that has ranks, and what computes there."""
+
+    node: Node
+    ranks: list[int]
+    speed: float  # seconds of a core of speed 1 that one of its cores does in a second
+    at_once: float  # how many times as much as one core by itself all cores do together
+    cores: Resource  # all of them
+    teams: Resource | None  # all of them, for teams, where several want the same cores
+    turns: Cores | None  # where threads take turns
+    threads: int = 0  # that there have been
+    native: int = 0  # threads of torch.distributed
+    room: tuple[int, bool] = -1, False  # at so many changes of flows, what `_has_room` has found
+
+
 class World:
     """`cluster` with `ranks` ranks on it, at the virtual time of `kernel`.
 
     `reference_flops` are the FLOP/s of a core of speed 1, and `threads` what the main flow of each
-    rank computes with. `draw_share` is that of a `Net`. Without faults, a flow with
-    a core for itself runs ahead of the others' virtual time until it next interacts with them.
+    rank computes with. `draw_share` draws the factor on the weight of the next message between two
+    ranks on unlike nodes; without it, weights are even. Without faults, a flow with a core for
+    itself runs ahead of the others' virtual time until it next interacts with them.
     """
 
     def __init__(
@@ -56,114 +67,92 @@ class World:
         faults = bool(cluster.faults)
         # A fault may change a speed or stop a rank at any time: then nothing is told ahead.
         self._goes_ahead = not faults
-        self._reference_flops = reference_flops
-        self._sharing = sharing
-        self.kernel = kernel
-        self._overhead = overhead
-        self.fluid = Fluid(kernel, overhead.tcp.acknowledgements if cluster.tcp else 0.0)
-        self.nodes = cluster.nodes_of(ranks)
-        self.rendezvous = Rendezvous(kernel, self._crowded, faults)
-        delay = (lambda a, b, time: cluster.delay(a, b, ranks, time)) if faults else None
-        self.net = Net(kernel, self.fluid, overhead, self._route, delay, draw_share)
-        # Connections of their own on the same links, as torch.distributed has them.
-        self._native = Net(kernel, self.fluid, overhead, self._route, delay, draw_share)
-        for net in (self.net, self._native):
-            net.before_arrival = self.rendezvous.disturb
-            net.nodes = [node.name for node in self.nodes]
-        self.net.hosts = [
-            # collectives of tensors that are on devices are messages
-            node.name if node.shared_memory and not node.devices else rank
-            for rank, node in enumerate(self.nodes)
-        ]
-        self._native_threads: Counter[str] = Counter()  # by node
-        self._cluster = cluster
+        self._cluster, self._overhead, self._sharing = cluster, overhead, sharing
+        self._reference_flops, self._widths = reference_flops, threads
+        self._draw_share = draw_share
         self._channels: dict[Channel, Resource] = {}
-        self._speeds: dict[str, float] = {}  # factors, by node, where it is not 1
         self._bandwidths: dict[str, float] = {}  # factors, by channel, where it is not 1
         self._threads_of: dict[int, list[Thread]] = defaultdict(list)
-        self._cores: dict[str, Resource] = {}
-        self._turns: dict[str, Cores] = {}
-        self._threads: Counter[str] = Counter()  # by node, those that have ended included
-        self._by_name = {node.name: node for node in self.nodes}
-        self._room: dict[str, tuple[int, bool]] = {}
         self._known_crowded: dict[Ranks, tuple[int, bool]] = {}
-        self._widths = threads
-        self._teams: dict[str, Resource] = {}  # of nodes whose cores several teams want
-        self._ranks_of: dict[str, list[int]] = defaultdict(list)
+        self.kernel = kernel
+        self.fluid = Fluid(kernel, overhead.tcp.acknowledgements if cluster.tcp else 0.0)
+        self.rendezvous = Rendezvous(kernel, self._crowded, faults)
+        self.nodes = cluster.nodes_of(ranks)
+        ranks_of: dict[str, list[int]] = defaultdict(list)
         for rank, node in enumerate(self.nodes):
-            self._ranks_of[node.name].append(rank)
-        for node in self._by_name.values():
-            widths = [self._widths[rank] for rank in self._ranks_of[node.name]]
-            # Otherwise all threads of the node have cores for themselves, and a team would change
-            # nothing.
-            if max(widths) > 1 and len(widths) > 1 and sum(widths) > self._at_once(node):
-                self._teams[node.name] = Resource(f"{node.name} teams", self._together(node))
+            ranks_of[node.name].append(rank)
+        by_name = {node.name: node for node in self.nodes}
+        self._hosts = {name: self._host(by_name[name], ranks_of[name]) for name in by_name}
+        share_memory = [
+            # collectives of tensors that are on devices are messages
+            ranks_of[node.name][0] if node.shared_memory and not node.devices else rank
+            for rank, node in enumerate(self.nodes)
+        ]
+        names = [node.name for node in self.nodes]
+        # The second has connections of its own on the same links, as torch.distributed has them.
+        self.net, self._native = (
+            Net(kernel, self.fluid, overhead, names, hosts, self._route, self.rendezvous.disturb)
+            for hosts in (share_memory, range(ranks))
+        )
         for rank in range(ranks):
             meter = Meter(kernel.here)
             for net in (self.net, self._native):
                 Port(net, rank, functools.partial(self.thread, rank), meter)
 
+    def _host(self, node: Node, ranks: list[int]) -> Host:
+        sharing, slots = self._sharing, node.slots
+        speed, at_once = node.speed_beside(self._reference_flops), max(1.0, slots * sharing.speed)
+        turns = teams = None
+        if sharing.time_slice is not None:
+            turns = Cores(self.kernel, self.fluid, slots, sharing.time_slice, sharing.refill)
+        widths = [self._widths[rank] for rank in ranks]
+        # Otherwise all threads have cores for themselves, and a team would change nothing.
+        if max(widths) > 1 and len(widths) > 1 and sum(widths) > at_once:
+            teams = Resource(f"{node.name} teams", speed * at_once)
+        cores = Resource(f"{node.name} cores", speed * at_once)
+        return Host(node, ranks, speed, at_once, cores, teams, turns)
+
     def thread(self, rank: int, *, main: bool = False) -> Thread:
         """A thread for one more flow of `rank`, on the cores of its node; several for `main`."""
-        node = self.nodes[rank]
-        speed = self._speed(node)
-        own = Resource(f"a thread of rank {rank}", speed)
-        self._threads[node.name] += 1
-        if node.name not in self._cores:
-            self._cores[node.name] = Resource(f"{node.name} cores", self._together(node))
-            if self._sharing.time_slice is not None:
-                self._turns[node.name] = Cores(
-                    self.kernel,
-                    self.fluid,
-                    node.slots,
-                    self._sharing.time_slice,
-                    self._sharing.refill,
-                )
-        undisturbed = functools.partial(self._has_room, node.name)
-        resources, turns_here = (own, self._cores[node.name]), self._turns.get(node.name)
-        team = self._team(rank, node) if main else None
-        thread = Thread(self.kernel, self.fluid, resources, undisturbed, turns_here, team)
+        host = self._hosts[self.nodes[rank].name]
+        host.threads += 1
+        own = Resource(f"a thread of rank {rank}", host.speed)
+        team = None
+        if main and host.teams is not None:
+            # What so many threads take by themselves is in the costs of work with so many.
+            width = min(self._widths[rank], host.at_once)
+            several = Resource(f"the threads of rank {rank}", width * host.speed)
+            team = Team(several, host.teams, width)
+        undisturbed = functools.partial(self._has_room, host)
+        thread = Thread(self.kernel, self.fluid, (own, host.cores), undisturbed, host.turns, team)
         self._threads_of[rank].append(thread)
         return thread
 
-    def _team(self, rank: int, node: Node) -> Team | None:
-        """The threads of the main flow of `rank`, where those of others want the same cores.
-
-        What so many threads take by themselves is in the costs of work with so many.
-        """
-        if node.name not in self._teams:
-            return None
-        width = min(self._widths[rank], self._at_once(node))
-        own = Resource(f"the threads of rank {rank}", width * self._speed(node))
-        return Team(own, self._teams[node.name], width)
-
-    def _has_room(self, name: str) -> bool:
+    def _has_room(self, host: Host) -> bool:
         """Return `_count_room`, computed again only when a flow has begun or ended."""
-        counted, room = self._room.get(name, (-1, False))
+        counted, room = host.room
         if counted != self.kernel.changes:
-            room = self._count_room(self._by_name[name])
-            self._room[name] = self.kernel.changes, room
+            room = self._count_room(host)
+            host.room = self.kernel.changes, room
         return room
 
-    def _count_room(self, node: Node) -> bool:
-        """Return whether `node` has a core for each of its flows, and for one that may begin.
+    def _count_room(self, host: Host) -> bool:
+        """Return whether `host` has a core for each of its flows, and for one that may begin.
 
         Where threads take turns, a core that another one had before has to be refilled, even if it
         is free now.
         """
-        if node.name in self._teams or not self._goes_ahead:
+        if host.teams is not None or not self._goes_ahead:
             return False
-        # `_threads` counts all that there have been, since each may have left its data in a core's
-        # caches.
-        if node.name in self._turns and self._threads[node.name] >= node.slots:
+        # Threads that have ended, too, may have left their data in a core's caches.
+        if host.turns is not None and host.threads >= host.node.slots:
             return False
-        return self._fit(node, 1)
+        return self._fit(host, 1)
 
-    def _fit(self, node: Node, further: int = 0) -> bool:
-        """Return whether there is a core for every flow of `node`, and for `further` ones."""
-        flows = self._native_threads[node.name] + further
-        flows += sum(self.kernel.flows_of[rank] for rank in self._ranks_of[node.name])
-        return flows * self._speed(node) <= self._cores[node.name].capacity * ROUNDING
+    def _fit(self, host: Host, further: int = 0) -> bool:
+        """Return whether there is a core for every flow of `host`, and for `further` ones."""
+        flows = host.native + further + sum(self.kernel.flows_of[rank] for rank in host.ranks)
+        return flows * host.speed <= host.cores.capacity * ROUNDING
 
     def native(self, rank: int) -> BeginNativeAllReduce:
         """Return a function that begins an all-reduce of torch.distributed on `rank`.
@@ -173,9 +162,8 @@ class World:
         backends do depends on their version, the message and the links, and with large tensors gloo
         and NCCL do that.
         """
-        self._native_threads[self.nodes[rank].name] += 1
-        # What is known of free cores has to be counted anew.
-        self.kernel.changes += 1
+        self._hosts[self.nodes[rank].name].native += 1
+        self.kernel.changes += 1  # what is known of free cores has to be counted anew
         port, caches = self._native.ports[rank], self.net.ports[rank]
         new_transport = functools.partial(SimulatedTransport, port, self.rendezvous)
         queue = BackgroundQueue(self.rendezvous, port, caches, new_transport, Traffic())
@@ -194,31 +182,23 @@ class World:
         """Return whether a flow of one of `ranks` may have to wait for a core of its node."""
         changes, crowded = self._known_crowded.get(ranks, (-1, False))
         if changes != self.kernel.changes:
-            nodes = {self.nodes[rank].name: self.nodes[rank] for rank in ranks}
-            crowded = not all(map(self._fit, nodes.values()))
+            names = {self.nodes[rank].name for rank in ranks}
+            crowded = not all(self._fit(self._hosts[name]) for name in names)
             self._known_crowded[ranks] = self.kernel.changes, crowded
         return crowded
-
-    def _speed(self, node: Node) -> float:
-        """Return the core-seconds (of a core of speed 1) that a core of `node` does in a second."""
-        factor = self._speeds.get(node.name, 1.0)
-        return node.speed_beside(self._reference_flops) * factor
-
-    def _together(self, node: Node) -> float:
-        """Return what all cores of `node` do in a second, in seconds of a core of speed 1."""
-        return self._speed(node) * self._at_once(node)
-
-    def _at_once(self, node: Node) -> float:
-        """Return how many times as much as one core by itself all cores of `node` do together."""
-        return max(1.0, node.slots * self._sharing.speed)
 
     def _route(self, source: int, target: int) -> Route:
         here, there = self.nodes[source], self.nodes[target]
         path = self._cluster.path(here, there)
         resources = tuple(self._resource(channel) for channel in path.channels)
+        delay = draw = None
+        if self._cluster.faults:
+            delay = functools.partial(self._cluster.delay, source, target, len(self.nodes))
         # The bandwidth of a loopback is measured with all that it takes: no headers are added.
         if here.name == there.name or not self._cluster.tcp:
-            return Route(resources, path.latency)
+            return Route(resources, path.latency, delay=delay)
+        if self._draw_share is not None:
+            draw = functools.partial(self._draw_share, source, target)
         tcp, back = self._overhead.tcp, self._cluster.path(there, here)
         round_trip = path.latency + back.latency
         bandwidth = min(channel.bandwidth for channel in path.channels)
@@ -228,7 +208,7 @@ class World:
             name = f"window of rank {source} to rank {target}"
             resources = (*resources, Resource(name, bandwidth))
         # The weight of a share: SimGrid's CM02 with weight-S (docs/decisions/0095-tcp.md).
-        delay = path.latency + sum(tcp.queue / channel.bandwidth for channel in path.channels)
+        whole = path.latency + sum(tcp.queue / channel.bandwidth for channel in path.channels)
         is_long = bandwidth * round_trip > max(LONG, tcp.first_window)
         return Route(
             resources,
@@ -237,39 +217,36 @@ class World:
             self._overhead.wire,
             tcp.acknowledgements,
             SlowStart(tcp, bandwidth, round_trip) if is_long else None,
-            weight=1 / delay if delay else 1.0,
-            tcp=True,
+            weight=1 / whole if whole else 1.0,
             buffer=tcp.unread * self._overhead.wire,
+            delay=delay,
+            draw_share=draw,
         )
 
     def _resource(self, channel: Channel) -> Resource:
         if channel not in self._channels:
             self._channels[channel] = Resource(channel.name, channel.bandwidth)
-            self._set_bandwidth(channel)
+            self.change_bandwidth(channel, self._bandwidths.get(channel.name, 1.0))
         return self._channels[channel]
-
-    def _set_bandwidth(self, channel: Channel) -> None:
-        bandwidth = channel.bandwidth * self._bandwidths.get(channel.name, 1.0)
-        self.fluid.set_capacity(self._channels[channel], bandwidth)
 
     # What goes wrong, from events
 
     def change_speed(self, node: Node, factor: float) -> None:
         """Let the cores of `node` compute `factor` times as fast as usual."""
-        self._speeds[node.name] = factor
-        for rank in self._ranks_of[node.name]:
+        host = self._hosts[node.name]
+        host.speed = node.speed_beside(self._reference_flops) * factor
+        for rank in host.ranks:
             for thread in self._threads_of[rank]:
-                thread.change_speed(self._speed(node))
-        if node.name in self._cores:
-            self.fluid.set_capacity(self._cores[node.name], self._together(node))
-        if node.name in self._teams:
-            self.fluid.set_capacity(self._teams[node.name], self._together(node))
+                thread.change_speed(host.speed)
+        for cores in (host.cores, host.teams):
+            if cores is not None:
+                self.fluid.set_capacity(cores, host.speed * host.at_once)
 
     def change_bandwidth(self, channel: Channel, factor: float) -> None:
         """Let `channel` carry `factor` times as much as usual; 0: nothing."""
         self._bandwidths[channel.name] = factor
         if channel in self._channels:
-            self._set_bandwidth(channel)
+            self.fluid.set_capacity(self._channels[channel], channel.bandwidth * factor)
 
     def is_heard(self, rank: int) -> bool:
         """Return whether no link is cut on the way from `rank` to the watcher, beside rank 0."""
@@ -282,7 +259,7 @@ class World:
 
     def hold(self, rank: int) -> None:
         """Stop `rank`: it computes nothing, and takes in nothing."""
-        self.kernel.hold(rank)
+        self.kernel.held.add(rank)
         for thread in self._threads_of[rank]:
             thread.hold()
 
