@@ -97,7 +97,12 @@ def version(line: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "victim"), [(DEDICATED, WORKERS + 1, 1), (BESIDE, WORKERS, 2)], ids=repr
+    ("strategy", "ranks", "victim"),
+    [
+        (DEDICATED, WORKERS + 1, 1),
+        pytest.param(BESIDE, WORKERS, 2, marks=pytest.mark.matrix),
+    ],
+    ids=repr,
 )
 def test_the_others_go_on_while_a_worker_is_suspended(
     strategy: ParameterServer, ranks: int, victim: int, tmp_path: Path
