@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -53,8 +55,22 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[warm.SERVER] = warm.server()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Let each worker begin with other files: what one has compiled the others read."""
+    report = yield
+    worker: dict[str, Any] | None = getattr(collector.config, "workerinput", None)
+    if worker and isinstance(collector, pytest.Dir):
+        files = report.result or []
+        first = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+        report.result = [*files[first:], *files[:first]]
+    return report
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let each worker take the files in the order of `LONGEST`, the others after them."""
+    """Let each worker take the files in the order of `LONGEST`, the others after them by name."""
     place = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+    items.sort(key=lambda item: (place.get(item.path.stem, len(place)), item.path))

@@ -6,7 +6,7 @@ import itertools
 import os
 import signal
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -82,13 +82,15 @@ def compared(runtime: Runtime, how: tuple[Sequence[int], str]) -> tuple[list[str
     return differ, sockets.traffic.bytes_in_memory
 
 
-def compiled_or_not(values: Iterable[Any], usual: Collection[tuple[Any, str]]) -> Iterator[Any]:
+def compiled_or_not(values: Iterable[Any], usual: Collection[tuple[Any, str]]) -> list[Any]:
     """Each value with sums in Python and in C; pairs that are not `usual` are in the matrix."""
+    cases = []
     for value, compiled in itertools.product(values, "01"):
         marks = [] if (value, compiled) in usual else [pytest.mark.matrix]
         if compiled == "1":
             marks.append(WHERE_COMPILED)
-        yield pytest.param(value, compiled, marks=marks)
+        cases.append(pytest.param(value, compiled, marks=marks))
+    return cases
 
 
 NODES = [(2,), (4,), (2, 2), (1, 3), (3,), (5,), (3, 2)]

@@ -140,14 +140,15 @@ def tells_of_time(row: Row) -> bool:
     )
 
 
-def on_each(clusters: Sequence[str]) -> Iterator[Any]:
+def on_each(clusters: Sequence[str]) -> list[Any]:
     """Each row on each cluster; by default on one, in turn, and the rest in the matrix."""
-    usual = itertools.cycle(clusters)
+    cases, usual = [], itertools.cycle(clusters)
     for row in filter(tells_of_time, TABLE):
         first = None if row.variant else next(usual)
         for on in clusters:
             marks = () if on == first else (pytest.mark.matrix,)
-            yield pytest.param(row, on, id=f"{row.label}-{on}", marks=marks)
+            cases.append(pytest.param(row, on, id=f"{row.label}-{on}", marks=marks))
+    return cases
 
 
 @pytest.mark.parametrize(("row", "on"), on_each(["stragglers(nodes=4)", "one_host(cores=2)"]))
