@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
+import vl_convert
 from hypothesis import HealthCheck, settings
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported: bits depend on it
@@ -53,6 +55,15 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests import warm
 
         os.environ[warm.SERVER] = warm.server()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _bundled_once() -> Iterator[None]:
+    """Pages have the same library of figures, and to bundle it takes longer than the rest."""
+    bundle = functools.cache(vl_convert.javascript_bundle)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vl_convert, "javascript_bundle", bundle)
+        yield
 
 
 @pytest.hookimpl(wrapper=True)
