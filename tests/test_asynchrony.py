@@ -20,10 +20,10 @@ from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.trainer.settings import Run, Training
 
 WORKERS = 4
-STEPS = 125  # of each worker
+STEPS = 65  # of each worker
 BATCH = 2
 ROUNDS = 2
-MORE = 20
+MORE = 10
 
 DEDICATED = ParameterServer(consistency="asynchronous")
 BOUNDED = ParameterServer(consistency="bounded", staleness=STEPS)
@@ -59,7 +59,7 @@ def suspended(pid: int) -> Iterator[None]:
 
 
 def train_suspending(strategy: ParameterServer, ranks: int, victim: int, folder: Path) -> None:
-    """Let the others complete 20 more steps, three times, each while `victim` is suspended."""
+    """Let the others complete `MORE` more steps, `ROUNDS` times, while `victim` is suspended."""
     samples = WORKERS * STEPS * BATCH
     task = f"tests.gated:gated({str(folder)!r}, {samples})"
     training = Training(
