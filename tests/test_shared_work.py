@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.by_turns import by_turns
 from tests.simulated import simulated
 from tests.training import settings, step_lines
 
@@ -134,17 +135,20 @@ def test_shards_are_read_at_each_workers_own_pace(tmp_path: Path) -> None:
     assert record.samples == 10 * 8 * 9
 
 
-@pytest.mark.parametrize(("victim", "moment"), [(3, 0.5), (7, 0.98)])
-@pytest.mark.parametrize("text", [t for t in SELF_PACED if "Server(" in t or "Elastic" in t])
+@pytest.mark.parametrize(
+    ("text", "death"),
+    by_turns([t for t in SELF_PACED if "Server(" in t or "Elastic" in t], [(3, 0.5), (7, 0.98)]),
+)
 def test_the_batch_of_a_dead_worker_is_given_out_again(
-    text: str, victim: int, moment: float, tmp_path: Path
+    text: str, death: tuple[int, float], tmp_path: Path
 ) -> None:
     """Also the last one of a slow worker, when nothing is left for the others."""
+    victim, moment = death
     usual = on_eight_nodes(text, tmp_path, steps=10)
     assert usual.train_seconds is not None
     file = tmp_path / "dying.yaml"
-    death = f"{{of: rank {victim}, at: {moment * usual.train_seconds} s}}"
-    file.write_text(EIGHT + f"faults:\n  - Death: {death}\n")
+    fault = f"{{of: rank {victim}, at: {moment * usual.train_seconds} s}}"
+    file.write_text(EIGHT + f"faults:\n  - Death: {fault}\n")
     run = settings(strategy_of(text), SELF_PACED[text], TASK, steps=10, threads=1)
     record = simulated(run, tmp_path / "dying", on=str(file))
     assert list(record.left_out) == [str(victim)]
