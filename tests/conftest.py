@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
+import vl_convert
 from hypothesis import HealthCheck, settings
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported: bits depend on it
@@ -19,28 +23,37 @@ settings.load_profile("repeated")
 LONGEST = (
     "test_contract",
     "test_resume",
-    "test_own_loop",
+    "test_calibrate",
+    "test_host_memory",
     "test_compare_resume",
+    "test_own_loop_state",
     "test_processes",
-    "test_own_loop_processes",
-    "test_compare_tuning",
-    "test_pipeline_memory",
-    "test_data_memory",
-    "test_paced_phases",
-    "test_report_page",
-    "test_replay",
-    "test_compare",
-    "test_server_deaths",
-    "test_fidelity",
-    "test_shared_work",
-    "test_techniques",
-    "test_socket_loss",
+    "test_simulation",
+    "test_simulation_shapes",
     "test_failures",
     "test_compressed_training",
-    "test_own_loop_state",
-    "test_host_memory",
-    "test_lightning",
+    "test_auto",
+    "test_pipeline_memory",
+    "test_shared_work",
+    "test_stragglers",
+    "test_report_page",
+    "test_bench",
+    "test_cli",
+    "test_map",
+    "test_switch",
+    "test_replay",
+    "test_socket_loss",
     "test_transformers",
+    "test_own_loop",
+    "test_paced_phases",
+    "test_simulation_faults",
+    "test_launched",
+    "test_measured_machines",
+    "test_techniques",
+    "test_lightning",
+    "test_compare_tuning",
+    "test_own_loop_processes",
+    "test_data_memory",
 )
 """Files that begin first, lest one worker still has a long one when the others are done."""
 
@@ -53,8 +66,39 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[warm.SERVER] = warm.server()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _bundled_once() -> Iterator[None]:
+    """Pages have the same library of figures, and to bundle it takes longer than the rest."""
+    bundle = functools.cache(vl_convert.javascript_bundle)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vl_convert, "javascript_bundle", bundle)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_waiting_for_disks() -> Iterator[None]:
+    """What tests write need not outlast the machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Let each worker begin with other files: what one has compiled the others read."""
+    report = yield
+    worker: dict[str, Any] | None = getattr(collector.config, "workerinput", None)
+    if worker and isinstance(collector, pytest.Dir):
+        files = report.result or []
+        first = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+        report.result = [*files[first:], *files[:first]]
+    return report
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let each worker take the files in the order of `LONGEST`, the others after them."""
+    """Let each worker take the files in the order of `LONGEST`, the others after them by name."""
     place = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+    items.sort(key=lambda item: (place.get(item.path.stem, len(place)), item.path))

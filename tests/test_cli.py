@@ -140,31 +140,41 @@ def test_bad_input_is_one_line_and_status_2(
     sys.modules.pop("own_tasks", None)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--help"],
-        ["train", "--help"],
-        ["emulation", "check", "--help"],
-        ["emulation", "compose", "examples/none.yaml"],
-        ["list"],
-        ["list", "ParameterServer"],
-        [*TRAIN, "--set", "batchsize=3"],
-        ["train", "--task", "digits", "--strategy", "Switch(AllReduce, AllReduce, when=1)"],
-        ["train", "exp.yaml"],
-    ],
-)
-def test_help_lists_and_errors_need_no_torch(arguments: list[str], folder: Path) -> None:
+WITHOUT_TORCH = [
+    ["--help"],
+    ["train", "--help"],
+    ["emulation", "check", "--help"],
+    ["emulation", "compose", "examples/none.yaml"],
+    ["list"],
+    ["list", "ParameterServer"],
+    [*TRAIN, "--set", "batchsize=3"],
+    ["train", "--task", "digits", "--strategy", "Switch(AllReduce, AllReduce, when=1)"],
+    ["train", "exp.yaml"],
+]
+
+
+def test_help_lists_and_errors_need_no_torch(folder: Path) -> None:
+    """One after the other in one fresh interpreter, which says after each what it has imported."""
     (folder / "exp.yaml").write_text("task: digits\nstrategies: {ring: AllReduce}\nrank: 3\n")
     code = (
-        "import sys; from orchestra.cli.main import main; main(sys.argv[1:]); "
-        "sys.exit(','.join({'torch', 'numpy', 'sklearn'} & set(sys.modules)))"
+        "import contextlib, json, sys\n"
+        "from orchestra.cli.main import main\n"
+        "for arguments in json.loads(sys.argv[1]):\n"
+        "    with contextlib.suppress(SystemExit):\n"
+        "        main(arguments)\n"
+        "    found = {'torch', 'numpy', 'sklearn'} & set(sys.modules)\n"
+        "    print(f'imported by {arguments}: {found}' if found else 'done', file=sys.stderr)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
-    )
-    last = done.stderr.rstrip("\n").rpartition("\n")[2]
-    assert last in ("",) or last.startswith("orchestra: "), last
+        [sys.executable, "-c", code, json.dumps(WITHOUT_TORCH)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert lines.count("done") == len(WITHOUT_TORCH), done.stderr
+    errors = [line for line in lines if line != "done"]
+    assert len(errors) == 4
+    assert all(line.startswith("orchestra: ") for line in errors), done.stderr
 
 
 def test_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:

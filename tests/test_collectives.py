@@ -137,7 +137,7 @@ def test_long_pieces_travel_in_segments(name: str, monkeypatch: pytest.MonkeyPat
             assert buffer_bytes <= 2 * 2 * 64, "two segments for each rank that it hears at once"
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.matrix)])
 def test_what_leaves_is_what_was_there_before_the_round(
     ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

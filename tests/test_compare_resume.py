@@ -25,7 +25,12 @@ CHANGES: dict[str, Any] = {
     "seeds": [0, 1],
     "strategies": {"one": "Single", "async": ASYNCHRONOUS, "ring": "AllReduce"},
 }
-TUNED = {**CHANGES, "seeds": [0], "tune": {"settings": {"optimizer.lr": [0.01, 0.1]}}}
+TUNED = {
+    **CHANGES,
+    "seeds": [0],
+    "strategies": {"one": "Single", "async": ASYNCHRONOUS},
+    "tune": {"settings": {"optimizer.lr": [0.01, 0.1]}},
+}
 SAMPLES = 24 * 3 * 8
 
 

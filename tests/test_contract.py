@@ -65,8 +65,8 @@ TABLE = [
     Row("halving_doubling", 'AllReduce("halving_doubling")', variant=True),
     Row("butterfly", 'AllReduce("butterfly")', variant=True),
     Row("tree", 'AllReduce("tree")', variant=True),
-    Row("hierarchical", 'AllReduce("hierarchical", ranks_per_node=2)'),
-    Row("sharded optimizer", 'AllReduce(shard="optimizer")'),
+    Row("hierarchical", 'AllReduce("hierarchical", ranks_per_node=2)', variant=True),
+    Row("sharded optimizer", 'AllReduce(shard="optimizer")', variant=True),
     Row("sharded gradients", 'AllReduce(shard="gradients")', variant=True),
     Row("sharded parameters", 'AllReduce(shard="parameters")'),
     Row("partial all-reduce", "AllReduce(backup=1)", 2, exact=False),
@@ -74,7 +74,7 @@ TABLE = [
     Row("server beside", f'{SERVER}(placement="beside")'),
     Row("server returns gradients", f'{SERVER}(returns="gradients")', 2, variant=True),
     Row("gradients beside", f'{SERVER}(placement="beside", returns="gradients")', variant=True),
-    Row("servers", f"{SERVER}(servers=2)", 3),
+    Row("servers", f"{SERVER}(servers=2)", 3, variant=True),
     Row("servers beside", f'{SERVER}(servers=2, placement="beside")', 2, exact=False, variant=True),
     Row("asynchronous", f"{SERVER}({ASYNCHRONOUS})", 2, damped=True),
     Row("asynchronous beside", f'{SERVER}({ASYNCHRONOUS}, placement="beside")', damped=True),
@@ -82,16 +82,16 @@ TABLE = [
         variant=True),
     Row("bounded", f'{SERVER}(consistency="bounded", staleness=1)', 2, damped=True),
     Row("delay compensation", f'{SERVER}({ASYNCHRONOUS}, delay_compensation="constant")', 2,
-        damped=True),
+        damped=True, variant=True),
     Row("adaptive compensation", f'{SERVER}({ASYNCHRONOUS}, placement="beside", '
         'delay_compensation="adaptive")', damped=True, variant=True),
-    Row("rate divided", f'{SERVER}({ASYNCHRONOUS}, learning_rate="divided")', 2),
+    Row("rate divided", f'{SERVER}({ASYNCHRONOUS}, learning_rate="divided")', 2, variant=True),
     Row("rate by staleness", f'{SERVER}({ASYNCHRONOUS}, learning_rate="by_staleness")', 2,
         variant=True),
-    Row("replicas", f"{SERVER}(servers=2, replicas=1)", 3),
+    Row("replicas", f"{SERVER}(servers=2, replicas=1)", 3, variant=True),
     Row("backup workers", f'{SERVER}(placement="beside", backup=1)', 2, exact=False),
     Row("switch to bounded", f'Switch(AllReduce(), {SERVER}(consistency="bounded", staleness=2, '
-        'learning_rate="divided"), when=AfterSteps(10))', 2, exact=False),
+        'learning_rate="divided"), when=AfterSteps(10))', 2, exact=False, variant=True),
     Row("gossip", "Gossip()", fresh=True),
     Row("hop", "Hop(Complete(), backup=1)", fresh=True, sizes=(3, 4, 5)),
     Row("hop, skipping", "Hop(staleness=4, skip=4)", fresh=True, variant=True),
@@ -111,7 +111,8 @@ TABLE = [
         'moments="reset")', 2, exact=False),
     Row("post-local", "Switch(AllReduce(), LocalSGD(4), when=AfterSteps(10))", fresh=True,
         variant=True),
-    Row("pipeline", "Pipeline(microbatches=1)", sizes=(2, 3, 4)),  # of four layers
+    # of four layers
+    Row("pipeline", "Pipeline(microbatches=1)", sizes=(2, 3, 4), variant=True),
     Row("pipeline, 1F1B", 'Pipeline(microbatches=4)', exact=False, sizes=(2, 3, 4)),
     Row("pipelines, GPipe", 'Pipeline(2, schedule="gpipe")', exact=False, sizes=(2, 4),
         variant=True),
@@ -125,7 +126,8 @@ TABLE = [
         'moments="averaged")'),
     Row("gossip, judged", 'Switch(Gossip(), AllReduce(), when=LossStable(threshold=0.5) & '
         'AfterSteps(9), moments="averaged")', fresh=True),
-    Row("auto", 'Auto([AllReduce("ring"), LocalSGD(4)], samples=[9, 1])', fresh=True),
+    Row("auto", 'Auto([AllReduce("ring"), LocalSGD(4)], samples=[9, 1])', fresh=True,
+        variant=True),
     Row("own strategy", "examples.own_strategy:DynamicAveraging(0.1)", fresh=True),
     Row("unequal shares", Unequal()),
     Row("first decides", FirstDecides()),
@@ -247,6 +249,7 @@ def check_files(record: RunRecord, folder: Path) -> None:
 ONE_WORKER: dict[str, Any] = {
     "task": "digits_in_one_thread(dropout=0.3)",
     "epochs": 1,
+    "batch_size": 24,
     "optimizer": "SGD(lr=0.05, momentum=0.9, weight_decay=0.001)",
 }
 

@@ -123,8 +123,18 @@ WEIGHTED = {
 }
 
 
-@pytest.mark.parametrize("left", [1, 13], ids=["fewer than ranks", "uneven"])
-@pytest.mark.parametrize("ranks", [2, 3, 4, pytest.param(5, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    ("ranks", "left"),  # fewer samples than ranks, or uneven parts
+    [
+        (3, 1),
+        (3, 13),
+        (4, 13),
+        *(
+            pytest.param(*case, marks=pytest.mark.matrix)
+            for case in ((2, 1), (2, 13), (4, 1), (5, 1), (5, 13))
+        ),
+    ],
+)
 @pytest.mark.parametrize("strategy", WEIGHTED.values(), ids=WEIGHTED)
 def test_unequal_batches_give_the_gradient_over_their_union(
     strategy: Any, ranks: int, left: int, tmp_path: Path

@@ -6,14 +6,15 @@ import itertools
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
-from tests.rank_programs import COMPILED
+from tests.rank_programs import COMPILED, WHERE_COMPILED
 from tests.test_trace import assert_well_formed, traced
 from tests.training import step_lines
 from tests.waiting import wait_until
@@ -81,17 +82,22 @@ def compared(runtime: Runtime, how: tuple[Sequence[int], str]) -> tuple[list[str
     return differ, sockets.traffic.bytes_in_memory
 
 
-@pytest.mark.parametrize(
-    "nodes",
-    [
-        (2,),
-        (4,),
-        (2, 2),
-        (1, 3),
-        *(pytest.param(n, marks=pytest.mark.matrix) for n in ((3,), (5,), (3, 2))),
-    ],
-)
-@COMPILED
+def compiled_or_not(values: Iterable[Any], usual: Collection[tuple[Any, str]]) -> list[Any]:
+    """Each value with sums in Python and in C; pairs that are not `usual` are in the matrix."""
+    cases = []
+    for value, compiled in itertools.product(values, "01"):
+        marks = [] if (value, compiled) in usual else [pytest.mark.matrix]
+        if compiled == "1":
+            marks.append(WHERE_COMPILED)
+        cases.append(pytest.param(value, compiled, marks=marks))
+    return cases
+
+
+NODES = [(2,), (4,), (2, 2), (1, 3), (3,), (5,), (3, 2)]
+USUAL = [((2,), "0"), ((2,), "1"), ((4,), "1"), ((2, 2), "1"), ((1, 3), "0")]
+
+
+@pytest.mark.parametrize(("nodes", "compiled"), compiled_or_not(NODES, USUAL))
 def test_the_bits_and_the_traffic_are_those_of_messages(
     nodes: tuple[int, ...], compiled: str
 ) -> None:
@@ -160,8 +166,9 @@ def stuck(runtime: Runtime, how: tuple[bool, str]) -> None:
     reduce(runtime, 9, background=background)
 
 
-@pytest.mark.parametrize("background", [False, True])
-@COMPILED
+@pytest.mark.parametrize(
+    ("background", "compiled"), compiled_or_not([False, True], [(False, "1"), (True, "0")])
+)
 def test_ranks_that_wait_for_each_other_are_found(background: bool, compiled: str) -> None:
     waits = r"rank 0 waits for rank 1 \(to receive, tag 60\), rank 1 waits for rank 0 \(in a coll"
     with pytest.raises(RunFailed, match=waits):

@@ -1,4 +1,7 @@
-"""`orchestra.integrations.lightning`, against Lightning's own DistributedDataParallel."""
+"""`orchestra.integrations.lightning`, against Lightning's own DistributedDataParallel.
+
+The library takes seconds to import, so that the test that needs it does it.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as lightning
 import pytest
 import torch
 from tests.commands import ROOT, Started, torchrun
 from tests.threads import run_ranks
 
 from orchestra.errors import InputError
-from orchestra.integrations.lightning import OrchestraStrategy
 from orchestra.integrations.worker_group import WorkerGroup
 from orchestra.worker.runtime import Runtime
 
@@ -166,6 +167,10 @@ def test_what_cannot_be_done_is_refused(name: str, words: str, two: list[Results
 
 
 def test_devices_without_a_launcher_are_refused() -> None:
+    import lightning.pytorch as lightning
+
+    from orchestra.integrations.lightning import OrchestraStrategy
+
     trainer = lightning.Trainer(
         accelerator="cpu", devices=2, strategy=OrchestraStrategy("AllReduce"), logger=False
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.by_turns import by_turns
 from tests.commands import torchrun
 from tests.own_loops import BATCH, State, Stream, samples, state_of
 from tests.threads import run_ranks
@@ -364,18 +365,21 @@ def same(ours: Any, plain: Any) -> None:
     torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("when", ["before distribute", "after it", "in mid-training"])
+WORKERS = {  # of three ranks
+    "AllReduce": 3, SHARDED: 3, "ParameterServer": 2, BESIDE: 3,
+    "ParameterServer(servers=2, replicas=1)": 1,
+    "Switch(AllReduce, ParameterServer(placement='beside'), when=AfterSteps(2))": 3,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("strategy", "workers"),
-    [
-        ("AllReduce", 3), (SHARDED, 3), ("ParameterServer", 2), (BESIDE, 3),
-        ("ParameterServer(servers=2, replicas=1)", 1),
-        ("Switch(AllReduce, ParameterServer(placement='beside'), when=AfterSteps(2))", 3),
-    ],
-)  # fmt: skip
-def test_what_is_loaded_counts(strategy: str, workers: int, when: str) -> None:
+    ("strategy", "when"),
+    by_turns([*WORKERS], ["before distribute", "after it", "in mid-training"]),
+)
+def test_what_is_loaded_counts(strategy: str, when: str) -> None:
     """Model and optimizer go on from files of plain PyTorch, whose files they write; what is loaded
     last stays, and what was trained last goes with the optimizer into the next loop."""
+    workers = WORKERS[strategy]
     states = plain_states(workers)
     final = 2 if when == "before distribute" else 1
 

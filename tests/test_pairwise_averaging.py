@@ -211,28 +211,30 @@ class Stopped(PairwiseAveraging):
             ask_to_stop(worker)
 
 
-STEPS = 1000
+MANY_STEPS = 1000
 """So many that nobody is through with them before all have heard of the wish to stop."""
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_all_leave_after_one_step_and_resume(ranks: int, tmp_path: Path) -> None:
-    stopped = train_quadratic(Stopped(at=6), ranks, STEPS, tmp_path, work="equal")
+    stopped = train_quadratic(Stopped(at=6), ranks, MANY_STEPS, tmp_path, work="equal")
     assert all(report.stopped for report in stopped.reports)
     steps = {len(stopped.lines(rank)) for rank in range(ranks)}
     assert len(steps) == 1
-    assert 6 <= steps.pop() < STEPS
-    resumed = train_quadratic(Stopped(), ranks, STEPS, tmp_path, work="equal")
-    assert {len(resumed.lines(rank)) for rank in range(ranks)} == {STEPS}
+    assert 6 <= steps.pop() < MANY_STEPS
+    resumed = train_quadratic(Stopped(), ranks, MANY_STEPS, tmp_path, work="equal")
+    assert {len(resumed.lines(rank)) for rank in range(ranks)} == {MANY_STEPS}
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_a_stopped_queue_is_resumed_where_it_was(ranks: int, tmp_path: Path) -> None:
-    stopped = train_quadratic(Stopped(at=6), ranks, STEPS, tmp_path)
+    stopped = train_quadratic(Stopped(at=6), ranks, MANY_STEPS, tmp_path)
     assert all(report.stopped for report in stopped.reports)
     taken = sum(len(stopped.lines(rank)) for rank in range(ranks))
-    assert 6 <= taken < STEPS * ranks
-    assert each_batch_once(train_quadratic(Stopped(), ranks, STEPS, tmp_path), ranks, STEPS)
+    assert 6 <= taken < MANY_STEPS * ranks
+    assert each_batch_once(
+        train_quadratic(Stopped(), ranks, MANY_STEPS, tmp_path), ranks, MANY_STEPS
+    )
 
 
 def test_checkpoints_are_taken_in_the_run(tmp_path: Path) -> None:

@@ -175,7 +175,6 @@ def sgp(
     return mass[:, :5] / mass[:, 5:], mass[:, 5:]
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize(
     ("exchanges", "overlap"),
     [
@@ -183,7 +182,15 @@ def sgp(
         ("one_at_a_time", 1), ("one_at_a_time", 2), ("every_step", 3),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("weights", ["uniform", "random"])
+@pytest.mark.parametrize(
+    ("weights", "momentum"),
+    [
+        ("uniform", 0.0),
+        ("random", 0.9),
+        pytest.param("uniform", 0.9, marks=pytest.mark.matrix),
+        pytest.param("random", 0.0, marks=pytest.mark.matrix),
+    ],
+)
 @pytest.mark.parametrize(
     ("topology", "ranks"),
     [(Exponential(peers=1), 5), (Exponential(peers=2), 4), (Star(), 4), (IRREGULAR, 4)],

@@ -32,7 +32,10 @@ BY_CHANCE = [
 ]
 
 ALWAYS = ("gossip", "hop", "groups", "overlapped push", "local")
-VARIANTS = ("delay compensation", "rate divided", "elastic first", "asynchronous first")
+VARIANTS = (
+    "asynchronous beside", "delay compensation", "rate divided", "backup workers",
+    "elastic first", "asynchronous first",
+)  # fmt: skip
 
 
 def recorded(strategy: Any, folder: Path, ranks: int = 3, steps: int = 12) -> RunRecord:

@@ -35,7 +35,7 @@ SYNCHRONOUS = {
     "gossip": "Gossip(Exponential(peers=1))",  # not synchronous, but as sure to repeat
     "own": "examples.own_strategy:DynamicAveraging(0.1)",  # nor is this
 }
-IN_MATRIX = ("server", "own", "pipeline", "gossip")
+IN_MATRIX = ("server", "beside", "own", "pipeline", "gossip")
 ASYNCHRONOUS = "ParameterServer(consistency='asynchronous')"
 RANKS = 3
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.by_turns import by_turns
 from tests.simulated import simulated
 from tests.training import settings, step_lines
 
@@ -73,7 +74,21 @@ def covers(batches: Sequence[tuple[int, int]], start: int, stop: int) -> bool:
     return edges[-1] == stop and [first for first, _ in batches] == edges[:-1]
 
 
-@pytest.mark.parametrize("text", SELF_PACED)
+LIKE_OTHERS = (
+    'ParameterServer(consistency="asynchronous", servers=2, replicas=1, placement="beside")',
+    "StochasticGradientPush(overlap=2, exchanges='every_step')",
+    "Switch(AllReduce('ring'), PairwiseAveraging(), when=AfterSteps(1))",
+)
+"""They take their work as the others of their kind do."""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(text, marks=pytest.mark.matrix if text in LIKE_OTHERS else ())
+        for text in SELF_PACED
+    ],
+)
 def test_unlike_nodes_are_used_as_they_are(text: str, tmp_path: Path) -> None:
     """Two of eight at a quarter of the speed: within 5 % of the sum of the speeds."""
     options: dict[str, Any] = {"tensors": "shapes", "engine": "simulation", "steps": 100}
@@ -85,11 +100,23 @@ def test_unlike_nodes_are_used_as_they_are(text: str, tmp_path: Path) -> None:
     assert equal.samples_per_second < 8 * 2.5 * 1.05
 
 
-@pytest.mark.parametrize("every", [None, 3])
-@pytest.mark.parametrize("text", SELF_PACED)
+WITH_CHECKPOINTS = [text for text in SELF_PACED if "Switch" not in text]
+"""The first phase of the others deals the samples out."""
+
+
+@pytest.mark.parametrize(
+    ("text", "every"),
+    [
+        *((text, 3) for text in WITH_CHECKPOINTS),
+        *(
+            pytest.param(
+                text, None, marks=pytest.mark.matrix if text in WITH_CHECKPOINTS[1:] else ()
+            )
+            for text in SELF_PACED
+        ),
+    ],
+)
 def test_each_sample_is_taken_once(text: str, every: int | None, tmp_path: Path) -> None:
-    if "Switch" in text and every:
-        pytest.skip("the first phase deals the samples out")
     record = on_eight_nodes(text, tmp_path, steps=10, checkpoint_every=every)
     taken = positions(tmp_path / "run", range(SELF_PACED[text]))
     stop = 10 * 8 * SELF_PACED[text]
@@ -108,17 +135,20 @@ def test_shards_are_read_at_each_workers_own_pace(tmp_path: Path) -> None:
     assert record.samples == 10 * 8 * 9
 
 
-@pytest.mark.parametrize(("victim", "moment"), [(3, 0.5), (7, 0.98)])
-@pytest.mark.parametrize("text", [t for t in SELF_PACED if "Server(" in t or "Elastic" in t])
+@pytest.mark.parametrize(
+    ("text", "death"),
+    by_turns([t for t in SELF_PACED if "Server(" in t or "Elastic" in t], [(3, 0.5), (7, 0.98)]),
+)
 def test_the_batch_of_a_dead_worker_is_given_out_again(
-    text: str, victim: int, moment: float, tmp_path: Path
+    text: str, death: tuple[int, float], tmp_path: Path
 ) -> None:
     """Also the last one of a slow worker, when nothing is left for the others."""
+    victim, moment = death
     usual = on_eight_nodes(text, tmp_path, steps=10)
     assert usual.train_seconds is not None
     file = tmp_path / "dying.yaml"
-    death = f"{{of: rank {victim}, at: {moment * usual.train_seconds} s}}"
-    file.write_text(EIGHT + f"faults:\n  - Death: {death}\n")
+    fault = f"{{of: rank {victim}, at: {moment * usual.train_seconds} s}}"
+    file.write_text(EIGHT + f"faults:\n  - Death: {fault}\n")
     run = settings(strategy_of(text), SELF_PACED[text], TASK, steps=10, threads=1)
     record = simulated(run, tmp_path / "dying", on=str(file))
     assert list(record.left_out) == [str(victim)]

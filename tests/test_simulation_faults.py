@@ -390,7 +390,13 @@ def test_a_replica_takes_the_place_of_a_dead_server(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    [AllReduce(), AllReduce("native"), ParameterServer(), Gossip(), LocalSGD(4)],
+    [
+        AllReduce(),
+        pytest.param(AllReduce("native"), marks=pytest.mark.matrix),
+        ParameterServer(),
+        Gossip(),
+        LocalSGD(4),
+    ],
     ids=["ring", "native", "server", "gossip", "local"],
 )
 def test_what_passes_changes_times_and_no_synchronous_result(

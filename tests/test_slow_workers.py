@@ -78,7 +78,7 @@ def train_with_a_slow_worker(
     return list(outcome.results)
 
 
-@pytest.mark.parametrize("bound", [1, 3])
+@pytest.mark.parametrize("bound", [pytest.param(1, marks=pytest.mark.matrix), 3])
 def test_bounded_workers_stop_at_the_bound_and_go_on(bound: int, tmp_path: Path) -> None:
     """From the lines of the ranks: what had been applied when each answer left."""
     strategy = ParameterServer(consistency="bounded", staleness=bound)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import multiprocessing
 import os
 import signal
@@ -16,13 +17,13 @@ import pytest
 import torch
 from tests import meshes
 from tests.meshes import TOKEN, mesh, until, vanish
+from tests.rank_programs import say_rank
 
+from orchestra.engines.processes import launch
 from orchestra.errors import PeerLost, RunAborted
 from orchestra.transports.handshake import address_of, listen
 from orchestra.transports.protocol import Transport
 from orchestra.transports.sockets import SocketTransport, connect_mesh
-
-SPAWN = multiprocessing.get_context("spawn")
 
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["sockets", "memory"])
@@ -210,6 +211,13 @@ class Peer:
         return self.pipe.recv()
 
 
+@functools.cache
+def forked() -> Any:
+    """Processes from the server of a launch, which has imported torch."""
+    launch(say_rank, None, 1)
+    return multiprocessing.get_context("forkserver")
+
+
 @contextlib.contextmanager
 def peers(count: int) -> Iterator[tuple[SocketTransport, list[Peer]]]:
     """Rank 0 in this process, the others in processes of their own."""
@@ -217,8 +225,8 @@ def peers(count: int) -> Iterator[tuple[SocketTransport, list[Peer]]]:
         listener = stack.enter_context(listen())
         others = []
         for rank in range(1, count + 1):
-            ours, theirs = SPAWN.Pipe()
-            process = SPAWN.Process(
+            ours, theirs = forked().Pipe()
+            process = forked().Process(
                 target=rank_process, args=(rank, theirs, meshes.SHARES_MEMORY), daemon=True
             )
             process.start()

@@ -294,7 +294,19 @@ MORE = [
 MATRIX = [pytest.param(each, marks=pytest.mark.matrix) for each in MORE]
 
 
-@pytest.mark.parametrize("strategy", [*WAITING, *MATRIX])
+LIKE_OTHERS = ('ParameterServer(placement="beside")', "Gossip()")
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *(
+            pytest.param(each, marks=pytest.mark.matrix if each in LIKE_OTHERS else ())
+            for each in WAITING
+        ),
+        *MATRIX,
+    ],
+)
 def test_a_slow_node_of_a_simulated_cluster(strategy: str, tmp_path: Path) -> None:
     usual = cluster("lan_1gbit").nodes[0].speed
     assert usual is not None
@@ -322,9 +334,14 @@ def test_a_thin_link_of_a_simulated_cluster(strategy: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("strategy", "cause"),
-    [(RING, "compute"), (RING, "link"), (ASYNCHRONOUS, "compute"), (ASYNCHRONOUS, "link"),
-     (SERVERS, "compute")],
-)  # fmt: skip
+    [
+        (RING, "compute"),
+        (RING, "link"),
+        (ASYNCHRONOUS, "compute"),
+        pytest.param(ASYNCHRONOUS, "link", marks=pytest.mark.matrix),
+        pytest.param(SERVERS, "compute", marks=pytest.mark.matrix),
+    ],
+)
 def test_a_fault_is_told_from_when_on_and_until_when(
     strategy: str, cause: str, tmp_path: Path
 ) -> None:

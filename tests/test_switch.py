@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.by_turns import by_turns
 from tests.tasks_for_tests import Weight
 from tests.threads import FreeCompute, ask_to_stop, run_ranks
 from tests.training import TASKS, Case, Trained, distance, equal, single_process, train_threads
@@ -233,8 +234,9 @@ def test_a_server_learns_at_the_switch_how_many_steps_the_workers_took(tmp_path:
     assert switched_at(train_threads(strategy, 4, tmp_path, task, work="equal")) == {5}
 
 
-@pytest.mark.parametrize("then", [AllReduce(), ParameterServer(), *APART[:6]], ids=repr)
-@pytest.mark.parametrize("first", APART, ids=repr)
+@pytest.mark.parametrize(
+    ("first", "then"), by_turns(APART, [AllReduce(), ParameterServer(), *APART[:6]])
+)
 def test_phases_whose_workers_go_apart_may_come_first(
     first: Any, then: Any, tmp_path: Path
 ) -> None:
@@ -249,11 +251,12 @@ def test_phases_whose_workers_go_apart_may_come_first(
 
 
 @pytest.mark.parametrize(
-    "then",
-    [AllReduce(), ASYNCHRONOUS, pytest.param(Gossip(), marks=pytest.mark.matrix)],
-    ids=repr,
+    ("first", "then"),
+    [
+        *by_turns(APART, [AllReduce(), ASYNCHRONOUS]),
+        *(pytest.param(first, Gossip(), marks=pytest.mark.matrix) for first in APART),
+    ],
 )
-@pytest.mark.parametrize("first", APART, ids=repr)
 def test_where_losses_are_not_shared_one_worker_judges_for_all(
     first: Any, then: Any, tmp_path: Path
 ) -> None:
@@ -319,8 +322,7 @@ class Stopped(Switch):
             ask_to_stop(worker)
 
 
-@pytest.mark.parametrize("at", [3, 10])
-@pytest.mark.parametrize("first", APART, ids=repr)
+@pytest.mark.parametrize(("first", "at"), by_turns(APART, [3, 10]))
 def test_a_run_is_stopped_and_resumed_before_its_switch_or_after(
     first: Any, at: int, tmp_path: Path
 ) -> None:

@@ -52,6 +52,8 @@ IMPORTED = (
     "orchestra.experiments.run",
     "orchestra.tasks.classification",
     "sklearn.datasets",
+    "lightning.pytorch",
+    "transformers.trainer",
 )
 
 _name: str | None = None
@@ -134,7 +136,7 @@ def server() -> str:
         _server = subprocess.Popen(
             [sys.executable, "-m", "tests.warm", _name],
             cwd=ROOT,
-            env={**os.environ, **variables(), "ROOM": " " * 60_000},
+            env={**os.environ, **variables(), "HF_HUB_OFFLINE": "1", "ROOM": " " * 60_000},
             stdin=subprocess.PIPE,  # closes with this process, and ends the server
             stdout=subprocess.PIPE,
             start_new_session=True,
