@@ -278,7 +278,9 @@ class Case:
         )
 
     def simulated(self, machine: str, calibration: str) -> Run:
-        """Return the same run in virtual time, on its cluster or else on this `machine`."""
+        """Return the same run in virtual time, on its cluster or else on a cluster that is this
+        `machine`.
+        """
         run, cluster = self.run, str(self.file or machine)
         training = replace(
             run.training, engine="simulation", cluster=cluster, calibration=calibration
@@ -295,6 +297,9 @@ def cases(
     """Return the strategies with these labels, and the controls, on every task and number of
     ranks on which they can run. The numbers are `ranks`, or the task's own. They run on this
     machine, or on each of the emulated `clusters` with one rank on each node.
+
+    Raises:
+        InputError: nothing is left.
     """
     found = []
     for file, task in itertools.product(clusters, tasks):
@@ -358,7 +363,9 @@ def predicted(case: Case, calibration: Calibration) -> tuple[float, float]:
 
 
 def _way(case: Case, wire: float) -> tuple[float, float]:
-    """Return the latency and the seconds per byte of the worst route of a cluster, or zeros."""
+    """Return the latency and the seconds per byte of the worst route between two ranks of a
+    cluster; zeros on one machine.
+    """
     if case.cluster is None or case.processes == 1:
         return 0.0, 0.0
     nodes = case.cluster.nodes_of(case.processes)

@@ -203,6 +203,10 @@ def _measured(
 def observe(run: Run, keep: Path, pace: Pace | None = None) -> Observation:
     """Carry out `run`, again if other programs disturbed it, and move its final parameters to
     the file `keep`. With `pace` (see `simulated_run`) it is a simulation.
+
+    Raises:
+        RunFailed: it failed.
+        KeyboardInterrupt: the user stopped it.
     """
     found: list[Observation] = []
     # With 3 % nearly every emulated run would be made three times (decision 97)

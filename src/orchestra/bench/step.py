@@ -122,7 +122,11 @@ def bench_step(
     subjects: Sequence[BenchmarkModel] = tuple(SUBJECTS.values()),
     on_progress: Progress | None = None,
 ) -> list[StepRow]:
-    """Measure every subject on every number of ranks (2 or more), in `rounds` rounds."""
+    """Measure every subject on every number of ranks (2 or more), in `rounds` rounds.
+
+    Raises:
+        KeyboardInterrupt: the user stopped it.
+    """
     rows = []
     # One round more, which warms up
     blocks = (rounds + 1) * (len(BUCKET_MEGABYTES) + len(OURS) + 1)

@@ -188,7 +188,9 @@ class Kept:
 
 
 def waited(ranks: Sequence[Kept]) -> float:
-    """Return the part of the processor time wanted that other programs took, in the worst part."""
+    """Return the part of the processor time that a measurement wanted and other programs took,
+    in its worst part; from the notes of all `ranks` of the measurement.
+    """
     # The larger of both figures counts; where the system does not tell of others, this one alone
     parts = [kept.waiting for kept in ranks]
     for wanted in {wanted for kept in ranks for wanted in kept.meters}:
@@ -203,9 +205,12 @@ def waited(ranks: Sequence[Kept]) -> float:
 def repeat(
     function: Callable[[], object], seconds: float, kept: Kept, most: float = math.inf
 ) -> list[float]:
-    """Return the processor seconds of this thread alone for each call of `function`, for about
-    `seconds`, after a warm-up. A slow function is called fewer than `LEAST` times, so that all
-    calls together take at most `most` seconds.
+    """Return the processor seconds of each call of `function`, for about `seconds`, after a
+    warm-up.
+
+    They are those of this thread alone: neither other programs nor torch's threads count. A slow
+    function is called fewer than `LEAST` times, so that all calls together take at most `most`
+    seconds.
     """
     started = time.perf_counter()
     for _ in range(WARM_UP):

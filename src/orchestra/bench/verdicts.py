@@ -21,7 +21,12 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Block:
-    """Strategies that took turns on one machine: seconds of a step, the `real` ones by round."""
+    """The strategies that took turns on one machine.
+
+    Attributes:
+        real: seconds of a step of each strategy, one for each round.
+        predicted: seconds of a step of each strategy.
+    """
 
     real: Mapping[str, Sequence[float]]
     predicted: Mapping[str, float]
@@ -55,12 +60,16 @@ class Block:
         return float(np.mean(signs)) if signs else None
 
     def regret(self) -> float:
-        """Return the part by which the predicted fastest strategy is slower than the real one."""
+        """Return how much longer a step takes under the strategy predicted to be the fastest
+        than under the strategy that is the fastest, as a fraction.
+        """
         chosen = min(self.real, key=lambda label: self.predicted[label])
         return self.medians[chosen] / min(self.medians.values()) - 1
 
     def pairs(self) -> tuple[int, int]:
-        """Return how many pairs differ by more than they scatter, and how many are predicted so."""
+        """Return the number of pairs of strategies whose runs differ by more than they scatter,
+        and how many of these are predicted in the right order.
+        """
         found = kept = 0
         for a, b in itertools.combinations(self.real, 2):
             difference = self.medians[a] - self.medians[b]

@@ -134,7 +134,11 @@ def _fidelity(arguments: Sequence[str]) -> int:
 
 
 def listed(option: str, text: str | None, known: Mapping[str, T]) -> dict[str, T]:
-    """Return those of `known` that `text`, the value of `option`, names; None: all."""
+    """Return those of `known` that `text`, the value of `option`, names (ring,server); None: all.
+
+    Raises:
+        InputError: an unknown name.
+    """
     names = list(known) if text is None else [word.strip() for word in text.split(",")]
     for name in names:
         if name not in known:

@@ -153,7 +153,11 @@ def planning_parser(
 
 
 def experiment_of(options: argparse.Namespace) -> Experiment:
-    """Return the experiment that the options of `planning_parser` describe, its task checked."""
+    """Return the experiment that the options of `planning_parser` describe.
+
+    Raises:
+        InputError: it, or its task, is refused.
+    """
     given = entries(options, "task", "seeds")
     if options.target is not None:
         given["target"] = Entry(read_target(options.target), "--target")
@@ -163,7 +167,11 @@ def experiment_of(options: argparse.Namespace) -> Experiment:
 
 
 def read_target(text: str) -> dict[str, object]:
-    """Return the target in `text`, a metric, >= or <=, and a number, as in an experiment file."""
+    """Return the target in `text`, as in an experiment file.
+
+    Raises:
+        InputError: it is no metric, >= or <=, and a number.
+    """
     found = re.fullmatch(r"\s*([\w.-]+)\s*(>=|<=)\s*(\S+)\s*", text)
     try:
         if found is None:

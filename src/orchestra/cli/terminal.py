@@ -68,7 +68,11 @@ class Parser(argparse.ArgumentParser):
         self.option("--out", "DIR", out, type=Path)
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Return the arguments of a command line; `InputError` if one is unknown or refused."""
+        """Return the arguments of a command line.
+
+        Raises:
+            InputError: an unknown option or argument, a missing or refused value.
+        """
         # `parse_args` names all unknown options at once, and none that may be meant.
         namespace, unknown = self.parse_known_args(arguments)
         for argument in unknown:
@@ -152,7 +156,11 @@ def numbers(text: str) -> list[int]:
 
 
 def counts(option: str, text: str, *, low: int, why: str = "") -> list[int]:
-    """Return the numbers in the value of `option`, each at least `low`, for the reason `why`."""
+    """Return the numbers in the value of `option`, each at least `low`, for the reason `why`.
+
+    Raises:
+        InputError: they are no such numbers.
+    """
     try:
         found = numbers(text)
     except argparse.ArgumentTypeError as error:

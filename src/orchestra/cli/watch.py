@@ -126,7 +126,11 @@ class ComparisonPage:
 
 
 def page_of(folder: Path) -> RunPage | ComparisonPage:
-    """Return the page for `folder`, which has to be that of a run or of a comparison."""
+    """Return the page for `folder`.
+
+    Raises:
+        InputError: it is not the folder of a run or of a comparison.
+    """
     try:
         experiment = experiment_of(folder)
     except InputError as error:
@@ -140,7 +144,11 @@ def page_of(folder: Path) -> RunPage | ComparisonPage:
 
 
 def newest(parent: Path) -> Path:
-    """Return the folder in `parent` in which a run or comparison was begun last."""
+    """Return the folder in `parent` in which a run or comparison was begun last.
+
+    Raises:
+        InputError: there is none.
+    """
     found = _newest_in(parent)
     if found is None:
         raise InputError(f"{parent}: holds no run; name the folder of one: orchestra watch DIR")
@@ -226,7 +234,11 @@ def studio(arguments: Sequence[str]) -> int:
 
 
 def _listen(port: int) -> socket.socket:
-    """Return a socket that listens on `port` of this machine, for itself alone."""
+    """Return a socket that listens on `port` of this machine, for itself alone.
+
+    Raises:
+        InputError: somebody else does.
+    """
     try:
         return socket.create_server((ADDRESS, port))
     except OSError as error:

@@ -285,7 +285,9 @@ class _Platform:
         return name
 
     def _link_up(self, name: str, key: str, above: Above) -> dict[str, Any]:
-        """Return a node's or switch's link: its wires as one, below a switch if they share."""
+        """Return the link of a node or switch: its wires as one, below a switch of its own where
+        directions share.
+        """
         if above.switch is None:
             return {}
         both = [wire for wire in above.wires if wire.policy != "FATPIPE"]

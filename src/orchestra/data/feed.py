@@ -62,7 +62,10 @@ class GlobalOrder:
 
 
 class MapSamples:
-    """A map-style dataset in its global order. Any place can be read at any time."""
+    """A map-style dataset in its global order. Any place can be read at any time.
+
+    With `members` it consists of these samples only, in an order of their own.
+    """
 
     def __init__(self, dataset: Dataset[Any], seed: int, collate: Collate) -> None:
         self._dataset: Any = dataset
@@ -174,7 +177,11 @@ def labels_of(dataset: Any) -> NDArray[numpy.int64]:
 
 
 def epoch_samples(dataset: Dataset[Any]) -> int:
-    """Return the samples of an epoch; InputError if the dataset does not know its length."""
+    """Return the samples of an epoch, for a budget in epochs.
+
+    Raises:
+        InputError: the dataset does not know its length.
+    """
     try:
         return len(dataset)  # type: ignore[arg-type]
     except TypeError:

@@ -52,7 +52,10 @@ def broadcast_buffers(worker: Worker, group: Group) -> None:
 
 
 def wait_for_everyone(worker: Worker, number: int = 0) -> int:
-    """Collective over all ranks: once all have called return the sum of `number`, below 2^31."""
+    """Collective over all ranks: nobody returns before everybody has called.
+
+    Returns the sum of what they call with, below 2^31.
+    """
     total = torch.tensor([number], dtype=torch.int32)
     all_reduce(worker.transport, total, "butterfly", worker.everyone, Tag.AGREE)
     return int(total)

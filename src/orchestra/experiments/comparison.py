@@ -95,9 +95,13 @@ def carry_out(
     """Make the runs of `experiment` that are still missing in the folder `out`, and the report.
 
     Args:
-        out, retry, report, baseline, quiet: as for `orchestra.compare`.
+        out: the folder of the comparison; a new one in `runs` by default.
+        retry: make the failed runs again, too.
+        report: write report.html.
+        baseline: the label that the report's differences refer to; the report's choice if None.
         search_seconds: to search, for each technique of a simulated comparison, for the
             bandwidth at which it begins to pay; 0: no search.
+        quiet: no progress, no notices.
 
     Raises:
         InputError: nothing can be run; the folder is a different experiment's, or in use.

@@ -81,7 +81,11 @@ def grid(tune: Tune, run: Run) -> list[dict[str, Any]]:
 
 
 def tuned(run: Run, settings: Mapping[str, Any]) -> Run:
-    """Return `run` with the settings of a trial, or raise `InputError` where it cannot have one."""
+    """Return `run` with the settings of a trial.
+
+    Raises:
+        InputError: there is no such setting, or it cannot have this value.
+    """
     for key, value in settings.items():
         own = key.startswith(_STRATEGY)
         path, registry = (key, STRATEGIES) if own else (f"training.{key}", SCHEDULES)
@@ -229,7 +233,10 @@ def alone(experiment: Experiment, run: Run) -> Experiment:
 
 def only_run(experiment: Experiment, source: str) -> Run:
     """Return the run that `train` makes of an experiment: its one strategy on its one number of
-    ranks, with the first seed. `source` opens the message where there are several.
+    ranks, with the first seed.
+
+    Raises:
+        InputError: there are several; `source` opens the message.
     """
     for many, noun, option in (
         (list(experiment.strategies), "strategies", "--strategy"),
@@ -245,7 +252,10 @@ def only_run(experiment: Experiment, source: str) -> Run:
 
 @dataclass(frozen=True)
 class Trial:
-    """One combination of settings, which `run` has; that is judged on the validation data."""
+    """One combination of settings, tried with one strategy on one number of ranks.
+
+    `run` has them, and is judged on the validation data.
+    """
 
     number: int
     settings: Mapping[str, Any]
@@ -257,6 +267,7 @@ class Trial:
         return self.run.name, self.run.training.ranks
 
     def folder(self, comparison: Path) -> Path:
+        """Return the folder of the trial in that of the comparison."""
         return trial_folder(comparison, *self.row, self.number)
 
     def __str__(self) -> str:

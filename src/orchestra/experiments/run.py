@@ -89,7 +89,11 @@ def write_failure(
 
 
 def folder_for(out: str | Path | None, name: str, *, empty: bool = False) -> Path:
-    """Return `out`, or a new folder in `runs` where it is None; with `empty` one without files."""
+    """Return `out`, or a new folder in `runs` where it is None; with `empty` one without files.
+
+    Raises:
+        InputError: it cannot be used.
+    """
     if out is None:
         return fresh_folder(PARENT, name)
     folder = Path(out)
@@ -196,8 +200,12 @@ def clear_others(folder: Path, experiment: Experiment) -> None:
 
 
 def finished(folder: Path, *, failed: bool = False) -> list[RunRecord]:
-    """Return the completed runs, with `failed` the failed ones too, in `summary.json` of `folder`,
-    if there is one; `InputError` where it is damaged.
+    """Return the completed runs in `summary.json` of `folder`; none where there is no such file.
+
+    With `failed` the failed ones are among them.
+
+    Raises:
+        InputError: it is there, but damaged.
     """
     wanted = ("completed", "failed") if failed else ("completed",)
     try:

@@ -44,7 +44,9 @@ class Judged:
 
 
 def techniques(strategies: Mapping[str, Strategy[Any]]) -> list[Technique]:
-    """Return the pairs of strategies that are equal but for a setting, a default in one."""
+    """Return all pairs of strategies of one kind that are equal but for one setting, which has
+    its default in one of them.
+    """
     pairs = product(strategies.items(), repeat=2)
     return [
         Technique(name, plain, setting)

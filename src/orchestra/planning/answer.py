@@ -176,7 +176,9 @@ def doubts_about(
 
 
 def rows_of(search: Standing) -> list[Row]:
-    """Return all rows: by time to the target, then by how close they came to it, then others."""
+    """Return the rows of all candidates: those with a time first, by time; then by how close they
+    came to the target; last those of which nothing is known.
+    """
 
     def key(row: Row) -> tuple[int, float]:
         if row.seconds is not None:

@@ -259,7 +259,9 @@ class Space:
 
 
 def by_interest(found: Sequence[Candidate]) -> list[Candidate]:
-    """Return `found` by interest: one process, each strategy once on all nodes, then the others."""
+    """Return `found` in the order of interest: one process, each strategy once on all nodes, then
+    other batches and numbers of nodes.
+    """
     seen: Counter[str] = Counter()
     places = {}
     # Time may end before all speeds are known, and in list order only rings had one (decision 98).

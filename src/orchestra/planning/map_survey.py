@@ -141,7 +141,9 @@ def draw_map(
 
 
 def _learners(experiment: Experiment, plane: Plane, folder: Path) -> list[Candidate]:
-    """Return the candidates to learn: all on the described cluster, or on each number of nodes."""
+    """Return the candidates whose samples to the target have to be known: all on the described
+    cluster, and where the number of nodes varies, on each number.
+    """
     described = loaded(plane.text)
     counts = [axis.values for axis in (plane.x, plane.y) if axis.key == "nodes"]
     clusters = [NAMED["nodes"](described, n) for n in counts[0]] if counts else [described]

@@ -81,6 +81,7 @@ class Search(Standing):
     Args:
         target: what is to be reached; None: what one process reaches in 3/4 of the samples.
         folder: of the runs.
+        tell: what is under way, and the part of the budget that is used up.
 
     Attributes:
         stopped: the user ended it.

@@ -127,7 +127,11 @@ def holder(folder: Path) -> str | None:
 
 
 def _has_open(process: int, file: os.stat_result) -> bool:
-    """Return whether `process` has `file` open; True for one of another user, who hides it."""
+    """Return whether `process` has `file` open; True for one of another user, who hides it.
+
+    An inode alone may be that of a file in another file system, and the device that the kernel
+    shows with a lock is not the one of `stat` on btrfs.
+    """
     # An inode alone may be that of a file in another file system, and the device that the kernel
     # shows with a lock is not the one of `stat` on btrfs.
     try:

@@ -174,7 +174,10 @@ def tree(ranks: int) -> Schedule:
 
 
 def ring_gather(ranks: int) -> Schedule:
-    """Whole gradients forwarded round the ring: N/2 times the bytes of `ring`, and N buffers."""
+    """Whole gradients forwarded round the ring: N-1 rounds and a buffer of N gradients.
+
+    The ring of older notes on distributed training: N/2 times the bytes of `ring`.
+    """
     rounds = functools.partial(_passed_on, ranks, 0, COPY)
     return Schedule("ring_gather", ranks, ranks, rounds, slots=True, all_reduce=True)
 

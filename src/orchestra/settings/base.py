@@ -271,8 +271,11 @@ def redefault(base: type[Settings], name: str, default: T) -> T:
 class Settings:
     """Base of every frozen dataclass of settings; subclass with `frozen=True, repr=False`.
 
-    Construction checks each field against its annotation and range (`InputError`), and converts
-    what can be converted without loss (an int for a float, a list for a tuple).
+    Construction checks each field against its annotation and range, and converts what can be
+    converted without loss (an int for a float, a list for a tuple).
+
+    Raises:
+        InputError: a value of the wrong type, out of range, or an unknown choice.
     """
 
     def __post_init__(self) -> None:

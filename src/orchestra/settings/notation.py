@@ -31,7 +31,11 @@ _PARSING = threading.RLock()
 
 
 def expression(text: str) -> ast.expr:
-    """Return the syntax tree of one expression; `ValueError` if it is none, or goes too far."""
+    """Return the syntax tree of one expression.
+
+    Raises:
+        ValueError: it is none, or too long, too deep, or has a number with too many digits.
+    """
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"it has more than {MAX_CHARACTERS:,} characters")
     try:
@@ -86,7 +90,11 @@ class Call:
 
 
 def parse(text: str, registry: Registry, *, where: str) -> Any:
-    """Return the object that `text` names; `where` opens the message of every error."""
+    """Return the object that `text` names; `where` opens the message of every error.
+
+    Raises:
+        InputError: not a constructor call, an unknown name or argument, or a refused value.
+    """
     return build(read(text, where=where), registry, where=where)
 
 
@@ -319,6 +327,7 @@ class Registry:
         return ":" in name or name in self._known or name in self._all
 
     def _hint(self, name: str) -> str:
+        """Return what to write in place of an unknown name."""
         if notation := self._elsewhere.get(name.lower().replace("-", "").replace("_", "")):
             return f"write {notation}"
         first = [known for known in self._all if known not in self._arguments]
@@ -371,7 +380,9 @@ class LazyModule:
 def lazy_package(
     package: str, *modules: str, names: Collection[str] | None = None
 ) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package that finds names, or `names` only, in its `modules`."""
+    """Return a package's `__getattr__` that finds each name, or each of `names`, in the first of
+    its `modules` which has it.
+    """
 
     def find(name: str) -> Any:
         known = not name.startswith("_") if names is None else name in names

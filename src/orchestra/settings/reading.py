@@ -156,7 +156,8 @@ def yaml_text(value: object) -> str:
 def yaml_value(text: str, where: str = "") -> object:
     """Return the value of a YAML text, or the text itself where it is no YAML.
 
-    `where`, if given, opens the message about YAML that is refused.
+    Raises:
+        InputError: it is YAML that is refused; `where`, if given, opens the message.
     """
     try:
         return yaml.load(text, Loader=Loader)
@@ -176,8 +177,12 @@ def literal(text: str) -> object:
 
 
 def replace_setting(value: Any, path: str, text: str, registry: Registry, *, where: str) -> Any:
-    """Return a copy of `value` with the setting at the dotted `path` replaced by what `text` means:
-    a literal, a YAML scalar, or, where the setting holds an object, its notation.
+    """Return a copy of `value` with the setting at the dotted `path` replaced by what `text` means.
+
+    `text` is a literal, a YAML scalar, or, where the setting holds an object, its notation.
+
+    Raises:
+        InputError: no such setting (the nearest one is offered), or a refused value.
     """
     name, _, rest = path.partition(".")
     try:
@@ -235,8 +240,10 @@ class Entry:
 def read_document(path: Path, *, needs: str, example: str) -> dict[str, Entry]:
     """Return the keys of the YAML mapping in `path`, in order.
 
-    `needs` names the keys that it has to have, and `example` is a line of such a file, for
-    messages where the file cannot be read, is no YAML, no mapping, or gives a key twice.
+    `needs` names the keys that it has to have, and `example` is a line of such a file.
+
+    Raises:
+        InputError: the file cannot be read, is no YAML, no mapping, or gives a key twice.
     """
     try:
         with path.open(encoding="utf-8") as file:

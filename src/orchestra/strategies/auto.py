@@ -136,6 +136,7 @@ class Auto(Phased):
         return state
 
     def resume(self, worker: Worker, saved: Mapping[str, Any]) -> AutoState:
+        """Resume in the phase that the checkpoint was taken in."""
         state = self._begin(worker)
         plain = {name: value for name, value in saved.items() if name != "inner"}
         optimizers.restore(state, plain)

@@ -120,7 +120,10 @@ class Strategy(Settings, ABC, Generic[S]):
 
     @property
     def depends_on_speed(self) -> bool:
-        """True if the parameters depend on the speed of ranks and links, and so on the cluster."""
+        """True if the parameters depend on the speed of ranks and links.
+
+        If not, a simulation on one cluster knows them for every other.
+        """
         return not self.synchronous
 
     @property
@@ -159,7 +162,9 @@ class Strategy(Settings, ABC, Generic[S]):
         return None
 
     def end_phase(self, worker: Worker, state: S, level: int) -> None:
-        """Begin the phase after the nested phase number `level`. Collective, where `work` ends."""
+        """Begin the phase after the one that is over, the number `level` of nested ones.
+        Collective, called when `work` has ended before the budget.
+        """
         raise AssertionError(f"{self!r} has no phases")
 
     @property
@@ -243,7 +248,9 @@ class Strategy(Settings, ABC, Generic[S]):
         """Called before the first forward pass of a step; the place to exchange buffers."""
 
     def gradient(self, worker: Worker, state: S, batch: Batch | None) -> None:
-        """Compute the gradient of `batch` (None: no samples in this step) and exchange it."""
+        """Compute the gradient of `batch` and exchange it. `batch` is None if this rank has no
+        samples in this step.
+        """
         self.before_forward(worker, state)
         worker.backward(batch)
         self.reduce(worker, state)
@@ -335,9 +342,13 @@ class Replicas(Strategy[R]):
     synchronous = False  # replicas differ, and losses are each worker's own
 
     def work(self, state: R) -> WorkSource | None:
+        """Return this worker's end of the queue, if workers take batches at their own pace."""
         return state.work
 
     def currently_lockstep(self, state: R) -> bool:
+        """Return True unless batches come from a queue: if they follow the plan, all workers
+        count the same steps.
+        """
         return state.work is None  # where batches follow the plan, all count the same steps
 
     def start(self, worker: Worker) -> R:

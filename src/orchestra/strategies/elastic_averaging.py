@@ -166,6 +166,7 @@ class ElasticAveraging(ServerStrategy[ElasticAveragingState]):
         state.samples += worker.step.samples
 
     def quiesce(self, worker: Worker, state: ElasticAveragingState, step: int) -> bool:
+        """Wait until every exchange is over and every worker is here."""
         self._account(worker, state)
         return super().quiesce(worker, state, step)
 

@@ -78,6 +78,7 @@ class Hogwild(Replicas[HogwildState]):
         state.seen = state.count()
 
     def update(self, worker: Worker, state: HogwildState) -> None:
+        """Take the optimizer's step on the shared parameters."""
         worker.clip()
         state.shared.catch_up()
         worker.step.staleness = (state.count() - state.seen,)
@@ -88,6 +89,7 @@ class Hogwild(Replicas[HogwildState]):
             worker.snapshots.offer(worker.step.consumed, worker.parameters)
 
     def settle(self, worker: Worker, state: HogwildState) -> None:
+        """Wait until all workers have made their updates."""
         exchange.wait_for_workers(worker)
 
     def agree(self, worker: Worker, state: HogwildState) -> None:

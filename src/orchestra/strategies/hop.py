@@ -104,6 +104,7 @@ class Hop(Replicas[HopState]):
         return self.skip > 0
 
     def roles(self, ranks: int) -> Roles:
+        """All ranks are workers; the graph has to connect them, and to stay the same."""
         graph, *others = self.topology.graphs(ranks)
         if not connected([graph, *others]):
             raise InputError(f"{self!r}: the topology does not connect {ranks} ranks")

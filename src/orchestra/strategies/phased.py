@@ -44,7 +44,7 @@ class Phased(Strategy[Any]):
 
     @abstractmethod
     def phase(self, state: Any) -> Strategy[Any]:
-        """Return the phase under way."""
+        """Return the phase under way, whose state is `state.inner`."""
 
     @property
     def native(self) -> bool:

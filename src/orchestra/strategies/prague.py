@@ -79,6 +79,7 @@ class Prague(Replicas[PragueState]):
         return PragueState(worker.local_optimizer(), GroupAverage(worker, self), work=work)
 
     def update(self, worker: Worker, state: PragueState) -> None:
+        """Take the optimizer's step, then average in groups."""
         worker.clip()
         worker.update_locally(state.optimizer)
         state.groups.average()
@@ -108,13 +109,24 @@ class Scheduled:
 
 
 class GroupGenerator:
-    """Forms groups of `workers`, and puts them in order. Pure: no messages, no clock.
+    """Forms groups of workers, and puts them in order. Pure: no messages, no clock.
 
     A worker performs the groups of an answer in their order, and asks again once it has done so.
     All members of two groups have them in the same order, that in which they were formed. So no
     worker is averaged in two groups at a time, and workers never wait for each other in a circle.
 
-    `requests` counts how often each worker has asked, `draws` how often chance has decided.
+    Args:
+        workers: their ranks.
+        size: members of a group, at most.
+        scheme: "random": each request forms a group. "smart": a request is answered with the group
+            that the worker is scheduled in; if there is none, all idle workers are divided.
+        threshold: a worker that has asked so many times less than the one that asks now is in no
+            group formed now; None: nobody is left out.
+        seed: of all draws.
+
+    Attributes:
+        requests: how often each worker has asked.
+        draws: how often chance has decided.
     """
 
     def __init__(self, workers: Sequence[int], prague: Prague) -> None:

@@ -156,6 +156,7 @@ class StochasticGradientPush(Replicas[PushState]):
         worker.snapshots.offer(worker.step.consumed, worker.parameters, weight=state.push.w)
 
     def settle(self, worker: Worker, state: PushState) -> None:
+        """Take in all mass that was sent until this step."""
         state.push.drain()
         worker.parameters.copy_(state.push.z())
 

@@ -141,6 +141,7 @@ class Switch(Phased):
         return state
 
     def resume(self, worker: Worker, saved: Mapping[str, Any]) -> SwitchState:
+        """Resume in the phase that the checkpoint was taken in."""
         steps, before = saved["steps"], saved.get("before", 0)
         state = SwitchState(self.when, self.nesting, self.when.begin(), steps=steps, before=before)
         optimizers.restore(state.rule, saved["rule"])

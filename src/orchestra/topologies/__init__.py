@@ -121,6 +121,7 @@ class Exponential(Topology):
         return 1 if self.peers is None else len(self._powers(ranks, self.peers + 1))
 
     def links(self, ranks: int, step: int) -> Graph:
+        """Return the graph of a step: rank i sends to i + each distance of the step."""
         if self.peers is None:
             return _circulant(ranks, set(self._powers(ranks, 2)))
         power = self._powers(ranks, self.peers + 1)[step]

@@ -230,7 +230,9 @@ def _measurement(
 
 
 def _costs(steps: Attempt, others: Attempt, speeds: Attempt, time_slice: float) -> TaskCosts:
-    """Return a task's costs: of its steps, of a gradient elsewhere, of all cores at once."""
+    """Return a task's costs, from the measurements of its steps, of a gradient in other processes,
+    and of steps on all cores.
+    """
     costs: TaskCosts = steps.value[0]
     shared, turns = speeds.value[0]
     own = costs.one.gradient.at(costs.batch_size)
@@ -280,7 +282,9 @@ def measure_all(
     def attempt(
         what: str, measurement: Measurement, until: float, done: float = 0.0, part: float = 1.0
     ) -> Attempt | None:
-        """Make an attempt; `done` of everything is done already, and `part` is this attempt's."""
+        """Make an attempt. `done` is the part of everything that is done already, `part` that of
+        this attempt.
+        """
         started = clock()
         tell(what, done)
         found = measurement.measure(until, end, lambda own: tell(what, done + own * part))
@@ -317,7 +321,9 @@ def _most_in_need(kept: Sequence[Attempt], left: float) -> int | None:
 
 
 def _better(one: Attempt, again: Attempt | None) -> Attempt:
-    """Return the less disturbed attempt; `again` is None where it was cut off."""
+    """Return the less disturbed attempt. If `again` is None it was cut off, and is not tried
+    again.
+    """
     if again is None:
         # Not tried again: it took longer than there was time
         return replace(one, repeats=one.repeats + 1, seconds=math.inf)

@@ -70,7 +70,12 @@ def measure_memory(runtime: Runtime, allowed: tuple[float, float]) -> tuple[Time
 def _all_reduces(
     transport: Transport, count: int, size: int, seconds: float, most: float
 ) -> tuple[float, float]:
-    """Time all-reduces over the first `count` ranks: processor seconds, and seconds of waiting."""
+    """Time all-reduces over the first `count` ranks for `seconds`, but at most `most`. Return
+    the processor seconds and the seconds of waiting.
+
+    Of the waits the lower quartile counts: on a busy machine, ranks do not only wait for each
+    other.
+    """
     ranks = tuple(range(count))
     # A gradient is in no cache when it is complete, so vectors take turns
     vectors = torch.ones(min(IN_TURN // size, 1000), size // 4)
@@ -198,7 +203,9 @@ def measure_slices(runtime: Runtime, allowed: tuple[float, float]) -> tuple[list
 
 
 def _pace(step: Callable[[], None], seconds: float) -> float:
-    """Return the processor seconds of a step, without those at the beginning and the end."""
+    """Return the processor seconds of a step. The beginning and the end, where other ranks may
+    be missing, do not count.
+    """
     times: list[tuple[float, float]] = []
     for now in rounds(seconds, least=3 if seconds > 0 else 1, limit=math.inf):
         started = time.thread_time()

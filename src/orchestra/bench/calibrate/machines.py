@@ -62,7 +62,9 @@ Links = Mapping[tuple[int, int], Link]
 def measure_here(
     task: str, batch_size: int, launched: Launched, on_progress: Callable[[str, float], None]
 ) -> tuple[list[Machine], dict[tuple[int, int], Link]] | None:
-    """Measure the machines of all processes that `launched` describes; None on ranks but rank 0."""
+    """Measure the machines of all processes that were started with `launched`. Return None on
+    all ranks but rank 0.
+    """
     from orchestra.engines.processes.rank import join
 
     on_progress("measuring the nodes and their links", 0.0)
@@ -124,7 +126,9 @@ def _memory() -> float | None:
 
 
 def _cores() -> int:
-    """Return the number of cores that this process gets if it wants all."""
+    """Return the number of cores that this process gets if it wants all; a container's quota
+    counts.
+    """
     end = time.monotonic() + SPINNING_SECONDS
 
     def spin() -> None:
@@ -282,8 +286,11 @@ Matrix = list[list[float]]
 def calibrate_links(
     ranks: int, size: int, launched: Launched | None = None, on_progress: Progress | None = None
 ) -> Matrix | None:
-    """Return the seconds of a message of `size` bytes, one way, from each rank (row) to each rank
-    (column): processes of this machine, or those of a launcher, where ranks but rank 0 return None.
+    """Return the seconds of a message of `size` bytes, one way, from each rank (row) to each
+    rank (column).
+
+    The ranks are processes of this machine, or those that a launcher started (`launched`); in
+    the latter case the others than rank 0 return None.
     """
     if launched is not None:
         from orchestra.engines.processes.rank import join

@@ -294,7 +294,9 @@ def _updates(module: nn.Module, order: Workload, kept: Kept, budget: Budget) -> 
 def _parameters(
     task: Task, module: nn.Module, order: Workload, most: float
 ) -> tuple[Parameter, ...]:
-    """Measure how the seconds of a gradient are distributed over the layers."""
+    """Measure how the seconds of a gradient are distributed over the layers, at the requested
+    batch size.
+    """
     batch = open_samples(task.train, 0, task.collate).read(0, order.batch_size)
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     slots = {id(parameter): slot for slot, parameter in enumerate(named.values())}

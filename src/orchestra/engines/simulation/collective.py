@@ -107,7 +107,12 @@ class Member:
 
 
 class Collective:
-    """One collective, from the first rank's arrival to the last byte's."""
+    """One collective, from the first rank's arrival to the last byte's.
+
+    Attributes:
+        placed: its messages.
+        usage: the links after it, once it has been evaluated.
+    """
 
     def __init__(
         self, kernel: Kernel, given: Contribution, *, ahead: bool, before: Collective | None
@@ -169,7 +174,9 @@ class Collective:
         return member
 
     def _meets(self, before: Collective, index: int, arrived: float) -> bool:
-        """Return whether a rank's message may share a link with one that was told without it."""
+        """Return whether a message of a rank may share a link with one of `before` whose time was
+        computed without it.
+        """
         if not before.is_through(index):
             return True  # another flow of its is still in that one, and sends, too
         if before.usage is None or not self.placed.begins_elsewhere(before.placed):

@@ -158,10 +158,18 @@ class CalibratedCosts(Costs):
 
     def ready(self, slot: int) -> float:
         # Of several micro-batches the last one counts.
+        """What part of a gradient's seconds has passed when `slot` has its gradient.
+
+        Of several micro-batches the last one counts.
+        """
         return (self._accumulation - 1 + self._ready[slot]) / self._accumulation
 
     def needed(self, slot: int) -> float:
         # Of several micro-batches the first one counts.
+        """What part of a gradient's seconds has passed when the forward pass needs `slot`.
+
+        Of several micro-batches the first one counts.
+        """
         return self._needed[slot] / self._accumulation
 
     @functools.cache  # noqa: B019 - lives as long as the simulation

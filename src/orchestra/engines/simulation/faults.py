@@ -35,8 +35,13 @@ CLOSED = "its connection closed"
 class Faults:
     """The faults of `cluster` on `ranks` ranks.
 
-    `beat` gives the heartbeat of a rank, now; `patience` is that of the watcher, in seconds; and
-    `notice` tells the user.
+    Args:
+        beat: the heartbeat of a rank, now.
+        patience: of the watcher, in seconds.
+        notice: tells the user.
+
+    Attributes:
+        left_out: why, for each rank that the run went on without.
     """
 
     def __init__(

@@ -256,7 +256,10 @@ class Fluid:
         self._look_up_first(equal, now)
 
     def _share_equally(self, equal: EqualShares, now: float) -> bool:
-        """Give newcomers their equal shares; False if another resource may hold them back."""
+        """Give newcomers their equal shares, if no other resource can hold them back.
+
+        Returns whether that was possible.
+        """
         resource = equal.resource
         rate = equal.fair_rate()
         newcomers = [activity for activity in equal.newcomers if activity.running]

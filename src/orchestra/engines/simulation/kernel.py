@@ -135,9 +135,13 @@ class Kernel(Events):
     Args:
         on_turn: called on the context of each flow whose turn begins.
         contexts: the kind of context that each flow runs on.
+
+    Attributes:
+        current: the flow whose turn it is; not set before the first turn.
+        outstanding: how many things besides the main flows have to end before `run` returns.
     """
 
-    current: Flow  # whose turn it is; not set before the first turn
+    current: Flow
 
     def __init__(
         self,
@@ -252,7 +256,7 @@ class Kernel(Events):
             waiter.waits = None
 
     def entered(self, flow: Flow) -> None:
-        """From a flow: its turn has come."""
+        """From a new flow: its first turn has come."""
         self.current = flow
         self._check()
         self._on_turn(flow)

@@ -83,7 +83,10 @@ class Memory:
         return min(cluster.nodes, key=preference)
 
     def speed_alone(self, node: Node, costs: Costs) -> float:
-        """Return samples/s of one process on all cores of `node`, or one device, without jitter."""
+        """Return samples/s of one process on `node` that takes steps of the global batch.
+
+        It has all cores, or one device. Durations are the cost model's, without jitter.
+        """
         training = self._run.training
         threads = node.threads(1, training.threads)
         seconds = sum(costs.seconds(work, threads) for work in self._step)

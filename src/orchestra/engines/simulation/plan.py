@@ -115,7 +115,10 @@ class NodeStages:
 
 @functools.lru_cache(maxsize=64)
 def node_stages(schedule: Schedule, hosts: tuple[Hashable, ...]) -> NodeStages:
-    """Return the stages of `schedule`, where ranks with equal `hosts` share memory."""
+    """Return the stages of `schedule`, where ranks with equal `hosts` share memory.
+
+    With no `hosts` nobody does.
+    """
     places_of: dict[Hashable, list[int]] = defaultdict(list)
     for place, host in enumerate(hosts):
         places_of[host].append(place)

@@ -155,7 +155,10 @@ class Rendezvous:
     def begin_ahead(
         self, given: Contribution, before: Collective | None, *, joining: bool = False
     ) -> Collective:
-        """Make a collective that is ahead of the world, behind `before`; `joining`: an open one."""
+        """Make a collective that is evaluated ahead of the world, behind `before`.
+
+        With `joining` ranks are still to join it.
+        """
         collective = Collective(self._kernel, given, ahead=True, before=before)
         self._claims.update(dict.fromkeys(given.placed.links, collective))
         if joining:
@@ -345,7 +348,10 @@ class GroupQueue:
         return (queue.rank,), "a collective in the background"
 
     def rewind(self) -> None:
-        """Each rank has a queue of its own from now on, and is where it would be with that."""
+        """Each rank has a queue of its own from now on, and is where it would be with that.
+
+        At most two collectives are under way: who is through with one may have joined the next.
+        """
         entries = deque(self._entries if self.is_ahead else ())
         queues, before = self._queues, self._before
         # First, so that what follows finds no queue to take back once more.

@@ -228,8 +228,10 @@ def _rolled(array: Floats, places: int) -> Floats:
 
 @dataclass(frozen=True)
 class Connections:
-    """Of TCP connections that have started: each starts slowly again after `pauses` seconds without
-    a message (infinite: it does not), and has so many seconds of `latency`."""
+    """What TCP connections do not take by themselves: each has started already, and starts slowly
+    again after `pauses` seconds without a message (infinite: it does not). By connection, as are
+    the seconds of `latency`.
+    """
 
     pauses: Floats
     latency: Floats

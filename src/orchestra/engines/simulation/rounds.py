@@ -58,7 +58,10 @@ MAX_RETURNS = 200
 
 @dataclass(frozen=True)
 class Ends:
-    """When each rank is through, where its time went, and the links after it; see `State`."""
+    """When each rank is through, where its time went, and the links after it.
+
+    `carried`: as in `State`, of the pairs in their order.
+    """
 
     clock: Floats
     waiting: Floats

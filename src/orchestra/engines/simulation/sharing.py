@@ -280,7 +280,10 @@ def _fill(activities: list[Activity], shared: list[Resource]) -> None:
 
 
 def _lowest(levels: list[tuple[float, int, Resource]]) -> tuple[float, Resource | None]:
-    """The resource that is used up first as rates rise, and the rate for a weight of 1 there."""
+    """The resource that is used up first as rates rise, and the rate for a weight of 1 there.
+
+    A level in the heap may be too low, since others have left its resource room meanwhile.
+    """
     while levels:
         noted, index, resource = levels[0]
         if not resource.open:

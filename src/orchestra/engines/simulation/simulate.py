@@ -254,7 +254,10 @@ class Simulation:
         )
 
     def _factors(self, node: Node) -> Callable[[Flow], float]:
-        """Return what gives the factor of a piece of work that a flow begins on `node`."""
+        """Return what gives the factor of a piece of work that a flow begins on `node`.
+
+        Each flow draws its own, so that it does not matter which one goes on first.
+        """
         jitter = self._jitter_of(node)
         drift = self._drifts.get(node.name)
 

@@ -47,7 +47,10 @@ class SlowStart:
         return has_started and time - self.used_at <= self.pause
 
     def stall(self, size: float, time: float) -> float:
-        """Send `size` bytes (on the wire) at `time`; return the seconds that they wait."""
+        """Send `size` bytes (on the wire) at `time`.
+
+        Returns the seconds that they wait for acknowledgements, in all.
+        """
         if time - self.used_at > self.pause:
             self._window = self._first
         self.use(time)
@@ -116,7 +119,14 @@ class Load:
 class Stream:
     """What one rank sends to another, a message after the other: latency first, then bandwidth.
 
-    `bandwidth` are bytes/s, as long as nothing else crosses the resources of the route.
+    `delay(t)` is what a message that is sent at time t takes beyond the latency, in seconds;
+    `draw_share()` gives the share of a link that the next one has, where it is not 1.
+
+    Attributes:
+        resources: that it crosses.
+        latency: seconds until the first byte is there.
+        bandwidth: bytes/s, as long as nothing else crosses them.
+        slow_start: of the connection, where it takes long.
     """
 
     def __init__(self, net: Net, route: Route, source: int, target: int) -> None:
@@ -146,7 +156,10 @@ class Stream:
         self._closed: Exception | None = None
 
     def send(self, load: Load, time: float) -> None:
-        """Send `load` at `time`, now or later, behind those before it."""
+        """Send `load` at `time`, now or later, behind those before it.
+
+        Its first byte is there after the latency.
+        """
         # A constant latency keeps the order of sending, so that an arrival can be told ahead.
         if self.route.delay is None and self.route.slow_start is None:
             self._events.call_at(time + self.route.latency, self.arrive, load)
@@ -205,7 +218,10 @@ class Stream:
             self._begin(self._queue[0])
 
     def close(self, error: Exception) -> Load | None:
-        """Let nothing arrive any more, tell senders of `error`; return the message cut off."""
+        """Let nothing arrive any more, and tell senders of `error`.
+
+        Returns the message that this cuts off in the middle, if any.
+        """
         self._closed = error
         cut_off = None
         if self._is_under_way:

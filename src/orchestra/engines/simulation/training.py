@@ -250,7 +250,10 @@ def speeds_alone(
 
 
 def keep_links(folder: Path, cluster: Cluster, outcome: Outcome, wire: float) -> None:
-    """Write what was simulated, and what its links carried (see `links_of`), into `folder`."""
+    """Write what was simulated, and what its links carried, into the `folder` of the run.
+
+    `wire` are bytes on a link for each byte of a message.
+    """
     write_atomically(folder / CLUSTER, cluster_text(cluster))
     write_links(folder, links_of(cluster, outcome.sent, outcome.seconds, wire))
 

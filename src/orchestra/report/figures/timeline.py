@@ -40,6 +40,7 @@ class Window:
 
 
 def step_windows(trace: Trace) -> list[Window]:
+    """Return three steps from the middle of each traced part, or fewer with too many events."""
     return [_window(trace, part) for part in trace.parts]
 
 
