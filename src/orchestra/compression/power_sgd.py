@@ -32,7 +32,9 @@ class PowerSGD(Compressor):
 
     rank: int = setting(4, "r: columns of the factors; more are more exact", low=1, high=4096)
     _: KW_ONLY
-    min_rate: float = setting(2.0, "tensors that shrink less than this stay whole", low=1, high=1e9)
+    min_rate: float = setting(
+        2.0, "tensors that would not shrink to 1/min_rate stay whole", low=1, high=1e9
+    )
     error_feedback: bool = setting(True, "send in later steps what was left out in this one")
 
     def _shape(self, shape: Sequence[int]) -> tuple[int, int] | None:

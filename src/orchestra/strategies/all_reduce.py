@@ -77,20 +77,35 @@ class AllReduce(Strategy[AllReduceState]):
     use = "for workers of equal speed, and what one process would have learnt"
     variants = (
         ('AllReduce("ring")', "for large models: the fewest bytes"),
-        ('AllReduce("halving_doubling")', "for many workers, a power of two: few bytes and rounds"),
+        (
+            'AllReduce("halving_doubling")',
+            "for many workers, a power of two: as few bytes, few rounds",
+        ),
         ('AllReduce("butterfly")', "for small models, where rounds cost the most"),
         ('AllReduce("tree")', "for small models and any number of workers"),
-        ('AllReduce("hierarchical", ranks_per_node=2)', "for multi-rank nodes on slow networks"),
+        (
+            'AllReduce("hierarchical", ranks_per_node=2)',
+            "for nodes of several ranks on slow networks",
+        ),
         ('AllReduce("ring_gather")', "to see whole gradients travel; ring sends fewer bytes"),
         ('AllReduce("parallel")', "for tiny models: all in one round"),
         ('AllReduce("reduce_to_one")', "for a few ranks on one host"),
         ('AllReduce("native")', "for GPUs: torch.distributed's own (NCCL, gloo)"),
-        ('AllReduce("ring", shard="optimizer")', "for an optimizer whose state is too large"),
+        (
+            'AllReduce("ring", shard="optimizer")',
+            "for an optimizer whose state is too large for each",
+        ),
         ('AllReduce("ring", shard="gradients")', "for gradients, too, that are too large for each"),
-        ('AllReduce("ring", shard="parameters")', "for models that fit no worker; 50 % more bytes"),
+        (
+            'AllReduce("ring", shard="parameters")',
+            "for models that fit no worker; half as many bytes again",
+        ),
         ('AllReduce("ring", backup=1)', "for workers that are slow by turns"),
         ('AllReduce("ring", compression=BF16())', "for slow networks: half the bytes"),
-        ('AllReduce("ring", compression=PowerSGD(4))', "for very slow networks and large matrices"),
+        (
+            'AllReduce("ring", compression=PowerSGD(4))',
+            "for very slow networks, and models of large matrices",
+        ),
     )
 
     algorithm: Literal[
@@ -110,8 +125,12 @@ class AllReduce(Strategy[AllReduceState]):
         "of what each worker keeps 1/N: the optimizer's state (ZeRO-1), also gradients (ZeRO-2), "
         "also parameters (ZeRO-3, FSDP)",
     )
-    backup: int = setting(0, "b: workers of a step that nobody waits for", low=0, high=MAX_RANKS)
-    compression: Compressor | None = setting(None, "what compresses gradients, as PowerSGD(4)")
+    backup: int = setting(
+        0, "workers not waited for: the first N - backup make the average", low=0, high=MAX_RANKS
+    )
+    compression: Compressor | None = setting(
+        None, "what gradients are compressed by, as PowerSGD(4); none: not at all"
+    )
 
     def check(self) -> None:
         if self.compression is not None:

@@ -71,7 +71,10 @@ class Auto(Phased):
 
     use = "where links or nodes change during a run, or are not known before it"
     variants = (
-        ('Auto([AllReduce("ring"), LocalSGD(16)], samples=[1.0, 1.2])', "for shared links"),
+        (
+            'Auto([AllReduce("ring"), LocalSGD(16)], samples=[1.0, 1.2])',
+            "for links that others use, too",
+        ),
     )
 
     candidates: tuple[Strategy[Any], ...] = setting(

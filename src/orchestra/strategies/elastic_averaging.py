@@ -64,11 +64,17 @@ class ElasticAveraging(ServerStrategy[ElasticAveragingState]):
         ("ElasticAveraging(10, momentum=0.9)", "the same, with momentum on each worker (EAMSGD)"),
     )
 
-    every: int = setting(10, "tau: steps of a worker between exchanges", low=1, high=MAX_STEPS)
+    every: int = setting(
+        10, "tau: steps of a worker from one exchange to the next", low=1, high=MAX_STEPS
+    )
     _: KW_ONLY
-    beta: float = setting(0.9, "pull of all on the centre; alpha is beta / p", above=0, high=1)
+    beta: float = setting(
+        0.9, "pull of all workers on the centre; alpha is beta / p", above=0, high=1
+    )
     momentum: float = setting(0.0, "delta: of Nesterov's momentum on each worker", low=0, high=1)
-    servers: int = setting(1, "servers, each with a slice of the centre", low=1, high=MAX_RANKS)
+    servers: int = setting(
+        1, "servers that the centre is cut over, balanced by bytes", low=1, high=MAX_RANKS
+    )
     placement: Literal["dedicated", "beside"] = setting(
         "dedicated", "servers on the last ranks, without data; or beside the first workers"
     )

@@ -80,12 +80,17 @@ class Gossip(Replicas[GossipState]):
     use = "where no link should carry everything, and only neighbours should wait for each other"
     variants = (
         ("Gossip()", "for a few workers, or networks that are rings"),
-        ("Gossip(Exponential(peers=1))", "for many that all reach each other: one message a step"),
+        (
+            "Gossip(Exponential(peers=1))",
+            "for many workers that all reach each other: one message a step",
+        ),
     )
 
     topology: Topology = setting(Ring(), "who mixes with whom")
     _: KW_ONLY
-    compression: Compressor | None = setting(None, "what compresses differences, as TopK(0.1)")
+    compression: Compressor | None = setting(
+        None, "what differences are compressed by, as TopK(0.1); none: not at all"
+    )
     consensus: float = setting(
         0.2, "gamma, with compression: how far neighbours approach in a step", above=0, high=1
     )

@@ -76,10 +76,16 @@ class Hop(Replicas[HopState]):
 
     topology: Topology = setting(Ring(), "who mixes with whom; the same in every step")
     _: KW_ONLY
-    max_gap: int = setting(5, "max_ig: iterations a worker may be ahead", low=1, high=MAX_STEPS)
-    backup: int = setting(0, "neighbours that a worker does not wait for", low=0, high=MAX_RANKS)
+    max_gap: int = setting(
+        5, "max_ig: iterations a worker may be ahead of those it sends to", low=1, high=MAX_STEPS
+    )
+    backup: int = setting(
+        0, "neighbours whose updates a worker does not wait for", low=0, high=MAX_RANKS
+    )
     staleness: int = setting(0, "s: iterations that an update may be old", low=0, high=MAX_STEPS)
-    skip: int = setting(0, "most iterations left out by one that is behind", low=0, high=MAX_STEPS)
+    skip: int = setting(
+        0, "iterations that a worker leaves out at most when it is behind", low=0, high=MAX_STEPS
+    )
     behind: int = setting(
         2, "with skip: behind when a neighbour is more iterations ahead", low=1, high=MAX_STEPS
     )

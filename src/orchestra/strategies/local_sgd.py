@@ -107,31 +107,53 @@ class LocalSGD(Replicas[LocalSGDState]):
     variants = (
         ("LocalSGD(8)", "for slow links, and steps that are short"),
         ("LocalSGD(8, outer=SlowMo(0.5))", "the same, where plain averages lose accuracy"),
-        ("LocalSGD(3, outer=SlowMo(0.5, every=48))",
-         "the same, with plain averages between two slow updates"),
-        ("LocalSGD(16, outer=Nesterov(0.7, 0.9))", "for very slow links, long trainings (DiLoCo)"),
-        ("LocalSGD(16, outer=Nesterov(0.7, 0.9), fragments=4, overlap=2)",
-         "the same, in small pieces that nobody waits for"),
-        ("LocalSGD(4, outer=Elastic())", "for replicas that stay apart, round a common centre"),
+        (
+            "LocalSGD(3, outer=SlowMo(0.5, every=48))",
+            "the same, with plain averages between two slow updates",
+        ),
+        (
+            "LocalSGD(16, outer=Nesterov(0.7, 0.9))",
+            "for very slow links and long trainings (DiLoCo)",
+        ),
+        (
+            "LocalSGD(16, outer=Nesterov(0.7, 0.9), fragments=4, overlap=2)",
+            "the same, in small pieces that nobody waits for",
+        ),
+        (
+            "LocalSGD(4, outer=Elastic())",
+            "for replicas that are to stay apart, round a common centre",
+        ),
         ("LocalSGD(None)", "for no exchange before the end; the replicas must not part"),
     )  # fmt: skip
 
-    every: int | None = setting(8, "H: local steps of a round; none: all", low=1, high=MAX_STEPS)
+    every: int | None = setting(
+        8, "H: local steps of a round; None: one average, at the very end", low=1, high=MAX_STEPS
+    )
     _: KW_ONLY
     every_epochs: int | None = setting(
         None, "passes over the data of a round, in place of `every`", low=1, high=MAX_STEPS
     )
-    outer: Outer = setting(Average(), "what averages become: Average, SlowMo, Nesterov, Elastic")
+    outer: Outer = setting(
+        Average(), "what the average becomes: Average, SlowMo, Nesterov, Elastic"
+    )
     algorithm: Literal[
         "ring", "ring_gather", "parallel", "reduce_to_one", "halving_doubling", "butterfly", "tree"
     ] = setting("ring", "how the average is made")
-    fragments: int = setting(1, "parts of the parameters, averaged in turn", low=1, high=10_000)
-    overlap: int = setting(0, "tau: steps while a fragment is averaged", low=0, high=MAX_STEPS)
-    mix: float = setting(0.5, "share of own values when a late average arrives", low=0, high=1)
+    fragments: int = setting(
+        1, "parts of the parameters that are averaged in turn", low=1, high=10_000
+    )
+    overlap: int = setting(
+        0, "tau: steps that go on while a fragment is averaged", low=0, high=MAX_STEPS
+    )
+    mix: float = setting(
+        0.5, "share of the worker's own values when a late average arrives", low=0, high=1
+    )
     late: Literal["mixed", "added"] = setting(
         "mixed", "with overlap: what was learnt meanwhile is mixed with a late average, or added"
     )
-    compression: Compressor | None = setting(None, "what compresses differences, as QSGD(7)")
+    compression: Compressor | None = setting(
+        None, "what differences are compressed by, as QSGD(7); none: not at all"
+    )
 
     def check(self) -> None:
         if self.compression is not None:

@@ -135,7 +135,9 @@ class Elastic(Outer):
 
     beside_gradient = True  # gradient and elastic force are those of one x_i
 
-    beta: float = setting(0.9, "pull of all on the centre; alpha is beta / p", above=0, high=1)
+    beta: float = setting(
+        0.9, "pull of the workers on the centre; alpha is beta / p", above=0, high=1
+    )
 
     def step(self, state: OuterState, own: Tensor, average: Tensor, worker: Worker) -> None:
         """Apply the rule above, without the gradient."""

@@ -88,24 +88,39 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
     variants = (
         ("ParameterServer()", "for workers of equal speed, and a rank to spare"),
         ('ParameterServer(placement="beside")', "the same without a rank to spare"),
-        ('ParameterServer(placement="beside", returns="gradients")', "for whole-model optimizers"),
+        (
+            'ParameterServer(placement="beside", returns="gradients")',
+            "for optimizers that no slice can run",
+        ),
         ("ParameterServer(backup=1)", "for many workers that are slow by turns"),
         ('ParameterServer(consistency="asynchronous")', "for unlike speeds: nobody waits"),
-        ('ParameterServer(consistency="asynchronous", placement="beside")',
-         "the same without a rank to spare"),
-        ('ParameterServer(consistency="asynchronous", learning_rate="by_staleness")',
-         "where a few gradients are very stale"),
-        ('ParameterServer(consistency="bounded", staleness=1)',
-         "for speeds that change: nobody is far ahead"),
-        ('ParameterServer(consistency="asynchronous", delay_compensation="constant")',
-         "where staleness costs accuracy, and memory is there for one more copy"),
-        ('ParameterServer(consistency="asynchronous", delay_compensation="adaptive")',
-         "the same, where gradients differ much in size; two more copies"),
+        (
+            'ParameterServer(consistency="asynchronous", placement="beside")',
+            "the same without a rank to spare",
+        ),
+        (
+            'ParameterServer(consistency="asynchronous", learning_rate="by_staleness")',
+            "where a few gradients are very stale",
+        ),
+        (
+            'ParameterServer(consistency="bounded", staleness=1)',
+            "for speeds that change: nobody is far ahead",
+        ),
+        (
+            'ParameterServer(consistency="asynchronous", delay_compensation="constant")',
+            "where staleness costs accuracy, and memory is there for one more copy",
+        ),
+        (
+            'ParameterServer(consistency="asynchronous", delay_compensation="adaptive")',
+            "the same, where gradients differ much in size; two more copies",
+        ),
         ("ParameterServer(servers=2, replicas=1)", "for long runs, where a server may die"),
     )  # fmt: skip
 
     _: KW_ONLY
-    servers: int = setting(1, "servers, each with a part of the parameters", low=1, high=MAX_RANKS)
+    servers: int = setting(
+        1, "servers that the parameters are cut over, balanced by bytes", low=1, high=MAX_RANKS
+    )
     slices: tuple[float, ...] | Literal["links"] | None = setting(
         None,
         "weight of each server's slice; links: by the bandwidth of its link, where the cluster is "
@@ -123,7 +138,9 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
     returns: Literal["parameters", "gradients"] = setting(
         "parameters", "gradients: servers only average, and each worker runs the optimizer"
     )
-    backup: int = setting(0, "b: workers of a step that nobody waits for", low=0, high=MAX_RANKS)
+    backup: int = setting(
+        0, "workers not waited for: the first N - backup make the average", low=0, high=MAX_RANKS
+    )
     learning_rate: Literal["kept", "divided", "by_staleness"] = setting(
         "kept", "of a push: divided by the number of workers, or by its staleness if above 0"
     )
@@ -136,8 +153,15 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
     mean_square: float | None = setting(
         None, "m, adaptive: what the mean square keeps in a push; none: 0.95", low=0, high=1
     )
-    replicas: int = setting(0, "further copies of each slice, on the next server", low=0, high=1)
-    compression: Compressor | None = setting(None, "what compresses pushes, as TopK(0.01)")
+    replicas: int = setting(
+        0,
+        "further copies of each slice, on the next server: the run survives a server",
+        low=0,
+        high=1,
+    )
+    compression: Compressor | None = setting(
+        None, "what pushes are compressed by, as TopK(0.01); none: not at all"
+    )
 
     @property
     def answers_beside(self) -> bool:

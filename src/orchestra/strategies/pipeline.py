@@ -62,7 +62,9 @@ class Pipeline(Strategy[PipelineState]):
     use = "for models that have no room in the memory of one rank"
     variants = (("Pipeline()", use),)
 
-    stages: int | None = setting(None, "S: ranks of a pipeline; none: all", low=1, high=MAX_RANKS)
+    stages: int | None = setting(
+        None, "S: ranks of a pipeline; None: all ranks", low=1, high=MAX_RANKS
+    )
     microbatches: int = setting(4, "M: parts of a pipeline's batch", low=1, high=100_000)
     schedule: Literal["gpipe", "1f1b"] = setting("1f1b", "the order of the passes; see above")
     _: KW_ONLY

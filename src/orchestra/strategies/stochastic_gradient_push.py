@@ -93,7 +93,9 @@ class StochasticGradientPush(Replicas[PushState]):
 
     topology: Topology = setting(Exponential(peers=1), "who sends to whom")
     _: KW_ONLY
-    overlap: int = setting(0, "tau: steps that a message may be late", low=0, high=MAX_STEPS)
+    overlap: int = setting(
+        0, "tau: steps a worker may be ahead of the messages sent to it", low=0, high=MAX_STEPS
+    )
     exchanges: Literal["every_tau_steps", "one_at_a_time", "every_step"] = setting(
         "every_tau_steps", "with overlap: in which steps a worker sends"
     )

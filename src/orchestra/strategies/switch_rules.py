@@ -99,7 +99,9 @@ class AfterDecay(Rule):
 
     memory = DecayState
 
-    below: float = setting(1.0, "a decay is a rate below this part of the largest", above=0, high=1)
+    below: float = setting(
+        1.0, "a decay is a rate below so much of the largest before", above=0, high=1
+    )
 
     def observe(self, state: DecayState, step: Step) -> bool:
         rate = step.rates[0]
@@ -129,7 +131,9 @@ class Straggler(Rule):
     compares_workers = True
     memory = StragglerState
 
-    ratio: float = setting(1.5, "seconds of a straggler over the median", above=1.0, high=1e9)
+    ratio: float = setting(
+        1.5, "seconds of the slowest over the median that make one", above=1.0, high=1e9
+    )
     _: KW_ONLY
     window: int = setting(10, "steps that the seconds are the mean of", low=1, high=1_000_000)
     present: bool = setting(True, "false: when there is none any more")
@@ -171,7 +175,9 @@ class NoiseScale(Rule):
     reads_gradients = True
     memory = NoiseState
 
-    ratio: float = setting(1.0, "B over a step's samples that makes it fire", above=0.0, high=1e9)
+    ratio: float = setting(
+        1.0, "B over the samples of a step, from which on it fires", above=0.0, high=1e9
+    )
     _: KW_ONLY
     smoothing: float = setting(0.95, "of the two estimates, from step to step", low=0.0, high=1.0)
     least: int = setting(20, "steps before it may fire", low=1, high=MAX_STEPS)
@@ -258,16 +264,20 @@ class LossStable(Rule):
     reads_loss = True
 
     window: int = setting(6, "W: observations", low=2, high=1_000_000)
-    threshold: float = setting(0.01, "mean relative change that counts as stable", low=0, high=1e9)
+    threshold: float = setting(
+        0.01, "largest mean relative change that counts as stable", low=0, high=1e9
+    )
     _: KW_ONLY
     every: int | Literal["epoch"] = setting(
-        1, "steps that one observation is the mean of; 'epoch': a pass over the data", low=1,
-        high=MAX_STEPS,
+        1, "steps that one observation is the mean of; 'epoch': those of one pass over the data",
+        low=1, high=MAX_STEPS,
     )  # fmt: skip
     source: Literal["mean", "max"] = setting(
         "mean", "a step's loss: the sample-weighted mean over the workers, or the largest of them"
     )
-    floor: float = setting(1e-12, "least denominator, for losses near 0", above=0.0, high=1e9)
+    floor: float = setting(
+        1e-12, "losses nearer to 0 count as this much in the denominator", above=0.0, high=1e9
+    )
 
     def observe(self, state: RuleState, step: Step) -> bool:
         state.total += step.loss if self.source == "mean" else max(step.losses)

@@ -160,7 +160,9 @@ class RandomRegular(Topology):
     degree is odd there is no such graph, and the degree is one higher.
     """
 
-    degree: int = setting(3, "neighbours of each rank, if there are enough", low=2, high=MAX_RANKS)
+    degree: int = setting(
+        3, "neighbours of each rank; all others where there are fewer", low=2, high=MAX_RANKS
+    )
     _: KW_ONLY
     seed: int = setting(0, "of the random choice", low=0, high=MAX_SEED)
 
