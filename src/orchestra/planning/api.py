@@ -159,7 +159,8 @@ def carry_out(
 
         found = replace(found, report=write_page(found, experiment.name))
     best = found.recommended
-    write_plan(found, experiment, None if best is None else search.entries[best.name].candidate.run)
+    run = None if best is None else search.entries[best.name].candidate.run
+    write_plan(found, experiment, run)
     return found
 
 
