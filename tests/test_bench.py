@@ -190,10 +190,7 @@ def test_figures_as_a_table_and_as_json(
     assert "\x1b" not in captured.out
 
 
-def test_rates_and_paces_as_tables(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
+def test_rates_and_paces_as_tables(capsys: pytest.CaptureFixture[str]) -> None:
     row = ServerRow(
         3, "4 MB", "memory", 401.2, 3.21, 200.6, (2.0, 1.5, 2.5), 100.3, (4.0, 3.0, 5.0)
     )

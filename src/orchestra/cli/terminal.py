@@ -223,5 +223,7 @@ def print_table(title: str, headings: Sequence[str], lines: Iterable[Sequence[st
         table.add_row(*line)
     # Without markup: names such as AllReduce[...] have brackets.
     console = Console(highlight=False, markup=False)
+    if not console.is_terminal:  # a file has room for all columns
+        console.width = 1000
     console.print(title, style="bold", soft_wrap=True)
     console.print(table, end="\n\n")
