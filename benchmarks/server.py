@@ -317,7 +317,11 @@ def _bare(runtime: Runtime, size: str, pushes: int) -> Callable[[], None]:
                     bell.send(b"!")
                     answered += 1
 
-    return serve if runtime.rank == server else push
+    def block() -> None:
+        serve() if runtime.rank == server else push()
+        dist.barrier()  # whoever leaves closes its bell, and the server would hear that
+
+    return block
 
 
 def _bells(runtime: Runtime) -> list[socket.socket]:
