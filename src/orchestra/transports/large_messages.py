@@ -61,7 +61,7 @@ class Segment:
         self.descriptor = make_memory(capacity + _END_BYTES)
         self._memory = mmap.mmap(self.descriptor, capacity + _END_BYTES)
         self._memory[capacity:-1] = self.key
-        self._place = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._place = np.frombuffer(self._memory, np.uint8)
 
     @property
     def is_free(self) -> bool:
@@ -75,7 +75,8 @@ class Segment:
     def fill(self, tensor: Tensor) -> None:
         """Copy a contiguous CPU `tensor` into it."""
         content = tensor.detach().reshape(-1).view(torch.uint8)
-        self._place[: tensor.nbytes].copy_(content)
+        # NumPy copies bytes as fast as numbers; torch takes a quarter longer for bytes.
+        self._place[: tensor.nbytes] = content.numpy()
 
     def give_up_descriptor(self) -> None:
         if self.descriptor >= 0:
