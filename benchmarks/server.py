@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,14 +65,22 @@ class Assignment:
 
 
 @dataclass(frozen=True)
+class Peer:
+    """A contestant beside ours: its pushes a second, and the median, the least and the most of the
+    ratios within a round; above 1 ours is faster."""
+
+    per_second: float
+    ratios: tuple[float, float, float]
+
+
+@dataclass(frozen=True)
 class ServerRow:
     """Pushes with their pulls a second, all workers together: medians over the rounds.
 
     Attributes:
         over: memory or sockets.
         gigabytes_per_second: that ours moves, both ways together.
-        to_gloo, to_rpc, to_ray, to_bare: medians of the ratios within a round, and the least and
-            the most of them; above 1 ours is faster. Beside sockets there is gloo alone.
+        peers: by name; beside sockets gloo alone.
     """
 
     workers: int
@@ -80,14 +88,7 @@ class ServerRow:
     over: str
     per_second: float
     gigabytes_per_second: float
-    gloo_per_second: float
-    to_gloo: tuple[float, float, float]
-    rpc_per_second: float | None = None
-    to_rpc: tuple[float, float, float] | None = None
-    ray_per_second: float | None = None
-    to_ray: tuple[float, float, float] | None = None
-    bare_per_second: float | None = None
-    to_bare: tuple[float, float, float] | None = None
+    peers: dict[str, Peer]
 
 
 def bench_server(
@@ -121,25 +122,16 @@ def bench_server(
 def _row(
     workers: int, size: str, way: str, blocks: Mapping[str, Sequence[float]], pushes: int
 ) -> ServerRow:
-    rates = {
-        name: workers * pushes / statistics.median(seconds) for name, seconds in blocks.items()
+    def rate(name: str) -> float:
+        return workers * pushes / statistics.median(blocks[name])
+
+    ours = repr(OURS)
+    peers = {
+        name: Peer(rate(name), _ratios(seconds, blocks[ours]))
+        for name, seconds in blocks.items()
+        if name != ours
     }
-    ours = blocks[repr(OURS)]
-    return ServerRow(
-        workers,
-        size,
-        way,
-        rates[repr(OURS)],
-        2e-9 * rates[repr(OURS)] * bytes_of(size),
-        rates[GLOO],
-        _ratios(blocks[GLOO], ours),
-        rates.get(RPC),
-        _ratios(blocks[RPC], ours) if RPC in blocks else None,
-        rates.get(RAY),
-        _ratios(blocks[RAY], ours) if RAY in blocks else None,
-        rates.get(BARE),
-        _ratios(blocks[BARE], ours) if BARE in blocks else None,
-    )
+    return ServerRow(workers, size, way, rate(ours), 2e-9 * rate(ours) * bytes_of(size), peers)
 
 
 def _ratios(peer: Sequence[float], ours: Sequence[float]) -> tuple[float, float, float]:
@@ -386,30 +378,18 @@ def _ray(runtime: Runtime, size: str, pushes: int) -> Callable[[], None]:
     return block
 
 
-def print_rates(rows: Iterable[ServerRow]) -> None:
+def print_rates(rows: Sequence[ServerRow]) -> None:
     """One line for each number of workers, size and way."""
-    lines = [
-        (
-            str(row.workers),
-            row.size,
-            row.over,
-            f"{row.per_second:.0f}",
-            f"{row.gigabytes_per_second:.2f}",
-            f"{row.gloo_per_second:.0f}",
-            _shown(row.to_gloo),
-            "" if row.rpc_per_second is None else f"{row.rpc_per_second:.0f}",
-            _shown(row.to_rpc),
-            "" if row.ray_per_second is None else f"{row.ray_per_second:.0f}",
-            _shown(row.to_ray),
-            "" if row.bare_per_second is None else f"{row.bare_per_second:.0f}",
-            _shown(row.to_bare),
-        )
-        for row in rows
-    ]
-    headings = (
-        "workers", "size", "over", "a second", "GB/s",
-        "gloo", "ratio", "rpc", "ratio", "Ray", "ratio", "bare", "ratio",
-    )  # fmt: skip
+    names = list(dict.fromkeys(name for row in rows for name in row.peers))
+    headings = ["workers", "size", "over", "a second", "GB/s"]
+    headings += [heading for name in names for heading in (name, "ratio")]
+    lines = []
+    for row in rows:
+        line = [str(row.workers), row.size, row.over, f"{row.per_second:.0f}"]
+        line.append(f"{row.gigabytes_per_second:.2f}")
+        for name in names:
+            line += _shown(row.peers[name]) if name in row.peers else ("", "")
+        lines.append(line)
     print_table("pushes with pulls a second, asynchronous server", headings, lines)
     print_remarks(
         "Ratios above 1: faster than gloo's send and receive, torch.distributed.rpc, Ray, or the "
@@ -419,8 +399,8 @@ def print_rates(rows: Iterable[ServerRow]) -> None:
         print_remarks("No figures of a Ray actor: install ray.")
 
 
-def _shown(ratios: tuple[float, float, float] | None) -> str:
-    return "" if ratios is None else "{:.2f} ({:.2f} to {:.2f})".format(*ratios)
+def _shown(peer: Peer) -> tuple[str, str]:
+    return f"{peer.per_second:.0f}", "{:.2f} ({:.2f} to {:.2f})".format(*peer.ratios)
 
 
 def main(arguments: list[str]) -> int:

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 from benchmarks import averaging, collectives, mpi, server, shapes, simulation, suspend
-from benchmarks.server import ServerRow, bench_server
+from benchmarks.server import Peer, ServerRow, bench_server
 from benchmarks.suspend import RankSteps, Window, row_of
 
 from orchestra.bench import step
@@ -97,12 +97,12 @@ def test_all_reduces_are_measured_alone_and_between_computing(
 def test_pushes_to_a_server_are_counted_for_all() -> None:
     memory, sockets = bench_server((2,), rounds=1, sizes=("0.25 MB",), block_bytes=0)
     assert (memory.workers, memory.over, sockets.over) == (2, "memory", "sockets")
+    assert {"gloo", "rpc", "bare"} <= memory.peers.keys()
+    assert list(sockets.peers) == ["gloo"]
     for row in (memory, sockets):
-        assert row.to_gloo == pytest.approx([row.per_second / row.gloo_per_second] * 3)
         assert row.gigabytes_per_second == pytest.approx(row.per_second * 500_000e-9)
-    assert memory.rpc_per_second is not None
-    assert memory.to_rpc == pytest.approx([memory.per_second / memory.rpc_per_second] * 3)
-    assert sockets.to_rpc is None
+        for peer in row.peers.values():
+            assert peer.ratios == pytest.approx([row.per_second / peer.per_second] * 3)
 
 
 def test_the_pace_is_that_of_the_others_in_each_window() -> None:
@@ -191,10 +191,8 @@ def test_figures_as_a_table_and_as_json(
 
 
 def test_rates_and_paces_as_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    row = ServerRow(
-        3, "4 MB", "memory", 401.2, 3.21, 200.6, (2.0, 1.5, 2.5), 100.3, (4.0, 3.0, 5.0)
-    )
-    server.print_rates([row])
+    peers = {"gloo": Peer(200.6, (2.0, 1.5, 2.5)), "rpc": Peer(100.3, (4.0, 3.0, 5.0))}
+    server.print_rates([ServerRow(3, "4 MB", "memory", 401.2, 3.21, peers)])
     printed = " ".join(capsys.readouterr().out.split())
     assert "3 4 MB memory 401 3.21 201 2.00 (1.50 to 2.50) 100 4.00 (3.00 to 5.00)" in printed
     ratios = (0.9, 0.95, 1.0)
