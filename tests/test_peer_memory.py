@@ -90,6 +90,27 @@ def test_where_none_can_be_mapped_messages_go_over_sockets(monkeypatch: pytest.M
     assert len(asked) == 2  # one segment a way: who cannot map it is not told of more
 
 
+def test_a_message_in_a_segment_takes_the_one_before_it_along(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with mesh(2, memory=True) as (zero, one):
+        stream, calls = zero._engine._streams[1], []
+        gathered = stream._gathered
+
+        def counted() -> list[bytes | memoryview]:
+            calls.append(len(stream.backlog))
+            return gathered()
+
+        monkeypatch.setattr(stream, "_gathered", counted)
+        head = zero.send(torch.tensor(1), 1, 0, more=True)
+        rest = zero.send(torch.ones(LARGE), 1, 1)
+        assert rest.is_shared
+        assert all([head.done(), rest.done()])
+        assert calls == [2]
+        assert int(one.receive(0, 0).wait()) == 1
+        assert bool((one.receive(0, 1).wait() == 1.0).all())
+
+
 def test_a_message_is_delivered_without_a_copy_and_its_segment_used_again() -> None:
     with mesh(2, memory=True) as (zero, one):
         values = torch.randn(LARGE)

@@ -221,19 +221,18 @@ class Stream:
         info = self.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         return self.shared_bytes + int(struct.unpack_from("Q", info, TCP_INFO_BYTES_ACKED)[0])
 
-    def segment(self, length: int) -> tuple[Segment | None, bool]:
-        """Return a segment for a message of `length` bytes, now this message's, and whether the
-        other end has to be told of a new one. Without a segment it goes over the socket."""
+    def segment(self, length: int) -> Segment | None:
+        """Return a segment for a message of `length` bytes, now this message's; None: it has to
+        go over the socket."""
         if self.outbox is None:
-            return None, False
+            return None
         segment = self.outbox.take(length)
-        new = None
         # A much larger one serves, too, but a message of its size may want it meanwhile.
         if segment is None or segment.capacity >= 4 * length:
             new = self.outbox.grow(length)
             if new is not None:
                 self.backlog.append(Signal(pack_segment(new)))
-        return segment, new is not None
+        return segment
 
     def write(self) -> bool:
         """Hand over what the kernel takes. True if a send was finished that a flow waits for.

@@ -75,8 +75,9 @@ class ProgressEngine:
         if stream is None or stream.outbox is None:
             return None
         with self._lock:
-            segment, is_new = stream.segment(length)
-            if is_new and stream.wants_write and to in self._streams:
+            segment = stream.segment(length)
+            # The other end is told of a new one, unless a message waits to leave with this one.
+            if stream.wants_write and stream not in self._corked and to in self._streams:
                 self._serve(stream, selectors.EVENT_WRITE)
             return segment
 
