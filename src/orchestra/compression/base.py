@@ -23,14 +23,23 @@ else:  # for all compressors, which are settings, and load without them
 
 @dataclass(frozen=True)
 class Context:
-    """What a compressor may know of the tensor at hand, beside its values."""
+    """What a compressor may know of the tensor at hand, beside its values.
 
-    shape: tuple[int, ...]  # of the tensor, which itself is passed flat
-    first: int  # the element of the flat gradient at which it begins; it tells tensors apart
-    step: int  # how often the tensor was compressed in this phase; the same on all workers
-    rank: int  # of the worker whose values these are
-    workers: int  # how many values are added up, each weighted by its part of the samples
-    memory: Sequence[Tensor] = field(default=())  # what `Compressor.memory` gave on this worker
+    Attributes:
+        shape: of the tensor, which itself is passed flat.
+        first: the element of the flat gradient at which it begins; it tells tensors apart.
+        step: counts how often the tensor was compressed in this phase; the same on all workers.
+        rank: of the worker whose values these are.
+        workers: how many values are added up, each weighted by its part of the samples.
+        memory: what `Compressor.memory` gave for the tensor on this worker.
+    """
+
+    shape: tuple[int, ...]
+    first: int
+    step: int
+    rank: int
+    workers: int
+    memory: Sequence[Tensor] = field(default=())
 
     def random(self, *, shared: bool) -> np.random.Generator:
         """Return a generator for this tensor and step; `shared`: the same on every worker.

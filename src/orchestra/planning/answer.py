@@ -35,37 +35,63 @@ others use is not as fast as when it was calibrated."""
 
 @dataclass(frozen=True)
 class Row:
-    """A candidate in the answer."""
+    """A candidate in the answer.
+
+    Attributes:
+        name, strategy: in words, and in their notation.
+        nodes: the names of those that it uses.
+        ranks: processes, servers included.
+        batch: samples in a step of all workers.
+        rate: the learning rate; None where the optimizer has none.
+        speed: samples/s.
+        seconds: to the target, the mean over the seeds; None where that is not known.
+        uncertainty: of the seconds.
+        seeds: how many runs reached the target, of which the seconds are the mean.
+        after: seconds up to which it was simulated without reaching the target.
+        best: the best value of the target's metric that was seen.
+        cost: to the target, in `currency`; None without prices.
+        bottleneck: what most of a worker's time goes into.
+        dropped: why it was not simulated to the end; None for those that were.
+        rungs: what each rung of the race saw.
+    """
 
     name: str
-    strategy: str  # its notation
-    nodes: Sequence[str]  # the names of those that it uses
-    ranks: int  # processes, servers included
-    batch: int  # samples in a step of all workers
-    rate: float | None  # the learning rate; None where the optimizer has none
-    speed: float | None  # samples/s
-    seconds: float | None  # to the target, the mean over the seeds; None where that is not known
-    uncertainty: float | None  # of the seconds
-    seeds: int  # how many runs reached the target, of which the seconds are the mean
-    after: float | None  # seconds up to which it was simulated without reaching the target
-    best: float | None  # the best value of the target's metric that was seen
-    cost: float | None  # to the target, in `currency`; None without prices
+    strategy: str
+    nodes: Sequence[str]
+    ranks: int
+    batch: int
+    rate: float | None
+    speed: float | None
+    seconds: float | None
+    uncertainty: float | None
+    seeds: int
+    after: float | None
+    best: float | None
+    cost: float | None
     currency: str | None
-    bottleneck: str  # what most of a worker's time goes into
-    dropped: str | None  # why it was not simulated to the end; None for those that were
-    rungs: Sequence[str]  # what each rung of the race saw
+    bottleneck: str
+    dropped: str | None
+    rungs: Sequence[str]
 
 
 @dataclass(frozen=True)
 class Verified:
-    """A candidate that was trained for real, with seeds that reached the target in simulation."""
+    """A candidate that was trained for real, with seeds that reached the target in simulation.
+
+    Attributes:
+        name: of the candidate.
+        predicted: by seed, seconds to the target.
+        measured: the same, on `engine`; None where the target was not reached.
+        failure: why it was not carried out; None where it was.
+        computing: how many times as long as predicted a worker computed for each sample; None where
+            nothing was carried out.
+    """
 
     name: str
-    predicted: Mapping[int, float]  # by seed, seconds to the target
-    measured: Mapping[int, float | None]  # the same, on `engine`; None where it was not reached
+    predicted: Mapping[int, float]
+    measured: Mapping[int, float | None]
     engine: Engine
-    failure: str | None = None  # why it was not carried out; None where it was
-    # How many times as long as predicted a worker computed for a sample; None: not carried out
+    failure: str | None = None
     computing: float | None = None
 
     @property
@@ -96,33 +122,45 @@ class Verified:
 
 @dataclass(frozen=True)
 class Plan:
-    """The result of a plan."""
+    """The result of a plan.
 
-    target: Target | None  # what was planned for; None where not even that could be chosen
-    # Of all candidates, the first to the target first, then those that came closest
+    Attributes:
+        target: what was planned for; None where not even that could be chosen.
+        rows: of all candidates, the first to the target first, then those that came closest.
+        recommended: the first row's, or of equally fast ones that with the fewest nodes; None
+            where no candidate reaches the target.
+        headline: the answer in one sentence.
+        command: trains what is recommended.
+        scaled: whose scaling curve is shown: what is recommended, or where that is one process the
+            first row of several.
+        scaling: its samples/s by number of nodes (or ranks of one node).
+        knee: the number of these beyond which more gain less than they cost.
+        curves: of the candidates that were simulated furthest, with the first seed: seconds of the
+            cluster and the target's metric at each snapshot.
+        notes: what there was no time for, and doubts about the costs.
+        costs: where the durations of the simulation come from.
+        folder, report: where everything lies, and the page.
+        stopped: the user ended the search.
+        verified: the first candidates as they were carried out for real, where that was asked for.
+        adaptive: an `Auto` that begins with what is recommended; None where no other candidate on
+            the same nodes is known well enough.
+    """
+
+    target: Target | None
     rows: Sequence[Row]
-    # The first row's, or of equally fast ones that with the fewest nodes; None where no candidate
-    # reaches the target
     recommended: Row | None
-    headline: str  # the answer in one sentence
-    command: str | None  # trains what is recommended
-    # Whose scaling curve is shown: what is recommended, or where that is one process the first row
-    # of several
+    headline: str
+    command: str | None
     scaled: str | None
-    scaling: Mapping[int, float]  # its samples/s by number of nodes (or ranks of one node)
-    knee: int | None  # the number of these beyond which more gain less than they cost
-    # Of the candidates that were simulated furthest, with the first seed: seconds of the cluster
-    # and the target's metric at each snapshot
+    scaling: Mapping[int, float]
+    knee: int | None
     curves: Mapping[str, Sequence[tuple[float, float]]]
-    notes: Sequence[str]  # what there was no time for, and doubts about the costs
-    costs: str  # where the durations of the simulation come from
-    folder: Path  # where everything lies
-    report: Path | None = None  # the page
-    stopped: bool = False  # the user ended the search
-    # The first candidates as they were carried out for real, where that was asked for
+    notes: Sequence[str]
+    costs: str
+    folder: Path
+    report: Path | None = None
+    stopped: bool = False
     verified: Sequence[Verified] = ()
-    # An `Auto` that begins with what is recommended; None where no other candidate on the same
-    # nodes is known well enough
     adaptive: str | None = None
 
     @property

@@ -315,21 +315,30 @@ class Check:
 
 @dataclass(frozen=True)
 class Map:
-    """The result of a map."""
+    """The result of a map.
+
+    Attributes:
+        samples: by strategy, those that it takes to the target, the mean over the seeds; where that
+            depends on the number of nodes, with the most of them.
+        strategies: the notation of each.
+        points: those whose times are known.
+        checks: points that were emulated.
+        left_out: what there was no time for, or what the target is out of reach of.
+        costs: where the durations of the simulation come from.
+        stopped: the user ended it.
+    """
 
     experiment: str
     plane: Plane
     target: Target | None
-    # By strategy, those that it takes to the target, the mean over the seeds; where that depends on
-    # the number of nodes, with the most of them
     samples: Mapping[str, float]
-    strategies: Mapping[str, str]  # the notation of each
-    points: Sequence[Point]  # those whose times are known
-    left_out: Sequence[str]  # what there was no time for, or what the target is out of reach of
-    costs: str  # where the durations of the simulation come from
+    strategies: Mapping[str, str]
+    points: Sequence[Point]
+    left_out: Sequence[str]
+    costs: str
     folder: Path
-    stopped: bool = False  # the user ended it
-    checks: Sequence[Check] = ()  # points that were emulated
+    stopped: bool = False
+    checks: Sequence[Check] = ()
 
     @property
     def winners(self) -> list[str]:

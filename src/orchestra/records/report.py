@@ -192,10 +192,16 @@ class RankReport:
 
     `setup` are the seconds before the stopwatch by what they went to: task (data and model),
     group (the strategy's start), first_step (the warm-up, and waiting for the others).
+    `seconds` are compute, communicate and wait of its main flow while the stopwatch ran;
+    `bytes_sent` are those of all its flows; `staleness` counts updates by their staleness.
+    `timeline` is None where none was to be kept; `dropped` counts gradients that came too late;
+    `memory` is what the formula says that it keeps, in bytes by what for, and `peak_memory_bytes`
+    the most that its process had, None where it has none of its own.
     `shares` are the weights of all ranks' parts, where they were measured, and `speeds` what they
     follow from: gradients of a worker's batch that each rank computes in a second, all at once.
     `batches` are those that a rule has chosen (steps done before, and from there on the batch of
-    each rank), on the first worker.
+    each rank), on the first worker; `usage` is that of the machine while the stopwatch ran, None
+    where it was not real. `node` is the name of its machine, and `counters` what it did until when.
     """
 
     rank: int
@@ -204,27 +210,27 @@ class RankReport:
     samples: int
     setup: dict[str, float]
     train_seconds: float
-    seconds: dict[str, float]  # compute, communicate and wait of its main flow
-    bytes_sent: int  # by all its flows
+    seconds: dict[str, float]
+    bytes_sent: int
     bytes_estimated: bool
-    staleness: dict[str, int]  # numbers of updates, by their staleness
+    staleness: dict[str, int]
     peak_buffer_bytes: int
     switched_at_step: int | None
     stopped: bool
     threads: int
     leader: LeaderReport | None = None
-    timeline: Timeline | None = None  # None where none was to be kept
-    dropped: int = 0  # gradients that came too late
+    timeline: Timeline | None = None
+    dropped: int = 0
     switched_at_sample: int | None = None
     decisions: list[dict[str, Any]] = field(default_factory=list)
     shares: tuple[float, ...] = ()
     batches: list[list[int]] = field(default_factory=list)
     speeds: tuple[float, ...] = ()
-    usage: Usage | None = None  # while the stopwatch ran; None where that was not real
-    memory: dict[str, int] = field(default_factory=dict)  # bytes by what for, by the formula
-    peak_memory_bytes: int | None = None  # None where it has no process of its own
-    node: str = ""  # the name of its machine
-    counters: tuple[Counters, ...] = ()  # what it did until when
+    usage: Usage | None = None
+    memory: dict[str, int] = field(default_factory=dict)
+    peak_memory_bytes: int | None = None
+    node: str = ""
+    counters: tuple[Counters, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -43,12 +43,18 @@ Of nested phases the one with the number `level` ends at CHANGED - level.
 
 @dataclass(frozen=True)
 class Roles:
-    """The workers and servers of a run, for a number of ranks."""
+    """The workers and servers of a run, for a number of ranks.
 
-    shares: tuple[float, ...]  # each process's part of the data, in per-worker batches a step
-    servers: tuple[int, ...] = ()  # the ranks that own slices of the parameters
-    reads: tuple[int, ...] = ()  # the rank whose part of the data each works on; empty: its own
-    replicas: int = 0  # of slices: if there are any, the run survives the loss of a server
+    `shares` has one entry for each process: its part of the data, in per-worker batches a step
+    (0: a rank without data). `servers` are the ranks that own slices of the parameters. `reads`
+    holds for each rank the rank whose part of the data it works on; if empty, each works on its
+    own. If slices have `replicas`, the run survives the loss of a server.
+    """
+
+    shares: tuple[float, ...]
+    servers: tuple[int, ...] = ()
+    reads: tuple[int, ...] = ()
+    replicas: int = 0
 
     @cached_property
     def workers(self) -> tuple[int, ...]:
@@ -71,14 +77,20 @@ class Roles:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory of a rank in training, in multiples of what it trains: a model or part."""
+    """The memory of a rank in training, in multiples of what it trains: a model or part.
+
+    `copies` are vectors of all parameters beside the optimizer's state: for arriving values, for
+    anchors and outer momenta. `batches` is the number of per-worker batches whose activations
+    are held at the same time. `windows` is how often two buckets are held beside a rank's shard:
+    for gradients, and for parameters in use.
+    """
 
     parameters: float = 1.0
     gradients: float = 1.0
     optimizer: float = 1.0
-    copies: float = 0.0  # vectors of all parameters: arriving values, anchors, outer momenta
-    batches: float = 1.0  # per-worker batches whose activations are held at the same time
-    windows: float = 0.0  # times two buckets beside a shard: gradients, and parameters in use
+    copies: float = 0.0
+    batches: float = 1.0
+    windows: float = 0.0
 
     def joined(self, other: Footprint, how: Callable[[float, float], float]) -> Footprint:
         """Combine two footprints part by part with `how` (a sum, a maximum)."""

@@ -26,29 +26,47 @@ from orchestra.worker.snapshots import Snapshots
 class Step:
     """The step under way, as far as this rank knows it.
 
-    Once the ranks have `agreed`, `loss` is the sample-weighted mean over the workers, and `stop`
-    whether any rank was asked to. `seconds`, `counts`, `squares` and `square` are empty unless a
-    rule of `Switch` gathers them.
+    Attributes:
+        samples: of this rank in this step.
+        total_samples: of all workers in this step.
+        consumed: samples of the whole cluster so far, this step included.
+        epoch: passes over the data set so far, as a fraction.
+        rates: the learning rate of each parameter group.
+        loss: this rank's own; the sample-weighted mean over the workers once they agree.
+        losses: the loss of each rank once they agree, 0 for a rank without data.
+        stop: whether the user asked this rank to stop; any rank, once they agree.
+        agreed: whether `loss`, `losses` and `stop` are those of the whole cluster.
+        staleness: of this step's push at each server, in updates.
+        planned: samples consumed once every worker has done this step.
+        fraction: `planned` over the budget, 0 where there is no budget.
+        seconds: what each worker needed for this step, without waiting; empty unless a rule of
+            `Switch` gathers it, like the next three.
+        counts: the samples of each worker in this step.
+        squares: |g|^2 of each worker's gradient.
+        square: |g|^2 of the mean gradient.
+        position: where this rank's samples begin in the global order; None if they did not come
+            from a queue.
+        report: what this rank reports to the holder of the queue, for a rule that ends the phase.
     """
 
-    samples: int = 0  # of this rank in this step
-    total_samples: int = 0  # of all workers in this step
-    consumed: int = 0  # samples of the whole cluster so far, this step included
-    epoch: float = 0.0  # passes over the data set so far, as a fraction
-    rates: tuple[float, ...] = ()  # the learning rate of each parameter group
-    loss: float = 0.0  # this rank's own
-    losses: tuple[float, ...] = ()  # of each rank once they agree, 0 for a rank without data
-    stop: bool = False  # whether the user asked this rank to stop
-    agreed: bool = False  # whether `loss`, `losses` and `stop` are those of the whole cluster
-    staleness: tuple[int, ...] = ()  # of this step's push at each server, in updates
-    planned: int = 0  # samples consumed once every worker has done this step
-    fraction: float = 0.0  # `planned` over the budget, 0 where there is no budget
-    seconds: tuple[float, ...] = ()  # what each worker needed for this step, without waiting
-    counts: tuple[int, ...] = ()  # the samples of each worker in this step
-    squares: tuple[float, ...] = ()  # |g|^2 of each worker's gradient
-    square: float = 0.0  # |g|^2 of the mean gradient
-    position: int | None = None  # where its samples begin in the global order, if in a queue
-    report: tuple[float, ...] = ()  # to the holder of the queue, for a rule that ends the phase
+    samples: int = 0
+    total_samples: int = 0
+    consumed: int = 0
+    epoch: float = 0.0
+    rates: tuple[float, ...] = ()
+    loss: float = 0.0
+    losses: tuple[float, ...] = ()
+    stop: bool = False
+    agreed: bool = False
+    staleness: tuple[int, ...] = ()
+    planned: int = 0
+    fraction: float = 0.0
+    seconds: tuple[float, ...] = ()
+    counts: tuple[int, ...] = ()
+    squares: tuple[float, ...] = ()
+    square: float = 0.0
+    position: int | None = None
+    report: tuple[float, ...] = ()
 
     @property
     def weight(self) -> float:
