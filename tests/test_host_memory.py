@@ -47,13 +47,13 @@ def sockets_of(transport: Transport) -> SocketTransport:
 
 
 def reduced(
-    runtime: Runtime, host: Host | None, schedules: Sequence[Schedule], length: int
+    runtime: Runtime, host: Host | None, schedules: Sequence[Schedule], length: int, device: str
 ) -> tuple[torch.Tensor, list[int]]:
     """What this rank ends with after `schedules`, and what it has counted."""
     sockets = sockets_of(runtime.transport)
     sockets.host = host
     random = torch.Generator().manual_seed(1000 * runtime.rank + length)
-    vector = torch.randn(length, generator=random)
+    vector = torch.randn(length, generator=random).to(device)
     before = [getattr(sockets.traffic, name) for name in COUNTED]
     for schedule in schedules:
         call = CollectiveCall(schedule, vector, Group(tuple(range(runtime.ranks))), tag=50)
@@ -62,9 +62,9 @@ def reduced(
     return vector, [after - each for after, each in zip(counted, before, strict=True)]
 
 
-def compared(runtime: Runtime, how: tuple[Sequence[int], str]) -> tuple[list[str], int]:
+def compared(runtime: Runtime, how: tuple[Sequence[int], str, str]) -> tuple[list[str], int]:
     """Every schedule in memory that is shared inside the nodes, and over sockets: what differs."""
-    nodes, os.environ["ORCHESTRA_COMPILED"] = how
+    nodes, os.environ["ORCHESTRA_COMPILED"], device = how
     sockets = sockets_of(runtime.transport)
     starts = [sum(nodes[:place]) for place in range(len(nodes) + 1)]
     neighbours = next(range(*ends) for ends in pairwise(starts) if runtime.rank < ends[1])
@@ -75,8 +75,8 @@ def compared(runtime: Runtime, how: tuple[Sequence[int], str]) -> tuple[list[str
     differ = []
     for schedules in each:
         for length in LENGTHS:
-            shared, counted = reduced(runtime, host, schedules, length)
-            plain, expected = reduced(runtime, None, schedules, length)
+            shared, counted = reduced(runtime, host, schedules, length, device)
+            plain, expected = reduced(runtime, None, schedules, length, device)
             if not torch.equal(shared, plain) or counted != expected:
                 differ.append(f"{schedules[0].name} of {length}")
     return differ, sockets.traffic.bytes_in_memory
@@ -101,10 +101,18 @@ USUAL = [((2,), "0"), ((2,), "1"), ((4,), "1"), ((2, 2), "1"), ((1, 3), "0")]
 def test_the_bits_and_the_traffic_are_those_of_messages(
     nodes: tuple[int, ...], compiled: str
 ) -> None:
-    results = launch(compared, (nodes, compiled), sum(nodes)).results
+    results = launch(compared, (nodes, compiled, "cpu"), sum(nodes)).results
     for rank, (differ, in_memory) in enumerate(results):
         assert differ == []
         assert (in_memory > 0) == (not (nodes == (1, 3) and rank == 0))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("nodes", [(2,), (2, 2)])
+def test_vectors_on_a_gpu_have_the_bits_of_messages(nodes: tuple[int, ...]) -> None:
+    for differ, in_memory in launch(compared, (nodes, "1", "cuda"), sum(nodes)).results:
+        assert differ == []
+        assert in_memory > 0
 
 
 def refused(runtime: Runtime, _: None) -> list[float]:

@@ -85,7 +85,11 @@ class Host:
         flow.memory = memory
         try:
             with torch.no_grad():
-                _form(stage, call.group.ranks.index(flow.rank), memory, call)
+                vector = _on_host(call.vector)
+                place = call.group.ranks.index(flow.rank)
+                _form(stage, place, memory, vector, cuts_in_memory(call))
+                if vector is not call.vector:
+                    call.vector.copy_(vector)
         finally:
             flow.memory = None
             self._engine.check()  # who is told to leave says so, not which socket was shut
@@ -99,10 +103,10 @@ class Host:
         key = ranks, call.tag
         if key not in self._memories:
             made = sum(memory is not None for memory in self._memories.values())
-            wanted = made < MAX_MEMORIES and not call.vector.is_cuda
             self._memories[key] = None
             length = memory_bytes(len(ranks))
-            found = _Finding(self._engine, ranks, call.tag).find(length, wanted)
+            finding = _Finding(self._engine, ranks, call.tag)
+            found = finding.find(length, made < MAX_MEMORIES)
             if found is not None:
                 peers, descriptor, compiled = found
                 memory = SharedMemory(
@@ -217,9 +221,18 @@ def _share(span: Span, rank: int, ranks: int) -> Span:
     return Span(span.first + low, span.first + high, span.place + low)
 
 
-def _form(stage: Stage, index: int, memory: SharedMemory, call: CollectiveCall) -> None:
-    """Replace the vector by what `stage` gives the rank at `index`."""
-    vector, cuts = call.vector, cuts_in_memory(call)
+def _on_host(vector: Tensor) -> Tensor:
+    """Return `vector`, or if it is on a GPU a copy on the host."""
+    if not vector.is_cuda:
+        return vector
+    # Pinned memory can be copied to and from a GPU without one more copy in between.
+    return torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True).copy_(vector)
+
+
+def _form(
+    stage: Stage, index: int, memory: SharedMemory, vector: Tensor, cuts: Sequence[int]
+) -> None:
+    """Replace `vector` by what `stage` gives the rank at `index`."""
     length = vector.numel()
     own, ranks = memory.rank, stage.ranks
     if vector.nbytes <= SMALL_BYTES:

@@ -73,8 +73,8 @@ class Segment:
         self._memory[-1] = _USED
 
     def fill(self, tensor: Tensor) -> None:
-        """Copy a contiguous CPU `tensor` into it."""
-        content = tensor.detach().reshape(-1).view(torch.uint8)
+        """Copy a contiguous `tensor` into it."""
+        content = tensor.detach().reshape(-1).view(torch.uint8).cpu()
         # NumPy copies bytes as fast as numbers; torch takes a quarter longer for bytes.
         self._place[: tensor.nbytes] = content.numpy()
 

@@ -109,7 +109,7 @@ class SocketTransport(Flow, Transport):
 
     def _in_segment(self, tensor: Tensor, to: int, tag: int) -> Send | None:
         """Copy `tensor` to where rank `to` finds it, if it is on this host; `to` has to be told."""
-        if tensor.nbytes < SHARED_BYTES or tensor.is_cuda:
+        if tensor.nbytes < SHARED_BYTES:
             return None
         segment = self._engine.segment(to, tensor.nbytes)
         if segment is None:
