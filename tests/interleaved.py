@@ -20,7 +20,8 @@ from tests.without_time import WithoutTime
 from torch import Tensor
 
 from orchestra.errors import PeerLost
-from orchestra.transports.framing import Header, byte_view
+from orchestra.transports.framing import Header
+from orchestra.transports.large_messages import byte_view
 from orchestra.transports.matching import Flow, Incoming, Mailbox, Operation, Receive, Send
 from orchestra.transports.protocol import Traffic
 

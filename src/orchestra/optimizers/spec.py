@@ -159,6 +159,16 @@ class OptimizerSpec:
             raise InputError(f"optimizer {self.cls.__name__}: {error}") from error
 
 
+def plain_step(optimizer: torch.optim.Optimizer) -> None:
+    """`optimizer.step()` without its hooks, and without its label for profilers.
+
+    For an optimizer that nobody else knows; hooks and label take longer than a small update.
+    """
+    step: Any = type(optimizer).step
+    with torch.no_grad():
+        (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+
+
 def set_rates(optimizer: torch.optim.Optimizer, rates: Sequence[float]) -> None:
     """Give each parameter group its learning rate for the next update."""
     for group, rate in zip(optimizer.param_groups, rates, strict=True):

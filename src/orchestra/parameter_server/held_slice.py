@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from orchestra.errors import PeerLost
-from orchestra.optimizers.spec import set_rates
+from orchestra.optimizers.spec import plain_step, set_rates
 from orchestra.optimizers.state import restore
 from orchestra.parameter_server.messages import (
     Answer,
@@ -335,7 +335,7 @@ class HeldSlice:
             own = gradient[start - first : start - first + tensor.numel()]
             # None: the optimizer passes over a tensor that no worker has used.
             tensor.grad = own.view(tensor.shape) if is_used else None
-        self.optimizer.step()
+        plain_step(self.optimizer)
         for tensor, _ in tensors:
             tensor.grad = None
 

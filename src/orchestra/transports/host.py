@@ -24,7 +24,8 @@ from orchestra.errors import InputError
 from orchestra.schedules.sums import Pieces, Stage
 from orchestra.transports.collective import cuts_in_memory, execute_in_stages
 from orchestra.transports.compiled import SO_FAR, Steps
-from orchestra.transports.framing import byte_view, pack_header
+from orchestra.transports.framing import pack_header
+from orchestra.transports.large_messages import byte_view
 from orchestra.transports.matching import Flow, Receive, Send
 from orchestra.transports.progress import ProgressEngine
 from orchestra.transports.protocol import CollectiveCall, SharedTensor, Transport

@@ -42,6 +42,22 @@ _END_BYTES = KEY_BYTES + 1  # behind the place for a message: the key, and wheth
 _FREE, _USED = 0, 1
 
 
+_WITHOUT_NUMPY = {torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
+
+
+def byte_view(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU `tensor` as writable bytes, without a copy.
+
+    The view keeps the memory alive.
+    """
+    if tensor.numel() == 0:
+        return memoryview(bytearray())
+    tensor = tensor.detach()
+    if tensor.dtype in _WITHOUT_NUMPY:
+        tensor = tensor.view(torch.uint8 if tensor.itemsize == 1 else torch.int16)
+    return tensor.numpy().data.cast("B")
+
+
 class Segment:
     """Memory for one message at a time, as its sender has it.
 
@@ -74,9 +90,8 @@ class Segment:
 
     def fill(self, tensor: Tensor) -> None:
         """Copy a contiguous `tensor` into it."""
-        content = tensor.detach().reshape(-1).view(torch.uint8).cpu()
         # NumPy copies bytes as fast as numbers; torch takes a quarter longer for bytes.
-        self._place[: tensor.nbytes] = content.numpy()
+        self._place[: tensor.nbytes] = np.frombuffer(byte_view(tensor.cpu()), np.uint8)
 
     def give_up_descriptor(self) -> None:
         if self.descriptor >= 0:
@@ -153,16 +168,14 @@ class PeerSegments:
         memory = self._mapped.get(number)
         return memory is not None and length <= len(memory) - _END_BYTES
 
-    def message(
-        self, number: int, dtype: torch.dtype, shape: tuple[int, ...], length: int
-    ) -> Tensor:
-        """Return the message in this segment, which is free again when nobody has the tensor."""
+    def message(self, number: int, length: int) -> memoryview:
+        """Return the message in this segment, which is free again when nobody has its bytes."""
         memory = self._mapped[number]
         content = memoryview(memory)[:length]  # lives as long as a tensor has this memory
         release = functools.partial(_release, memory, os.getpid())
         # Not `weakref.finalize`, which takes as long as all else here.
         self._watched[number] = weakref.ref(content, release)
-        return torch.frombuffer(content, dtype=dtype).view(shape)
+        return content
 
 
 def _opened(process: int, descriptor: int) -> mmap.mmap | None:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from orchestra.errors import PeerLost
-from orchestra.transports.framing import Header, byte_view
-from orchestra.transports.large_messages import KeptMemory
+from orchestra.transports.framing import Header
+from orchestra.transports.large_messages import KeptMemory, byte_view
 from orchestra.transports.protocol import Traffic
 from orchestra.transports.shared_memory import SharedMemory
 

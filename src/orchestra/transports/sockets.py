@@ -22,13 +22,13 @@ from orchestra.errors import PeerLost
 from orchestra.transports.collective import execute
 from orchestra.transports.framing import (
     SHARED_BYTES,
-    byte_view,
     header_bytes,
     pack_header,
     pack_shared,
 )
 from orchestra.transports.handshake import TLS, Reception, connect, remaining
 from orchestra.transports.host import Host
+from orchestra.transports.large_messages import byte_view
 from orchestra.transports.matching import Flow, Receive, Send
 from orchestra.transports.progress import ProgressEngine
 from orchestra.transports.protocol import (

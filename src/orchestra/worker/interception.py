@@ -46,7 +46,7 @@ class Flow:
         return Flow(f"{self.name}.{next(self.numbers)}", label)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Operation:
     """A message, a collective or a background flow that a flow has begun, and may wait for.
 
@@ -116,20 +116,31 @@ class Chain:
     def __init__(self, interceptors: Sequence[Interceptor]) -> None:
         self.interceptors = list(interceptors)
         self.main = Flow()
+        self._heeding: dict[str, list[Callable[..., Any]]] = {}
         self._of_thread = threading.local()
         for interceptor in self.interceptors:
             interceptor.detach = functools.partial(self._remove, interceptor)
 
     def _remove(self, interceptor: Interceptor) -> None:
         self.interceptors = [other for other in self.interceptors if other is not interceptor]
+        self._heeding = {}
 
     def call(self, method: str, *given: Any, proceed: Callable[[], T], **more: Any) -> T:
         """Call `proceed` through `method` of every interceptor, the outermost first."""
+        heeding = self._heeding.get(method)
+        if heeding is None:
+            heeding = self._find(method)
         # From the inside out: each one's `proceed` is the rest of the chain.
-        for interceptor in reversed(self.interceptors):
-            own = getattr(interceptor, method)
+        for own in heeding:
             proceed = functools.partial(own, *given, proceed=proceed, **more)
         return proceed()
+
+    def _find(self, method: str) -> list[Callable[..., Any]]:
+        """Return `method` of the interceptors that have one of their own, the innermost first."""
+        known, base = self._heeding, getattr(Interceptor, method)
+        methods = [getattr(each, method) for each in reversed(self.interceptors)]
+        known[method] = [own for own in methods if getattr(own, "__func__", own) is not base]
+        return known[method]
 
     @property
     def flow(self) -> Flow:
