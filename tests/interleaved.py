@@ -220,7 +220,7 @@ class Port(WithoutTime):
     ) -> Send:
         assert tensor.is_contiguous()
         tensor = tensor if buffer is None else buffer.copy_(tensor)
-        send = Send(self.flow, to, tensor, b"", memoryview(b""))
+        send = Send(self.flow, to, tensor, b"", memoryview(b""), tag)
         mailbox = self.network.mailboxes[self.rank]
         if to == self.rank:
             mailbox.deliver_local(tensor.detach().clone(), tag)

@@ -200,7 +200,8 @@ class _Finding:
             if rank != self._engine.rank:
                 message = torch.frombuffer(bytearray(shown), dtype=torch.uint8)
                 header = pack_header(message, self._tag)
-                self._engine.send(Send(self._flow, rank, message, header, byte_view(message)))
+                content = byte_view(message)
+                self._engine.send(Send(self._flow, rank, message, header, content, self._tag))
 
     def _hear(self, place: int) -> bytes:
         receive = Receive(self._flow, self._ranks[place], self._tag, None)

@@ -42,6 +42,7 @@ class Flow:
     Attributes:
         reported: lost ranks that a receive from any source of this flow has already raised.
         memory: in which it carries out a collective now.
+        waiting: the message that it is blocked on.
     """
 
     rank: int
@@ -49,6 +50,7 @@ class Flow:
     traffic: Traffic = field(default_factory=Traffic)
     reported: set[int] = field(default_factory=set)
     memory: SharedMemory | None = None
+    waiting: Operation | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -91,6 +93,7 @@ class Send(Operation):
     tensor: Tensor
     header: bytes
     payload: memoryview
+    tag: int
     is_shared: bool = False
     due: float = 0.0
 

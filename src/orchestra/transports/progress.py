@@ -39,6 +39,7 @@ class ProgressEngine:
         self.size = len(connections) + 1
         self.flows: list[Flow] = []
         self.memories: list[SharedMemory] = []  # whose barriers learn of lost ranks
+        self.waits = 0  # for messages, that have ended
         self._failure: Exception | None = None
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -159,6 +160,7 @@ class ProgressEngine:
         if not operation.finished:
             started = time.perf_counter()
             blocked = 0.0
+            operation.flow.waiting = operation
             with self._lock:
                 operation.awaited = True  # from now on its end wakes somebody
                 try:
@@ -167,10 +169,12 @@ class ProgressEngine:
                         seconds = self._advance(None)
                         blocked += 0.0 if moving else seconds
                 finally:
+                    operation.flow.waiting = None
                     self._hand_over()
             traffic = operation.flow.traffic
             traffic.seconds_waiting += blocked
             traffic.seconds_communicating += time.perf_counter() - started - blocked
+        self.waits += 1
         self._raise_failure()
 
     def test(self, operation: Operation) -> bool:

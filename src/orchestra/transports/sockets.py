@@ -75,6 +75,11 @@ class SocketTransport(Flow, Transport):
         engine.flows.append(self)
 
     @property
+    def waits(self) -> int:
+        """For messages, by all flows, that have ended."""
+        return self._engine.waits
+
+    @property
     def bytes_sent(self) -> int:
         return sum(flow.traffic.bytes_sent for flow in self._engine.flows)
 
@@ -91,7 +96,7 @@ class SocketTransport(Flow, Transport):
         assert 0 <= to < self.size, f"there is no rank {to} among {self.size}"
         started = time.perf_counter()
         if to == self.rank:
-            send = Send(self, to, tensor, b"", _NOTHING)
+            send = Send(self, to, tensor, b"", _NOTHING, tag)
             # A copy, since the send is finished at once, and the sender may change its tensor.
             self._engine.deliver_local(tensor.detach().clone(), tag)
             send.finished = True
@@ -115,7 +120,8 @@ class SocketTransport(Flow, Transport):
         if segment is None:
             return None
         segment.fill(tensor)  # without the engine's lock: other flows go on
-        return Send(self, to, tensor, pack_shared(tensor, tag, segment), _NOTHING, is_shared=True)
+        header = pack_shared(tensor, tag, segment)
+        return Send(self, to, tensor, header, _NOTHING, tag, is_shared=True)
 
     def _over_socket(self, tensor: Tensor, to: int, tag: int) -> Send:
         on_host = tensor
@@ -123,7 +129,7 @@ class SocketTransport(Flow, Transport):
             # Pinned memory can be copied to and from a GPU without one more copy in between.
             on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             on_host.copy_(tensor)
-        return Send(self, to, tensor, pack_header(tensor, tag), byte_view(on_host))
+        return Send(self, to, tensor, pack_header(tensor, tag), byte_view(on_host), tag)
 
     def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> Receive:
         """Start receiving; see `Transport.receive`.

@@ -78,8 +78,11 @@ class Interceptor:
 
     Attributes:
         detach: takes it out of the chain that it is in.
+        heeds_messages: whether it is called for sends and receives; otherwise only for collectives
+            and flows. Nothing is spent on messages that nobody heeds.
     """
 
+    heeds_messages = True
     detach: Callable[[], None] = staticmethod(lambda: None)
 
     def begin(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
@@ -116,6 +119,7 @@ class Chain:
     def __init__(self, interceptors: Sequence[Interceptor]) -> None:
         self.interceptors = list(interceptors)
         self.main = Flow()
+        self.heeds_messages = any(each.heeds_messages for each in self.interceptors)
         self._heeding: dict[str, list[Callable[..., Any]]] = {}
         self._of_thread = threading.local()
         for interceptor in self.interceptors:
@@ -123,6 +127,7 @@ class Chain:
 
     def _remove(self, interceptor: Interceptor) -> None:
         self.interceptors = [other for other in self.interceptors if other is not interceptor]
+        self.heeds_messages = any(each.heeds_messages for each in self.interceptors)
         self._heeding = {}
 
     def call(self, method: str, *given: Any, proceed: Callable[[], T], **more: Any) -> T:
@@ -164,10 +169,14 @@ class InterceptedTransport(Transport):
         return self.inner.bytes_sent
 
     def send(self, tensor: Tensor, to: int, tag: int, **options: Any) -> Handle:
+        if not self.chain.heeds_messages:
+            return self.inner.send(tensor, to, tag, **options)
         operation = Operation("send", to, tag, tensor.nbytes)
         return self._begun(operation, lambda: self.inner.send(tensor, to, operation.tag, **options))
 
     def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> Handle:
+        if not self.chain.heeds_messages:
+            return self.inner.receive(source, tag, into)
         asked = Operation("receive", source, tag)
         return self._begun(asked, lambda: self.inner.receive(asked.peer, asked.tag, into))
 

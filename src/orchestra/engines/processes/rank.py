@@ -41,6 +41,7 @@ from orchestra.engines.processes.watcher import Outcome, Watcher
 from orchestra.engines.random_streams import seed
 from orchestra.errors import InputError, RunEnded, RunFailed
 from orchestra.transports.handshake import TLS, address_of, from_environment, listen
+from orchestra.transports.matching import Receive, Send
 from orchestra.transports.native import Native
 from orchestra.transports.shared_memory import host_key
 from orchestra.transports.sockets import SocketTransport, connect_mesh
@@ -56,11 +57,17 @@ TWICE_SECONDS = 0.5  # a launcher may pass on a Ctrl-C that the terminal has sen
 
 
 class Watched(Interceptor):
-    """Knows what the main flow of `rank` is blocked on, for the watcher."""
+    """Knows what the main flow, over `transport`, is blocked on, for the watcher.
 
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.others = tuple(other for other in range(ranks) if other != rank)
-        self._completed = 0  # operations, of all flows
+    Messages are not intercepted: of those the transport says by itself what it waits for.
+    """
+
+    heeds_messages = False
+
+    def __init__(self, transport: SocketTransport) -> None:
+        self._transport = transport
+        self._others = tuple(rank for rank in range(transport.size) if rank != transport.rank)
+        self._completed = 0  # collectives and flows
         self._main = Flow()
 
     def begin(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
@@ -79,23 +86,26 @@ class Watched(Interceptor):
 
     def signs(self) -> Signs:
         """Return how many operations were completed, and what the main flow waits for."""
-        flow = self._main
+        completed = self._completed, self._transport.waits
+        flow, transport = self._main, self._transport
         # A flow that waits for a background flow waits for whatever that one waits for.
         while flow.waiting is not None and flow.waiting.flow is not None:
             flow = flow.waiting.flow
-        waiting = flow.waiting
-        if flow is not self._main or waiting is not None:
             assert isinstance(flow.transport, SocketTransport)
-            if (memory := flow.transport.memory) is not None:
-                awaited = memory.awaited
-                return self._completed, () if awaited is None else (awaited,), "in a collective"
-        if waiting is None:  # it computes, or a flow behind it is about to begin, or at its end
-            return self._completed, (), ""
-        peers = self.others if waiting.peer is None else (waiting.peer,)
-        if waiting.kind == "native":
-            return self._completed, peers, "in a native collective"
-        what = f"to {waiting.kind}" if waiting.kind in ("send", "receive") else "in a collective"
-        return self._completed, peers, f"{what}, tag {waiting.tag}"
+            transport = flow.transport
+        if (memory := transport.memory) is not None:
+            awaited = memory.awaited
+            return completed, () if awaited is None else (awaited,), "in a collective"
+        message = transport.waiting
+        if isinstance(message, Receive):
+            peers = self._others if message.requested is None else (message.requested,)
+            return completed, peers, f"to receive, tag {message.tag}"
+        if isinstance(message, Send):
+            return completed, (message.to,), f"to send, tag {message.tag}"
+        if flow.waiting is None:  # it computes, or a flow behind it is about to begin, or ends
+            return completed, (), ""
+        native = "native " if flow.waiting.kind == "native" else ""
+        return completed, self._others, f"in a {native}collective"
 
 
 def run_rank(
@@ -162,7 +172,7 @@ def _run(
     )  # fmt: skip
     resources.callback(native.close)
     transport.native = native.all_reduce
-    watched, compute = Watched(spec.rank, spec.ranks), TimedCompute()
+    watched, compute = Watched(transport), TimedCompute()
     control.attach(transport, functools.partial(_signs, watched, compute, transport))
     runtime = Runtime(
         spec.rank, spec.ranks, transport, compute, control, seed,
