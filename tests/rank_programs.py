@@ -20,7 +20,7 @@ from orchestra.collectives import Group
 from orchestra.engines.live import print_notice
 from orchestra.engines.processes import Outcome, launch
 from orchestra.transports import compiled
-from orchestra.transports.protocol import CollectiveCall, Task
+from orchestra.transports.protocol import CollectiveCall, Task, Transport
 from orchestra.worker.runtime import Runtime, Work, chosen_threads, cpu_quota
 
 TAG = 7
@@ -148,8 +148,16 @@ def unpicklable(runtime: Runtime, _: None) -> Any:
     return (lambda: None) if runtime.rank == 1 else None
 
 
-def wait_in_a_circle(runtime: Runtime, _: None) -> None:
-    runtime.transport.receive((runtime.rank + 1) % runtime.ranks, TAG).wait()
+def wait_in_a_circle(runtime: Runtime, behind: bool) -> None:
+    """In the main flow, or in one behind it for which the main flow waits."""
+
+    def wait(transport: Transport) -> None:
+        transport.receive((runtime.rank + 1) % runtime.ranks, TAG).wait()
+
+    if behind:
+        runtime.transport.in_background(wait).wait()
+    else:
+        wait(runtime.transport)
 
 
 def loop_for_ever(runtime: Runtime, _: None) -> None:

@@ -265,8 +265,9 @@ def test_the_others_learn_that_an_expendable_rank_died(tmp_path: Path) -> None:
     assert outcome.left_out == {1: "was killed by SIGKILL"}
 
 
-def test_ranks_that_wait_for_each_other_are_named() -> None:
-    text = failure(programs.wait_in_a_circle, None, 2, patience=0.5)
+@pytest.mark.parametrize("behind", [False, True])
+def test_ranks_that_wait_for_each_other_are_named(behind: bool) -> None:
+    text = failure(programs.wait_in_a_circle, behind, 2, patience=0.5)
     assert text == (
         f"the run hangs: rank 0 waits for rank 1 (to receive, tag {programs.TAG}), "
         f"rank 1 waits for rank 0 (to receive, tag {programs.TAG})"
