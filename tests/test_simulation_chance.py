@@ -7,19 +7,23 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from math import sqrt
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from scipy.integrate import quad
-from tests.simulated import cluster, simulated
+from tests.simulated import FREE, cluster, run_ranks, simulated
 from tests.step_times import Figures, Timed
 
-from orchestra.cluster.nodes import ASSUMED, Drift, ExponentialTail, Jitter, LogNormal, Normal
+from orchestra.cluster.nodes import ASSUMED, Drift, ExponentialTail, Jitter, LogNormal, Normal, Tcp
+from orchestra.collectives import Group, all_reduce
 from orchestra.optimizers.settings import Optimizer
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.trainer.settings import Run, Training
+from orchestra.worker.runtime import Runtime
 
 ERRORS = 4.0
 ON = 'lan_1gbit(nodes=32, latency="1 ps", bandwidth="100 Tbit/s")'
@@ -126,6 +130,30 @@ def test_another_seed_draws_others() -> None:
         replace(timed, seed=seed).reports(20)[0].train_seconds for seed in (0, 0, 1)
     )
     assert one == again != other
+
+
+def test_the_stopwatch_of_the_sender_decides_whether_shares_are_drawn() -> None:
+    """Rank 0 asks for what the others send before they have started their stopwatches."""
+
+    def program(runtime: Runtime, *, early: bool) -> float:
+        transport = runtime.transport
+        if runtime.rank == 0 or early:
+            runtime.stopwatch(True)
+        if runtime.rank == 0:
+            for other in (1, 2):
+                transport.send(torch.zeros(1), other, 7)
+        else:
+            transport.receive(0, 7).wait()
+            runtime.stopwatch(True)
+        all_reduce(transport, torch.zeros(10_000), "parallel", Group((0, 1, 2)), 8)
+        return transport.now()
+
+    on, chance = "stragglers(nodes=3)", replace(FREE, tcp=Tcp())
+    early, late = (
+        run_ranks(3, partial(program, early=early), on, chance) for early in (True, False)
+    )
+    assert early.failure is None
+    assert late.results == early.results
 
 
 def test_durations_vary_unless_the_cluster_is_exact(tmp_path: Path) -> None:

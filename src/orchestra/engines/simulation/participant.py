@@ -42,12 +42,13 @@ class Packet(Load):
     """A message without content; times are infinite as long as they are not known.
 
     Nobody need learn that one fails: a collective cannot go on without it. Nobody is `free` early.
+    Its sender decides whether it is `fair`.
     """
 
     __slots__ = ("_scene", "at_begin", "at_end", "began", "ended")
 
-    def __init__(self, scene: Scene, frame_bytes: int, both_ways: bool, *, fair: bool) -> None:
-        super().__init__(frame_bytes, both_ways, fair)
+    def __init__(self, scene: Scene, frame_bytes: int, both_ways: bool) -> None:
+        super().__init__(frame_bytes, both_ways, fair=True)
         self.began = self.ended = inf
         self.at_begin: list[Call] = []  # called when the first byte is there
         self.at_end: list[Call] = []  # and when the last one is
@@ -105,8 +106,7 @@ class Messages:
         counts[pair] += 1
         if number == len(packets):
             both_ways = self.placed.plan.goes_both_ways(pair, number)
-            fair = self.placed.shares_fairly(pair[0])
-            packets.append(Packet(self.scene, frame_bytes, both_ways, fair=fair))
+            packets.append(Packet(self.scene, frame_bytes, both_ways))
         return packets[number]
 
 
@@ -184,6 +184,8 @@ class Participant:
                 continue
             if kind is SEND:
                 packet = leaving[number] = messages.packet((own, peer), counts, frame_bytes)
+                # Not before: the receiver may ask for it before this rank starts its stopwatch.
+                packet.fair = messages.placed.shares_fairly(own)
             if not self._goes_ahead(seconds):
                 yield seconds
             if kind is BARRIER:
