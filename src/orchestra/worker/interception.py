@@ -132,19 +132,18 @@ class Chain:
 
     def call(self, method: str, *given: Any, proceed: Callable[[], T], **more: Any) -> T:
         """Call `proceed` through `method` of every interceptor, the outermost first."""
-        heeding = self._heeding.get(method)
-        if heeding is None:
-            heeding = self._find(method)
         # From the inside out: each one's `proceed` is the rest of the chain.
-        for own in heeding:
+        for own in self.heeding(method):
             proceed = functools.partial(own, *given, proceed=proceed, **more)
         return proceed()
 
-    def _find(self, method: str) -> list[Callable[..., Any]]:
+    def heeding(self, method: str) -> list[Callable[..., Any]]:
         """Return `method` of the interceptors that have one of their own, the innermost first."""
-        known, base = self._heeding, getattr(Interceptor, method)
-        methods = [getattr(each, method) for each in reversed(self.interceptors)]
-        known[method] = [own for own in methods if getattr(own, "__func__", own) is not base]
+        known = self._heeding
+        if method not in known:
+            base = getattr(Interceptor, method)
+            methods = [getattr(each, method) for each in reversed(self.interceptors)]
+            known[method] = [own for own in methods if getattr(own, "__func__", own) is not base]
         return known[method]
 
     @property
@@ -347,9 +346,11 @@ def intercepted(runtime: Runtime, *interceptors: Interceptor) -> Runtime:
     if isinstance(reporter, InterceptedReporter):
         reporter = reporter.inner
     chain = Chain((*interceptors, *inner))
+    if chain.heeding("compute") or chain.heeding("ask"):
+        compute = InterceptedCompute(compute, chain)
     return replace(
         runtime,
         transport=InterceptedTransport(transport, chain, chain.main),
-        compute=InterceptedCompute(compute, chain),
+        compute=compute,
         reporter=InterceptedReporter(reporter, chain),
     )
