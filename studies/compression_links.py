@@ -24,8 +24,8 @@ STRATEGIES = (
     *(
         f'AllReduce("ring", compression={compressor})'
         for compressor in (
-            "BF16()", "PowerSGD(1)", "PowerSGD(4)", "RandomK(0.01)", "QSGD(7)",
-            "SignSGD()", "TopK(0.01)", "DGC(0.001)",
+            "FP16()", "BF16()", "PowerSGD(1)", "PowerSGD(4)", "RandomK(0.01)", "QSGD(7)",
+            "QSGD(1, norm='max')", "SignSGD()", "TopK(0.01)", "Threshold(0.01)", "DGC(0.001)",
         )
     ),
 )  # fmt: skip

@@ -99,7 +99,9 @@ class Client:
         for place, part in enumerate(self.slices):
             own = push._replace(used=tuple(map(push.used.__getitem__, part.tensors)))
             request = self._request(Kind.PUSH, own)
-            vectors = [v if v is None else v[part.first : part.end] for v in (gradient, into)]
+            vectors = [gradient, into]
+            if len(self.slices) > 1:
+                vectors = [v if v is None else v[part.first : part.end] for v in vectors]
             if payloads is not None:
                 vectors[0] = payloads[place]
             waits.append(self._ask(place, request, *vectors))

@@ -125,13 +125,13 @@ class HeldSlice:
         self._tags = Tag.ANSWER, Tag.VALUES
         begin = int(self.values.storage_offset())
         self._tensors = [
-            (each, int(each.storage_offset()) - begin) for each, _ in self.tensors.values()
+            (each, each.shape, each.stride(), int(each.storage_offset()) - begin)
+            for each, _ in self.tensors.values()
         ]
         self._total = torch.zeros_like(self.values)
         self._buffers: dict[int, Tensor] = {}  # the gradient of each worker's last push
         start = self.parts[0].first if self.parts else 0
-        spans = [(part.first - start, part.end - start) for part in reversed(self.parts)]
-        self._spans = spans or [(0, self.values.numel())]  # in which values are sent
+        self._spans = [(part.first - start, part.end - start) for part in reversed(self.parts)]
         self._given: dict[int, Tensor] | None = None
         self._agreed: Tensor | None = None
         self._sending: dict[int, list[Handle]] = {}
@@ -243,7 +243,9 @@ class HeldSlice:
                 head = encode_reply(content)
                 more = values is not None
                 handles.append(transport.send(head, worker, self._tags[0], more=more))
-            if values is not None:
+            if values is not None and not self._spans:
+                handles.append(transport.send(values, worker, self._tags[1], buffer=buffer))
+            elif values is not None:
                 for first, end in self._spans:
                     part, copy = values[first:end], None if buffer is None else buffer[first:end]
                     handles.append(transport.send(part, worker, self._tags[1], buffer=copy))
@@ -331,12 +333,12 @@ class HeldSlice:
         assert self.optimizer is not None
         set_rates(self.optimizer, rates)
         tensors = self._tensors[pieces]
-        for (tensor, start), is_used in zip(tensors, used, strict=True):
-            own = gradient[start - first : start - first + tensor.numel()]
+        base = int(gradient.storage_offset()) - first
+        for (tensor, shape, stride, start), is_used in zip(tensors, used, strict=True):
             # None: the optimizer passes over a tensor that no worker has used.
-            tensor.grad = own.view(tensor.shape) if is_used else None
+            tensor.grad = gradient.as_strided(shape, stride, base + start) if is_used else None
         plain_step(self.optimizer)
-        for tensor, _ in tensors:
+        for tensor, *_ in tensors:
             tensor.grad = None
 
     def _allow_for_staleness(self, update: Update, gradient: Tensor) -> list[float]:
