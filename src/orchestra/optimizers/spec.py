@@ -5,9 +5,10 @@ And its moments by parameter name, whole or in parts.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,9 +165,16 @@ def plain_step(optimizer: torch.optim.Optimizer) -> None:
 
     For an optimizer that nobody else knows; hooks and label take longer than a small update.
     """
-    step: Any = type(optimizer).step
     with torch.no_grad():
-        (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+        _plain(type(optimizer))(optimizer)
+
+
+@functools.cache
+def _plain(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    step: Callable[..., Any] = cls.step
+    if cls.__module__.startswith("torch.optim."):
+        return inspect.unwrap(step)  # all that is left away here switches gradients off
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 
 
 def set_rates(optimizer: torch.optim.Optimizer, rates: Sequence[float]) -> None:

@@ -297,10 +297,9 @@ class HeldSlice:
 
     def _add_up(self, update: Update) -> None:
         """Form the sample-weighted average of several pushes, summed in rank order."""
-        samples = sum(push.samples for push in update.pushes)
         self._total.zero_()
-        for push in update.pushes if samples else ():
-            self._total.add_(self._buffers[push.worker].mul_(push.samples / samples))
+        for push in update.pushes if update.samples else ():
+            self._total.add_(self._buffers[push.worker].mul_(push.samples / update.samples))
 
     def _apply(self, transport: Transport, update: Update) -> None:
         """Step from the gradient of the one push, or from the average of several."""
@@ -311,15 +310,15 @@ class HeldSlice:
             # In place, so that the buffer of x holds alpha (x - c) then: the answer.
             self.values.add_(gradient.sub_(self.values).mul_(first.rates[0]))
             return
-        if not any(push.samples for push in pushes):
+        if not update.samples:
             return
         if self.clip is not None:
             self.clip(transport, gradient)
         if self.optimizer is None:
             self._total.copy_(gradient)
             return
-        used = tuple(map(any, zip(*(push.used for push in pushes), strict=True)))
-        self._step(gradient, 0, slice(None), used, self._allow_for_staleness(update, gradient))
+        rates = self._allow_for_staleness(update, gradient)
+        self._step(gradient, 0, slice(None), update.used, rates)
 
     def _step(
         self,

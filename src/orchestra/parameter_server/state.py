@@ -9,25 +9,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from orchestra.parameter_server.messages import Answer, Push
 from orchestra.schedules.work_queue import Applied, Report, WorkItem, WorkQueue
 
 
-@dataclass(frozen=True)
-class Update:
+class Update(NamedTuple):
     """Pushes that are applied together, as one update from their average.
 
     `staleness` counts the updates applied between the oldest of their workers' reads and now.
+    `samples` are those of all pushes, and `used` says which tensors any of them has used.
     """
 
     pushes: tuple[Push, ...]
     staleness: int
+    samples: int
+    used: tuple[bool, ...]
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """Apply the updates, in order; then answer, and give `work` to those who asked for it."""
 
     apply: tuple[Update, ...] = ()
@@ -274,17 +275,23 @@ class ServerState:
         return self.applied.before // self.round
 
     def _account(self, pushes: tuple[Push, ...]) -> Update:
-        samples = sum(push.samples for push in pushes)
-        loss = sum(push.loss * push.samples for push in pushes) / samples if samples else 0.0
-        stop = any(push.stop for push in pushes)
-        used = tuple(map(any, zip(*(push.used for push in pushes), strict=True)))
+        samples, losses, stop, used = 0, 0.0, False, pushes[0].used
+        for push in pushes:
+            samples += push.samples
+            losses += push.loss * push.samples
+            stop = stop or push.stop
+            if push.used != used:
+                used = tuple(map(any, zip(used, push.used, strict=True)))
+        loss = losses / samples if samples else 0.0
         before = self.version
         # Pushes without samples change nothing, and make nobody's values stale.
         self.version += bool(samples)
         # A step's dropped samples are used up with it, and those that nobody came to compute.
         self.consumed += pushes[0].step_samples if self.consistency.drops_late else samples
-        staleness = {push.worker: before - self.read.get(push.worker, 0) for push in pushes}
+        oldest = 0
         for push in pushes:
+            staleness = before - self.read.get(push.worker, 0)
+            oldest = max(oldest, staleness)
             self.clocks[push.worker] = push.clock
             # A further push for the batch before brings no further batch (decision 102).
             if push.position is None and self.queue is not None:
@@ -296,12 +303,12 @@ class ServerState:
                     stop_at = push.position + push.samples
                     self.queue.report(Report(push.worker, push.position, stop_at, *push.report))
             if push.samples:
-                self.staleness.append(staleness[push.worker])
+                self.staleness.append(staleness)
             self.waiting[push.worker] = Answer(
-                push.worker, self.version, staleness[push.worker], loss, stop, self.consumed,
-                push.clock, used=used,
+                push.worker, self.version, staleness, loss, stop, self.consumed, push.clock,
+                used=used,
             )  # fmt: skip
-        return Update(pushes, max(staleness.values()))
+        return Update(pushes, oldest, samples, used)
 
     def _drop(self, push: Push, newest: int) -> None:
         """Drop a late `push`: its worker goes on with the step after the newest."""
