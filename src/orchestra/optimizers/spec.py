@@ -170,11 +170,13 @@ def plain_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 @functools.cache
-def _plain(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+def _plain(cls: Any) -> Callable[..., Any]:
     step: Callable[..., Any] = cls.step
     if cls.__module__.startswith("torch.optim."):
-        return inspect.unwrap(step)  # all that is left away here switches gradients off
-    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+        step = inspect.unwrap(step)  # what is left away here switches gradients off
+    elif getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    return step
 
 
 def set_rates(optimizer: torch.optim.Optimizer, rates: Sequence[float]) -> None:

@@ -12,6 +12,7 @@ and the receiver says when it has mapped it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import selectors
@@ -22,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -67,7 +68,8 @@ class MalformedFrame(ConnectionError):
     """The other end does not speak this protocol."""
 
 
-class Header(NamedTuple):
+@dataclass(frozen=True)
+class Header:
     """What arrives of a message before its first element."""
 
     kind: int
@@ -77,12 +79,12 @@ class Header(NamedTuple):
     payload_bytes: int
     segment: int = -1
 
-    @property
+    @functools.cached_property
     def head_bytes(self) -> int:
         """Bytes on the wire before the first element."""
         return header_bytes(len(self.shape) + (self.kind == SHARED))
 
-    @property
+    @functools.cached_property
     def frame_bytes(self) -> int:
         """Bytes of the whole message, wherever its elements travel."""
         return header_bytes(len(self.shape)) + self.payload_bytes
@@ -104,7 +106,17 @@ def pack_shared(tensor: Tensor, tag: int, segment: Segment) -> bytes:
 
 
 def _pack(kind: int, tensor: Tensor, tag: int, numbers: tuple[int, ...]) -> bytes:
-    fixed = _FIXED.pack(kind, _CODES[tensor.dtype], len(numbers), tag, tensor.nbytes)
+    return _head(kind, tensor.dtype, tag, tensor.nbytes, numbers)
+
+
+# Messages repeat: each header is made and read once.
+
+
+@functools.lru_cache(maxsize=1024)
+def _head(
+    kind: int, dtype: torch.dtype, tag: int, payload_bytes: int, numbers: tuple[int, ...]
+) -> bytes:
+    fixed = _FIXED.pack(kind, _CODES[dtype], len(numbers), tag, payload_bytes)
     return fixed + struct.pack(f"<{len(numbers)}q", *numbers)
 
 
@@ -126,12 +138,17 @@ def unpack_header(buffer: memoryview) -> Header | None:
     """
     if len(buffer) < _FIXED.size:
         return None
-    kind, code, dimensions, tag, payload_bytes = _FIXED.unpack_from(buffer)
+    kind, code, dimensions = buffer[:3]
     if not MESSAGE <= kind <= MAPPED or code >= len(DTYPES):
         raise MalformedFrame(f"a frame of kind {kind} with dtype code {code}")
-    if len(buffer) < header_bytes(dimensions):
-        return None
-    shape = struct.unpack_from(f"<{dimensions}q", buffer, _FIXED.size)
+    end = header_bytes(dimensions)
+    return _unpack(bytes(buffer[:end])) if len(buffer) >= end else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _unpack(head: bytes) -> Header:
+    kind, code, dimensions, tag, payload_bytes = _FIXED.unpack_from(head)
+    shape = struct.unpack_from(f"<{dimensions}q", head, _FIXED.size)
     dtype = DTYPES[code]
     shape, segment = (shape[:-1], shape[-1]) if kind == SHARED and shape else (shape, -1)
     if kind in (MESSAGE, SHARED) and math.prod(shape) * dtype.itemsize != payload_bytes:

@@ -52,7 +52,8 @@ def byte_view(tensor: Tensor) -> memoryview:
     """
     if tensor.numel() == 0:
         return memoryview(bytearray())
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if tensor.dtype in _WITHOUT_NUMPY:
         tensor = tensor.view(torch.uint8 if tensor.itemsize == 1 else torch.int16)
     return tensor.numpy().data.cast("B")
