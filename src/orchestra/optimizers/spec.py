@@ -165,8 +165,9 @@ def plain_step(optimizer: torch.optim.Optimizer) -> None:
 
     For an optimizer that nobody else knows; hooks and label take longer than a small update.
     """
+    cls: Any = type(optimizer)
     with torch.no_grad():
-        _plain(type(optimizer))(optimizer)
+        _plain(cls)(optimizer)
 
 
 @functools.cache

@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 
 from orchestra.errors import PeerLost
+from orchestra.transports.compiled import AWAKE_SECONDS
 from orchestra.transports.framing import FAREWELL, Signal, Stream, StreamEnded, pack_signal
 from orchestra.transports.large_messages import Outbox, Segment
 from orchestra.transports.matching import LEFT, Flow, Mailbox, Operation, Receive, Send
@@ -47,6 +48,7 @@ class ProgressEngine:
         self._followers = 0
         self._woken = False
         self._closed = self._released = False
+        self._awake = 0.0  # seconds for which it looks for messages before it sleeps
         self._latency: Callable[[int, float], float] | None = None
         self._held = threading.Condition(self._lock)
         self._wakes_at = math.inf  # the thread that sees held messages off
@@ -69,6 +71,8 @@ class ProgressEngine:
         with self._lock:
             for rank in self._streams.keys() & set(neighbours):
                 self._streams[rank].outbox = Outbox()
+        if self._streams.keys() <= set(neighbours):
+            self._awake = AWAKE_SECONDS
 
     def segment(self, to: int, length: int) -> Segment | None:
         """Return a segment for a message to rank `to`; None where it has to go over the socket."""
@@ -299,7 +303,7 @@ class ProgressEngine:
         self._leading = True
         self._lock.release()  # others may send and post while this flow is blocked
         try:
-            ready = self._selector.select(timeout)
+            ready = self._select(started, timeout)
         finally:
             blocked = time.perf_counter() - started
             self._lock.acquire()
@@ -314,6 +318,22 @@ class ProgressEngine:
                 self._serve(stream, events)
         self._announce()
         return blocked
+
+    def _select(
+        self, started: float, timeout: float | None
+    ) -> list[tuple[selectors.SelectorKey, int]]:
+        """Wait until something can be read or written, and return what.
+
+        Where all ranks are on this host, an answer often comes sooner than a core falls asleep and
+        wakes up again. Not beside another flow, which may need the core, and the interpreter.
+        """
+        end = started + (self._awake if timeout != 0 and len(self.flows) == 1 else 0.0)
+        while time.perf_counter() < end:
+            ready = self._selector.select(0)
+            if ready:
+                return ready
+            os.sched_yield()  # as there may be more ranks than cores
+        return self._selector.select(timeout)
 
     def _move(self) -> None:
         """Move what can be moved without blocking."""
