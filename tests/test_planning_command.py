@@ -144,7 +144,7 @@ def test_a_plan_is_verified_on_emulated_nodes(
     assert {each["name"] for each in found} >= {"one process", "ring on 2 nodes"}
     for each in found:
         assert (each["engine"], each["failure"]) == ("emulation", None)
-        assert each["predicted"].keys() == each["measured"].keys() == {"3"}
+        assert each["predicted"].keys() == each["measured"].keys() >= {"3"}
         assert each["measured"]["3"] > 0  # it has reached the target
         assert each["computing"] > 0
         predicted = significant(each["predicted"]["3"])

@@ -80,7 +80,7 @@ def test_a_rank_is_woken_for_a_good_part_of_a_message_and_not_for_each_segment()
     def readable() -> bool:
         return bool(select.select([ours], [], [], 0.0)[0])
 
-    values = torch.arange(50_000, dtype=torch.float32)
+    values = torch.arange(500_000, dtype=torch.float32)
     header, payload = pack_header(values, tag=1), values.numpy().tobytes()
     assert len(payload) > 3 * LOW_WATER
     try:

@@ -57,7 +57,7 @@ INBOX_BYTES = 1 << 16  # read ahead of a header: small messages then need one ca
 COPIED_BYTES = 1 << 12
 # Of the rest of a message, how much has to be there before the kernel wakes its rank: a segment of
 # TCP is 1.4 KB, and Python takes longer for it than a link does.
-LOW_WATER = 1 << 16
+LOW_WATER = 1 << 19
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
 # From here on a message to a rank of the same host goes in a segment (decision 123).
 SHARED_BYTES = 1 << 17
