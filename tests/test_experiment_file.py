@@ -114,6 +114,8 @@ def test_shares_are_those_of_the_ranks_of_the_file(write: Write) -> None:
     assert (loaded.ranks, loaded.training.shares) == ((3,), (1.0, 2.0, 3.0))
     with pytest.raises(InputError, match="shares"):
         load(write(SMALL + "shares: [1, 2, 3]\nranks: 5\n"))
+    with pytest.raises(InputError, match="unknown rule of balancing"):  # no folder has such a name
+        load(write(SMALL + f"shares: {'a' * 5000}\n"))
 
 
 def test_its_runs_are_all_strategies_on_all_ranks_with_each_seed(write: Write) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -197,7 +198,10 @@ def _shares(entry: Entry, key: str) -> Any:
     if not isinstance(entry.value, str) or entry.value == MEASURED:
         return entry.value
     run = _folder(entry) / entry.value
-    if (run / SUMMARY).is_file():
+    is_run = False
+    with contextlib.suppress(OSError):  # as of a name that is too long
+        is_run = (run / SUMMARY).is_file()
+    if is_run:
         return _shares_of(run, entry.at(key))
     if "/" in entry.value:
         raise InputError(f"{entry.at(key)}: {run} is not the folder of a run: it has no {SUMMARY}")
