@@ -22,7 +22,7 @@ from orchestra.records.record import RunRecord, read_summary
 pytestmark = pytest.mark.cuda
 
 EXAMPLES: dict[str, Strategy[Any]] = dict(load(ROOT / "examples/strategies.yaml").strategies)
-SETTINGS: dict[str, Any] = {"steps": 40, "batch_size": 16, "optimizer": "SGD(lr=0.05)"}
+SETTINGS: dict[str, Any] = {"steps": 80, "batch_size": 16, "optimizer": "SGD(lr=0.05)"}
 RANKS = 4
 
 
