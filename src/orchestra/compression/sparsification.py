@@ -196,12 +196,15 @@ class RandomK(Encoder):
         return kept(elements, self.keep) * itemsize
 
     def encode(self, values: Tensor, context: Context) -> Tensor:
+        if values.is_meta:  # a shape alone: there is nothing to draw from
+            return values.new_empty(kept(len(values), self.keep))
         positions, lengths = self._drawn(values, context)
         chosen = values[positions]
         return chosen if self.error_feedback else chosen * lengths.to(values)
 
     def add(self, payload: Tensor, out: Tensor, context: Context, alpha: float = 1.0) -> None:
-        out[self._drawn(out, context)[0]] += alpha * payload
+        if not out.is_meta:
+            out[self._drawn(out, context)[0]] += alpha * payload
 
     def _drawn(self, values: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Return one position in each run, and the lengths of the runs."""
