@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,24 +160,19 @@ class OptimizerSpec:
             raise InputError(f"optimizer {self.cls.__name__}: {error}") from error
 
 
+_unwrapped = functools.cache(inspect.unwrap)
+
+
 def plain_step(optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer.step()` without its hooks, and without its label for profilers.
+    """`optimizer.step()`; one of torch's own without hooks, and without its label for profilers.
 
-    For an optimizer that nobody else knows; hooks and label take longer than a small update.
+    For an optimizer that nobody else has: both take longer than a small update.
     """
-    cls: Any = type(optimizer)
-    with torch.no_grad():
-        _plain(cls)(optimizer)
-
-
-@functools.cache
-def _plain(cls: Any) -> Callable[..., Any]:
-    step: Callable[..., Any] = cls.step
-    if cls.__module__.startswith("torch.optim."):
-        step = inspect.unwrap(step)  # what is left away here switches gradients off
-    elif getattr(step, "hooked", False):
-        step = step.__wrapped__  # type: ignore[attr-defined]
-    return step
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        optimizer.step()
+        return
+    with torch.no_grad():  # as do the wrappers that are passed over
+        _unwrapped(type(optimizer).step)(optimizer)
 
 
 def set_rates(optimizer: torch.optim.Optimizer, rates: Sequence[float]) -> None:

@@ -25,7 +25,7 @@ from orchestra.schedules.sums import Pieces, Stage
 from orchestra.transports.collective import cuts_in_memory, execute_in_stages
 from orchestra.transports.compiled import SO_FAR, Steps
 from orchestra.transports.framing import pack_header
-from orchestra.transports.large_messages import byte_view
+from orchestra.transports.large_messages import byte_view, on_host
 from orchestra.transports.matching import Flow, Receive, Send
 from orchestra.transports.progress import ProgressEngine
 from orchestra.transports.protocol import CollectiveCall, SharedTensor, Transport
@@ -86,7 +86,7 @@ class Host:
         flow.memory = memory
         try:
             with torch.no_grad():
-                vector = _on_host(call.vector)
+                vector = on_host(call.vector)
                 place = call.group.ranks.index(flow.rank)
                 _form(stage, place, memory, vector, cuts_in_memory(call))
                 if vector is not call.vector:
@@ -221,14 +221,6 @@ def _share(span: Span, rank: int, ranks: int) -> Span:
     """Return the elements of `span` that `rank` adds up for all."""
     low, high = (each * (span.end - span.first) // ranks for each in (rank, rank + 1))
     return Span(span.first + low, span.first + high, span.place + low)
-
-
-def _on_host(vector: Tensor) -> Tensor:
-    """Return `vector`, or if it is on a GPU a copy on the host."""
-    if not vector.is_cuda:
-        return vector
-    # Pinned memory can be copied to and from a GPU without one more copy in between.
-    return torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True).copy_(vector)
 
 
 def _form(

@@ -59,6 +59,14 @@ def byte_view(tensor: Tensor) -> memoryview:
     return tensor.numpy().data.cast("B")
 
 
+def on_host(tensor: Tensor) -> Tensor:
+    """Return `tensor`, or if it is on a GPU a copy on the host."""
+    if not tensor.is_cuda:
+        return tensor
+    # Pinned memory can be copied to and from a GPU without one more copy in between.
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+
+
 class Segment:
     """Memory for one message at a time, as its sender has it.
 
@@ -92,7 +100,7 @@ class Segment:
     def fill(self, tensor: Tensor) -> None:
         """Copy a contiguous `tensor` into it."""
         # NumPy copies bytes as fast as numbers; torch takes a quarter longer for bytes.
-        self._place[: tensor.nbytes] = np.frombuffer(byte_view(tensor.cpu()), np.uint8)
+        self._place[: tensor.nbytes] = np.frombuffer(byte_view(on_host(tensor)), np.uint8)
 
     def give_up_descriptor(self) -> None:
         if self.descriptor >= 0:

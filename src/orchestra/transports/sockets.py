@@ -15,7 +15,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from orchestra.errors import PeerLost
@@ -28,7 +27,7 @@ from orchestra.transports.framing import (
 )
 from orchestra.transports.handshake import TLS, Reception, connect, remaining
 from orchestra.transports.host import Host
-from orchestra.transports.large_messages import byte_view
+from orchestra.transports.large_messages import byte_view, on_host
 from orchestra.transports.matching import Flow, Receive, Send
 from orchestra.transports.progress import ProgressEngine
 from orchestra.transports.protocol import (
@@ -124,12 +123,8 @@ class SocketTransport(Flow, Transport):
         return Send(self, to, tensor, header, _NOTHING, tag, is_shared=True)
 
     def _over_socket(self, tensor: Tensor, to: int, tag: int) -> Send:
-        on_host = tensor
-        if tensor.is_cuda:
-            # Pinned memory can be copied to and from a GPU without one more copy in between.
-            on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            on_host.copy_(tensor)
-        return Send(self, to, tensor, pack_header(tensor, tag), byte_view(on_host), tag)
+        content = byte_view(on_host(tensor))
+        return Send(self, to, tensor, pack_header(tensor, tag), content, tag)
 
     def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> Receive:
         """Start receiving; see `Transport.receive`.

@@ -117,18 +117,19 @@ class Chain:
     """The interceptors of a rank, the outermost first. `main` is the rank's main flow."""
 
     def __init__(self, interceptors: Sequence[Interceptor]) -> None:
-        self.interceptors = list(interceptors)
         self.main = Flow()
-        self.heeds_messages = any(each.heeds_messages for each in self.interceptors)
-        self._heeding: dict[str, list[Callable[..., Any]]] = {}
+        self._hold(list(interceptors))
         self._of_thread = threading.local()
         for interceptor in self.interceptors:
             interceptor.detach = functools.partial(self._remove, interceptor)
 
     def _remove(self, interceptor: Interceptor) -> None:
-        self.interceptors = [other for other in self.interceptors if other is not interceptor]
-        self.heeds_messages = any(each.heeds_messages for each in self.interceptors)
-        self._heeding = {}
+        self._hold([other for other in self.interceptors if other is not interceptor])
+
+    def _hold(self, interceptors: list[Interceptor]) -> None:
+        self.interceptors = interceptors
+        self.heeds_messages = any(each.heeds_messages for each in interceptors)
+        self._heeding: dict[str, list[Callable[..., Any]]] = {}
 
     def call(self, method: str, *given: Any, proceed: Callable[[], T], **more: Any) -> T:
         """Call `proceed` through `method` of every interceptor, the outermost first."""
