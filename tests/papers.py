@@ -265,7 +265,7 @@ def slowmo(
     workers: int,
     steps: int,
     x0: Vector,
-    gamma: Callable[[int], float],
+    gamma: Callable[[int], float | Vector],
     mu: float,
     tau: int,
     alpha: float,

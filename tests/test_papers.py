@@ -19,7 +19,7 @@ from tests.tanh_net import INPUTS, Run, Vector, gradient_of, start
 from tests.test_push_sum import PatientPush
 from torch import Tensor, nn
 
-from orchestra.optimizers.settings import StepDecay
+from orchestra.optimizers.settings import Group, Optimizer, StepDecay
 from orchestra.strategies.elastic_averaging import ElasticAveraging, ElasticAveragingState
 from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.strategies.outer import Elastic, Nesterov, SlowMo
@@ -116,6 +116,27 @@ def test_overlapped_push_whose_messages_are_as_late_as_can_be(
 def test_slowmo(tau: int, alpha: float, tmp_path: Path) -> None:
     run = trained(LocalSGD(tau, outer=SlowMo(0.6, rate=alpha)), tmp_path, momentum=0.9)
     x = papers.slowmo(run.gradient, RANKS, STEPS, start(), lambda t: RATE, 0.9, tau, alpha, 0.6)
+    assert_equal(run.final, x)
+
+
+@pytest.mark.parametrize("rates", [(0.3 * RATE, RATE), (0.0, RATE), (RATE, 0.0)])
+def test_slowmo_has_the_rate_of_each_parameters_group(
+    rates: tuple[float, float], tmp_path: Path
+) -> None:
+    """Parameters whose rate is 0 stay where they are."""
+    groups = (Group("bias", arguments={"lr": rates[1]}),)
+    optimizer = Optimizer("SGD", {"lr": rates[0], "momentum": 0.9}, groups)
+    strategy = LocalSGD(4, outer=SlowMo(0.6, rate=0.7))
+    run = trained(strategy, tmp_path, optimizer=optimizer)
+    gamma = np.full(len(start()), rates[0])
+    gamma[8:12] = rates[1]
+    moves = gamma > 0
+
+    def gradient(rank: int, step: int, x: Vector) -> Vector:
+        return run.gradient(rank, step, x) * moves
+
+    safe = np.where(moves, gamma, 1.0)
+    x = papers.slowmo(gradient, RANKS, STEPS, start(), lambda t: safe, 0.9, 4, 0.7, 0.6)
     assert_equal(run.final, x)
 
 

@@ -98,6 +98,11 @@ class OptimizerSpec:
             arguments = {name: value for name, value in arguments.items() if name in known}
         return OptimizerSpec(type(optimizer), dict(arguments), tuple(groups))
 
+    @functools.cached_property
+    def group_of(self) -> Mapping[str, int]:
+        """The number of each parameter's group."""
+        return {name: index for index, (members, _) in enumerate(self.groups) for name in members}
+
     @property
     def elementwise(self) -> bool:
         """True if a tensor may be cut, and its parts updated apart."""

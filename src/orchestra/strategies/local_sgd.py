@@ -266,7 +266,7 @@ class LocalSGD(Replicas[LocalSGDState]):
         own = fragment.replica(worker)
         average, moved = exchange.copy_of(worker, own), own.clone()
         self._averaging(worker, state, fragment, average)(worker.transport)
-        self.outer.step(fragment.outer, moved, average, worker)
+        self.outer.step(fragment.outer, moved, average, worker, fragment.first)
         return moved.sub_(own)
 
     def _averaging(
@@ -328,7 +328,8 @@ class LocalSGD(Replicas[LocalSGDState]):
         assert fragment.travelling is not None
         own = fragment.replica(worker)
         learnt = own.clone() if self.overlap else own  # the rule below overwrites `own`
-        self._rule(fragment).step(fragment.outer, own, fragment.travelling, worker)
+        rule = self._rule(fragment)
+        rule.step(fragment.outer, own, fragment.travelling, worker, fragment.first)
         if fragment.sent is not None:
             own.add_(learnt.sub_(fragment.sent))  # CoCoD-SGD: what was learnt since it left
         elif self.overlap:

@@ -40,8 +40,13 @@ class Outer(Settings, ABC):
         return OuterState(parameters.clone(), parameters.new_zeros(parameters.shape))
 
     @abstractmethod
-    def step(self, state: OuterState, own: Tensor, average: Tensor, worker: Worker) -> None:
-        """Replace `own` (this worker's replica) in place by what the next round begins with."""
+    def step(
+        self, state: OuterState, own: Tensor, average: Tensor, worker: Worker, first: int
+    ) -> None:
+        """Replace `own` in place by what the next round begins with.
+
+        `own` is the part of this worker's replica that begins at element `first`.
+        """
 
     def contribution(self, state: OuterState, own: Tensor) -> Tensor:
         """Return the parameters that this worker contributes to a model: its replica `own`."""
@@ -57,7 +62,9 @@ class Average(Outer):
     def begin(self, parameters: Tensor) -> OuterState:
         return OuterState()
 
-    def step(self, state: OuterState, own: Tensor, average: Tensor, worker: Worker) -> None:
+    def step(
+        self, state: OuterState, own: Tensor, average: Tensor, worker: Worker, first: int
+    ) -> None:
         own.copy_(average)
 
 
@@ -83,18 +90,24 @@ class SlowMo(Outer):
         "maintain", "what becomes of the local optimizers' moments at a slow update"
     )
 
-    def step(self, state: OuterState, own: Tensor, average: Tensor, worker: Worker) -> None:
-        """Apply the rule above. A local rate of 0 moves nothing, and adds nothing to u."""
+    def step(
+        self, state: OuterState, own: Tensor, average: Tensor, worker: Worker, first: int
+    ) -> None:
+        """Apply the rule above, with the local rate gamma of each parameter's group.
+
+        A local rate of 0 moves nothing, and adds nothing to u.
+        """
         assert state.start is not None
         assert state.velocity is not None
         delta = state.start - average
         own.copy_(average).add_(delta, alpha=1 - self.rate)
         # With u = beta u' + Delta / gamma: x_0 - alpha gamma u = x + (1 - alpha) Delta - alpha
         # gamma beta u'.
-        if (gamma := worker.step.rates[0]) > 0:
-            state.velocity.mul_(self.momentum)
-            own.sub_(state.velocity, alpha=self.rate * gamma)
-            state.velocity.add_(delta, alpha=1 / gamma)
+        for part, gamma in worker.rates_in(first, first + own.numel()):
+            if gamma > 0:
+                velocity = state.velocity[part].mul_(self.momentum)
+                own[part].sub_(velocity, alpha=self.rate * gamma)
+                velocity.add_(delta[part], alpha=1 / gamma)
         state.start.copy_(own)
 
 
@@ -108,7 +121,9 @@ class Nesterov(Outer):
     rate: float = setting(0.7, "eta: the outer learning rate", above=0.0, high=1e9)
     momentum: float = setting(0.9, "mu: of the outer momentum", low=0.0, high=1.0)
 
-    def step(self, state: OuterState, own: Tensor, average: Tensor, worker: Worker) -> None:
+    def step(
+        self, state: OuterState, own: Tensor, average: Tensor, worker: Worker, first: int
+    ) -> None:
         assert state.start is not None
         assert state.velocity is not None
         delta = state.start - average
@@ -139,7 +154,9 @@ class Elastic(Outer):
         0.9, "pull of the workers on the centre; alpha is beta / p", above=0, high=1
     )
 
-    def step(self, state: OuterState, own: Tensor, average: Tensor, worker: Worker) -> None:
+    def step(
+        self, state: OuterState, own: Tensor, average: Tensor, worker: Worker, first: int
+    ) -> None:
         """Apply the rule above, without the gradient."""
         centre = state.start
         assert centre is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -219,6 +219,20 @@ class Worker(FlatModel):
     def set_rates(self, rates: Sequence[float]) -> None:
         """Set the learning rates of the step, scaled by `rate_scale`."""
         self.step.rates = tuple(rate * self.rate_scale for rate in rates)
+
+    def rates_in(self, first: int, end: int) -> Iterator[tuple[slice, float]]:
+        """Yield the step's learning rate for each part of the flat vector's `first` to `end`.
+
+        Both lie between tensors. Slices count from `first`; what no group has gets the rate 0.
+        """
+        rates, group_of = self.step.rates, self.optimizer.group_of
+        if len(set(rates)) == 1:
+            yield slice(0, end - first), rates[0]
+            return
+        for slot in self.layout.slots:
+            if first <= slot.offset < end:
+                begin, group = slot.offset - first, group_of.get(slot.name)
+                yield slice(begin, begin + slot.size), 0.0 if group is None else rates[group]
 
     def backward(self, batch: Batch | None) -> None:
         """Compute the gradient of the mean loss over `batch`; it stays where autograd puts it."""
