@@ -177,6 +177,25 @@ def test_help_lists_and_errors_need_no_torch(folder: Path) -> None:
     assert all(line.startswith("orchestra: ") for line in errors), done.stderr
 
 
+def test_names_come_from_orchestra_and_import_only_what_they_need() -> None:
+    """Settings load without torch; `distribute` loads neither planning nor the report."""
+    code = (
+        "import json, sys, orchestra\n"
+        "for name in json.loads(sys.argv[1]):\n"
+        "    assert getattr(orchestra, name).__name__ == name\n"
+        "assert 'torch' not in sys.modules, 'settings import torch'\n"
+        "from orchestra import distribute\n"
+        "heavy = {'altair', 'orchestra.planning', 'orchestra.report', 'orchestra.experiments'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    names = sorted({*STRATEGIES.names(), "Cosine", "StepDecay"})
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(names)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert {*names, "Task"} <= set(orchestra.__all__)
+
+
 def test_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]

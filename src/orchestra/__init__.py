@@ -8,19 +8,23 @@
 Names are imported when first used, so that the command line answers at once.
 """
 
-from typing import TYPE_CHECKING
-
-from orchestra.settings.notation import lazy_package
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from orchestra.compression.power_sgd import PowerSGD
+    from orchestra.compression.quantization import BF16, FP16, QSGD, SignSGD
+    from orchestra.compression.sparsification import DGC, RandomK, Threshold, TopK
     from orchestra.engines.processes.distribute import distribute
     from orchestra.engines.processes.environment import is_first, rank, world_size
     from orchestra.errors import InputError, OrchestraError, RunFailed
     from orchestra.experiments.api import compare, replay, train
+    from orchestra.optimizers.settings import Constant, Cosine, StepDecay
     from orchestra.planning.api import plan
     from orchestra.strategies.all_reduce import AllReduce
+    from orchestra.strategies.auto import Auto
     from orchestra.strategies.base import Roles, Strategy
     from orchestra.strategies.elastic_averaging import ElasticAveraging
     from orchestra.strategies.gossip import Gossip
@@ -39,6 +43,8 @@ if TYPE_CHECKING:
         AfterDecay,
         AfterFraction,
         AfterSteps,
+        Both,
+        Either,
         LossStable,
         NoiseScale,
         Straggler,
@@ -47,23 +53,38 @@ if TYPE_CHECKING:
     from orchestra.topologies import Complete, Exponential, RandomRegular, Ring, Star
 
 __all__ = [
-    "AfterDecay", "AfterFraction", "AfterSteps", "AllReduce", "Average", "Complete", "Elastic",
-    "ElasticAveraging", "Exponential", "Gossip", "Hogwild", "Hop", "InputError", "LocalSGD",
-    "LossStable", "Nesterov", "NoiseScale", "OrchestraError", "PairwiseAveraging",
-    "ParameterServer", "Pipeline", "Prague", "RandomRegular", "Ring", "Roles", "RunFailed",
-    "Single", "SlowMo", "Star", "StochasticGradientPush", "Straggler", "Strategy", "Switch", "Task",
-    "compare", "distribute", "is_first", "plan", "rank", "replay", "train", "world_size",
+    "AfterDecay", "AfterFraction", "AfterSteps", "AllReduce", "Auto", "Average", "BF16", "Both",
+    "Complete", "Constant", "Cosine", "DGC", "Either", "Elastic", "ElasticAveraging",
+    "Exponential", "FP16", "Gossip", "Hogwild", "Hop", "InputError", "LocalSGD", "LossStable",
+    "Nesterov", "NoiseScale", "OrchestraError", "PairwiseAveraging", "ParameterServer",
+    "Pipeline", "PowerSGD", "Prague", "QSGD", "RandomK", "RandomRegular", "Ring", "Roles",
+    "RunFailed", "SignSGD", "Single", "SlowMo", "Star", "StepDecay", "StochasticGradientPush",
+    "Straggler", "Strategy", "Switch", "Task", "Threshold", "TopK", "compare", "distribute",
+    "is_first", "plan", "rank", "replay", "train", "world_size",
 ]  # fmt: skip
 
+_MODULES = {  # of the names that `strategies.registry` does not have
+    "engines.processes.distribute": ["distribute"],
+    "engines.processes.environment": ["is_first", "rank", "world_size"],
+    "errors": ["InputError", "OrchestraError", "RunFailed"],
+    "experiments.api": ["compare", "replay", "train"],
+    "optimizers.settings": ["Constant", "Cosine", "StepDecay"],
+    "planning.api": ["plan"],
+    "strategies.base": ["Roles", "Strategy"],
+    "tasks.task": ["Task"],
+}
+
 if not TYPE_CHECKING:
-    __getattr__ = lazy_package(
-        __name__, "errors", "topologies", "strategies.base", "strategies.all_reduce",
-        "strategies.elastic_averaging", "strategies.gossip", "strategies.hogwild",
-        "strategies.hop", "strategies.local_sgd", "strategies.outer",
-        "strategies.pairwise_averaging", "strategies.parameter_server", "strategies.pipeline",
-        "strategies.prague", "strategies.single", "strategies.switch",
-        "strategies.stochastic_gradient_push", "strategies.switch_rules", "experiments.api",
-        "planning.api", "engines.processes.environment", "engines.processes.distribute",
-        "tasks.task",
-        names=__all__,
-    )  # fmt: skip
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = next((module for module, names in _MODULES.items() if name in names), None)
+        if module is not None:
+            found = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+        else:
+            from orchestra.strategies.registry import STRATEGIES
+
+            found = STRATEGIES.resolve(name, where=__name__)
+        globals()[name] = found  # from now on
+        return found
