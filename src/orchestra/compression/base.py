@@ -61,7 +61,8 @@ class Compressor(Settings, ABC):
     All methods get values in the units of the sum: each worker's gradient is multiplied by its part
     of the step's samples before. `error_feedback` (Seide et al., Interspeech 2014; Karimireddy et
     al., ICML 2019) compresses p = g + e in place of g, and keeps the residual e = p - (what was
-    sent) for the next step.
+    sent) for the next step. So with it a compressor has to be a contraction, E|e|^2 < |p|^2, or
+    residuals grow; one that is not is refused. The same holds for CHOCO-SGD, which sets it.
     """
 
     # Payloads may be summed before they are decoded, by any all-reduce. Otherwise they are bytes,

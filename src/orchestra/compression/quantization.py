@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -65,9 +66,13 @@ class QSGD(Encoder):
 
     where l <= s |v_i| / |v| < l + 1. A payload is a float32 norm for each run and, for each
     element, one of 2s + 1 digits, as many of which share a byte as fit: 2 with 2 to 7 levels.
-    levels=1, norm="max" is TernGrad (Wen et al., NeurIPS 2017), with 5 digits a byte. The more
+    levels=1, norm="max" is the quantizer of TernGrad (Wen et al., NeurIPS 2017), with 5 digits a
+    byte; TernGrad clips gradients first, and has one norm for each tensor: run=2**31. The more
     elements a run has, the larger is the variance; the maximum instead of the Euclidean norm makes
     it smaller.
+
+    With `error_feedback` Q(v) / tau is sent, tau = 1 + min(d / s^2, d^1/2 / s), a contraction
+    (Koloskova et al., ICML 2019): errors of Q itself can be larger than v, and would add up.
     """
 
     passes = (17.0, 5.0)
@@ -87,7 +92,13 @@ class QSGD(Encoder):
         norms, digits = zip(*(self._quantized(part, random) for part in parts), strict=True)
         flat = torch.cat(digits).view(-1)[: len(values)]
         packed = packing.pack_digits(flat, 2 * self.levels + 1)
-        return torch.cat([packing.to_bytes(torch.cat(norms)), packed])
+        return torch.cat([packing.to_bytes(torch.cat(norms) / self._tau(rows.shape[1])), packed])
+
+    def _tau(self, elements: int) -> float:
+        """Return what Q(v) is divided by, for runs of d `elements`."""
+        if not self.error_feedback:
+            return 1.0
+        return 1 + min(elements / self.levels**2, math.sqrt(elements) / self.levels)
 
     def _quantized(self, rows: Tensor, random: np.random.Generator) -> tuple[Tensor, Tensor]:
         """Return |v| of each run, and s + sgn(v_i) xi_i of each element."""

@@ -89,7 +89,8 @@ class DGC(TopK):
     and set u and v to 0 there (momentum factor masking). v is what waits: error feedback is part of
     the method. Gradients are clipped where they arise, each tensor to `clip_norm` N^-1/2 with N
     workers. In `warm_up` steps the part that is sent falls from 1/4 by factors of 4 (sparsity 75,
-    93.75, 98.44, 99.6 %) to `keep`. The optimizer has to be SGD without momentum of its own.
+    93.75, 98.44, 99.6 %) to `keep`. The optimizer has to be SGD without momentum of its own,
+    and its weight decay does not pass through m.
     """
 
     passes = (5.0, 0.9)
@@ -134,10 +135,10 @@ class Threshold(Encoder):
     """All elements of a tensor above a magnitude, which a sample of them gives, as in O.N.O.
 
     Of at most `sample` elements, spread evenly, the largest `keep` of all set the threshold: about
-    that part of the tensor is sent, in half precision, at any size of tensor in the time of a few
-    passes. A payload says how many elements it holds; their positions take log2(n) bits each, or a
-    bit for each element where that is shorter. Where even this is no shorter than all elements in
-    half precision, they are sent in place of it.
+    that part of the tensor is sent, in half precision (above 65504 infinite), at any size of tensor
+    in the time of a few passes. A payload says how many elements it holds; their positions take
+    log2(n) bits each, or a bit for each element where that is shorter. Where even this is no
+    shorter than all elements in half precision, they are sent in place of it.
     """
 
     sized = False

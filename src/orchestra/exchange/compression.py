@@ -46,6 +46,8 @@ class CompressionState:
             raise InputError(
                 f"{compressor!r} brings the momentum along: set optimizer to SGD, without momentum"
             )
+        if isinstance(compressor, Encoder) and compressor.error_feedback:
+            _require_contraction(compressor)
         slots, views = worker.layout.slots, worker.layout.views(worker.gradients.vector)
         memory = [
             compressor.memory(view, slot.offset) for view, slot in zip(views, slots, strict=True)
@@ -60,6 +62,19 @@ class CompressionState:
         """
         if not flags.is_meta and (self.residual is not None or any(self.memory)):
             flags.copy_(torch.maximum(self.used, flags, out=self.used))
+
+
+def _require_contraction(compressor: Encoder) -> None:
+    """Refuse a compressor whose error is larger than what it compresses: kept, it would grow."""
+    values = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0))
+    context = Context((len(values),), 0, 0, 0, 1, compressor.memory(values, 0))
+    residual = torch.empty_like(values)
+    compressor.encode_all([values], [residual], [context])
+    if residual.norm() > values.norm():
+        raise InputError(
+            f"{compressor!r} leaves out more than there was, so that what waits for later steps "
+            "would grow: divide what it sends, as QSGD does, or leave out error_feedback and Gossip"
+        )
 
 
 class _Codec:
