@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import itertools
+import json
 import random
 import re
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ import pytest
 import torch
 from tests import test_own_loop_backward as patterns
 from tests import test_own_loop_state as states
+from tests.commands import torchrun
 from tests.own_loops import (
     BATCH,
     RANKS,
@@ -79,6 +83,104 @@ def refused(words: str, loop: Loop = plain, strategy: str = "AllReduce", **optio
 @row("several `backward()` for one `step()`")
 def backward_twice() -> None:
     exact(patterns.two_losses, "AllReduce", "ParameterServer(placement='beside')")
+
+
+@row("a loss that is a mean over something else than samples")
+def weighted() -> None:
+    def masked(model: nn.Module, optimizer: Optimizer, batches: Any) -> None:
+        for batch in batches:
+            optimizer.zero_grad()
+            kept = batch[2] % 3 > 0
+            if not isinstance(batches, DataLoader):
+                batches.weight(int(kept.sum()))
+            losses = (model(batch[0]) - batch[1]).square()[kept]
+            (losses.sum() / max(len(losses), 1)).backward()
+            optimizer.step()
+
+    def stream() -> DataLoader[Any]:
+        return DataLoader(Stream(samples(COUNT)), BATCH)
+
+    exact(masked, "AllReduce", "ParameterServer(placement='beside')")
+    for state in distributed(masked, "AllReduce", stream):
+        close(state, alone(masked, union()))
+    first, *others = distributed(masked, "LocalSGD(2)", lambda: in_order(COUNT))
+    for other in others:
+        close(first, other)
+    distributed(masked, "PairwiseAveraging", lambda: in_order(COUNT))  # batches from a queue
+
+    def late(model: nn.Module, optimizer: Optimizer, batches: Any) -> None:
+        for batch in batches:
+            mean_square(model, batch).backward()
+            batches.weight(1)
+
+    def negative(model: nn.Module, optimizer: Optimizer, batches: Any) -> None:
+        for _ in batches:
+            batches.weight(-1)
+
+    refused(r"batches.weight\(\): call it after a batch was taken and before", late)
+    refused("expected a whole number from 0, got -1", negative)
+
+
+@row("a loss that is a sum")
+def summed() -> None:
+    def loop(model: nn.Module, optimizer: Optimizer, batches: Any) -> None:
+        for batch in batches:
+            optimizer.zero_grad()
+            loss = (model(batch[0]) - batch[1]).square().sum()
+            if not isinstance(batches, DataLoader):
+                loss = loss * batches.weight(len(batch[0])) / len(batch[0])
+            loss.backward()
+            optimizer.step()
+
+    exact(loop, "AllReduce", "ParameterServer(placement='beside')")
+
+
+@functools.cache
+def numbers_of_workers() -> list[dict[str, list[float]]]:
+    """What `scripts/own_numbers.py` writes on two workers, beside a server."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        script = Path(__file__).parent / "scripts" / "own_numbers.py"
+        with torchrun(script, 3, ["ParameterServer"], folder) as process:
+            ended = process.end()
+        assert ended.status == 0, ended.err
+        return [json.loads((folder / f"numbers-{rank}.json").read_text()) for rank in range(2)]
+
+
+@row("a number of your own")
+def own_number() -> None:
+    for found in numbers_of_workers():
+        assert found["numbers"] == [2 / 3, 0.5, 1.0, 0.5]
+
+
+@row("`torch.manual_seed(n)` on every worker")
+def equal_seeds() -> None:
+    first, second = numbers_of_workers()
+    assert first["same seed"] == second["same seed"]
+    assert first["seed of the rank"] != second["seed of the rank"]
+
+
+@row("`update_bn(batches, averaged)`")
+def batch_norm_of_an_average() -> None:
+    first, second = numbers_of_workers()
+    assert first["running mean of batches"] != second["running mean of batches"]
+    for found in (first, second):
+        mean, expected = found["running mean of the loader"], found["features"]
+        torch.testing.assert_close(torch.tensor(mean), torch.tensor(expected))
+
+
+@row("`Auto`, `Pipeline`, `Hogwild`, `backup` workers")
+def without_own_loops() -> None:
+    for strategy in (
+        "Auto([AllReduce, LocalSGD(4)], samples=[9, 1])",
+        "Pipeline",
+        "Hogwild",
+        "AllReduce(backup=1)",
+        "ParameterServer(backup=1)",
+        "AllReduce(shard='parameters')",
+    ):
+        with pytest.raises(InputError, match=r"own loop|a loop of your own"):
+            distributed(plain, strategy, lambda: in_order(8))
 
 
 @row("several `step()` for one batch")

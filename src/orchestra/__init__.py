@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from orchestra.compression.power_sgd import PowerSGD
     from orchestra.compression.quantization import BF16, FP16, QSGD, SignSGD
     from orchestra.compression.sparsification import DGC, RandomK, Threshold, TopK
-    from orchestra.engines.processes.distribute import distribute
+    from orchestra.engines.processes.distribute import distribute, mean
     from orchestra.engines.processes.environment import is_first, rank, world_size
     from orchestra.errors import InputError, OrchestraError, RunFailed
     from orchestra.experiments.api import compare, replay, train
@@ -60,11 +60,11 @@ __all__ = [
     "Pipeline", "PowerSGD", "Prague", "QSGD", "RandomK", "RandomRegular", "Ring", "Roles",
     "RunFailed", "SignSGD", "Single", "SlowMo", "Star", "StepDecay", "StochasticGradientPush",
     "Straggler", "Strategy", "Switch", "Task", "Threshold", "TopK", "compare", "distribute",
-    "is_first", "plan", "rank", "replay", "train", "world_size",
+    "is_first", "mean", "plan", "rank", "replay", "train", "world_size",
 ]  # fmt: skip
 
 _MODULES = {  # of the names that `strategies.registry` does not have
-    "engines.processes.distribute": ["distribute"],
+    "engines.processes.distribute": ["distribute", "mean"],
     "engines.processes.environment": ["is_first", "rank", "world_size"],
     "errors": ["InputError", "OrchestraError", "RunFailed"],
     "experiments.api": ["compare", "replay", "train"],

@@ -16,6 +16,7 @@ class Tag(enum.IntEnum):
     PARTS = 6
     CHECKPOINT = 7
     COUNT = 8
+    MEAN = 9
     DONE = 10
     COMPLETED = 11
     READY = 12

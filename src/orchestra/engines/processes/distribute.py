@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
+import math
 import os
 import sys
 import threading
@@ -12,16 +13,16 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.utils.data import DataLoader
 
 from orchestra.engines.events import Notice
 from orchestra.engines.live import print_notice
-from orchestra.engines.processes.environment import detect
+from orchestra.engines.processes.environment import detect, world_size
 from orchestra.engines.processes.rank import join
 from orchestra.engines.processes.system import TimedCompute
 from orchestra.engines.random_streams import seed as begin_streams
@@ -33,6 +34,7 @@ from orchestra.trainer.own_loop.model import may_serve
 from orchestra.transports.handshake import address_of, listen
 from orchestra.transports.native import Native
 from orchestra.transports.sockets import connect_mesh
+from orchestra.transports.tags import Tag
 from orchestra.worker.interception import Flow, Interceptor, Operation, intercepted
 from orchestra.worker.runtime import Runtime, SilentReporter
 
@@ -105,6 +107,41 @@ def distribute(
     return model, optimizer, loop.batches
 
 
+@overload
+def mean(value: float, weight: float = 1.0) -> float: ...
+
+
+@overload
+def mean(value: Tensor, weight: float = 1.0) -> Tensor: ...
+
+
+def mean(value: Tensor | float, weight: float = 1.0) -> Tensor | float:
+    """Collective over the workers: return the mean of their numbers, weighted by `weight`.
+
+    For what a script reports or decides by, such as a validation loss: every worker gets the same
+    bits. A rank that a `Switch` has made a server gets NaN. Sums are taken in float64; a tensor
+    keeps its shape and device, and its type if that is a floating one.
+
+    Raises `InputError` on several processes before `distribute`, which says who works.
+    """
+    process = _Process.taken
+    batches = None if process is None or process.newest is None else process.newest.batches
+    if batches is None and world_size() > 1:
+        raise InputError("orchestra.mean(): call orchestra.distribute first, which makes workers")
+    numbers = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64)
+    sums = torch.cat([numbers.detach().cpu().double().reshape(-1), torch.ones(1)])
+    # Zeros of a worker without weight, whose own number may be NaN
+    sums = sums * weight if weight else torch.zeros_like(sums)
+    if batches is not None:
+        works = batches.is_worker()
+        sums = batches.sum_over_workers(sums, Tag.MEAN) if works else sums * math.nan
+    found = sums[:-1] / sums[-1]
+    if not isinstance(value, Tensor):
+        return found.item()
+    kind = value.dtype if value.is_floating_point() else torch.get_default_dtype()
+    return found.reshape(value.shape).to(value.device, kind)
+
+
 TAGS = 1 << 20  # of one channel: all that programs use lie below
 
 
@@ -166,6 +203,7 @@ class _Process:
 
     def __init__(self, patience: float, host: str | None) -> None:
         self._loops: list[OwnLoop] = []  # that have not ended
+        self.newest: OwnLoop | None = None  # of all, ended or not
         self._channels = itertools.count()
         self._error: BaseException | None = None  # of the script
         self._failure: BaseException | None = None  # of the run
@@ -257,6 +295,7 @@ class _Process:
                 )
         loop = OwnLoop(self.channel(), model, optimizer, batches, strategy, **settings)
         self._loops.append(loop)
+        self.newest = loop
         return loop
 
     def end(

@@ -287,13 +287,13 @@ class OwnLoop:
 
     def _begin_exchange(self) -> None:
         worker, batches = self.worker, self.batches
-        (samples, total), new = self._passes.exchange()
+        count, new = self._passes.exchange()
         item = batches.item
         self._gradients.await_collection()
         worker.begin_step(
             Step(
-                samples=samples,
-                total_samples=total,
+                samples=count.weight,
+                total_samples=count.total,
                 consumed=worker.step.consumed + new if item is None else item.stop,
                 position=None if item is None else item.start,
                 epoch=batches.epoch,
@@ -354,7 +354,7 @@ class OwnLoop:
             )
         behind = self._passes.step()
         if batches.item is None:  # else what was accumulated before counts as passed over
-            worker.step.samples, worker.step.total_samples = behind
+            worker.step.samples, worker.step.total_samples = behind.weight, behind.total
         self._stepping = True
         rates = get_rates(self.optimizer)
         worker.set_rates(rates)

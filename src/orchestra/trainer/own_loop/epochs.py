@@ -15,7 +15,7 @@ from orchestra.errors import InputError
 from orchestra.optimizers.state import random_state, restore_random_state, undisturbed
 from orchestra.schedules.work_queue import Kind, WorkItem, WorkSource
 from orchestra.strategies.base import Strategy
-from orchestra.trainer.own_loop.model import BackwardPasses
+from orchestra.trainer.own_loop.model import BackwardPasses, Count
 from orchestra.trainer.own_loop.rank import Command, OwnRank
 from orchestra.worker.runtime import Runtime
 
@@ -65,6 +65,7 @@ class Epochs(OwnRank):
         # This worker's of the samples behind the gradient of the batch, or group, that was handed
         # out last; 1 where its gradient is not averaged.
         self.share = 1.0
+        self._samples = 0  # of it
         self._seed = seed
         self._goes_on = self._in_epoch = False
         self._resumed_at = self._passes_before = 0
@@ -193,10 +194,35 @@ class Epochs(OwnRank):
             total = int(self.sum_over_workers(torch.tensor([samples])))
         else:
             total = samples
+        self._samples = samples
         self.share = samples / total if averaged else 1.0
         for each in self._together:
             each.taken += len(parts)
-            each.passes.take(samples, total, [part.batch for part in parts])
+            each.passes.take(Count(samples, total, total), [part.batch for part in parts])
+
+    def weight(self, count: int) -> int:
+        """Let the gradient of the batch, or group, that was taken last weigh `count`; return the
+        sum over the workers.
+
+        Every worker calls it before `backward()`, where the loss is a mean over something else than
+        samples, such as the tokens that are not masked: `count` is their number. A gradient that is
+        not averaged has no other to be weighed against, so the sum is `count` there. In averages of
+        models the count takes the place of the samples. InputError outside of that place.
+        """
+        if self._source is not None:
+            return self._source.weight(count)
+        if isinstance(count, bool) or int(count) != count or count < 0:
+            raise InputError(f"batches.weight(): expected a whole number from 0, got {count!r}")
+        if self.item is not None:  # of a queue, which counts samples
+            return int(count)
+        # A repeated batch has no samples, and must not count
+        own = int(count) if self._samples else 0
+        averaged = self.averages_gradients
+        total = int(self.sum_over_workers(torch.tensor([own]))) if averaged else own
+        for each in self._together:
+            each.passes.weigh(own, total)
+        self.share = own / total if averaged and total else float(not averaged)
+        return total
 
     # Epochs
 

@@ -214,14 +214,15 @@ def _differences(named: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> s
 
 
 class Count(NamedTuple):
-    """Samples of this worker and of all workers."""
+    """The weights of a gradient: samples, unless the loop has set others."""
 
-    samples: int = 0
-    total: int = 0
+    weight: int = 0  # of this worker
+    total: int = 0  # of all workers
+    samples: int = 0  # that all workers have read
 
     def plus(self, other: Count | None) -> Count:
         """Return the sum of both."""
-        return self if other is None else Count(self[0] + other[0], self[1] + other[1])
+        return self if other is None else Count(*map(sum, zip(self, other, strict=True)))
 
 
 class BackwardPasses:
@@ -272,13 +273,22 @@ class BackwardPasses:
         last = (self.done + 1) % self._every == 0 or (at_end() and not self._grouped)
         return last and not self.paused
 
-    def take(self, samples: int, total: int, batch: Any) -> None:
+    def take(self, count: Count, batch: Any) -> None:
         """Called when a batch is handed out."""
         first = next(tensors_of(batch), None)
         # A weak reference tells later whether the loop has let go of the batch.
         held: Callable[[], object] = (lambda: None) if first is None else weakref.ref(first)
-        self._taken.append((Count(samples, total), held))
+        self._taken.append((count, held))
         self._fresh, self._forwards_on_last = True, 0
+
+    def weigh(self, weight: int, total: int) -> None:
+        """Let the gradient of the batch that was taken last count `weight` of `total`."""
+        if not self._fresh:
+            raise InputError(
+                "batches.weight(): call it after a batch was taken and before its backward()"
+            )
+        count, held = self._taken[-1]
+        self._taken[-1] = count._replace(weight=weight, total=total), held
 
     def forward(self) -> None:
         """Called when a forward pass of the whole model begins."""
@@ -326,17 +336,17 @@ class BackwardPasses:
         return held
 
     def exchange(self) -> tuple[Count, int]:
-        """Return the samples behind the gradient that is exchanged now, and how many are new.
+        """Return the weights of the gradient that is exchanged now, and how many samples are new.
 
         A gradient that is exchanged again, after a further pass on the same batch, has no new ones.
         """
         new = self._in_exchange
         self._exchanged = new or self._exchanged or Count()
         self._in_exchange = None
-        return self._exchanged, new.total if new else 0
+        return self._exchanged, new.samples if new else 0
 
     def step(self) -> Count:
-        """Return the samples behind the update that is made now."""
+        """Return the weights of the gradient of the update that is made now."""
         self._stepped = self._in_step or self._stepped or Count()
         self._in_step = None
         self._stepped_since = True

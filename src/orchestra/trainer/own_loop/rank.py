@@ -140,11 +140,11 @@ class OwnRank:
         """
         return self.strategy.work(self.state)
 
-    def sum_over_workers(self, numbers: Tensor) -> Tensor:
+    def sum_over_workers(self, numbers: Tensor, tag: Tag = Tag.COUNT) -> Tensor:
         """Collective over the workers: return sums of their `numbers`, in float64 on the CPU."""
         worker = self.worker
         sums = numbers.detach().to("cpu", torch.float64, copy=True)
-        all_reduce(worker.transport, sums, "ring", worker.workers, Tag.COUNT)
+        all_reduce(worker.transport, sums, "ring", worker.workers, tag)
         return sums
 
     def alike(self, number: int) -> bool:
