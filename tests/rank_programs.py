@@ -19,6 +19,7 @@ from torch import Tensor
 from orchestra.collectives import Group
 from orchestra.engines.live import print_notice
 from orchestra.engines.processes import Outcome, launch
+from orchestra.engines.processes.system import Place
 from orchestra.transports import compiled
 from orchestra.transports.protocol import CollectiveCall, Task, Transport
 from orchestra.worker.runtime import Runtime, Work, chosen_threads, cpu_quota
@@ -27,6 +28,13 @@ TAG = 7
 WHERE_COMPILED = pytest.mark.skipif(not compiled.is_there(), reason="nothing was compiled")
 COMPILED = pytest.mark.parametrize("compiled", ["0", pytest.param("1", marks=WHERE_COMPILED)])
 """ORCHESTRA_COMPILED of the ranks."""
+
+
+class StopsAtTheDoor(Place):
+    """Stops the process of its rank after the fork, before the rank introduces itself."""
+
+    def enter(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def say_rank(runtime: Runtime, argument: Any) -> Any:

@@ -224,6 +224,13 @@ def test_a_stopped_rank_ends_a_run_that_needs_it(tmp_path: Path) -> None:
     assert not any(map(is_running, processes))
 
 
+def test_a_rank_that_is_stopped_before_it_joins_is_named() -> None:
+    stops = programs.StopsAtTheDoor("node", "127.0.0.1", "", "", "", 1, 0, (0.0,))
+    assert failure(programs.say_rank, None, 1, places=[stops]) == (
+        "rank 0 is stopped (by SIGSTOP or its terminal)"
+    )
+
+
 def test_a_run_goes_on_without_a_stopped_expendable_rank_and_takes_it_back(tmp_path: Path) -> None:
     heard: list[str] = []
 

@@ -169,6 +169,21 @@ def test_a_stopped_rank_ends_a_run_that_needs_it() -> None:
     ]
 
 
+def test_a_rank_that_is_stopped_before_it_joins_is_named() -> None:
+    """Three seconds after it was last seen to run, however late it was stopped."""
+    detector = FailureDetector(2, LIMITS, start=0.0, children=True)
+    detector.observe(0.0, Joined(0, "host"))
+    for quarter in range(1, 100):
+        now = quarter / 4
+        detector.observe(now, Heartbeat(0, activity=quarter))
+        assert detector.suspects(now) == [1]
+        stopped = {1} if now == 5 or now > 10 else ()
+        if done := detector.tick(now, stopped):
+            break
+    assert now == 13.25
+    assert done == [Abort("rank 1 is stopped (by SIGSTOP or its terminal)"), Kill(1)]
+
+
 def test_a_silent_rank_has_its_patience() -> None:
     story = Story()
     story.silent.add(1)

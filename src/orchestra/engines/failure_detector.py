@@ -9,6 +9,7 @@ The rules:
 - A rank whose process ended, or whose control connection closed, is dead at once.
 - A rank that sends no beat for `silence` seconds is suspected. It is stopped if its kernel says
   so, and unresponsive after `patience` (native code may hold the interpreter for seconds).
+  Before it has joined, the kernel alone says whether it is stopped.
 - A rank that computes for longer than `patience` without a sign of progress is hung; before its
   first step it has three times as long. Ranks that wait for each other, or for nobody alive,
   are hung together.
@@ -112,7 +113,12 @@ class FailureDetector:
     def suspects(self, now: float) -> list[int]:
         """Return the ranks of which the watcher should ask the kernel whether they are stopped."""
         silent = now - self.limits.silence
-        return [member.rank for member in self._in(*ALIVE) if member.seen_at < silent]
+        # The kernel's answer stands in for the beats of a rank that has not joined.
+        return [
+            member.rank
+            for member in self._in(State.ABSENT, *ALIVE)
+            if member.state is State.ABSENT or member.seen_at < silent
+        ]
 
     def observe(self, now: float, event: events.Event) -> list[Instruction]:
         """Take in one event; return what is to be done now."""
@@ -261,7 +267,10 @@ class FailureDetector:
         for rank in self.suspects(self._now):
             member = self._members[rank]
             if rank in stopped:
-                self._is_stopped(member)
+                if self._now - member.seen_at > self.limits.silence:
+                    self._is_stopped(member)
+            elif member.state is State.ABSENT:
+                member.seen_at = self._now
             elif self._now - member.seen_at > self.limits.patience:
                 how = f"does not respond: no sign of life for {self.limits.patience:g} s"
                 self._lose(member, how)

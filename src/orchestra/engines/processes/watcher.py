@@ -221,12 +221,18 @@ class Watcher:
         now = time.monotonic()
         self._reception.drop(now - STRANGER_SECONDS)
         self._look_after_server(now)
-        suspects = [self._links[rank] for rank in self.detector.suspects(now)]
-        stopped = [link.rank for link in suspects if link.same_machine and is_stopped(link.pid)]
+        stopped = [rank for rank in self.detector.suspects(now) if self._is_stopped(rank)]
         self._carry_out(self.detector.tick(now, stopped))
         if now - self._heartbeat_at > events.BEAT_SECONDS:  # for ranks on other hosts
             self._heartbeat_at = now
             self._broadcast({"kind": "watching"})
+
+    def _is_stopped(self, rank: int) -> bool:
+        """Return whether a rank of this machine is stopped, as far as its process is known."""
+        if (link := self._links.get(rank)) is not None:
+            return link.same_machine and is_stopped(link.pid)
+        child = self._children.get(rank)
+        return child is not None and child.pid is not None and is_stopped(child.pid)
 
     def _look_after_server(self, now: float, within: float = 0.0) -> None:
         """Check that the fork server runs; otherwise end the run by its name."""
