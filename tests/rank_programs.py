@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -131,6 +132,15 @@ def send_half(runtime: Runtime, folder: Path) -> None:
     wait_until((folder / "1").exists, "rank 1 sends")
     wait_until((folder / "killed").exists, "the test kills rank 1")
     runtime.transport.receive(1, TAG).wait()
+
+
+def end_own_child(_: Runtime, __: None) -> int | None:
+    """The exit status of a process that was asked to end."""
+    child = multiprocessing.get_context("fork").Process(target=signal.pause)
+    child.start()
+    child.terminate()
+    child.join(60)
+    return child.exitcode
 
 
 def fail_in_one(runtime: Runtime, failing: int) -> None:

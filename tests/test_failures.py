@@ -307,6 +307,24 @@ def test_a_folder_that_cannot_be_written_is_bad_input(out: str, tmp_path: Path) 
     assert line.startswith(f"orchestra: {out}: ")
 
 
+def test_sigterm_to_the_process_group_stops_in_good_order(tmp_path: Path) -> None:
+    """And again to the launcher, as `timeout` sends it."""
+    with Gate(tmp_path, RING, 3, checkpoint_every=30) as gate:
+        pid = gate.command.process.pid
+        os.killpg(pid, signal.SIGTERM)
+        gate.told("stopping in good order")
+        os.kill(pid, signal.SIGTERM)
+        gate.open()
+        ended = gate.end()
+    assert ended.status == 1
+    assert ended.err == "orchestra: stopping in good order; press Ctrl-C again to end at once\n"
+    entry = gate.entry()
+    assert entry["status"] == "stopped"
+    resumed = run(train(f"gated('{tmp_path}')", RING, checkpoint_every=30), tmp_path)
+    assert f"resumed from checkpoint 1, step {entry['steps']}" in resumed.err
+    assert (resumed.status, entry_of(tmp_path)["steps"]) == (0, 40)
+
+
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     with Gate(tmp_path, RING, 3) as gate:
         gate.command.process.send_signal(signal.SIGINT)

@@ -443,12 +443,15 @@ def own_group() -> Iterator[Any]:
         process.__exit__(None, None, None)
 
 
-def test_ctrl_c_while_the_fork_server_starts(own_group: Any, tmp_path: Path) -> None:
-    """A terminal sends it to all processes."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_to_the_group_while_the_fork_server_starts(
+    number: signal.Signals, own_group: Any, tmp_path: Path
+) -> None:
+    """A terminal or a batch system sends it to all processes."""
     command = own_group(tmp_path)
     pid = command.process.pid
     command.wait_until(lambda: fork_server(pid) is not None, "the fork server starts")
-    os.killpg(pid, signal.SIGINT)
+    os.killpg(pid, number)
     ended = command.end()
     assert (ended.status, ended.err.count("\n")) == (0, 1), ended.err
     assert "stopped=True" in ended.out
@@ -486,12 +489,17 @@ def test_a_fork_server_that_is_killed_or_stopped_is_named(
     assert "Traceback" not in ended.err
 
 
+def test_a_rank_can_end_the_processes_that_it_starts() -> None:
+    """Though it takes no notice of SIGTERM itself."""
+    assert launch(programs.end_own_child, None, 1).results == (-signal.SIGTERM,)
+
+
 def test_handlers_are_restored() -> None:
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.getsignal(number) for number in numbers]
     launch(programs.say_rank, None, 1)
     assert [signal.getsignal(number) for number in numbers] == before
-    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert not {*numbers} & signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_many_launches_leave_nothing_behind(

@@ -16,6 +16,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import current_process, forkserver, get_context, resource_tracker, spawn
 from typing import Any
 
@@ -23,7 +24,13 @@ from orchestra.engines.events import Event, Notice
 from orchestra.engines.failure_detector import Limits
 from orchestra.engines.processes.control import RankSpec
 from orchestra.engines.processes.environment import memory_is_shared
-from orchestra.engines.processes.system import Place, die_with_parent, handling, keep_one_arena
+from orchestra.engines.processes.system import (
+    Place,
+    die_with_parent,
+    handling,
+    keep_one_arena,
+    spaced,
+)
 from orchestra.engines.processes.watcher import Outcome, Watcher
 from orchestra.errors import InputError, RunFailed
 from orchestra.transports.handshake import from_environment
@@ -38,6 +45,7 @@ PRELOADED = [
 ]
 
 LOOPBACK = "127.0.0.1"
+STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 _starting = threading.Lock()
 _is_rank = False
@@ -61,8 +69,7 @@ def enter(spec: RankSpec, job: Job) -> None:
     """Be a rank, from the beginning to the end of this process."""
     global _is_rank
     _is_rank = True
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it reaches the launcher too, which decides
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # as the fork server had it
+    _leave_signals_to_launcher()
     # The fork server ends when nobody holds this pipe: with the launcher, and takes its ranks with
     # it. A rank that is stopped would otherwise keep it, and so itself, alive for ever.
     server: Any = forkserver._forkserver
@@ -82,6 +89,26 @@ def enter(spec: RankSpec, job: Job) -> None:
         run_rank(spec, job.load, lambda: FileStore(job.store_path, spec.ranks))
     except RunFailed:
         sys.exit(1)  # the launcher says why
+
+
+def _leave_signals_to_launcher() -> None:
+    """Ignore Ctrl-C and SIGTERM, which reach the launcher as well: it decides what follows."""
+    number = signal.SIGTERM
+
+    def restore() -> None:
+        signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Processes that this rank starts, such as a pool's, have to end when it sends them SIGTERM: so
+    # not SIG_IGN, which a new program inherits, and no moment after a fork in which it is ignored.
+    signal.signal(number, lambda *_: None)
+    os.register_at_fork(
+        before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, {number}),
+        after_in_parent=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, {number}),
+        after_in_child=restore,
+    )
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the fork server had blocked them
 
 
 def launch(
@@ -125,7 +152,8 @@ def launch(
         ranks, limits, host=LOOPBACK, token=token, children=True, limit=limit, tls=tls,
         on_event=on_event,
     )  # fmt: skip
-    interrupts = {signal.SIGINT: watcher.interrupt, signal.SIGTERM: watcher.interrupt}
+    # `timeout` sends SIGTERM to the launcher and to its process group, so twice in a row.
+    interrupts = {signal.SIGINT: watcher.interrupt, signal.SIGTERM: spaced(watcher.interrupt)}
     with _store_path() as store_path, handling(interrupts):
         job = Job(payload, main, dict(os.environ), store_path)
         shared_memory = shared_memory and memory_is_shared(os.environ)
@@ -194,8 +222,9 @@ def _start(watcher: Watcher, spec: RankSpec, job: Job) -> None:
         context.set_forkserver_preload(PRELOADED)
         is_first = server._forkserver_pid is None
         resource_tracker.ensure_running()  # it would lift the block of the signal as it starts
-        # A terminal sends a Ctrl-C to all. What starts here never sees it; this process does later.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # A terminal sends a Ctrl-C to the whole process group, as batch systems do with SIGTERM.
+        # What starts here never sees them; this process does later.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             _start_fork_server()
         finally:

@@ -10,14 +10,12 @@ import contextlib
 import errno
 import functools
 import json
-import math
 import os
 import pickle
 import secrets
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -36,7 +34,14 @@ from orchestra.engines.processes.environment import (
     numeric,
     towards,
 )
-from orchestra.engines.processes.system import TimedCompute, handling, kernel, machine, peak_memory
+from orchestra.engines.processes.system import (
+    TimedCompute,
+    handling,
+    kernel,
+    machine,
+    peak_memory,
+    spaced,
+)
 from orchestra.engines.processes.watcher import Outcome, Watcher
 from orchestra.engines.random_streams import seed
 from orchestra.errors import InputError, RunEnded, RunFailed
@@ -53,7 +58,6 @@ T = TypeVar("T")
 Program = Callable[[Runtime, Any], Any]
 
 HOST_VARIABLE = "ORCHESTRA_HOST"
-TWICE_SECONDS = 0.5  # a launcher may pass on a Ctrl-C that the terminal has sent already
 
 
 class Watched(Interceptor):
@@ -345,13 +349,6 @@ def _interrupts(watcher: Watcher | None) -> Iterator[None]:
 
     torchrun sends SIGTERM to all ranks of a node once one of them has died, whose end is the cause.
     """
-    pressed_at = -math.inf
-
-    def interrupt() -> None:
-        nonlocal pressed_at
-        again, pressed_at = time.monotonic() - pressed_at, time.monotonic()
-        if watcher is not None and again > TWICE_SECONDS:
-            watcher.interrupt()
-
+    interrupt = (lambda: None) if watcher is None else spaced(watcher.interrupt)
     with handling({signal.SIGINT: interrupt, signal.SIGTERM: interrupt}):
         yield

@@ -7,6 +7,7 @@ Why glibc's allocator is configured: decision 37.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import resource
 import signal
@@ -23,6 +24,8 @@ from orchestra.records.report import Usage
 from orchestra.worker.runtime import Work, allowed_cores
 
 T = TypeVar("T")
+
+TWICE_SECONDS = 0.5  # one signal may arrive twice within
 
 _PR_SET_PDEATHSIG = 1
 _CLONE_NEWNET = 0x40000000
@@ -81,6 +84,20 @@ def handling(handlers: Mapping[signal.Signals, Callable[[], None]]) -> Iterator[
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def spaced(handler: Callable[[], None]) -> Callable[[], None]:
+    """Return `handler` without effect within half a second of its last call: who sends a signal to
+    a process group may send it to a member again, or have it passed on."""
+    called_at = -math.inf
+
+    def spaced_handler() -> None:
+        nonlocal called_at
+        passed, called_at = time.monotonic() - called_at, time.monotonic()
+        if passed > TWICE_SECONDS:
+            handler()
+
+    return spaced_handler
 
 
 def kernel() -> str:
