@@ -71,6 +71,16 @@ def test_several_loops_in_one_script(
             )
 
 
+def test_server_returns_from_a_function_that_an_engine_calls_on_each_rank(tmp_path: Path) -> None:
+    """Spark's TorchDistributor fails where a rank ends without the value of its function."""
+    with torchrun(SCRIPTS / "spark_task.py", 3, ["ParameterServer"], tmp_path) as process:
+        ended = process.end()
+    assert ended.status == 0, ended.err
+    outputs = [json.loads((tmp_path / f"output-{rank}.json").read_text()) for rank in range(3)]
+    assert [output["taken"] for output in outputs] == [12, 12, 0]
+    assert outputs[0]["weight"] == outputs[1]["weight"]
+
+
 def test_an_evaluation_longer_than_patience(tmp_path: Path) -> None:
     """On one rank, while the other one waits: inside `pause` all goes on; outside the run ends, and
     the message says what to do."""

@@ -216,6 +216,7 @@ class OrchestraStrategy(ParallelStrategy):
             # Equal numbers of batches: Lightning counts them in advance, and ends its epoch by that
             seed=seed, work="equal", **self._options, **self._place,
         )  # fmt: skip
+        self._batches.serve_to_the_end()
         if self._batches.ended:  # a server, whose workers have come to another fit
             return []
         # Loading a checkpoint comes before the data, without which there is no loop to load it into

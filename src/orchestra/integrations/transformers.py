@@ -278,6 +278,7 @@ class _Distributed(Trainer):
             self.model, self.optimizer.optimizer, loader.whole, distribution.strategy,
             seed=seed, work="equal", **distribution.options,
         )  # fmt: skip
+        batches.serve_to_the_end()
         distribution.loader, loader.batches = loader, batches
         if resume_from_checkpoint is not None and not batches.ended:  # a server has served
             state = Path(resume_from_checkpoint) / STATE_NAME

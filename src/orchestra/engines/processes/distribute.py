@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from orchestra.engines.events import Notice
 from orchestra.engines.live import print_notice
-from orchestra.engines.processes.environment import detect, world_size
+from orchestra.engines.processes.environment import detect, runs_function, world_size
 from orchestra.engines.processes.rank import join
 from orchestra.engines.processes.system import TimedCompute
 from orchestra.engines.random_streams import seed as begin_streams
@@ -73,7 +73,10 @@ def distribute(
     worker. When an epoch ends, every worker's model holds the agreed parameters.
 
     A dedicated server serves in here until the workers' scripts are over; then its process ends
-    with status 0, so that code behind this call runs on workers alone.
+    with status 0, so that code behind this call runs on workers alone. Where an engine calls a
+    function on each rank and waits for its value (Spark's TorchDistributor, Ray Train,
+    torch.multiprocessing), a server returns from here: its iterations over the batches give none,
+    and each serves one epoch of the workers.
 
     A call ends every earlier loop that has begun to train, or that trains the same parameters; its
     batches and its optimizer are then refused. Models that are trained by turns, as in a GAN, are
@@ -103,7 +106,9 @@ def distribute(
         model, optimizer, batches, strategy_of(strategy), accumulation=accumulation, seed=seed,
         work=work, bucket_megabytes=bucket_megabytes, overlap=overlap,
     )  # fmt: skip
-    loop.batches.serve_to_the_end()
+    loop.batches.ends_process = not runs_function()
+    if loop.batches.ends_process:
+        loop.batches.serve_to_the_end()
     return model, optimizer, loop.batches
 
 

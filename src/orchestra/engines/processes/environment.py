@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import multiprocessing
 import os
 import re
 import socket
+import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -108,6 +111,20 @@ def is_first() -> bool:
     With one process, always.
     """
     return rank() == 0
+
+
+def runs_function() -> bool:
+    """Return whether an engine runs this process for the value of a function, which has to return.
+
+    Ray Train calls it in a thread; torch.multiprocessing, the launcher API of torchrun and the
+    launchers of notebooks in a child process; Spark's TorchDistributor in a script of its own,
+    which unpickles `train_fn`.
+    """
+    in_thread = threading.current_thread() is not threading.main_thread()
+    in_child = multiprocessing.parent_process() is not None
+    return (
+        in_thread or in_child or {"train_fn", "cloudpickle"} <= vars(sys.modules["__main__"]).keys()
+    )
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,8 @@ class Batches(Epochs):
         goes on where the epoch was left. InputError if `state` is of other settings, or training
         has come too far to go back.
         """
-        if self._is_over():
+        workers = self.strategy.roles(self.worker.runtime.ranks).workers
+        if self._is_over() or self.worker.rank not in workers:  # a server hears of it as it serves
             return
         where = "batches.load_state_dict()"
         if self._in_epoch and not self.left:

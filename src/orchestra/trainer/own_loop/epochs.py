@@ -67,6 +67,7 @@ class Epochs(OwnRank):
         self.share = 1.0
         self._samples = 0  # of it
         self._seed = seed
+        self.ends_process = True  # of a rank that serves, once the workers' scripts are over
         self._goes_on = self._in_epoch = False
         self._resumed_at = self._passes_before = 0
         self._order: dict[str, Any] = {}
@@ -232,7 +233,7 @@ class Epochs(OwnRank):
             return False
         if self.is_worker():
             raise InputError(f"batches: {ENDED}")
-        if not self._goes_on:
+        if not self._goes_on and self.ends_process:
             # A rank that a `Switch` made a server ends its script here, once all workers have left.
             raise SystemExit(0)
         return True
@@ -316,11 +317,11 @@ class Epochs(OwnRank):
     def serve_to_the_end(self) -> None:
         """Serve until the workers have left this loop. Called on a rank without data.
 
-        Raises SystemExit where their scripts are over.
+        Raises SystemExit where their scripts are over, if it `ends_process`.
         """
         while not self.is_worker() and not self.ended:
             self._end_epoch()
-        if self.ended and not self._goes_on:
+        if self.ended and not self._goes_on and self.ends_process:
             raise SystemExit(0)
 
     def _serve(self, *, until_saved: bool = False) -> Command | None:
