@@ -212,6 +212,7 @@ def test_a_forward_pass_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> No
     with torch.no_grad():
         model.eval()(torch.zeros(1, 3, dtype=torch.float64))
     assert runtime.compute.calls == calls + 1  # type: ignore[attr-defined]
+    runtime.transport.close()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from orchestra.errors import InputError
 from orchestra.worker.layout import Layout, Unit, UnitMemory, shard_size
@@ -42,10 +43,11 @@ class Gradients:
         self._collected = [False] * len(layout.slots)
         self._in_place = False
         self._own_tail = np.zeros(len(self.tail))
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook(index))
-            for index, parameter in enumerate(self.parameters)
-        ]
+        # Hooks of the nodes that accumulate come after all hooks of the parameters, as in
+        # DistributedDataParallel: what a user's hook makes of a gradient is what is exchanged.
+        # Autograd forgets a node that nobody keeps.
+        self._nodes = [get_gradient_edge(parameter).node for parameter in self.parameters]
+        self._hooks = [node.register_hook(self._hook(i)) for i, node in enumerate(self._nodes)]
 
     def _allocate(self, tail: int) -> None:
         self.storage = self.layout.allocate(extra=tail)
@@ -53,8 +55,10 @@ class Gradients:
         self.tail = self.storage[self.layout.size :]
         self.views = self.layout.views(self.storage)
 
-    def _hook(self, index: int) -> Callable[[Tensor], None]:
-        def mark(_: Tensor) -> None:
+    def _hook(self, index: int) -> Callable[[Sequence[Tensor], Sequence[Tensor | None]], None]:
+        def mark(_: Sequence[Tensor], gradient: Sequence[Tensor | None]) -> None:
+            if gradient[0] is None:  # of this pass: a function of the user's own gave none
+                return
             if self.on_backward is not None:
                 self.on_backward()
             self.used[index] = True
