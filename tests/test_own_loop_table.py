@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from tests import test_own_loop_backward as patterns
+from tests import test_own_loop_groups as groups_of
 from tests import test_own_loop_state as states
 from tests.commands import torchrun
 from tests.own_loops import (
@@ -256,6 +257,26 @@ def no_backward() -> None:
 def closure() -> None:
     exact(patterns.with_closure, "AllReduce")
     refused("LBFGS", optimizer=lambda model: torch.optim.LBFGS(model.parameters()))
+
+
+@row("options of the optimizer that change")
+def options() -> None:
+    for strategy in (groups_of.SHARDED, groups_of.BESIDE):
+        groups_of.on_all(groups_of.one_cycle, strategy, groups_of.adamw)
+
+
+@row("a parameter group added later")
+def later_group() -> None:
+    groups_of.test_a_group_may_be_added_where_the_users_optimizer_steps("AllReduce")
+    for strategy in (*groups_of.ELSEWHERE[:2], "Switch(AllReduce, Gossip, when=AfterSteps(99))"):
+        groups_of.test_a_group_that_others_do_not_know_of_is_refused(strategy)
+
+
+@row("an optimizer that keeps state in its groups")
+def state_in_groups() -> None:
+    groups_of.test_an_optimizer_with_state_in_its_groups_steps_where_the_user_sees_it("AllReduce")
+    for strategy in ("AllReduce(shard='optimizer')", groups_of.BESIDE, "LocalSGD(2)"):
+        groups_of.test_an_optimizer_with_state_in_its_groups_is_refused_elsewhere(strategy)
 
 
 @row("clipping, or other changes of gradients")

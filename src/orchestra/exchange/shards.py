@@ -15,7 +15,13 @@ from torch import Tensor
 from orchestra.collectives import Group, all_reduce
 from orchestra.exchange.average import Bucket, GradientAverage, ScheduledGroup
 from orchestra.exchange.servers import clip_together, tensors_of
-from orchestra.optimizers.spec import OptimizerPart, install_moments, set_rates
+from orchestra.optimizers.spec import (
+    OptimizerPart,
+    apply_changed_options,
+    get_options,
+    install_moments,
+    set_rates,
+)
 from orchestra.parameter_server.placement import Piece
 from orchestra.schedules import ALL_REDUCE, ring_all_gather, ring_reduce_scatter
 from orchestra.transports.protocol import CollectiveCall, Task
@@ -62,6 +68,7 @@ class Shards:
         self._parts: list[tuple[int, Tensor, Tensor]] = []  # slot, values and gradient of each
         tensors = {name: part for unit in self.units for name, part in self._own(unit).items()}
         self.optimizer = worker.optimizer.build({name: t for name, (t, _) in tensors.items()})
+        self._options = get_options(self.optimizer)
         install_moments(self.optimizer, tensors, worker.inherited)
         self.part = OptimizerPart(self.optimizer, tensors)
 
@@ -137,6 +144,7 @@ class Shards:
         for slot, values, gradient in self._parts:
             values.grad = gradient if worker.gradients.used[slot] else None
         self._clip()
+        apply_changed_options(self.optimizer, self._options, worker.step.options)
         set_rates(self.optimizer, worker.step.rates)
         elements = sum(values.numel() for _, values, _ in self._parts)
         worker.compute.run(Work("update", elements), self.optimizer.step)

@@ -5,8 +5,10 @@ And its moments by parameter name, whole or in parts.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from orchestra.errors import InputError, nearest, text_of
 from orchestra.optimizers.settings import Optimizer as OptimizerSettings
+from orchestra.optimizers.state import undisturbed
 
 _OPTIM = torch.optim
 ELEMENTWISE = frozenset(
@@ -90,8 +93,7 @@ class OptimizerSpec:
         groups = []
         for group in optimizer.param_groups:
             members = frozenset(names[id(p)] for p in group["params"] if id(p) in names)
-            overrides = {key: value for key, value in group.items() if key in optimizer.defaults}
-            groups.append((members, overrides))
+            groups.append((members, {key: group[key] for key in group if key != "params"}))
         arguments, known = optimizer.defaults, inspect.signature(type(optimizer)).parameters
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
             # Some defaults are no arguments of the constructor; the groups hold them anyway.
@@ -150,6 +152,25 @@ class OptimizerSpec:
                 reason = f"refuses {arguments}: {text_of(error)}"
                 raise InputError(f"optimizer {self.cls.__name__} {reason}") from error
 
+    def written_options(self) -> list[str]:
+        """Return the options that a step of the optimizer writes into its groups: none of torch's.
+
+        Found by two steps, as the first one may only begin to count.
+        """
+        if self.cls.__module__.startswith("torch.optim."):
+            return []
+        parameter = torch.ones(1, 1, device="cpu")
+        parameter.grad = torch.ones_like(parameter)
+        # It may draw random numbers; if it fails, its first real step tells why.
+        with undisturbed(), contextlib.suppress(Exception):
+            optimizer = self.build(dict.fromkeys(sorted(self.group_of)[:1], parameter))
+            before = get_options(optimizer)
+            optimizer.step()
+            optimizer.step()
+            groups = zip(before, get_options(optimizer), strict=True)
+            return sorted({key for old, new in groups for key in new if old.get(key) != new[key]})
+        return []
+
     def build(self, parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
         """Return an optimizer of `parameters` (any subset, or parts, of the model's), groups kept.
 
@@ -201,6 +222,36 @@ def get_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def set_options(optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, Any]]) -> None:
     for group, values in zip(optimizer.param_groups, options, strict=True):
         group.update(values)
+
+
+def changed_options(optimizer: torch.optim.Optimizer, before: Sequence[Mapping[str, Any]]) -> str:
+    """Return as JSON, group by group, the options that `optimizer` had `before` with other values.
+
+    Empty if there are none. Learning rates are left out, as they always travel.
+    """
+    changed = [
+        {key: group[key] for key, value in old.items() if key != "lr" and group[key] != value}
+        for group, old in zip(optimizer.param_groups, before, strict=True)
+    ]
+    return json.dumps(changed, default=_plain) if any(changed) else ""
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor) and not value.dim():
+        return value.item()
+    raise InputError(
+        f"an option of a parameter group became {value!r}, which cannot be sent to servers: make "
+        "it a number, a text or a tuple of them"
+    )
+
+
+def apply_changed_options(
+    optimizer: torch.optim.Optimizer, before: Sequence[Mapping[str, Any]], changed: str
+) -> None:
+    """Give each group the options that it had `before`, and of these the `changed` ones anew."""
+    set_options(optimizer, before)
+    for group, values in zip(optimizer.param_groups, json.loads(changed or "[]"), strict=False):
+        group.update({k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
 
 def torch_optimizers() -> dict[str, type[torch.optim.Optimizer]]:

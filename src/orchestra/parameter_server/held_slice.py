@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from orchestra.errors import PeerLost
-from orchestra.optimizers.spec import plain_step, set_rates
+from orchestra.optimizers.spec import apply_changed_options, get_options, plain_step, set_rates
 from orchestra.optimizers.state import restore
 from orchestra.parameter_server.messages import (
     Answer,
@@ -128,6 +128,8 @@ class HeldSlice:
             (each, each.shape, each.stride(), int(each.storage_offset()) - begin)
             for each, _ in self.tensors.values()
         ]
+        self._options = [] if self.optimizer is None else get_options(self.optimizer)
+        self._changed = ""  # of these options, by the last push that was applied
         self._total = torch.zeros_like(self.values)
         self._buffers: dict[int, Tensor] = {}  # the gradient of each worker's last push
         start = self.parts[0].first if self.parts else 0
@@ -317,6 +319,9 @@ class HeldSlice:
         if self.optimizer is None:
             self._total.copy_(gradient)
             return
+        if first.options != self._changed:
+            apply_changed_options(self.optimizer, self._options, first.options)
+            self._changed = first.options
         rates = self._allow_for_staleness(update, gradient)
         self._step(gradient, 0, slice(None), update.used, rates)
 

@@ -35,7 +35,8 @@ class Push(NamedTuple):
     `samples` are those behind the gradient; 0 where the worker had no data in this step.
     `step_samples` are those of the step over all workers. `position`: where they begin in the
     global order, if they came from a queue. `report`: the input of a rule that ends
-    the phase, from the step's loss on, where there is such a rule.
+    the phase, from the step's loss on, where there is such a rule. `options`: of the optimizer's
+    groups, those that have changed since the start; see `changed_options`.
     """
 
     worker: int
@@ -48,6 +49,7 @@ class Push(NamedTuple):
     used: tuple[bool, ...] = ()
     position: int | None = None
     report: tuple[float, ...] = ()
+    options: str = ""
 
 
 class Answer(NamedTuple):
@@ -93,6 +95,7 @@ class Kind(enum.IntEnum):
     DONE = 5  # the worker has all that it wanted of this server
     WAIT = 6  # for work, where there is none left
     PART = 7  # of the gradient of a push that is to come
+    OPTIONS = 8  # in messages: a PUSH with options, whose characters and number come last
 
 
 PUSH, PART = Kind.PUSH, Kind.PART  # attributes of an Enum are slow to look up
@@ -121,10 +124,13 @@ def encode_request(request: Request, place: int | None = None) -> Tensor:
     push = request.push
     if push is not None:
         position = -1 if push.position is None else push.position
-        head = (PUSH, push.clock, push.samples, push.step_samples, push.loss, push.stop)
+        kind = Kind.OPTIONS if push.options else PUSH
+        head = (kind, push.clock, push.samples, push.step_samples, push.loss, push.stop)
         counts = (len(push.rates), len(push.report))
         part = (PART, request.step) if request.kind is PART else ()
-        body = _vector((*part, *head, position, *counts, *push.rates, *push.report), push.used)
+        body = _vector(
+            (*part, *head, position, *counts, *push.rates, *push.report), push.used, push.options
+        )
     elif place is None:
         body = _vector((request.kind, request.step))
     else:
@@ -144,6 +150,11 @@ def decode_request(message: Tensor, worker: int, points: int = 0) -> Request:
         return Request(worker, kind, push, int(numbers[1]))
     if kind is PUSH:
         return Request(worker, kind, Push(worker, *_content_of_push(numbers)))
+    if kind is Kind.OPTIONS:
+        first = -1 - int(numbers[-1])
+        options = bytes(map(int, numbers[first:-1])).decode("ascii")
+        push = Push(worker, *_content_of_push(numbers[:first]))
+        return Request(worker, PUSH, push._replace(options=options))
     _, step, *more = map(int, numbers)
     points, values = more or (points, False)
     return Request(worker, kind, None, step, points, bool(values))
@@ -153,10 +164,14 @@ def decode_request(message: Tensor, worker: int, points: int = 0) -> Request:
 
 
 @functools.lru_cache(maxsize=256)
-def _vector(head: tuple[float, ...], used: tuple[bool, ...] = ()) -> Tensor:
-    """Encode numbers, and a flag for each tensor of the model; nobody may change the result."""
+def _vector(head: tuple[float, ...], used: tuple[bool, ...] = (), options: str = "") -> Tensor:
+    """Encode numbers, a flag for each tensor of the model, and text in ASCII with its length.
+
+    Nobody may change the result.
+    """
+    text = (*options.encode("ascii"), len(options)) if options else ()
     # `torch.tensor` takes three times as long for it.
-    return torch.frombuffer(array("d", (*head, *used)), dtype=torch.float64)
+    return torch.frombuffer(array("d", (*head, *used, *text)), dtype=torch.float64)
 
 
 @functools.lru_cache(maxsize=256)

@@ -63,6 +63,7 @@ class ServerStrategy(Strategy[V]):
         push = parameter_server.Push(
             worker.rank, client.clock + 1, step.samples, step.total_samples, step.loss, step.stop,
             step.rates, tuple(gradients.used), step.position, step.report,
+            step.options,
         )  # fmt: skip
         vector, parts = gradients.vector, state.parts
         answers = parts.push(push) if parts else client.push(push, vector, into)

@@ -32,6 +32,7 @@ class Step:
         consumed: samples of the whole cluster so far, this step included.
         epoch: passes over the data set so far, as a fraction.
         rates: the learning rate of each parameter group.
+        options: of the groups, those that a user has changed since the start.
         loss: this rank's own; the sample-weighted mean over the workers once they agree.
         losses: the loss of each rank once they agree, 0 for a rank without data.
         stop: whether the user asked this rank to stop; any rank, once they agree.
@@ -54,6 +55,7 @@ class Step:
     consumed: int = 0
     epoch: float = 0.0
     rates: tuple[float, ...] = ()
+    options: str = ""
     loss: float = 0.0
     losses: tuple[float, ...] = ()
     stop: bool = False

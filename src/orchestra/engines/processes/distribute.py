@@ -67,7 +67,7 @@ def distribute(
     `loss.backward()` and `optimizer.step()` stay as they are. Under all-reduce the gradients that
     a finished `backward()` leaves are the average over all workers, so that clipping means what
     it means under DistributedDataParallel. Under a parameter server they are this worker's own,
-    and `step()` pushes them, with the learning rates that stand in `optimizer.param_groups`.
+    and `step()` pushes them, with the options that stand in `optimizer.param_groups`.
 
     Iterate the returned batches once an epoch; the batch size of the loader is that of one
     worker. When an epoch ends, every worker's model holds the agreed parameters.

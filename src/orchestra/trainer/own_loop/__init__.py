@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from orchestra.data.loaders import Loader
 from orchestra.errors import InputError
-from orchestra.optimizers.spec import get_options, get_rates, set_rates
+from orchestra.optimizers.spec import changed_options, get_options, get_rates, set_rates
 from orchestra.strategies.base import Strategy
 from orchestra.trainer.own_loop import model as checks
 from orchestra.trainer.own_loop.epochs import ENDED, SAVING, Epochs
@@ -359,6 +359,9 @@ class OwnLoop:
         self._stepping = True
         rates = get_rates(self.optimizer)
         worker.set_rates(rates)
+        if not batches.whole:
+            before = [options for _, options in worker.optimizer.groups]
+            worker.step.options = changed_options(self.optimizer, before)
         try:
             self.strategy.update(worker, batches.state)
         finally:

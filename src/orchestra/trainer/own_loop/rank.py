@@ -58,6 +58,7 @@ class OwnRank:
         self.ended = False  # all workers have left
         self._loaded_model = self._loaded_moments = self._restoring = False
         self._collected = False  # since the last step: the first worker's optimizer has all moments
+        self._sizes = self._group_sizes()
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._queue_of = queue_of
         self.worker = Worker(runtime, model, self._spec(), own_optimizer=optimizer, **options)
@@ -72,6 +73,8 @@ class OwnRank:
         self._inherited = bool(self.worker.inherited)
         self._release_moments()
         self.worker.inherited = {}
+        self._written = self.worker.optimizer.written_options()
+        self._check_optimizer()
         loaded = Hook(self._model_loaded, LOADED)
         self._hooks: list[Any] = [
             optimizer.register_state_dict_pre_hook(self._may_be_saved),
@@ -158,18 +161,37 @@ class OwnRank:
     # What the user does with model and optimizer
 
     @property
-    def _whole(self) -> bool:
+    def whole(self) -> bool:
         """True if the user's optimizer has the moments, on a worker."""
         return self.strategy.optimizer_of(self.state) is self.optimizer
 
     def _release_moments(self) -> None:
         """Let the user's optimizer make room for moments that lie elsewhere."""
-        if not self._whole:
+        if not self.whole:
             self.optimizer.state.clear()
+
+    def _group_sizes(self) -> list[int]:
+        return [len(group["params"]) for group in self.optimizer.param_groups]
+
+    def _check_optimizer(self) -> None:
+        """Refuse an optimizer that keeps state in its groups where other optimizers make its steps.
+
+        Also one whose `eval` reads its moments, where the user's has none or workers' differ.
+        """
+        has_eval = callable(getattr(self.optimizer, "eval", None))
+        apart = has_eval and not self.synchronous and len(self.workers) > 1
+        if self.is_worker() and (apart or ((has_eval or self._written) and not self.whole)):
+            written = self._written and f"writes {', '.join(self._written)} into its groups"
+            raise InputError(
+                f"optimizer {type(self.optimizer).__name__} {written or 'has eval()'}, but under "
+                f"{self.strategy!r} other optimizers make its steps, or workers have unlike "
+                "moments: take AllReduce without shards, or synchronous servers with "
+                "returns='gradients'"
+            )
 
     def _may_be_saved(self, _: torch.optim.Optimizer) -> None:
         first = self.worker.workers.ranks[0]
-        if self._restoring or self._whole or self.ended or not (self.steps or self._inherited):
+        if self._restoring or self.whole or self.ended or not (self.steps or self._inherited):
             return
         if not self._collected:
             raise InputError(
@@ -192,6 +214,15 @@ class OwnRank:
     def begin_update(self) -> None:
         """Collective over the workers, before a step: release moments that were collected."""
         self.take_over()
+        self._check_optimizer()
+        if (sizes := self._group_sizes()) != self._sizes:
+            if not self.whole or self.strategy.switches:
+                raise InputError(
+                    "the optimizer's parameter groups have other parameters than when distribute "
+                    f"was called, which other ranks under {self.strategy!r} do not know of: make "
+                    "all groups before, with lr=0 where they are to wait"
+                )
+            self._sizes, self.worker.optimizer = sizes, self._spec()
         if self._collected:
             self._collected = False
             self._release_moments()
@@ -202,10 +233,8 @@ class OwnRank:
         self._loaded_model = self._loaded_moments = False
         if not self.is_worker() or self.ended:
             return
-        if moments:
-            self.worker.optimizer = self._spec()
-        moved = moments and not self._whole  # to where the strategy keeps them
-        if not moved and not (model and not (self._whole and self.synchronous)):
+        moved = moments and not self.whole  # to where the strategy keeps them
+        if not moved and not (model and not (self.whole and self.synchronous)):
             return
         if self.taken and self.source() is not None:
             raise InputError(
@@ -262,7 +291,7 @@ class OwnRank:
             own["buffers"] = {}
         self._collected = True
         ranks = self._gather(own, worker.workers.ranks[0])
-        if ranks and not self._whole:  # until the next step
+        if ranks and not self.whole:  # until the next step
             self._install(self._joined(each["moments"] for each in ranks.values()))
         return {str(rank): each for rank, each in ranks.items()}
 
@@ -367,7 +396,7 @@ class OwnRank:
         """Stop the strategy; return what follows. What was loaded last stays in the model."""
         works, command = self.is_worker(), Command.GOES_ON if goes_on else Command.OVER
         if works:
-            if goes_on and not self._whole and not self._loaded_moments:
+            if goes_on and not self.whole and not self._loaded_moments:
                 command = Command.HANDS_OVER
             self.tell(command)
         put_back = self.worker.keep() if self._loaded_model else None
