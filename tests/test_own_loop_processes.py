@@ -4,6 +4,7 @@ servers, evaluations that take long, and what a script may ask of its place."""
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import types
 from pathlib import Path
@@ -79,6 +80,21 @@ def test_server_returns_from_a_function_that_an_engine_calls_on_each_rank(tmp_pa
     outputs = [json.loads((tmp_path / f"output-{rank}.json").read_text()) for rank in range(3)]
     assert [output["taken"] for output in outputs] == [12, 12, 0]
     assert outputs[0]["weight"] == outputs[1]["weight"]
+
+
+@pytest.mark.parametrize(
+    "strategy", ["LocalSGD(3)", pytest.param("AllReduce", marks=pytest.mark.matrix)]
+)
+def test_a_script_that_ends_on_one_rank_alone_is_named(strategy: str, tmp_path: Path) -> None:
+    """With status 0, which says of itself that all is well."""
+    with torchrun(SCRIPTS / "early_exit.py", 2, [strategy], tmp_path) as process:
+        ended = process.end()
+    assert ended.status != 0
+    host = socket.gethostname()
+    assert (
+        f"orchestra: rank 1 on {host} ended its script after step 2, but rank 0 on {host} still "
+        "needs it: let every rank make as many steps before its script ends\n" in ended.err
+    )
 
 
 def test_an_evaluation_longer_than_patience(tmp_path: Path) -> None:

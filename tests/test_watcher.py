@@ -319,6 +319,30 @@ def test_ranks_that_wait_for_each_other_are_named_as_a_cycle() -> None:
     )
 
 
+EARLY = (
+    "rank 1 on host ended its script after step 1, but rank 0 on host still needs it: let every "
+    "rank make as many steps before its script ends"
+)
+
+
+@pytest.mark.parametrize("phase", ["training", "script over"])
+def test_a_script_that_ends_before_the_others_is_named(phase: str) -> None:
+    """Where all have come to the end they may be slow: they have their patience."""
+    story = Story(2)
+    story.change(0, waits_for=(1,), phase=phase)
+    story.change(1, waits_for=(0,), phase="script over")
+    assert story.pass_time(9) == []
+    assert story.pass_time(2) == ([Abort(EARLY)] if phase == "training" else [])
+
+
+def test_a_rank_that_left_in_order_before_the_others_is_named() -> None:
+    story = Story(2)
+    story.tell(Finished(1))
+    story.tell(Failed(0, lost(1)))
+    story.pass_time(4)
+    assert story.cause == EARLY
+
+
 def test_waiting_for_a_rank_that_has_finished_is_a_hang() -> None:
     story = Story()
     story.tell(Finished(2))

@@ -13,6 +13,8 @@ The rules:
 - A rank that computes for longer than `patience` without a sign of progress is hung; before its
   first step it has three times as long. Ranks that wait for each other, or for nobody alive,
   are hung together.
+- A rank whose script is over and one that still trains, and that wait for each other, have made
+  unlike numbers of steps.
 - A failure that is the consequence of another one waits a moment for the true cause.
 - An expendable rank is left out; any other ends the run.
 """
@@ -39,6 +41,7 @@ class Limits:
     cause: float = 3.0  # for the true cause behind a consequence
     status: float = 2.0  # from the end of a connection until the exit status is known
     unwinding: float = 3.0  # for a program to end once its rank was asked to leave
+    parting: float = 10.0  # as patience, for ranks that wait for one whose script is over
     leaving: float = 5.0  # for the process of such a rank, or of one that delivered its result
     advice: str = ""  # for the user of a program that had more to do than `patience` allows
 
@@ -53,6 +56,9 @@ class State(enum.Enum):
     FAILED = "has failed"
     LEFT_OUT = "was left out"
 
+
+SCRIPT_OVER = "script over"
+"""The phase of a rank whose program is a script of the user's that has come to its end."""
 
 ALIVE = (State.RUNNING, State.STOPPED)
 
@@ -77,7 +83,7 @@ class Member:
 
     @property
     def leaving(self) -> bool:
-        return self.state not in ALIVE or self.beat.phase == "leaving"
+        return self.state not in ALIVE or self.beat.phase in ("leaving", SCRIPT_OVER)
 
 
 class FailureDetector:
@@ -291,11 +297,13 @@ class FailureDetector:
         if not self._consequences or self._consequences[0][0] > self._now:
             return
         _, member, failure = self._consequences[0]
-        if failure.lost not in self.left_out:
+        lost = None if failure.lost is None else self._members[failure.lost]
+        if lost is not None and lost.state is State.DONE:
+            self._parted(lost, member)
+        elif lost is None or lost.rank not in self.left_out:
             self._fail(events.failed_text(member.name, failure))
         else:
             consequence = events.failed_text(member.name, failure, "could not go on")
-            lost = self._members[failure.lost]
             self._fail(f"{lost.name} {self.left_out[lost.rank]}; {consequence}")
 
     def _hangs(self) -> None:
@@ -304,13 +312,17 @@ class FailureDetector:
             return  # all others wait for it, which `_late` decides about
         under_way = any(m.beat.step > 0 for m in self._members.values())
         alive = {m.rank for m in self._in(*ALIVE)}
+        over = {rank for rank in alive if self._members[rank].beat.phase == SCRIPT_OVER}
+        limit = patience if under_way else 3 * patience
+        if over and over != alive:
+            limit = min(limit, self.limits.parting)
         waiting: dict[int, tuple[int, ...]] = {}
         for member in self._in(State.RUNNING):
             if member.seen_at < self._now - self.limits.silence:
                 continue  # `_silences` decides about it
             idle = self._now - member.active_at
             if member.beat.waits_for:
-                if idle > patience * (1 if under_way else 3):
+                if idle > limit:
                     # A server beside a worker, which waits for itself, waits for any of the others.
                     beside = member.beat.waits_for == (member.rank,)
                     waiting[member.rank] = tuple(alive) if beside else member.beat.waits_for
@@ -318,6 +330,10 @@ class FailureDetector:
                 self._lose(member, self._idle_text(member, idle))
         deadlocked = events.stuck(waiting, alive)
         if deadlocked:
+            early, late = deadlocked.keys() & over, deadlocked.keys() - over
+            if early and late:
+                self._parted(self._members[min(early)], self._members[min(late)])
+                return
             whats = {rank: self._members[rank].beat.waits_what for rank in deadlocked}
             states = {m.rank: m.state.value for m in self._members.values()}
             self._fail(f"the run hangs: {events.follow_waits(deadlocked, whats, states)}")
@@ -326,6 +342,12 @@ class FailureDetector:
         if stopped and events.stuck(waiting, alive - {m.rank for m in stopped}):
             for member in stopped:  # at a checkpoint, say
                 self._lose(member, "is stopped, and all others wait for it")
+
+    def _parted(self, early: Member, late: Member) -> None:
+        self._fail(
+            f"{early.name} ended its script after step {early.beat.step}, but {late.name} still "
+            "needs it: let every rank make as many steps before its script ends"
+        )
 
     def _is_awaited(self, member: Member) -> bool:
         """Return whether an idle rank can hang: not while paused, nor while others still train.

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils.data import DataLoader
 
 from orchestra.engines.events import Notice
+from orchestra.engines.failure_detector import SCRIPT_OVER
 from orchestra.engines.live import print_notice
 from orchestra.engines.processes.environment import detect, runs_function, world_size
 from orchestra.engines.processes.rank import join
@@ -323,6 +324,7 @@ class _Process:
 
     def _end(self) -> None:
         if self._error is None:
+            self._runtime.reporter.phase(SCRIPT_OVER)
             try:
                 for loop in self._loops:
                     loop.finish()

@@ -411,7 +411,8 @@ class OwnLoop:
 
         Ranks that serve are told whether the script `goes_on` with another loop.
         """
-        self.worker.reporter.phase("training" if goes_on else "leaving")
+        if goes_on:
+            self.worker.reporter.phase("training")
         if not self.batches.ended:
             self.batches.end(self.batches.leave(goes_on=goes_on))
 
