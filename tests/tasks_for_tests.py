@@ -16,6 +16,7 @@ from orchestra import exchange
 from orchestra.settings import setting
 from orchestra.strategies.all_reduce import AllReduce, AllReduceState
 from orchestra.strategies.base import Roles
+from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.tasks import Digits, Task, TensorData
 from orchestra.worker.worker import Worker
 
@@ -287,3 +288,20 @@ class FirstDecides(AllReduce):
         if worker.rank == 0:
             super().update(worker, state)
         exchange.agree_on_parameters(worker)
+
+
+@dataclass(frozen=True, repr=False)
+class NeverUpdates(AllReduce):
+    """Fails in the first step, with and without values."""
+
+    def update(self, worker: Worker, state: AllReduceState) -> None:
+        raise ValueError("no update")
+
+
+@dataclass(frozen=True, repr=False)
+class Signs(LocalSGD):
+    """Takes the sign of each worker's own gradient, which the guide calls `current()`."""
+
+    def reduce(self, worker: Worker, state: Any) -> None:
+        exchange.keep_gradient(worker)
+        worker.gradients.current().sign_()

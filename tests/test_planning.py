@@ -15,6 +15,7 @@ import pytest
 import orchestra
 from orchestra.cli.plan import read_target
 from orchestra.cluster import load_cluster
+from orchestra.engines.processes.system import now
 from orchestra.engines.simulation import trials
 from orchestra.engines.simulation.training import assigned
 from orchestra.engines.simulation.trials import Trial, Tried
@@ -61,6 +62,15 @@ def found_on(text: str, folder: Path, **settings: object) -> dict[str, Candidate
     cluster = load_cluster(text, where="cluster", folder=Path())
     space = Space(experiment(**settings), cluster, folder / "clusters")
     return {each.name: each for each in space.candidates()}
+
+
+def timed(space: Space, labels: Container[str], folder: Path) -> Search:
+    """A search that has only found the speeds of the candidates with `labels`."""
+    some = [each for each in space.candidates() if each.label in labels]
+    budget = Budget(0.0, 1e12)
+    search = Search([], ACCURACY, Length(1000, 10), folder, budget, lambda what, part: None)
+    search.add_speeds(some, now() + 60.0)
+    return search
 
 
 # Decisions on plain figures
@@ -182,6 +192,23 @@ def test_what_cannot_be_timed_from_shapes_is_timed_with_values(tmp_path: Path) -
     found = found_on("lan_1gbit(nodes=2)", tmp_path, strategies=own)
     assert short(found["ring on 2 nodes"].run).training.tensors == "shapes"
     assert short(found["switch on 2 nodes"].run).training.tensors == "real"
+
+
+def test_strategies_of_the_user_are_timed_with_values_or_the_plan_says_why_not(
+    tmp_path: Path,
+) -> None:
+    own = {
+        "reads values": "examples.own_strategy:DynamicAveraging",
+        "fails": "tests.tasks_for_tests:NeverUpdates",
+        "too few": "Hop(backup=2)",
+    }
+    cluster = load_cluster("lan_1gbit(nodes=2)", where="cluster", folder=Path())
+    space = Space(experiment(strategies=own), cluster, tmp_path / "clusters")
+    search = timed(space, own, tmp_path)
+    assert search.entries["reads values on 2 nodes"].speed
+    assert search.notes == ["fails on 2 nodes is left out: rank 0 failed: ValueError: no update"]
+    (reason,) = space.refused
+    assert reason.startswith("too few on 2 nodes is left out: ")
 
 
 def test_one_machine_has_ranks_in_place_of_nodes(tmp_path: Path) -> None:

@@ -176,6 +176,21 @@ def test_ranks_that_wait_for_each_other_are_named() -> None:
     )
 
 
+def test_a_hang_names_the_flow_that_waits_and_no_idle_one() -> None:
+    def program(runtime: Runtime) -> None:
+        transport = runtime.transport
+        idle = transport.spawn(lambda own: own.receive(None, tag=1).wait())
+        other = transport.spawn(lambda own: own.receive(1 - runtime.rank, tag=5).wait())
+        transport.spawn(lambda own: own.receive(None, tag=2).wait())
+        (other if runtime.rank else transport.receive(1, tag=7)).wait()
+        idle.wait()
+
+    assert run_ranks(2, program).failure == (
+        "the run hangs: rank 0 waits for rank 1 (to receive, tag 7), "
+        "rank 1 waits for rank 0 (to receive, tag 5)"
+    )
+
+
 def test_a_rank_that_fails_is_named_and_the_others_leave() -> None:
     def program(runtime: Runtime) -> None:
         if runtime.rank == 1:

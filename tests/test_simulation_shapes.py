@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 from tests.simulated import cluster
+from tests.tasks_for_tests import Signs
 from tests.test_contract import TABLE, Row
 from tests.training import settings
 
@@ -149,6 +150,10 @@ def on_each(clusters: Sequence[str]) -> list[Any]:
             marks = () if on == first else (pytest.mark.matrix,)
             cases.append(pytest.param(row, on, id=f"{row.label}-{on}", marks=marks))
     return cases
+
+
+def test_a_strategy_that_changes_its_own_gradient(tmp_path: Path) -> None:
+    check(settings(Signs(2), 3, "images()", steps=4), tmp_path, "lan_1gbit")
 
 
 @pytest.mark.parametrize(("row", "on"), on_each(["stragglers(nodes=4)", "one_host(cores=2)"]))

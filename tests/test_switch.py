@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.by_turns import by_turns
+from tests.own_loops import distributed, in_order, mean_square
 from tests.tasks_for_tests import Weight
 from tests.threads import FreeCompute, ask_to_stop, run_ranks
 from tests.training import TASKS, Case, Trained, distance, equal, single_process, train_threads
@@ -464,3 +465,15 @@ def test_phases_have_to_agree_on_the_processes() -> None:
         Switch(AllReduce(), Single()).roles(3)
     with pytest.raises(InputError, match="leave no worker"):
         Switch(AllReduce(), ParameterServer(servers=3)).roles(3)
+
+
+def test_a_loop_that_keeps_its_loss_is_refused_where_a_phase_watches_it() -> None:
+    def loop(model: Any, optimizer: Any, batches: Any) -> None:
+        for batch in batches:
+            optimizer.zero_grad()
+            mean_square(model, batch).backward()
+            optimizer.step()
+
+    inner = "Switch(AllReduce(), AllReduce('tree'), when=LossStable())"
+    with pytest.raises(InputError, match="watches the training loss"):
+        distributed(loop, f"Switch({inner}, AllReduce(), when=AfterSteps(9))", lambda: in_order(12))

@@ -5,15 +5,25 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from tests.comparisons import experiment, summary
 
 from orchestra.compression.quantization import BF16
 from orchestra.compression.sparsification import TopK
-from orchestra.engines.simulation.trials import FURTHEST_FACTOR, search
+from orchestra.engines.simulation import trials
+from orchestra.engines.simulation.costs import cost_source_of
+from orchestra.engines.simulation.trials import (
+    FURTHEST_FACTOR,
+    Question,
+    Rival,
+    find_break_even,
+    search,
+)
 from orchestra.experiments.comparison import carry_out
+from orchestra.experiments.experiment import runs
 from orchestra.experiments.techniques import Technique, techniques
 from orchestra.report.page import page
 from orchestra.report.rows import collect
@@ -21,6 +31,7 @@ from orchestra.report.study import Study
 from orchestra.report.table import verdicts
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.local_sgd import LocalSGD
+from orchestra.worker.runtime import SilentReporter
 
 
 def test_pairs_differ_in_one_setting_which_has_its_default_in_one_of_them() -> None:
@@ -126,6 +137,23 @@ def test_what_was_found_is_kept_and_the_rest_is_searched_again(tmp_path: Path) -
     path.write_text(json.dumps(before))
     simulated(tmp_path, 1e8)
     assert json.loads(path.read_text())["techniques"][0]["break_even"]["pays"] == "below"
+
+
+def test_strategies_that_read_values_are_searched_with_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trials, "FURTHEST", 1)
+    own = "examples.own_strategy:DynamicAveraging"
+    made = experiment(
+        engine="simulation", cluster="lan_1gbit(nodes=2)", calibration="none", steps=4,
+        task="synthetic(3000, samples=16)",
+        strategies={"often": f"{own}(1e-6, every=1)", "rare": f"{own}(1e-6)"},
+    )  # fmt: skip
+    often, rare = (Rival(run, 4.0, cost_source_of(run)) for run in list(runs(made))[:2])
+    found = find_break_even(
+        cast(Any, SimpleNamespace(reporter=SilentReporter())), Question(often, rare, 60.0)
+    )
+    assert found.pays == "never", found
 
 
 def test_real_gradients_count_to_the_target(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def carry_out(
         space.candidates(), experiment.training.target, length, folder / "runs", budget, tell,
         seeds=experiment.seeds,
     )  # fmt: skip
-    search.notes += notes
+    search.notes += [*notes, *space.refused]
     search.run()
     if (scaled := to_scale(rows_of(search))) is not None:
         others = space.on_other_counts(search.entries[scaled.name].candidate)

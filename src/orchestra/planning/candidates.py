@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,6 +86,11 @@ class Candidate:
     rate: float = 1.0  # of the learning rate, as a multiple of the rule's
 
     @property
+    def own(self) -> bool:
+        """True if its strategy is one of the experiment's, and none of `EVERYWHERE`."""
+        return self.label not in (*EVERYWHERE, ONE_PROCESS)
+
+    @property
     def exact(self) -> bool:
         """True if it learns what one process with the same batch does, but for rounding."""
         strategy = self.run.strategy
@@ -123,6 +129,7 @@ class Space:
     experiment: Experiment
     cluster: Cluster  # the whole one
     folder: Path  # where clusters of some of its nodes are written
+    refused: list[str] = field(default_factory=list)  # of the experiment's strategies, and why
 
     @property
     def fastest(self) -> list[Node]:
@@ -213,14 +220,16 @@ class Space:
         on = f" on {count} {'nodes' if self.several else 'ranks'}"
         name = label + ", shares by speed" * (shares == MEASURED) + on + _batch_text(batch)
         try:
-            if each.refusal(len(names)) is not None:
-                return []
-            training = self._training(len(names), batch, self._only(tuple(names)), shares)
-            run = self._run(name, each, training)
+            if (reason := each.refusal(len(names))) is None:
+                training = self._training(len(names), batch, self._only(tuple(names)), shares)
+                run = self._run(name, each, training)
+                return [Candidate(name, run, tuple(dict.fromkeys(names)), label, batch)]
         # A setting that so many ranks cannot have: no candidate, and no end of the plan
-        except InputError:
-            return []
-        return [Candidate(name, run, tuple(dict.fromkeys(names)), label, batch)]
+        except InputError as error:
+            reason = str(error)
+        if label not in EVERYWHERE:
+            self.refused.append(f"{name} is left out: {reason}")
+        return []
 
     def _run(self, name: str, each: Strategy[Any], training: Training) -> Run:
         return Run(name, self.experiment.task, each, self.experiment.seeds[0], training)
@@ -290,8 +299,11 @@ def scaled_rate(optimizer: Optimizer, batch: float) -> float:
     return float(batch**0.5) if optimizer.name in ADAPTIVE else batch
 
 
-def short(run: Run, steps: int = 0) -> Run:
-    """Return a run of the same kind with few steps, or `steps`; without values where possible."""
+def short(run: Run, steps: int = 0, *, values: bool = False) -> Run:
+    """Return a run of the same kind with few steps, or `steps`.
+
+    It is without values where the run's settings allow that, unless `values`.
+    """
     training = run.training
     steps = steps or max(FEWEST_STEPS, min(SPEED_STEPS, RANK_STEPS // training.ranks))
     if isinstance(run.strategy, LocalSGD) and run.strategy.every is not None:
@@ -299,10 +311,11 @@ def short(run: Run, steps: int = 0) -> Run:
         steps = 2 * run.strategy.every
     # No target and no snapshots: only the time of its steps is of interest
     training = replace(training, epochs=None, steps=steps, target=None, snapshots=0)
-    try:
-        return replace(run, training=replace(training, tensors="shapes", clip_norm=None))
-    except InputError:  # a pipeline, or a switch that goes by losses
-        return replace(run, training=training)
+    if not values:
+        # Refused: a pipeline, or a switch that goes by losses
+        with contextlib.suppress(InputError):
+            return replace(run, training=replace(training, tensors="shapes", clip_norm=None))
+    return replace(run, training=training)
 
 
 def _at_rate(training: Training, factor: float) -> Training:

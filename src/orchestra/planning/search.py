@@ -165,10 +165,18 @@ class Search(Standing):
                 (entry, short(entry.candidate.run, steps), Path(place) / str(number), 1.0)
                 for number, entry in enumerate(entries)
             ]
-            found = self._try(jobs, until)
-        for entry, tried in found:
+            found = {entry.name: tried for entry, tried in self._try(jobs, until)}
+            # A strategy that reads a value, or calls what shapes lack, is timed with real tensors.
+            again: list[Job] = [
+                (entry, short(entry.candidate.run, steps, values=True), folder / "real", part)
+                for entry, run, folder, part in jobs
+                if run.training.tensors == "shapes" and found[entry.name].failure is not None
+            ]
+            found |= {entry.name: tried for entry, tried in self._try(again, until)}
+        for entry in entries:
+            tried = found[entry.name]
             if tried.failure is not None:
-                entry.dropped = tried.failure
+                self._drop(entry, tried.failure)
             elif tried.record is not None and tried.record.samples_per_second:
                 entry.record = tried.record
             elif entry.record is None:
@@ -342,7 +350,7 @@ class Search(Standing):
             if tried.failure is not None:
                 # Without its run nothing is known of those that learn the same
                 for alike in (entry, *self.alike(entry)):
-                    alike.dropped = alike.dropped or f"failed: {tried.failure}"
+                    self._drop(alike, f"failed: {tried.failure}")
             elif tried.record is not None:
                 # Rounding of steps may leave a completed run a little below all samples
                 whole = tried.record.status == "completed"
@@ -370,6 +378,13 @@ class Search(Standing):
             outcomes, self.stopped = shared_out(waiting, deadline, processes(), self._tell_part)
             found |= {list(trials)[number]: tried for number, tried in outcomes}
         return [(entry, found.get(place, Tried())) for place, (entry, *_) in enumerate(jobs)]
+
+    def _drop(self, entry: Entry, failure: str) -> None:
+        """Drop `entry`, which failed; of a strategy that the user named, the notes say so."""
+        if entry.dropped is None:
+            entry.dropped = failure
+            if entry.candidate.own:
+                self.notes.append(f"{entry.name} is left out: {failure}")
 
     def _tell_part(self) -> None:
         used = (now() - self._budget.began) / (self._budget.until - self._budget.began)

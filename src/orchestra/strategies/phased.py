@@ -54,6 +54,14 @@ class Phased(Strategy[Any]):
     def synchronous(self) -> bool:
         return all(each.synchronous for each in self.phases)
 
+    @property
+    def reads_loss(self) -> bool:
+        return any(each.reads_loss for each in self.phases)
+
+    @property
+    def reads_values(self) -> bool:
+        return any(each.reads_values for each in self.phases)
+
     def footprint(self, rank: int, ranks: int) -> Footprint:
         each = (phase.footprint(rank, ranks) for phase in self.phases)
         return functools.reduce(lambda one, other: one.joined(other, max), each)

@@ -248,12 +248,12 @@ class Switch(Phased):
 
     @property
     def reads_loss(self) -> bool:
-        return self.when.reads_loss
+        return self.when.reads_loss or super().reads_loss
 
     @property
     def reads_values(self) -> bool:
         rule = self.when.reads_loss or self.when.reads_gradients
-        return rule or self.first.reads_values or self.then.reads_values
+        return rule or super().reads_values
 
     def update(self, worker: Worker, state: SwitchState) -> None:
         """Update as the phase under way does; then, in the first, see whether it is over."""

@@ -249,6 +249,9 @@ class ShapeGradients(Gradients):
     clear = forget = await_collection = collect = collect_each = _nothing
     collect_rest = forget_unused = leave_in_place = _nothing
 
+    def current(self) -> Tensor:
+        return self.vector
+
     def pass_backward(self) -> None:
         """Report all slots as ready, in their order."""
         if self.on_ready is not None:

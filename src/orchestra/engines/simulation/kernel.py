@@ -10,7 +10,7 @@ import functools
 import heapq
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -194,10 +194,9 @@ class Kernel(Events):
     def wait_of(self, rank: int) -> Wait | None:
         """What `rank` waits for; None as long as one of its flows computes."""
         calls = [flow.waits for flow in self.flows if flow.rank == rank]  # its main flow's first
-        waits = [call() for call in calls if call is not None]
-        if not waits or len(waits) < len(calls):
+        if not calls or None in calls:
             return None
-        return next((wait for wait in waits if wait[0] != (rank,)), waits[0])
+        return foremost(rank, [call() for call in calls if call is not None])
 
     def let_go(self, rank: int) -> None:
         """From an event: flows of `rank`, which was held, go on whose turn has come."""
@@ -251,7 +250,9 @@ class Kernel(Events):
         if not flow.ended:
             waiter = self.current
             flow.on_end.append(lambda _: self.resume(waiter))
-            waiter.waits = lambda: ((flow.rank,), "a flow of its own")
+            # What the flow waits for holds up this one, too
+            own: Wait = ((flow.rank,), "a flow of its own")
+            waiter.waits = lambda: own if flow.waits is None else flow.waits()
             self.park()
             waiter.waits = None
 
@@ -337,11 +338,21 @@ class Kernel(Events):
         return self.launcher
 
 
+def foremost(rank: int, waits: Sequence[Wait]) -> Wait:
+    """Return the first of `waits` for another rank; `rank`'s main flow comes first in them.
+
+    Background flows may only be idle until somebody has a message for them.
+    """
+    return next((wait for wait in waits if wait[0] != (rank,)), waits[0])
+
+
 def describe(flows: Iterable[Flow]) -> str:
     """Who waits for whom, for what, in one line."""
-    waits = {flow: flow.waits() for flow in flows if flow.waits is not None}
-    own = {flow.rank: wait for flow, wait in waits.items() if wait[0] != (flow.rank,)}
-    own |= {flow.rank: wait for flow, wait in waits.items() if flow.main and flow.rank not in own}
+    waits: dict[int, list[Wait]] = {}
+    for flow in flows:
+        if flow.waits is not None:
+            waits.setdefault(flow.rank, []).append(flow.waits())
+    own = {rank: foremost(rank, each) for rank, each in waits.items()}
     whats = {rank: what for rank, (_, what) in own.items()}
     blocked = {rank: ranks for rank, (ranks, _) in own.items()}
     return follow_waits(blocked, whats, {}) if blocked else "flows are parked that wait for nothing"

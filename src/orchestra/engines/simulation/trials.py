@@ -30,7 +30,7 @@ from orchestra.records.live import remove_live
 from orchestra.records.record import RunRecord
 from orchestra.records.report import Point, RankReport
 from orchestra.strategies.base import roles_of
-from orchestra.trainer.settings import Run
+from orchestra.trainer.settings import Run, Tensors
 from orchestra.worker.runtime import VARIABLE, usable_cores
 
 if TYPE_CHECKING:
@@ -267,15 +267,18 @@ def find_break_even(runtime: Runtime, question: Question) -> BreakEven:
     if not links:
         return BreakEven(reason="the cluster is one node, without links")
     reporter, done = SilentReporter(), itertools.count(1)
-    deadline = time.perf_counter() + question.seconds
+    deadline = time.monotonic() + question.seconds
 
     def seconds(rival: Rival, factor: float) -> float:
         runtime.reporter.progress(step=next(done), samples=0)
         if runtime.reporter.stop_requested():
             raise InputError("stopped")
-        if time.perf_counter() > deadline:
-            raise InputError(f"not found within {question.seconds:g} s")
-        return rival.steps * _step_seconds(rival, cluster.scaled(bandwidth=factor), reporter)
+        try:
+            with _ended_at(deadline):
+                there = cluster.scaled(bandwidth=factor)
+                return rival.steps * _step_seconds(rival, there, reporter)
+        except _Late:
+            raise InputError(f"not found within {question.seconds:g} s") from None
 
     def faster(factor: float) -> bool:
         return seconds(question.technique, factor) < seconds(question.plain, factor)
@@ -292,23 +295,33 @@ def find_break_even(runtime: Runtime, question: Question) -> BreakEven:
 
 
 def _step_seconds(rival: Rival, cluster: Cluster, reporter: Reporter) -> float:
-    """Return the seconds of a step, in a simulation of time alone.
+    """Return the seconds of a step, in a simulation of time alone; if that fails, with values.
 
     Raises:
-        InputError: the strategy or the task needs values.
+        InputError: the simulation fails with values, too.
     """
     run, training = rival.run, rival.run.training
     most = min(max(RANK_STEPS // training.ranks, FEWEST_STEPS), MOST_STEPS)
     steps = max(1, min(most, math.ceil(rival.steps)))
     training = replace(
         training,
-        epochs=None, steps=steps, tensors="shapes", clip_norm=None, target=None,
+        epochs=None, steps=steps, clip_norm=None, target=None,
         checkpoint_every=None, snapshots=0, trace_steps=0, record_order=False, tensorboard=False,
     )  # fmt: skip
-    short = replace(run, training=training)
     ranks = len(roles_of(run.strategy, training.ranks).shares)
-    outcome, *_ = simulate_run(short, rival.source, cluster, ranks, Path(), reporter)
-    if problem := outcome.bad_input or outcome.failure:
-        raise InputError(problem)
-    reports = [report for report in outcome.results if report is not None]
-    return float(max(report.train_seconds for report in reports) / steps)
+    problem: str | None = None
+    kinds: tuple[Tensors, ...] = ("shapes", "real")
+    for tensors in kinds:
+        try:
+            short = replace(run, training=replace(training, tensors=tensors))
+            with tempfile.TemporaryDirectory(prefix="orchestra-search-") as place:
+                folder = Path(place)  # runs with values write files
+                outcome, *_ = simulate_run(short, rival.source, cluster, ranks, folder, reporter)
+            problem = outcome.bad_input or outcome.failure
+        except InputError as error:
+            problem = str(error)
+        if problem is None:
+            reports = [report for report in outcome.results if report is not None]
+            return float(max(report.train_seconds for report in reports) / steps)
+    # Without the traceback that may follow
+    raise InputError((problem or "").splitlines()[0])
