@@ -20,6 +20,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "broken_module.py").write_text("import not_installed_anywhere\n")
     (tmp_path / "raising_module.py").write_text("1 / 0\n")
+    for code in ("0", "'no licence'"):
+        name = f"exiting_{len(code)}.py"
+        (tmp_path / name).write_text(f"import sys\nsys.exit({code})\n")
+    (tmp_path / "exiting_class.py").write_text(
+        "import orchestra, sys\n"
+        "class Mine(orchestra.Single):\n"
+        "    def check(self):\n        sys.exit(0)\n"
+    )
     return tmp_path
 
 
@@ -58,6 +66,9 @@ CASES = {
     "no module": (arguments(task="tests.nowhere:f"), "no module 'tests.nowhere'"),
     "broken import": (arguments(task="broken_module:f"), "No module named 'not_installed_any"),
     "raising import": (arguments(task="raising_module:f"), "ZeroDivisionError: division by zero"),
+    "exiting import": (arguments(task="exiting_1:f"), "exiting_1 failed: SystemExit: 0"),
+    "exiting with a text": (arguments(strategy="exiting_12:S"), "SystemExit: no licence"),
+    "exiting settings": (arguments(strategy="exiting_class:Mine"), "Mine exits: SystemExit: 0"),
     "no function": (arguments(task="fien"), "has no 'fien'; did you mean 'fine'?"),
     "not a task": (arguments(task="not_a_task"), "'tests.bad_tasks:not_a_task' does not say that"),
     "a shell": (arguments(task="os:system('touch called')"), "'os:system' does not say that"),

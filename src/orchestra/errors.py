@@ -13,12 +13,19 @@
 from __future__ import annotations
 
 import difflib
+import re
+import sys
 from collections.abc import Iterable
 
 REPEATED = 200
 """The most characters of an input that a message repeats."""
 LISTED = 100
 """The most known names that a message lists."""
+
+
+CONTROLS = "\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
+"""Characters that act on a terminal, turn text round or are none, as a class of a pattern."""
+_ACTING = re.compile(f"(?![\n\t])[{CONTROLS}]")
 
 
 class OrchestraError(Exception):
@@ -93,6 +100,16 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except Exception:
         return ""
+
+
+def visible(text: str) -> str:
+    """`text` without control and bidirectional characters; line ends and tabs stay."""
+    return _ACTING.sub("", text)
+
+
+def tell(message: object) -> None:
+    """Print a message for the user on standard error, at once."""
+    print(f"orchestra: {visible(str(message))}", file=sys.stderr, flush=True)
 
 
 def nearest(name: str, known: Iterable[str], others: Iterable[str] = ()) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -18,6 +17,7 @@ from orchestra.engines.processes.environment import detect
 from orchestra.errors import InputError
 from orchestra.experiments.comparison import SEARCH_SECONDS, Comparison, carry_out
 from orchestra.experiments.file import load
+from orchestra.records.terminal import Terminal
 from orchestra.report.answer import answer
 from orchestra.report.fairness import conditions, doubts, fairness
 from orchestra.report.numbers import (
@@ -145,7 +145,7 @@ LABEL_COLUMNS = 24  # longer cells, and those with a spread, are broken if the t
 
 def print_comparison(comparison: Comparison, baseline: str | None = None) -> None:
     """Print the fairness rule, rows best first, answer, failures, and where the rest lies."""
-    console = Console(highlight=False, markup=False)
+    console = Terminal()
     folder = comparison.folder
     if comparison.records:
         study = Study(collect([folder]), baseline)

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from orchestra.cli.terminal import Parser
@@ -21,6 +20,7 @@ from orchestra.errors import InputError, nearest
 from orchestra.experiments.experiment import Experiment
 from orchestra.experiments.file import TRAINING_KEYS
 from orchestra.optimizers.settings import SCHEDULES
+from orchestra.records.terminal import Terminal
 from orchestra.settings import Described, Registry, Settings, describe
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.outer import Outer
@@ -253,7 +253,7 @@ def _print_settings(rows: Sequence[Described]) -> None:
     for row in rows:
         values = f"{row.type}, {row.range}" if row.range else row.type
         table.add_row(row.name, values, row.default, row.meaning)
-    _console().print(table)
+    Terminal().print(table)
 
 
 def _print_names(titles: Mapping[str, Sequence[tuple[str, ...]]]) -> None:
@@ -270,14 +270,10 @@ def _print_names(titles: Mapping[str, Sequence[tuple[str, ...]]]) -> None:
 
 def _print_indented(text: str, indent: int, before: str = "", style: str | None = None) -> None:
     """Print `text` in lines that fit the terminal, `indent` from its edge; `before` the first."""
-    console = _console()
+    console = Terminal()
     width = max(console.width, indent + _NARROWEST)
     wrapper = textwrap.TextWrapper(width, before.ljust(indent), " " * indent)
     # Names such as DC-ASGD stay whole.
     wrapper.break_on_hyphens = False
     for line in wrapper.wrap(text) or [before]:
         console.print(line.rstrip(), style=style, soft_wrap=True)
-
-
-def _console() -> Console:
-    return Console(highlight=False, markup=False)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from orchestra import __version__
-from orchestra.errors import InputError, RunFailed, nearest
+from orchestra.errors import InputError, RunFailed, nearest, tell
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 """The errors of a failed write for which the system names no file."""
@@ -101,7 +101,7 @@ def guarded(command: Callable[[list[str]], int], argv: Sequence[str] | None = No
     except KeyboardInterrupt:
         return _complain("stopped", 1)
     except SystemExit as exit:  # argparse, after --help
-        return int(exit.code or 0)
+        return _complain(exit, 2) if isinstance(exit.code, str) else int(exit.code or 0)
     except BrokenPipeError:  # the reader of a pipe has seen enough
         _drop_output()
         return 0
@@ -148,8 +148,11 @@ def _dispatch(arguments: list[str]) -> int:
         here = str(Path.cwd())
     except FileNotFoundError:
         raise InputError("the working directory is gone; change to one that is there") from None
+    # For package.module:function. After what is installed: no file here may stand in for a package.
+    if sys.path[0] in ("", here):  # from `python -m`
+        del sys.path[0]
     if here not in sys.path:
-        sys.path.insert(0, here)  # for package.module:function, as `python -m` does
+        sys.path.append(here)
     module, _, function = COMMANDS[command].partition(":")
     status = getattr(importlib.import_module(module), function)(rest)
     assert isinstance(status, int)
@@ -159,7 +162,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _complain(message: object, status: int) -> int:
-    print(f"orchestra: {message}", file=sys.stderr)
+    tell(message)
     return status
 
 

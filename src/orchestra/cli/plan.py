@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from orchestra.cli.terminal import Parser, entries, numbers, progress_line
@@ -28,6 +27,7 @@ from orchestra.planning.api import MINUTES, carry_out, planned
 from orchestra.planning.map import Check, Map, Plane, loaded, read_axis
 from orchestra.planning.map_survey import draw_map
 from orchestra.records.record import write_atomically
+from orchestra.records.terminal import Terminal
 from orchestra.report.numbers import or_dash, significant
 from orchestra.settings.reading import Entry
 
@@ -184,7 +184,7 @@ def read_target(text: str) -> dict[str, object]:
 
 def print_plan(plan: Plan) -> None:
     """Print the table, the answer, the notes, what was verified, and the command."""
-    console = Console(highlight=False, markup=False)
+    console = Terminal()
     # Those without a speed were refused, or there was no time; plan.json says which
     rows = [row for row in plan.rows if row.speed][:SHOWN]
     if rows:
@@ -291,7 +291,7 @@ def draw(arguments: Sequence[str]) -> int:
 
 def print_map(drawn: Map) -> None:
     """Print the map in letters, the strategies, what was left out, and where the figure is."""
-    console = Console(highlight=False, markup=False)
+    console = Terminal()
     if drawn.target is not None:
         console.print(f"target: {target_text(drawn.target)}")
     console.print(f"costs: {drawn.costs}")

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich import progress
-from rich.console import Console
 from rich.table import Table
 
 from orchestra.errors import InputError, nearest
 from orchestra.experiments.file import KNOWN_KEYS
+from orchestra.records.terminal import Terminal
 from orchestra.settings.reading import Entry
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def progress_line() -> Iterator[Progress]:
         return
     text, bar = progress.TextColumn("{task.description}"), progress.BarColumn(bar_width=24)
     columns = (text, bar, progress.TimeElapsedColumn())
-    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as line:
+    with progress.Progress(*columns, console=Terminal(stderr=True), transient=True) as line:
         task = line.add_task("starting", total=1.0)
 
         def tell(what: str, part: float) -> None:
@@ -222,7 +222,7 @@ def print_table(title: str, headings: Sequence[str], lines: Iterable[Sequence[st
     for line in lines:
         table.add_row(*line)
     # Without markup: names such as AllReduce[...] have brackets.
-    console = Console(highlight=False, markup=False)
+    console = Terminal()
     if not console.is_terminal:  # a file has room for all columns
         console.width = 1000
     console.print(title, style="bold", soft_wrap=True)

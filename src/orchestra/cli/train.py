@@ -8,7 +8,6 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from orchestra.cli.terminal import RUN_SETTINGS, Parser, entries
@@ -21,6 +20,7 @@ from orchestra.experiments.file import load
 from orchestra.experiments.run import folder_for, idle_nodes, make_run, write_failure
 from orchestra.records.record import RunRecord
 from orchestra.records.report import changes_in
+from orchestra.records.terminal import Terminal
 from orchestra.report.fairness import costs_text
 from orchestra.report.numbers import fixed, places_of
 from orchestra.settings import read
@@ -145,9 +145,9 @@ def print_record(record: RunRecord, run: Run) -> None:
     table.add_column()
     for name, value in figures(record, run):
         table.add_row(name, value)
-    console = Console(highlight=False)
+    console = Terminal()
     console.print(table)
-    console.print(f"record: {record.folder}", soft_wrap=True, markup=False)
+    console.print(f"record: {record.folder}", soft_wrap=True)
 
 
 def figures(record: RunRecord, run: Run) -> Iterator[tuple[str, str]]:

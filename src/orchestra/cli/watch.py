@@ -18,13 +18,12 @@ from rich.live import Live
 from orchestra.cli.terminal import Parser
 from orchestra.engines.live import moments
 from orchestra.errors import InputError
-from orchestra.experiments.experiment import on_ranks, runs, trials
-from orchestra.experiments.file import load
 from orchestra.experiments.run import PARENT, finished
 from orchestra.records.live import read_live, under_way
-from orchestra.records.record import EXPERIMENT, run_folder
+from orchestra.records.record import EXPERIMENT
+from orchestra.records.terminal import Terminal
 from orchestra.report.watch_page import comparison_page, run_page
-from orchestra.report.watching import RunWatch, experiment_of
+from orchestra.report.watching import RunWatch, experiment_of, planned_in
 from orchestra.worker.runtime import usable_cores
 
 DESCRIPTION = """\
@@ -69,10 +68,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.flag("--once", "print what is known now, and end")
     options = parser.read(arguments)
     page = page_of(options.folder or newest(PARENT))
-    console = Console(highlight=False, markup=False)
+    console = Terminal()
     if not console.is_terminal:
         # A file has no width, and rich would take 80 columns.
-        console = Console(highlight=False, markup=False, width=PLAIN_COLUMNS, no_color=True)
+        console = Terminal(width=PLAIN_COLUMNS, no_color=True)
     try:
         return follow(page, console, once=options.once or not console.is_terminal)
     except KeyboardInterrupt:
@@ -96,18 +95,14 @@ class ComparisonPage:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        experiment = load(folder / EXPERIMENT)
-        self._places = [(each.folder(folder), f"tuning: {each}") for each in trials(experiment)]
-        for run in runs(experiment):
-            place = run_folder(folder, run.name, run.training.ranks, run.seed)
-            self._places.append((place, f"{on_ranks(run)}, seed {run.seed}"))
         self._current: RunPage | None = None
         self.over, self.well = False, True
 
     def draw(self, now: float, console: Console, height: int | None) -> RenderableType:
         at_work = under_way(self._folder, None, now)
         current, done = None, []
-        for folder, what in self._places:
+        places = planned_in(self._folder)
+        for folder, what in places:
             if records := finished(folder, failed=True):  # a stopped run is not over
                 done.append((what, records[0]))
             # Of several that were begun only the one under way holds its folder's lock.
@@ -121,7 +116,7 @@ class ComparisonPage:
                 self._current = RunPage(current)
             page = self._current.draw(now, console, None if height is None else height * 2 // 3)
         room = None if height is None else height // 3 - 5
-        total = len(self._places)
+        total = len(places)
         return comparison_page(self._folder, done, total, page, under_way=not self.over, room=room)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from orchestra.cluster.units import clock_text
 from orchestra.engines.events import Event, Heartbeat, Interrupted, Joined, Notice
+from orchestra.errors import tell, visible
 from orchestra.records.live import Live, RankNow, Waiting, remove_live, write_live
 from orchestra.records.report import CounterSeries, Straggler
 from orchestra.records.stragglers import find
@@ -226,9 +227,9 @@ class Progress:
 
     def _print(self, line: str) -> None:
         if self.live is not None:
-            self.live.console.print(line, style="yellow", markup=False, highlight=False)
+            self.live.console.print(line, style="yellow")
         elif not self.quiet:
-            print(line, file=sys.stderr, flush=True)
+            print(visible(line), file=sys.stderr, flush=True)
 
     def _show(self) -> None:
         if self.live is not None:
@@ -260,13 +261,13 @@ class Lines:
         now = self._clock()
         if self._told_at is None or now - self._told_at >= LINE_SECONDS:
             self._told_at = now
-            print(f"orchestra: {what}, {part:.0%}", file=sys.stderr, flush=True)
+            tell(f"{what}, {part:.0%}")
 
 
 def print_notice(event: Event | Notice) -> None:
     """Print the notices among what a watcher tells, where nothing else is shown of a run."""
     if isinstance(event, Notice):
-        print(f"orchestra: {event.text}", file=sys.stderr, flush=True)
+        tell(event.text)
 
 
 class Display:
@@ -367,10 +368,11 @@ class Display:
 
 def _bars() -> bars.Progress:
     """Make the bars, which rich draws; it is imported only where there is a terminal."""
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
     from rich.table import Column
     from rich.text import Text
+
+    from orchestra.records.terminal import Terminal
 
     class Status(ProgressColumn):
         """The text that a function returns at the moment of drawing."""
@@ -378,7 +380,7 @@ def _bars() -> bars.Progress:
         def render(self, task: Task) -> Text:
             return Text(task.fields["text"](), no_wrap=True, overflow="ellipsis")
 
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     bar, name = (24, 40) if console.width >= WIDE else (8, 14)
     column = Column(no_wrap=True, overflow="ellipsis", max_width=name)
     return Progress(

@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-from orchestra.errors import InputError, nearest
+from orchestra.errors import CONTROLS, InputError, nearest
 from orchestra.optimizers.settings import SCHEDULES
 from orchestra.records.record import RunRecord, trial_folder, write_atomically
 from orchestra.report.numbers import count
@@ -106,7 +106,7 @@ def _has(run: Run, key: str, value: object) -> bool:
 
 ONE_PROCESS = "one process"
 LONGEST_NAME = 200  # bytes: file systems take 255, and numbers are added
-_LABEL = re.compile(r"[^\s./\\][^/\\\n\0]*")
+_LABEL = re.compile(rf"[^\s./\\{CONTROLS}][^/\\{CONTROLS}]*")
 
 
 @dataclass(frozen=True, repr=False)

@@ -52,7 +52,7 @@ def load(
 ) -> Experiment:
     """Return the experiment in the file `path`, with changes from a command line.
 
-    Modules beside the file can be imported from then on, as those beside a script can.
+    Modules beside the file can be imported from then on; installed ones come first.
 
     Args:
         path: a YAML file; None where `given` says enough.
@@ -67,8 +67,8 @@ def load(
     if path:
         document = read_document(path, needs="task and strategies", example="task: digits")
         if (beside := str(path.resolve().parent)) not in sys.path:
-            # As Python does with the folder of a script.
-            sys.path.insert(0, beside)
+            # Last, but before the working folder, which a command has put there.
+            sys.path.insert(len(sys.path) - (sys.path[-1] == str(Path.cwd())), beside)
     document = _replaced(document, given or {})
     pairs = [_pair(text) for text in overrides]
     for key, text, where in pairs:

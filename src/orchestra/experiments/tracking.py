@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,13 +18,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from orchestra.errors import InputError
+from orchestra.errors import InputError, tell
 from orchestra.experiments.experiment import Experiment, alone, on_ranks
 from orchestra.experiments.file import to_yaml
 from orchestra.records.exports import TRACKERS
-from orchestra.records.live import Line, Tail
+from orchestra.records.live import PARTS, Line, Tail
 from orchestra.records.record import EXPERIMENT, SUMMARY, RunRecord, write_atomically
-from orchestra.report.watching import PARTS, RankTrack
+from orchestra.report.watching import RankTrack
 from orchestra.settings.notation import Call, read
 from orchestra.settings.reading import yaml_value
 from orchestra.trainer.settings import Run
@@ -233,7 +232,7 @@ class Tracking:
         # A tracker that cannot be reached must not keep a finished run from ending.
         if self._thread.is_alive():
             names = " and ".join(TRACKERS[name] for name in self._trackers)
-            _tell(f"{names} did not take all figures within {PATIENCE_SECONDS:g} s: given up")
+            tell(f"{names} did not take all figures within {PATIENCE_SECONDS:g} s: given up")
             return
         self.look()
         rows = []
@@ -290,7 +289,7 @@ class Tracking:
             except Exception as error:
                 del self._trackers[name]
                 reason = " ".join(str(error).split()) or type(error).__name__
-                _tell(f"{TRACKERS[name]} failed, the run goes on without it: {reason}")
+                tell(f"{TRACKERS[name]} failed, the run goes on without it: {reason}")
 
     def _keep(self) -> None:
         """Write down the run's id in each tracker, and how far it was logged, for a resumption."""
@@ -315,10 +314,6 @@ def tracked(run: Run, experiment: Experiment, folder: Path) -> Iterator[Tracking
         raise
     finally:
         tracking.finish(status)
-
-
-def _tell(text: str) -> None:
-    print(f"orchestra: {text}", file=sys.stderr, flush=True)
 
 
 def _known(folder: Path) -> dict[str, Any]:

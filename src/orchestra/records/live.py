@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 from collections.abc import Sequence
@@ -11,9 +12,11 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any, BinaryIO
 
+from orchestra.errors import InputError
 from orchestra.records.record import partial_of
 from orchestra.records.report import Straggler
-from orchestra.settings.base import from_plain, to_plain
+from orchestra.settings.base import to_plain
+from orchestra.settings.reading import read_json
 
 LIVE = "live.json"
 """A file in the folder of a run, written about once a second and removed at a normal end."""
@@ -21,6 +24,9 @@ FRESH_SECONDS = 10.0  # an older file belongs to a run that has ended, unless a 
 MOST_BYTES = 1 << 20
 """The most bytes read at a time. Where more were added, lines at even distances stand for them."""
 SAMPLES = 64
+MOST = 1e18  # no figure of a step comes near
+PARTS = ("compute", "communicate", "wait", "input")
+"""The parts of a step's seconds, as its line names them."""
 Line = dict[str, Any]
 
 
@@ -87,8 +93,8 @@ def write_live(folder: Path, live: Live) -> None:
 def read_live(folder: Path) -> Live | None:
     """Return the last `live.json` of a run; None if there is none, or one of another version."""
     try:
-        live: Live = from_plain(Live, json.loads((folder / LIVE).read_text(encoding="utf-8")))
-    except (OSError, ValueError):
+        live: Live = read_json(folder / LIVE, Live)
+    except (FileNotFoundError, InputError):
         return None
     return live
 
@@ -219,12 +225,28 @@ class Tail:
         return _parsed(found)
 
 
+def is_step(line: Line) -> bool:
+    """Return whether `line` has the figures of a step; its loss may be NaN, or None."""
+    needed = [line.get(name) for name in ("step", "seconds", "consumed", "samples")]
+    others = [line.get(name, 0) for name in (*PARTS, "bytes_sent")]
+    lists = [line.get(name, []) for name in ("staleness", "rates")]
+    if type(line.get("loss", "")) not in (float, type(None)) or not all(
+        isinstance(each, list) for each in lists
+    ):
+        return False
+    # To Python `True` is an int; NaN compares as false.
+    return all(
+        type(value) in (int, float) and abs(value) < MOST
+        for value in itertools.chain(needed, others, *lists)
+    )
+
+
 def _parsed(lines: list[bytes]) -> list[Line]:
     found = []
     for line in lines:
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
             found.append(value)

@@ -16,15 +16,15 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Self
 
-from orchestra.errors import InputError
-from orchestra.records.report import NOTABLE, Point, RankReport, Straggler, busy_with_others
+from orchestra.records.report import NOTABLE, Point, RankReport, Straggler, Usage, busy_with_others
 from orchestra.settings.base import from_plain, to_plain
+from orchestra.settings.reading import plain_value, read_json
 
 SCHEMA = 1
 EXPERIMENT = "experiment.yaml"  # a file in the folder of a run or comparison: what was asked for
@@ -38,6 +38,23 @@ LINKS = "links.json"
 MAX_LINKS = 32  # the most links that are listed; the others are only counted in `tenths`
 TENTHS = 10
 PACKAGES = ("neural-orchestra", "torch", "numpy", "safetensors", "scikit-learn")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank reported: an entry of `by_rank`."""
+
+    rank: int
+    role: str
+    seconds: Mapping[str, float]
+    steps: int = 0
+    samples: int = 0
+    bytes_sent: int = 0
+    dropped: int = 0
+    threads: int = 1
+    memory: Mapping[str, int] = field(default_factory=dict)
+    peak_memory_bytes: int | None = None
+    usage: Usage | None = None
 
 
 @dataclass(frozen=True)
@@ -166,10 +183,7 @@ def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
     stale: Counter[int] = Counter()
     for report in reports:
         stale.update({int(value): count for value, count in report.staleness.items()})
-    of_rank = (
-        "rank", "role", "threads", "steps", "samples", "seconds", "bytes_sent", "dropped", "memory",
-        "peak_memory_bytes", "usage",
-    )  # fmt: skip
+    of_rank = [field.name for field in fields(Part)]
     return RunRecord(
         status="stopped" if any(report.stopped for report in reports) else "completed",
         train_seconds=seconds,
@@ -230,17 +244,26 @@ def read_summary(path: Path) -> list[RunRecord]:
 
     Raises `FileNotFoundError` if there is none, `InputError` if it is damaged.
     """
-    try:
-        runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
-        for entry in runs:  # an old one has these in the notation of the strategy alone
-            name = str(entry["strategy"]).partition("(")[0]
-            entry.setdefault("distributed", name != "Single")
-            entry.setdefault("switches", name == "Switch")
-        return [RunRecord(**entry, folder=path.parent) for entry in runs]
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path}: is damaged ({error}); choose another --out") from None
+    runs = read_json(path, dict[str, Any]).get("runs")
+    entries = plain_value(list[dict[str, Any]], runs, str(path))
+    for entry in entries:  # an old one has these in the notation of the strategy alone
+        name = str(entry.get("strategy")).partition("(")[0]
+        entry.setdefault("distributed", name != "Single")
+        entry.setdefault("switches", name == "Switch")
+    records: list[RunRecord] = plain_value(list[RunRecord], entries, str(path))
+    for record in records:
+        plain_value(list[Straggler], list(record.stragglers), str(path))
+        plain_value(list[Part], list(record.by_rank), str(path))
+    return [replace(record, folder=path.parent) for record in records]
+
+
+def read_not_run(path: Path) -> list[Mapping[str, Any]]:
+    """Return the rows that could not be run, from the `summary.json` at `path`; none without it."""
+    rows: list[Mapping[str, Any]] = []
+    with suppress(FileNotFoundError):
+        found = read_json(path, dict[str, Any]).get("not_run", [])
+        rows = plain_value(list[dict[str, Any]], found, str(path))
+    return rows
 
 
 def write_curve(folder: Path, points: Sequence[Point]) -> None:
@@ -294,13 +317,10 @@ def write_links(folder: Path, links: Links) -> None:
 def read_links(folder: Path) -> Links | None:
     """Return the content of `links.json` of a run's folder; None where there is none. Raises
     `InputError` if it is damaged."""
-    path = folder / LINKS
     try:
-        links: Links = from_plain(Links, json.loads(path.read_text(encoding="utf-8")))
+        links: Links = read_json(folder / LINKS, Links)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"{path}: is damaged: {error}") from None
     return links
 
 

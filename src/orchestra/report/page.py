@@ -16,7 +16,7 @@ import jinja2
 import vl_convert
 from markupsafe import Markup, escape
 
-from orchestra.errors import InputError
+from orchestra.errors import InputError, visible
 from orchestra.records.record import write_atomically
 from orchestra.records.report import Straggler, changes_in
 from orchestra.report.answer import answer
@@ -122,19 +122,25 @@ def templates() -> jinja2.Environment:
         loader=jinja2.PackageLoader("orchestra.report"),
         # Labels, failures and notices are texts of the user and of his libraries
         autoescape=True,
+        # What is Markup comes from here
+        finalize=lambda value: visible(value) if type(value) is str else value,
         trim_blocks=True,
         lstrip_blocks=True,
         # A misspelt name is an error, not an empty place in the page
         undefined=jinja2.StrictUndefined,
     )
     environment.filters |= {
-        # A notation has no spaces at which a narrow column could break it
-        "breakable": lambda text: Markup(re.sub(r"([(,=])", r"\1<wbr>", str(escape(text)))),
+        "breakable": _breakable,
         "together": lambda text: text.replace("± ", "±\N{NO-BREAK SPACE}"),
         "listed": listed,
         "significant": significant,
     }
     return environment
+
+
+def _breakable(text: str) -> Markup:
+    """Return a notation, which has no spaces at which a narrow column could break it."""
+    return Markup(re.sub(r"([(,=])", r"\1<wbr>", str(escape(visible(text)))))
 
 
 def library() -> Markup:

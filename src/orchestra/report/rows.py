@@ -5,10 +5,10 @@ Everything that a report shows comes from the files that are read here.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -19,6 +19,7 @@ from orchestra.cluster import Cluster
 from orchestra.cluster.file import read_cluster
 from orchestra.errors import InputError
 from orchestra.records.exports import FILE as TRACE
+from orchestra.records.live import is_step
 from orchestra.records.record import (
     CLUSTER,
     EXPERIMENT,
@@ -27,13 +28,14 @@ from orchestra.records.record import (
     Links,
     RunRecord,
     read_links,
+    read_not_run,
     read_summary,
     run_folder,
 )
 from orchestra.records.report import Point
 from orchestra.report import numbers
 from orchestra.report.numbers import Measure, Read, count
-from orchestra.settings.reading import yaml_value
+from orchestra.settings.reading import json_value, plain_value, read_bytes, read_json, read_yaml
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -56,7 +58,7 @@ class RunData:
     @cached_property
     def curve(self) -> list[Point]:
         """The figures of its snapshots, in order; none for a run that failed."""
-        return [Point(**line) for line in _lines(self.record.folder / "curve.jsonl")]
+        return [*_lines(self.record.folder / "curve.jsonl", Point)]
 
     @cached_property
     def steps(self) -> dict[int, list[dict[str, Any]]]:
@@ -115,13 +117,11 @@ def collect(folders: Sequence[Path]) -> list[Source]:
 
 def _source(folder: Path) -> Source:
     try:
-        experiment = yaml_value((folder / EXPERIMENT).read_text(encoding="utf-8"))
+        experiment = read_yaml(folder / EXPERIMENT)
         records = read_summary(folder / SUMMARY)
     except FileNotFoundError as error:
         lacks = f"it has no {Path(error.filename).name}"
         raise InputError(f"{folder}: is not the folder of a run or comparison: {lacks}") from None
-    except OSError as error:
-        raise InputError(f"{folder}: cannot be read: {error.strerror}") from None
     runs = []
     for record in records:  # that of a comparison lies further down
         inner = run_folder(folder, record.name, record.ranks, record.seed)
@@ -129,26 +129,28 @@ def _source(folder: Path) -> Source:
     environments = [_json(run.record.folder / "environment.json") for run in runs]
     return Source(
         folder,
-        experiment if isinstance(experiment, dict) else {},
+        experiment,
         next(filter(None, environments), {}),
         _json(folder / "tuning.json"),
         runs,
-        _json(folder / SUMMARY).get("not_run", ()),
+        read_not_run(folder / SUMMARY),
         _json(folder / TECHNIQUES).get("techniques", ()),
     )
 
 
 def _json(path: Path) -> dict[str, Any]:
     """Return the mapping in a file; an empty one where there is no file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: is damaged: {error}") from None
-    return value if isinstance(value, dict) else {}
+    value: dict[str, Any] = {}
+    with suppress(FileNotFoundError):
+        value = read_json(path, dict[str, Any])
+    return value
 
 
 def _steps(path: Path) -> list[dict[str, Any]]:
-    lines = list(_lines(path, grows=True))
+    lines = [*_lines(path, dict[str, Any], grows=True)]
+    for number, line in enumerate(lines, start=1):
+        if not is_step(line):
+            raise InputError(f"{path}:{number}: is damaged: it has not all figures of a step")
     for number, (before, line) in enumerate(pairwise(lines), start=2):
         # Nothing else would tell: the means over such a file look plausible
         if line["step"] <= before["step"]:
@@ -159,16 +161,20 @@ def _steps(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _lines(path: Path, *, grows: bool = False) -> Iterator[dict[str, Any]]:
-    if not path.exists():
-        return
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(True), start=1):
+def _lines(path: Path, hint: type[T], *, grows: bool = False) -> Iterator[T]:
+    """Yield the value of each line of a file, as `hint`; none where there is no file."""
+    lines: list[bytes] = []
+    with suppress(FileNotFoundError):
+        lines = read_bytes(path).splitlines(True)
+    for number, line in enumerate(lines, start=1):
+        where = f"{path}:{number}"
         try:
-            yield json.loads(line)
-        except ValueError:
-            if grows and not line.endswith("\n"):
+            value = json_value(line, where)
+        except InputError:
+            if grows and not line.endswith(b"\n"):
                 return  # the last one: whoever wrote it was killed meanwhile
-            raise InputError(f"{path}:{number}: is damaged: not JSON") from None
+            raise
+        yield plain_value(hint, value, where)
 
 
 @dataclass(frozen=True)

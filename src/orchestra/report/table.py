@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from orchestra.errors import visible
 from orchestra.report import numbers
 from orchestra.report.fairness import worker_batch
 from orchestra.report.numbers import TIME_TO_TARGET, Difference, Measure, count, fixed, listed
@@ -204,7 +205,8 @@ def csv_text(study: Study) -> str:
     keys = [measure.key for measure in study.measures]
     parts = ("", "_sd", "_n", "_difference", "_low", "_high")
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow([*_CSV_HEAD, *(f"{key}{part}" for key in keys for part in parts)])
+    head = [*_CSV_HEAD, *(f"{key}{part}" for key in keys for part in parts)]
+    writer.writerow(map(_cell, head))
     for row in study.ranked:
         values: list[object] = [row.name, *(getattr(row.record, key) for key in _CSV_HEAD[1:6])]
         values += [len(row.runs), len(row.completed)]
@@ -212,8 +214,14 @@ def csv_text(study: Study) -> str:
             difference = figure["difference"] or {}
             values += [figure["mean"], figure["spread"], figure["n"]]
             values += [difference.get(part) for part in ("mean", "low", "high")]
-        writer.writerow(values)
+        writer.writerow(map(_cell, values))
     return file.getvalue()
+
+
+def _cell(value: object) -> object:
+    """Return a value for CSV; a text that a spreadsheet would take for a formula is quoted."""
+    text = visible(value) if isinstance(value, str) else ""
+    return f"'{text}" if text[:1] in set("=@+-") else text or value
 
 
 def latex_text(study: Study) -> str:
@@ -222,7 +230,7 @@ def latex_text(study: Study) -> str:
     titles = [f"{c.title} ({c.unit})" if c.unit else c.title for c in found.columns]
     texts = [[row.name, *(cell.text for cell in cells)] for row, cells in found.lines]
     head, *body = (
-        " & ".join(text.translate(_TEX) for text in line) + r" \\"
+        " & ".join(visible(text).translate(_TEX) for text in line) + r" \\"
         for line in (["strategy", *titles], *texts)
     )
     begin = [r"% \usepackage{booktabs}", rf"\begin{{tabular}}{{l{'r' * len(titles)}}}", r"\toprule"]

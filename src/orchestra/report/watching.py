@@ -6,25 +6,47 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count, product
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
 from orchestra.cluster.units import BYTES
 from orchestra.errors import InputError
 from orchestra.records.exports import longest_waits
-from orchestra.records.live import Line, Live, RankNow, Tail, mean_rates, read_live, under_way
-from orchestra.records.record import EXPERIMENT, SUMMARY, RunRecord, read_links, read_summary
+from orchestra.records.live import (
+    PARTS,
+    Line,
+    Live,
+    RankNow,
+    Tail,
+    is_step,
+    mean_rates,
+    read_live,
+    under_way,
+)
+from orchestra.records.record import (
+    EXPERIMENT,
+    SUMMARY,
+    Part,
+    RunRecord,
+    read_links,
+    read_not_run,
+    read_summary,
+    run_folder,
+    trial_folder,
+)
 from orchestra.records.report import Straggler, changes_in
+from orchestra.report.numbers import count as count_text
 from orchestra.report.numbers import ranges
 from orchestra.settings.notation import Call, read
-from orchestra.settings.reading import yaml_value
+from orchestra.settings.reading import plain_value, read_yaml
 
-PARTS = ("compute", "communicate", "wait", "input")
-NEEDED = {"step", "seconds", "consumed", "samples", "loss", *PARTS[:3]}
 WINDOW_SECONDS, WINDOW_STEPS = 10.0, 10
 """Figures are means over at least this many seconds of the stopwatch and this many steps."""
 MAX_WINDOW = 5000
 HISTORY = 512
+MOST_RUNS = 100_000  # of a comparison that is watched
 SILENT_SECONDS = 5.0
 """How much older than another worker's a worker's last step is for it to count as silent."""
 
@@ -100,7 +122,7 @@ class RankTrack:
     def look(self) -> list[Line]:
         """Read the lines that were added, and return them."""
         # A file of another version, or a damaged line, must not end whoever watches
-        lines = [line for line in self._tail.read() if line.keys() >= NEEDED]
+        lines = [line for line in self._tail.read() if is_step(line)]
         # A resumed run rewrites its file: steps after the checkpoint are dropped and done again
         if self._tail.began_anew:
             for kept in (self.window, self.history, self.switched, self.decisions):
@@ -234,7 +256,7 @@ class RunWatch:
         # Read once: a timeline takes seconds to read, and no longer changes
         if self._waits is None:
             self._waits = longest_waits(self.folder)
-        rows = [self._whole_run(each, record) for each in record.by_rank]
+        rows = [self._whole_run(Part(**each), record) for each in record.by_rank]
         return self._view(
             "completed" if record.status == "completed" else "stopped",
             rows,
@@ -249,19 +271,18 @@ class RunWatch:
             notices=record.notices,
         )
 
-    def _whole_run(self, said: Mapping[str, Any], record: RunRecord) -> Row:
-        rank = int(said["rank"])
-        track = self._tracks.get(rank)
-        serves = said["role"] == "server"
+    def _whole_run(self, said: Part, record: RunRecord) -> Row:
+        track = self._tracks.get(said.rank)
+        serves = said.role == "server"
         last: Line = track.window[-1] if track and track.window and not serves else {}
         total = record.train_seconds or 0.0
-        parts = {name: value / total for name, value in said["seconds"].items() if total > 0}
-        speed = said["samples"] / total if said["samples"] and total > 0 else None
+        parts = {name: value / total for name, value in said.seconds.items() if total > 0}
+        speed = said.samples / total if said.samples and total > 0 else None
         return Row(
-            rank, str(said["role"]), int(said["steps"]), speed, last.get("loss"), parts,
+            said.rank, said.role, said.steps, speed, last.get("loss"), parts,
             batch=last.get("samples"),
-            bytes_per_second=said["bytes_sent"] / total if total > 0 else None,
-            waits_for=(self._waits or {}).get(rank, ""),
+            bytes_per_second=said.bytes_sent / total if total > 0 else None,
+            waits_for=(self._waits or {}).get(said.rank, ""),
         )  # fmt: skip
 
     def _view(
@@ -294,18 +315,49 @@ def experiment_of(folder: Path) -> Mapping[str, Any]:
     """Return the experiment in the folder of a run or of a comparison; raise `InputError` if there
     is none."""
     try:
-        value = yaml_value((folder / EXPERIMENT).read_text(encoding="utf-8"))
+        value = read_yaml(folder / EXPERIMENT)
     except FileNotFoundError:
         lacks = "there is no such folder"
         if folder.exists():
             lacks = f"is not the folder of a run or comparison: it has no {EXPERIMENT}"
         raise InputError(f"{folder}: {lacks}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{folder / EXPERIMENT}: cannot be read: {reason}") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{folder / EXPERIMENT}: is damaged")
     return value
+
+
+def planned_in(folder: Path) -> list[tuple[Path, str]]:
+    """Return the folder of each trial and run of the comparison in `folder`, with its name.
+
+    Nothing that experiment.yaml names is imported, as whoever watches need not trust the folder. So
+    the trials of settings that only some strategies have count once they have begun.
+    """
+    experiment, where = experiment_of(folder), str(folder / EXPERIMENT)
+    labels = [*map(str, plain_value(dict[Any, Any], experiment.get("strategies"), where))]
+    numbers, seeds = (
+        plain_value(list[int], value if isinstance(value, list) else [value], where)
+        for value in (experiment.get("ranks"), experiment.get("seeds"))
+    )
+    tune = plain_value(dict[str, Any] | None, experiment.get("tune"), where) or {}
+    tried = plain_value(dict[str, list[Any]], tune.get("settings", {}), where)
+    common = [len(values) for key, values in tried.items() if not key.startswith("strategy.")]
+    trials = prod(common) if tune else 0
+    if len(labels) * len(numbers) * (len(seeds) + trials) > MOST_RUNS:
+        raise InputError(f"{where}: is damaged: it has more than {MOST_RUNS:,} runs")
+    left_out = [(row.get("ranks"), row.get("name")) for row in read_not_run(folder / SUMMARY)]
+    rows = [row for row in product(numbers, labels) if row not in left_out]
+    planned = []
+    for trial in count() if tune else ():
+        places = [(trial_folder(folder, label, n, trial), n, label) for n, label in rows]
+        known = [place for place in places if trial < trials or place[0].exists()]
+        if not known:
+            break
+        planned += [(at, f"tuning: {_row(label, n)}, trial {trial}") for at, n, label in known]
+    for seed, (n, label) in product(seeds, rows):
+        planned.append((run_folder(folder, label, n, seed), f"{_row(label, n)}, seed {seed}"))
+    return planned
+
+
+def _row(label: str, ranks: int) -> str:
+    return f"{label}, {count_text('rank', ranks)}"
 
 
 def switch_text(strategy: str, step: int, known: int = 1) -> str:

@@ -168,14 +168,17 @@ def to_plain(value: Any, *, finite: bool = False) -> Any:
     return None if finite and isinstance(value, float) and not math.isfinite(value) else value
 
 
-def from_plain(hint: Any, value: Any) -> Any:
+def from_plain(hint: Any, value: Any, *, finite: bool = False) -> Any:
     """Return the object of the annotation `hint` that `to_plain` made `value` of, or raise
     `Mismatch`. Fields with a default may be missing.
+
+    Args:
+        finite: no number is NaN or infinite; None stands for those, and stays.
     """
-    return convert(value, hint, _from_plain)
+    return convert(value, hint, partial(_from_plain, finite=finite))
 
 
-def _from_plain(value: Any, hint: Any) -> Any:
+def _from_plain(value: Any, hint: Any, finite: bool) -> Any:
     """Return a dataclass of a dict, a NamedTuple of a list, or a number or text as it is."""
     cls: Any = hint
     if dataclasses.is_dataclass(hint):
@@ -183,13 +186,16 @@ def _from_plain(value: Any, hint: Any) -> Any:
         required = {field.name for field in all_fields if default_of(field) is REQUIRED}
         if not isinstance(value, dict) or not required <= value.keys() <= hints.keys():
             raise Mismatch(f"{cls.__name__} has {', '.join(hints)}")
-        return cls(**{name: from_plain(hints[name], item) for name, item in value.items()})
+        inside = {key: from_plain(hints[key], item, finite=finite) for key, item in value.items()}
+        return cls(**inside)
     if issubclass(hint, tuple):
         fields = GenericAlias(tuple, tuple(type_hints(hint).values()))
-        return hint(*from_plain(fields, value))
+        return hint(*from_plain(fields, value, finite=finite))
     if hint is float and type(value) is int:
         return float(value)
-    if type(value) is not hint:
+    if hint is float and value is None and finite:
+        return None
+    if type(value) is not hint or (finite and hint is float and not math.isfinite(value)):
         raise _mismatch(value, hint)
     return value
 

@@ -198,6 +198,8 @@ def build(value: object, registry: Registry, *, where: str) -> Any:
             return target(*positional, **keywords)
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
+        except SystemExit as error:
+            raise InputError(f"{where}: {value.name} exits: SystemExit: {error}") from error
     if isinstance(value, list | tuple):
         return type(value)(build(item, registry, where=where) for item in value)
     if isinstance(value, dict):
@@ -345,7 +347,8 @@ class Registry:
         module_name, _, attribute = place.partition(":")
         try:
             module = importlib.import_module(module_name)
-        except Exception as error:
+        # A script without a main guard may exit where it is imported.
+        except (Exception, SystemExit) as error:
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
             # The module itself, or a package around it; else something that it imports is missing.
             if missing is not None and f"{module_name}.".startswith(f"{missing}."):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field
 from pathlib import Path
@@ -18,6 +21,7 @@ from orchestra.settings.base import (
     Settings,
     checked,
     default_of,
+    from_plain,
     require_setting,
     settings_of,
     type_hints,
@@ -35,6 +39,7 @@ from orchestra.settings.notation import (
 )
 
 MAX_CHARACTERS = 4_000_000
+MAX_BYTES = 1_000_000_000  # of a file of a run; a million steps of a rank have a third of that
 MAX_VALUES = 500_000  # the most values of a text, where each alias counts as all that it repeats
 
 
@@ -284,6 +289,63 @@ def _inside(loader: Loader, node: yaml.Node, name: str) -> dict[Any, Entry]:
         )
         for key, place, item in items
     }
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return the content of a file of a run, whose folder others may have written to.
+
+    Raises:
+        FileNotFoundError: there is none.
+        InputError: it cannot be read, is no regular file, or has more than `MAX_BYTES`.
+    """
+    try:
+        # A FIFO that nobody writes to would block.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise InputError(f"{path}: is damaged: not a regular file")
+            if status.st_size > MAX_BYTES:
+                raise InputError(f"{path}: is damaged: more than {MAX_BYTES // 10**6:,} MB")
+            return file.read(MAX_BYTES)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the mapping in a run's YAML file; raise as `read_bytes` does, and `InputError` if it
+    is damaged."""
+    try:
+        value = yaml_value(read_bytes(path).decode(), f"{path}: is damaged")
+    except UnicodeDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: is damaged: not a mapping in YAML")
+    return value
+
+
+def json_value(text: bytes | str, where: str) -> Any:
+    """Return the value of a JSON text; raise `InputError`, which `where` opens, if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deep" if isinstance(error, RecursionError) else error
+        raise InputError(f"{where}: is damaged: {reason}") from None
+
+
+def read_json(path: Path, hint: Any) -> Any:
+    """Return the value of a run's JSON file, of the annotation `hint`; raise as `read_bytes` does,
+    and `InputError` if it is damaged."""
+    return plain_value(hint, json_value(read_bytes(path), str(path)), str(path))
+
+
+def plain_value(hint: Any, value: object, where: str) -> Any:
+    """`from_plain`, finite; its complaint becomes an `InputError` that `where` opens."""
+    try:
+        return from_plain(hint, value, finite=True)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InputError(f"{where}: is damaged: {error}") from None
 
 
 S = TypeVar("S", bound=Settings)

@@ -27,7 +27,7 @@ from orchestra.engines.processes.environment import detect, runs_function, world
 from orchestra.engines.processes.rank import join
 from orchestra.engines.processes.system import TimedCompute
 from orchestra.engines.random_streams import seed as begin_streams
-from orchestra.errors import InputError, PeerLost, RunAborted, RunEnded, RunFailed
+from orchestra.errors import InputError, PeerLost, RunAborted, RunEnded, RunFailed, tell
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import strategy_of
 from orchestra.trainer.own_loop import Batches, OwnLoop
@@ -259,7 +259,7 @@ class _Process:
 
     def _tell(self, cause: str) -> None:
         self._told = True
-        print(f"orchestra: {cause.splitlines()[0]}", file=sys.stderr, flush=True)
+        tell(cause.splitlines()[0])
 
     @classmethod
     def this(cls, patience: float, host: str | None) -> _Process:

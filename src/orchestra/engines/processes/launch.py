@@ -226,8 +226,13 @@ def _start(watcher: Watcher, spec: RankSpec, job: Job) -> None:
         # What starts here never sees them; this process does later.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
+            # Python would put the working folder before installed packages.
+            if not sys.flags.safe_path:
+                os.environ["PYTHONSAFEPATH"] = "1"
             _start_fork_server()
         finally:
+            if not sys.flags.safe_path:
+                os.environ.pop("PYTHONSAFEPATH", None)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         watcher.rely_on(server._forkserver_pid)
         process: Any = context.Process(target=enter, args=(spec, job), name=f"rank {spec.rank}")

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import altair as alt
 import vl_convert
 
+from orchestra.errors import visible
 from orchestra.records.record import write_atomically
 from orchestra.report.study import INK, Style
 
@@ -37,6 +38,15 @@ class Figure:
     spec: Mapping[str, Any]
     section: str
     least_width: int = 0  # in pixels, where its words are placed by hand
+
+
+def _visible(part: Any) -> Any:
+    """Return a part of a specification with the texts that the renderer can draw."""
+    if isinstance(part, Mapping):
+        return {key: _visible(item) for key, item in part.items()}
+    if isinstance(part, list | tuple):
+        return [_visible(item) for item in part]
+    return visible(part) if isinstance(part, str) else part
 
 
 def save(figure: Figure, folder: Path) -> None:
@@ -254,7 +264,7 @@ def figure(
     chart = alt.layer(*(part for part in layers if part.data.values)).properties(
         width="container", height=height, description=f"{title}. {caption}"
     )
-    spec = chart.to_dict()
+    spec = _visible(chart.to_dict())
     spec |= {"params": [*_PARAMS, *spec.get("params", ())], "config": _CONFIG}
     # A row's name has brackets, commas and perhaps a path in it
     file_name = re.sub(r"[^\w.]+", "-", name).strip("-")

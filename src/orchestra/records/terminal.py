@@ -1,0 +1,25 @@
+"""Output on a terminal, on which no text of a user or of a library may act."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from orchestra.errors import visible
+
+
+class Terminal(Console):
+    """A console that leaves out control characters of texts, and takes no text for markup."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(highlight=False, markup=False, **more)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Render as rich does; its own control codes stay."""
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else visible(text), style, control)

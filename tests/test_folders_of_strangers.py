@@ -1,0 +1,115 @@
+"""Folders that others may have written to: what they name is not run, what they lack is told."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from tests.commands import Started
+from tests.comparisons import experiment
+
+from orchestra.cli.main import main
+from orchestra.experiments.experiment import alone, runs
+from orchestra.experiments.run import claim
+from orchestra.records.record import RunRecord, run_folder, write_summary
+from orchestra.settings.reading import yaml_text
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+@pytest.fixture
+def comparison(here: Path) -> Path:
+    """A comparison of two strategies that is done, in the folder `done`."""
+    whole, folder = experiment(), here / "done"
+    claim(folder, whole)
+    records = []
+    for run in runs(whole):
+        inner = run_folder(folder, run.name, 2, 0)
+        claim(inner, alone(whole, run))
+        records.append(
+            RunRecord(
+                run.name, repr(run.strategy), "processes", 2, 2, 0, 0, "completed",
+                train_seconds=2.5, final_loss=0.25, steps=6, samples=48, global_batch=8,
+            )
+        )  # fmt: skip
+        write_summary(inner, "small", records[-1:])
+    write_summary(folder, "small", records)
+    return folder
+
+
+def test_reading_a_folder_imports_nothing_that_it_names(
+    comparison: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = "from pathlib import Path\nPath('was run').touch()\nclass Mine: pass\n"
+    for place in (comparison, comparison.parent):
+        (place / "evil_module.py").write_text(code)
+    path = comparison / "experiment.yaml"
+    path.write_text(path.read_text().replace("AllReduce('ring')", "evil_module:Mine()"))
+    assert "evil_module:Mine" in path.read_text()
+    assert main(["watch", str(comparison)]) == 0
+    assert "2 of 2 runs are done" in capsys.readouterr().out
+    assert not Path("was run").exists()
+
+
+def test_no_file_of_the_working_folder_stands_in_for_an_installed_package(here: Path) -> None:
+    for name in ("rich", "yaml", "torch", "numpy"):
+        (here / f"{name}.py").write_text(f"open('{name} was run', 'w').close()\n")
+    words = ["train", "--task", "digits", "--strategy", "Single", "--ranks", "1"]
+    command = [sys.executable, "-m", "orchestra", *words, "--set", "steps=1"]
+    with Started(command, here, fresh=True) as process:
+        ended = process.end()
+    assert [path.name for path in here.glob("* was run")] == []
+    assert ended.status == 0, ended.err
+
+
+ESCAPE = "\x1b]0;taken\x07\N{RIGHT-TO-LEFT OVERRIDE}"
+
+
+@pytest.mark.parametrize("label", ["a\x1bb", "a\nb", "a\N{RIGHT-TO-LEFT OVERRIDE}b"])
+def test_a_label_has_no_control_characters(
+    label: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = {"task": "digits", "ranks": 1, "strategies": {label: "Single()"}}
+    (here / "experiment.yaml").write_text(yaml_text(document))
+    assert main(["train", "experiment.yaml"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{label!r} cannot be a name" in line
+
+
+def test_texts_of_others_do_not_act_on_figures_pages_and_terminals(
+    comparison: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = comparison / "summary.json"
+    summary = json.loads(path.read_text())
+    _, entry = summary["runs"]
+    entry |= {"name": f"=ring{ESCAPE}", "metrics": {f"accuracy{ESCAPE}": 0.5}}
+    entry |= {"notices": [ESCAPE], "status": "failed", "failure": f"rank 1: {ESCAPE}"}
+    path.write_text(json.dumps(summary))
+    assert main(["report", str(comparison), "--csv", "--latex", "--out", "page"]) == 0
+    texts = [file.read_text() for file in Path("page").rglob("*.*") if file.suffix != ".png"]
+    assert main(["watch", str(comparison / "runs" / "ring" / "2-ranks" / "seed-0")]) == 0
+    texts.append(capsys.readouterr().out)
+    assert [text for text in texts if "taken\x07" in text or "\x1b]" in text] == []
+    lines = (Path("page") / "table.csv").read_text().splitlines()
+    assert "'=ring]0;taken" in [line.partition(",")[0] for line in lines]
+
+
+def test_what_a_task_raises_reaches_the_terminal_without_control_characters(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (here / "task_that_raises.py").write_text(
+        "from orchestra.tasks import Task\n"
+        f"def made() -> Task:\n    raise RuntimeError({ESCAPE!r} + 'the reason')\n"
+    )
+    words = ["--task", "task_that_raises:made", "--strategy", "Single", "--ranks", "1"]
+    assert main(["train", *words]) == 1
+    err = capfd.readouterr().err
+    assert "the reason" in err
+    assert "\x1b" not in err
