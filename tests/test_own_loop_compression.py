@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from tests.own_loops import distributed
+from tests.own_loops import Loop, State, distributed
+from tests.training import equal
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -113,3 +116,122 @@ def test_a_compressor_that_is_no_contraction_is_refused(strategy: str) -> None:
             ranks=RANKS,
             model=matrix,
         )
+
+
+# A step that is skipped leaves nothing in what a compressor keeps
+
+BAD = (0, 6)  # batches of the first rank that have infinite targets
+
+
+def partly_infinite() -> DataLoader[Any]:
+    data = noisy(RANKS * 12)
+    for number in BAD:
+        data.tensors[1][8 * RANKS * number] = torch.inf
+    return DataLoader(data, batch_size=8)
+
+
+def scaled(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[Any]) -> None:
+    """The scale doubles after every third step, and halves where gradients are infinite."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+    for number, batch in enumerate(batches):
+        optimizer.zero_grad(set_to_none=number % 2 == 0)
+        scaler.scale(half_square(model, batch)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def checked(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[Any]) -> None:
+    for batch in batches:
+        half_square(model, batch).backward()
+        if nn.utils.clip_grad_norm_(model.parameters(), 1e9).isfinite():
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def without_the_bad(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[Any]
+) -> None:
+    plain(model, optimizer, (batch for n, batch in enumerate(batches) if n not in BAD))
+
+
+def trained(loop: Loop, strategy: str, **options: Any) -> list[State]:
+    options = {"model": matrix, "optimizer": slow_sgd, **options}
+    return distributed(loop, strategy, partly_infinite, ranks=RANKS, **options)
+
+
+ON_SERVERS = "ParameterServer(placement='beside', returns='gradients', compression=TopK(0.1))"
+
+
+OTHERS = (
+    "SignSGD()", "Threshold(0.1)", "DGC(0.1)", "QSGD(7)", "FP16()",
+    "RandomK(0.1, error_feedback=True)", "PowerSGD(2, min_rate=1, error_feedback=False)",
+)  # fmt: skip
+
+
+def of_all_reduce(*compressors: str) -> list[str]:
+    return [f"AllReduce(compression={each})" for each in compressors]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *of_all_reduce("TopK(0.1)", "PowerSGD(2, min_rate=1)"),
+        ON_SERVERS,
+        *(pytest.param(each, marks=pytest.mark.matrix) for each in of_all_reduce(*OTHERS)),
+    ],
+)  # fmt: skip
+def test_compressors_forget_steps_that_a_scaler_skips(strategy: str) -> None:
+    """Bit for bit as without the batches whose gradients were infinite, whatever the scale."""
+    expected = trained(without_the_bad, strategy)
+    for state in trained(scaled, strategy):
+        assert equal(state, expected[0])
+
+
+def test_compressors_forget_steps_that_the_script_skips() -> None:
+    strategy = "AllReduce(compression=TopK(0.1))"
+    expected = trained(without_the_bad, strategy)
+    for state in trained(checked, strategy):
+        assert equal(state, expected[0])
+
+
+def fused(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, fused=True)
+
+
+def test_a_step_that_a_fused_optimizer_skips_is_forgotten_or_refused() -> None:
+    strategy = "AllReduce(compression=TopK(0.1))"
+    expected = trained(without_the_bad, strategy, optimizer=fused)
+    for state in trained(scaled, strategy, optimizer=fused):
+        assert equal(state, expected[0])
+    with pytest.raises(InputError, match="fused=False"):
+        trained(scaled, "ParameterServer(placement='beside')", optimizer=fused)
+
+
+@pytest.mark.parametrize("after", [BAD[1], 10])
+def test_a_state_goes_on_though_a_step_was_skipped_or_the_scale_changed(after: int) -> None:
+    """Saved after the batch number `after`: the first has no step, the second doubles the scale."""
+    strategy, saved = "AllReduce(compression=TopK(0.1))", dict[int, Any]()
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+        first = 0
+        if saved:
+            state, of_scaler = copy.deepcopy(saved[0])
+            batches.load_state_dict(state)
+            scaler.load_state_dict(of_scaler)
+            first = after + 1
+        for number, batch in enumerate(batches, first):
+            optimizer.zero_grad()
+            scaler.scale(half_square(model, batch)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if number == after:
+                kept[threading.get_ident()] = copy.deepcopy(
+                    (batches.state_dict(), scaler.state_dict())
+                )
+
+    kept = dict[int, Any]()
+    expected = trained(loop, strategy)
+    saved[0] = next(state for state in kept.values() if state[0]["ranks"])
+    for state in trained(loop, strategy):
+        assert equal(state, expected[0])

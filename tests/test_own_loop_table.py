@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from tests import test_own_loop_backward as patterns
+from tests import test_own_loop_compression as compression
 from tests import test_own_loop_groups as groups_of
 from tests import test_own_loop_state as states
 from tests.commands import torchrun
@@ -284,6 +285,20 @@ def clipping() -> None:
     for loop in (patterns.clipped, patterns.replaced_gradients):
         exact(loop, "AllReduce", "ParameterServer(placement='beside', returns='gradients')")
         refused("returns='gradients'", loop, "ParameterServer(placement='beside')")
+
+
+@row("a GradScaler, or a script, that skips a step")
+def skipped_steps() -> None:
+    def loop(model: nn.Module, optimizer: Optimizer, batches: Iterable[Any]) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+        for number, batch in enumerate(batches):
+            optimizer.zero_grad()
+            scaler.scale(mean_square(model, batch) * (1.0, torch.inf)[number == 1]).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    exact(loop, "AllReduce", "ParameterServer(placement='beside', returns='gradients')")
+    compression.test_a_step_that_a_fused_optimizer_skips_is_forgotten_or_refused()
 
 
 @row("parameters unfrozen later")

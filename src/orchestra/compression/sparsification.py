@@ -156,7 +156,7 @@ class Threshold(Encoder):
     def encode(self, values: Tensor, context: Context) -> Tensor:
         some = values[:: max(1, len(values) // self.sample)][: self.sample].abs()
         threshold = float(some.topk(kept(len(some), self.keep)).values[-1])
-        if threshold == 0:  # most of the sample is 0: all elements that are not count
+        if not threshold > 0:  # most of the sample is 0, or NaN: all elements that are not 0 count
             positions = packing.positions_of(values != 0)
         else:
             positions = packing.positions_of_large(values, threshold)

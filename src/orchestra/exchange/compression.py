@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import Tensor
@@ -54,6 +54,25 @@ class CompressionState:
         ]
         residual = torch.zeros_like(worker.parameters) if compressor.error_feedback else None
         return CompressionState(0, residual, memory, worker.parameters.new_zeros(len(slots)))
+
+    def begin_sum(self, worker: Worker) -> None:
+        """Begin the sum of a step, which a loop of the user's own may `forget`."""
+        if worker.own_loop:
+            tensors = [self.used, *chain(*self.memory)]
+            if self.residual is not None:
+                tensors.append(self.residual)
+            if worker.step.rescale != 1.0:
+                for tensor in tensors[1:]:
+                    tensor.mul_(worker.step.rescale)
+            steps, values = self.steps, [tensor.clone() for tensor in tensors]
+
+            def forget() -> None:
+                self.steps = steps
+                for tensor, value in zip(tensors, values, strict=True):
+                    tensor.copy_(value)
+
+            worker.forget = forget
+        self.steps += 1
 
     def note_used(self, flags: Tensor) -> None:
         """Replace `flags`, 1 for each tensor used in this step, by those of tensors ever used here.
@@ -119,6 +138,14 @@ def _cut(pieces: Sequence[Piece], vector: Tensor | None, first: int = 0) -> list
     return [vector[piece.first - first : piece.end - first] for piece in pieces]
 
 
+def _add_residual(gradient: Tensor, residual: Tensor) -> Tensor:
+    """p <- g + e, in place. Where g is infinite or NaN somewhere, all of p becomes NaN: the few
+    elements that are sent show it then, and not those of a later step."""
+    if not gradient.is_meta and not gradient.sum().isfinite():
+        return gradient.fill_(float("nan"))
+    return gradient.add_(residual)
+
+
 class CompressedSum(_Codec):
     """Sums the gradient in each bucket by compressed payloads; the tail travels as it is.
 
@@ -147,7 +174,7 @@ class CompressedSum(_Codec):
     def begin(self, bucket: Bucket, background: bool) -> Sequence[Task[int]]:
         """Encode the bucket of this step and begin its first round, and the sum of the tail."""
         if bucket.first == 0:
-            self._state.steps += 1
+            self._state.begin_sum(self._worker)
         return self.sum(bucket, self._state.steps - 1, background)
 
     def sum(self, bucket: Bucket, step: int, background: bool) -> Sequence[Task[int]]:
@@ -175,7 +202,7 @@ class CompressedSum(_Codec):
         if self._state.residual is None:
             return None
         residual = self._state.residual[first : first + gradient.numel()]
-        gradient.add_(residual)
+        _add_residual(gradient, residual)
         return residual
 
     def _added(self, bucket: Bucket, step: int, gradient: Tensor, background: bool) -> Rounds:
@@ -303,7 +330,7 @@ class SliceCodec(_Codec):
             if vector.is_meta:
                 sizes = [sum(self._sizes(part.pieces, step)) for part in parts]
                 return [vector.new_empty(size, dtype=torch.uint8) for size in sizes]
-            values = vector if residual is None else vector + residual
+            values = vector if residual is None else _add_residual(vector.clone(), residual)
             return [payload_of(part, values) for part in parts]
 
         return self._charge("encode", encoder.passes[0] * vector.numel(), encode)

@@ -352,6 +352,8 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
         """Fetch averaged gradients before anybody reads them; else each worker has its own."""
         worker.gradients.collect_rest(1.0 if state.parts is None else state.parts.weight)
         if self.returns == "gradients":
+            if state.compression is not None:
+                state.compression.begin_sum(worker)
             self.push_and_pull(worker, state, worker.gradients.vector)
         worker.gradients.forget_unused()
 

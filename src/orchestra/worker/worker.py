@@ -37,6 +37,8 @@ class Step:
         losses: the loss of each rank once they agree, 0 for a rank without data.
         stop: whether the user asked this rank to stop; any rank, once they agree.
         agreed: whether `loss`, `losses` and `stop` are those of the whole cluster.
+        made: in a loop of the user's own, whether the optimizer has made the step.
+        rescale: what the scale of its gradients was multiplied by since the last exchange.
         staleness: of this step's push at each server, in updates.
         planned: samples consumed once every worker has done this step.
         fraction: `planned` over the budget, 0 where there is no budget.
@@ -60,6 +62,8 @@ class Step:
     losses: tuple[float, ...] = ()
     stop: bool = False
     agreed: bool = False
+    made: bool = False
+    rescale: float = 1.0
     staleness: tuple[int, ...] = ()
     planned: int = 0
     fraction: float = 0.0
@@ -146,6 +150,8 @@ class Worker(FlatModel):
         self.inherited: Moments = {}
         self.queue_of: QueueOf | None = None
         self.check_loss: Callable[[float], None] = lambda _: None  # this rank's own, when it is new
+        # In a loop of the user's own: undoes what the last exchange has changed of what is kept.
+        self.forget: Callable[[], None] = lambda: None
         self.workers = _all_of(runtime.ranks)
         self.phase = 0  # how many have ended so far; the same on all ranks
         self.before_phase: list[Callable[[], None]] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -34,6 +35,20 @@ class Batches(Epochs):
     after the workers have left ends its script, with status 0. Where workers take batches from a
     queue, which `queued` loads, they get unlike numbers of them.
     """
+
+    scaler: torch.amp.GradScaler | None = None  # that multiplies the loss, once it has made a step
+    scale = 1.0  # by which the gradient that was exchanged last is multiplied
+
+    @property
+    def rescale(self) -> float:
+        """What the scale of gradients was multiplied by since the last exchange."""
+        now = 1.0 if self.scaler is None else self.scaler.get_scale()
+        return now / (self.scale or 1.0)
+
+    @property
+    def lacks_step(self) -> bool:
+        """True if the gradient that was exchanged last, in `backward()`, has had no step."""
+        return self.worker.step.agreed and not self.worker.step.made
 
     # Saving and resuming
 
@@ -73,6 +88,7 @@ class Batches(Epochs):
             "backwards": self.passes.done if self.taken else 0,
             "consumed": self.worker.step.consumed,
             "steps": self.steps,
+            "rescale": self.rescale,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -114,6 +130,7 @@ class Batches(Epochs):
         self.epoch = position["epoch"]
         self.taken = self._resumed_at = position["taken"]
         self._passes_before = position["backwards"]
+        self.scaler, self.scale = None, 1.0 / (position.get("rescale") or 1.0)
         self._deal_out()
         if self._sharded is not None:
             self._sharded.epoch = position["order"]
@@ -136,6 +153,11 @@ class Batches(Epochs):
     def _check_place(self) -> None:
         """Refuse to save where there is no state that could be gone on from."""
         where = "batches.state_dict()"
+        grads = (parameter.grad for parameter in self.worker.gradients.parameters)
+        # A GradScaler that found infinities has lowered the scale, in place of a step.
+        if self.lacks_step and (self.rescale < 1.0 or all(grad is None for grad in grads)):
+            self.worker.forget()
+            self.passes.complete = False
         if self.passes.under_way or self.passes.complete:
             raise InputError(f"{where}: gradients wait for their step: call it after that")
         if self.taken and self.source() is not None:
@@ -264,6 +286,8 @@ class OwnLoop:
         if passes.under_way:
             return
         passes.backward()
+        if batches.lacks_step and (batches.rescale < 1.0 or self._cleared()):
+            self.worker.forget()
         if passes.ahead and not batches.synchronous:
             raise InputError(
                 f"the next batch was taken before backward(), but under {self.strategy!r} workers "
@@ -286,9 +310,24 @@ class OwnLoop:
         own = [parameter.grad for parameter in self._gradients.parameters]
         self._left = [(grad, 0 if grad is None else grad._version) for grad in own]
 
+    def _cleared(self) -> bool:
+        """Return whether gradients were cleared since the last backward. Called at the first one of
+        a backward: where they add up, that is the only one that has changed."""
+        return sum(self._changes()) > 1
+
+    def _changes(self) -> Iterator[bool]:
+        """Yield for each parameter whether its gradient is not what the last backward left."""
+        for parameter, (before, version) in zip(
+            self._gradients.parameters, self._left, strict=True
+        ):
+            grad = parameter.grad
+            # Every change in place, such as clipping, counts up a tensor's version.
+            yield grad is not before or (grad is not None and grad._version != version)
+
     def _begin_exchange(self) -> None:
         worker, batches = self.worker, self.batches
         count, new = self._passes.exchange()
+        rescale = batches.rescale
         item = batches.item
         self._gradients.await_collection()
         worker.begin_step(
@@ -300,8 +339,10 @@ class OwnLoop:
                 epoch=batches.epoch,
                 rates=get_rates(self.optimizer),
                 loss=batches.loss,
+                rescale=rescale,
             )
         )
+        batches.scale *= rescale
 
     # The second half: in optimizer.step()
 
@@ -321,6 +362,7 @@ class OwnLoop:
             with torch.enable_grad():
                 loss = None if closure is None else closure()
             if loop._has_gradient():
+                loop._look_for_scaler()
                 loop._update()
             return loss
 
@@ -342,6 +384,22 @@ class OwnLoop:
                 "are not those of all workers: one loss.backward() at least for each step()"
             )
         return complete
+
+    def _look_for_scaler(self) -> None:
+        """Find the GradScaler that calls `step()`, which nothing else tells of."""
+        frame: types.FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
+            frame = frame.f_back
+        if frame is not None:
+            self.batches.scaler = scaler = frame.f_locals["self"]
+            self.batches.scale = scaler.get_scale()
+        steps_here = self.strategy.optimizer_of(self.batches.state) is self.optimizer
+        if hasattr(self.optimizer, "found_inf") and not steps_here:
+            raise InputError(
+                "optimizer.step(): a GradScaler lets fused optimizers skip steps, but under "
+                f"{self.strategy!r} other ranks take the step, or parts of it: make the optimizer "
+                "with fused=False"
+            )
 
     def _update(self) -> None:
         worker, batches = self.worker, self.batches
@@ -370,6 +428,10 @@ class OwnLoop:
             self._stepping = False
         batches.item = None
         self._left = []
+        worker.step.made = True
+        # A fused optimizer skips a step by itself, where a GradScaler has found infinities.
+        if getattr(self.optimizer, "found_inf", False):
+            worker.forget()
         self._gradients.forget()
         batches.steps += 1
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers
@@ -380,12 +442,7 @@ class OwnLoop:
 
         A step after fewer backward passes, the last ones of an epoch, exchanges it here.
         """
-        # Every change in place, such as clipping, counts up a tensor's version.
-        own = (parameter.grad for parameter in self._gradients.parameters)
-        changed = any(
-            grad is not before or (grad is not None and grad._version != version)
-            for grad, (before, version) in zip(own, self._left, strict=True)
-        )
+        changed = any(self._changes())
         self._gradients.take_users()
         several = len(self.worker.workers) > 1
         if self._pending:
