@@ -20,6 +20,7 @@ import torch
 from tests import test_own_loop_backward as patterns
 from tests import test_own_loop_compression as compression
 from tests import test_own_loop_groups as groups_of
+from tests import test_own_loop_hooks as hooks
 from tests import test_own_loop_state as states
 from tests.commands import torchrun
 from tests.own_loops import (
@@ -299,6 +300,12 @@ def skipped_steps() -> None:
 
     exact(loop, "AllReduce", "ParameterServer(placement='beside', returns='gradients')")
     compression.test_a_step_that_a_fused_optimizer_skips_is_forgotten_or_refused()
+
+
+@row("training in evaluation mode, or by calls of a part of the model")
+def no_whole_model() -> None:
+    for how in ("in evaluation mode", "a part"):
+        hooks.test_training_that_no_hook_sees_is_that_of_the_whole_model(how)
 
 
 @row("parameters unfrozen later")

@@ -32,6 +32,7 @@ class ElasticAveragingState(ServerStrategyState):
     velocity: Tensor | None = None  # v (EAMSGD)
     # alpha (x - c) of the step under way, where it has an exchange
     force: Tensor | None = field(default=None, metadata=optimizers.TRANSIENT)
+    begun: bool = field(default=False, metadata=optimizers.TRANSIENT)  # a step
     work: exchange.SharedWork | None = field(default=None, metadata=optimizers.TRANSIENT)
     # x while the model shows the centre, between two epochs of a loop of the user's own
     own: Tensor | None = field(default=None, metadata=optimizers.TRANSIENT)
@@ -124,6 +125,7 @@ class ElasticAveraging(ServerStrategy[ElasticAveragingState]):
         if state.own is not None:
             worker.parameters.copy_(state.own)
         state.own = state.force = None
+        state.begun = True
         if state.clock % self.every == 0:
             state.force = worker.parameters.new_empty(worker.parameters.shape)
             answers = self._push(worker, state, self.beta / len(worker.workers), state.force)
@@ -167,12 +169,13 @@ class ElasticAveraging(ServerStrategy[ElasticAveragingState]):
             charge(lambda: v.add_(x))
         if force is not None:
             charge(lambda: x.sub_(force))
-        state.force = None
+        state.force, state.begun = None, False
         state.clock += 1
         state.samples += worker.step.samples
 
     def quiesce(self, worker: Worker, state: ElasticAveragingState, step: int) -> bool:
         """Wait until every exchange is over and every worker is here."""
+        self._take_back(worker, state)
         self._account(worker, state)
         return super().quiesce(worker, state, step)
 
@@ -188,6 +191,15 @@ class ElasticAveraging(ServerStrategy[ElasticAveragingState]):
         if state.work is not None:
             state.work.close()
         super().stop(worker, state)
+
+    def _take_back(self, worker: Worker, state: ElasticAveragingState) -> None:
+        """End a step that has begun without an update: x keeps what it gave to the centre only."""
+        x = worker.parameters
+        if state.begun and state.velocity is not None:
+            x.sub_(state.velocity, alpha=self.momentum)
+        if state.force is not None:
+            x.sub_(state.force)
+        state.force, state.begun = None, False
 
     def _account(self, worker: Worker, state: ElasticAveragingState) -> None:
         """Tell the servers of the samples since the last exchange, with alpha = 0."""

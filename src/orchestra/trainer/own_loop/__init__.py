@@ -67,7 +67,7 @@ class Batches(Epochs):
                 self._check_place()
                 self.take_over()
                 # Servers learn of the saving by this step of the pause
-                self.strategy.quiesce(self.worker, self.state, SAVING)
+                self.rest(SAVING)
                 ranks = self.collect(self._order_state())
             else:
                 self._serve(until_saved=True)
@@ -259,15 +259,13 @@ class OwnLoop:
         return not parameters.isdisjoint(self._gradients.parameters)
 
     def enter(self, module: nn.Module, _: Any) -> None:
-        """Prepare for a forward pass of `module`; a step's first may change the parameters."""
+        """Prepare for a forward pass of `module`, which may be the first one of a step."""
         self.worker.compute.run(Work("forward", 0), lambda: None)  # a sign of life
         if not torch.is_grad_enabled():
             return
         self._passes.forward()
-        if module.training and not self._passes.entered:
-            self._passes.entered = True
-            self.batches.take_over()
-            self.strategy.before_forward(self.worker, self.batches.state)
+        if module.training and self._passes.open:
+            self.batches.enter()
 
     def _may_be_saved(self, *_: Any) -> None:
         """Refuse that somebody reads parameters by name which are this worker's alone."""
@@ -404,6 +402,10 @@ class OwnLoop:
     def _update(self) -> None:
         worker, batches = self.worker, self.batches
         self._audit.check(self.optimizer)
+        # The hook of the whole model saw no forward pass in training mode: the loop trains in
+        # evaluation mode, or a part of the model. From the next batch on steps begin with it.
+        batches.enters_early |= not self._passes.entered
+        batches.enter()
         batches.begin_update()
         self._take_changes()
         if self.strategy.reads_loss and math.isnan(batches.loss):

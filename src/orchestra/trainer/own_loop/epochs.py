@@ -67,6 +67,7 @@ class Epochs(OwnRank):
         self.share = 1.0
         self._samples = 0  # of it
         self._seed = seed
+        self.enters_early = False  # steps begin as their batches are handed out
         self.ends_process = True  # of a rank that serves, once the workers' scripts are over
         self._goes_on = self._in_epoch = False
         self._resumed_at = self._passes_before = 0
@@ -200,6 +201,8 @@ class Epochs(OwnRank):
         for each in self._together:
             each.taken += len(parts)
             each.passes.take(Count(samples, total, total), [part.batch for part in parts])
+            if each.enters_early and torch.is_grad_enabled():
+                each.enter()
 
     def weight(self, count: int) -> int:
         """Let the gradient of the batch, or group, that was taken last weigh `count`; return the
@@ -224,6 +227,12 @@ class Epochs(OwnRank):
             each.passes.weigh(own, total)
         self.share = own / total if averaged and total else float(not averaged)
         return total
+
+    def enter(self) -> None:
+        """Collective over the workers: begin a step, unless it has begun. Parameters may change."""
+        if self.take_over() or not self.passes.entered:
+            self.passes.entered = True
+            self.strategy.before_forward(self.worker, self.state)
 
     # Epochs
 
@@ -262,7 +271,7 @@ class Epochs(OwnRank):
         command = None
         self.passes.end_epoch()
         if self.is_worker():
-            self.strategy.quiesce(self.worker, self.state, self.epoch)
+            self.rest(self.epoch)
         else:
             command = self._serve()
         self._take_part_in_agreement()
@@ -271,6 +280,11 @@ class Epochs(OwnRank):
         self._in_epoch = False
         self.taken = 0
         self.epoch += 1
+
+    def rest(self, step: int) -> None:
+        """Wait until nothing is in flight anywhere; servers learn why from `step`."""
+        self.strategy.quiesce(self.worker, self.state, step)
+        self.passes.rest()
 
     def _take_part_in_agreement(self) -> None:
         self.strategy.agree(self.worker, self.state)
@@ -286,7 +300,7 @@ class Epochs(OwnRank):
         batches.
         """
         for each in self._in_mid_epoch("agree"):
-            each.strategy.quiesce(each.worker, each.state, MID_EPOCH)
+            each.rest(MID_EPOCH)
             each._take_part_in_agreement()
 
     def end_epoch(self) -> None:

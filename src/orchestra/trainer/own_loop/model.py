@@ -252,7 +252,8 @@ class BackwardPasses:
         # Batches that the loop has taken, and not begun, when it calls `backward`.
         self.ahead: int | None = None
         self.done = done  # passes in this epoch, or group of batches
-        self.entered = False  # a forward pass of this step has begun
+        self.entered = False  # the strategy knows that this step has begun
+        self.open = False  # a forward pass may be that of a step
         self._every = self.accumulation
         self._grouped = False  # all batches of a step were taken before its first backward
         self._taken: deque[tuple[Count, Callable[[], object]]] = deque()  # None: nobody holds it
@@ -267,6 +268,13 @@ class BackwardPasses:
         """There are no more batches."""
         self._ended = True
 
+    def rest(self) -> None:
+        """Called when workers have come together, and the model shows what they agreed on.
+
+        A step that had begun begins anew.
+        """
+        self.entered, self.open = False, bool(self._taken) and not self._ended
+
     def exchanges(self, at_end: Callable[[], bool]) -> bool:
         """Return whether the pass under way is the last of its step, and so exchanges. `at_end`:
         returns whether all batches of the epoch are taken."""
@@ -279,7 +287,8 @@ class BackwardPasses:
         # A weak reference tells later whether the loop has let go of the batch.
         held: Callable[[], object] = (lambda: None) if first is None else weakref.ref(first)
         self._taken.append((count, held))
-        self._fresh, self._forwards_on_last = True, 0
+        self._fresh = self.open = True
+        self._forwards_on_last = 0
 
     def weigh(self, weight: int, total: int) -> None:
         """Let the gradient of the batch that was taken last count `weight` of `total`."""

@@ -212,8 +212,7 @@ class OwnRank:
         self._loaded_model = True
 
     def begin_update(self) -> None:
-        """Collective over the workers, before a step: release moments that were collected."""
-        self.take_over()
+        """Release moments that were collected; refuse changes that no other rank learns of."""
         self._check_optimizer()
         if (sizes := self._group_sizes()) != self._sizes:
             if not self.whole or self.strategy.switches:
@@ -227,15 +226,18 @@ class OwnRank:
             self._collected = False
             self._release_moments()
 
-    def take_over(self) -> None:
-        """Collective over the workers, before a step: take over what the user has loaded."""
+    def take_over(self) -> bool:
+        """Collective over the workers, before a step: take over what the user has loaded.
+
+        Return whether the strategy has started anew.
+        """
         model, moments = self._loaded_model, self._loaded_moments
         self._loaded_model = self._loaded_moments = False
         if not self.is_worker() or self.ended:
-            return
+            return False
         moved = moments and not self.whole  # to where the strategy keeps them
         if not moved and not (model and not (self.whole and self.synchronous)):
-            return
+            return False
         if self.taken and self.source() is not None:
             raise InputError(
                 "load_state_dict(): workers take unlike numbers of batches, so that no step is "
@@ -245,6 +247,7 @@ class OwnRank:
         parameters = self.worker.named_parameters()
         self.tell(Command.RESTART)
         self._restart(spec.export_moments(self.optimizer, parameters) if moved else None)
+        return True
 
     def _restart(self, moments: spec.Moments | None) -> None:
         """Collective: start anew, with `moments`, or those that there were."""
