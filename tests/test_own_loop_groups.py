@@ -1,4 +1,4 @@
-"""Own loops that change the options of their optimizer's groups, or whose optimizer does."""
+"""Own loops that change options of their optimizer, and workers whose optimizers part."""
 
 from __future__ import annotations
 
@@ -168,3 +168,54 @@ def test_an_optimizer_with_state_in_its_groups_steps_where_the_user_sees_it(stra
 @pytest.mark.parametrize("strategy", [SHARDED, BESIDE, "LocalSGD(1)"])
 def test_an_optimizer_with_state_in_its_groups_is_refused_elsewhere(strategy: str) -> None:
     refused("ScheduleFree writes weight_sum into its groups", evaluated, strategy, schedule_free)
+
+
+def first(batches: Any) -> bool:
+    """Whether this is the first worker, or the only one."""
+    return not hasattr(batches, "worker") or batches.worker.rank == 0
+
+
+def rate_by_own_loss(model: nn.Module, optimizer: Optimizer, batches: Any) -> None:
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = mean_square(model, batch)
+        loss.backward()
+        optimizer.step()
+        if loss.item() > 0.3:
+            optimizer.param_groups[0]["lr"] /= 2
+
+
+def steps_at(*own: int) -> Loop:
+    """Step at all batches but one: its number is another one on each rank, none if below 0."""
+
+    def loop(model: nn.Module, optimizer: Optimizer, batches: Any) -> None:
+        for number, batch in enumerate(batches):
+            optimizer.zero_grad()
+            mean_square(model, batch).backward()
+            if number != own[not first(batches)]:
+                optimizer.step()
+
+    return loop
+
+
+SERVERS = [BESIDE, "ParameterServer(placement='beside', returns='gradients')"]
+
+
+@pytest.mark.parametrize("strategy", ["AllReduce('ring')", SHARDED, *SERVERS, "LocalSGD(2)"])
+def test_rates_that_follow_a_workers_own_loss_are_refused(strategy: str) -> None:
+    refused("optimizers differ: .*orchestra.mean", rate_by_own_loss, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["AllReduce('ring')", *SERVERS])
+@pytest.mark.parametrize("skipped", [(-1, 2), (-1, 4), (1, 2)], ids=["once", "last", "unlike"])
+def test_steps_at_unlike_batches_are_refused(strategy: str, skipped: tuple[int, int]) -> None:
+    refused("optimizers differ: in the batches", steps_at(*skipped), strategy)
+
+
+def test_replicas_that_step_at_unlike_batches_are_refused() -> None:
+    refused("optimizers differ: in the batches", steps_at(1, 2), "LocalSGD(2)")
+
+
+@pytest.mark.parametrize("strategy", [*AVERAGED, SHARDED, BESIDE, "LocalSGD(1)"])
+def test_a_batch_at_which_no_worker_steps_counts_for_nothing(strategy: str) -> None:
+    on_all(steps_at(1, 1), strategy, sgd)

@@ -267,6 +267,15 @@ def options() -> None:
         groups_of.on_all(groups_of.one_cycle, strategy, groups_of.adamw)
 
 
+@row("learning rates or other options that differ")
+def unlike_steps() -> None:
+    for strategy in ("AllReduce", "LocalSGD(3)"):
+        groups_of.test_rates_that_follow_a_workers_own_loss_are_refused(strategy)
+        groups_of.refused("optimizers differ", groups_of.steps_at(1, 2), strategy)
+    asynchronous = "ParameterServer(consistency='asynchronous', placement='beside')"
+    distributed(groups_of.rate_by_own_loss, asynchronous, lambda: in_order(8), ranks=2)
+
+
 @row("a parameter group added later")
 def later_group() -> None:
     groups_of.test_a_group_may_be_added_where_the_users_optimizer_steps("AllReduce")

@@ -13,6 +13,7 @@ from orchestra.errors import InputError
 from orchestra.worker.layout import Layout, Unit, UnitMemory, shard_size
 
 STOP, LOSS, LOSSES = 0, 1, 2  # places in the tail; the flag of each tensor stands at its end
+DIGEST_BITS = 16
 
 
 class Gradients:
@@ -22,6 +23,8 @@ class Gradients:
     with it: how many ranks want to stop, the weighted loss, the loss of each rank in a place of
     its own, and for each tensor how many ranks used it. A tensor that no rank used keeps
     `grad = None`, as on a single machine, so that weight decay and momentum leave it alone.
+    With `compares`, each rank also sets the bits of its `digest` in the tail, and those that it has
+    not at other places; `alike` then says whether all ranks have the same.
     `square` is |g|^2 of this rank's own gradient of the step, where `measures_square` is set.
 
     `on_backward()` is called in every backward, before any slot counts as ready; `on_ready(first,
@@ -34,11 +37,18 @@ class Gradients:
     on_ready: Callable[[int, int], None] | None = None
     on_backward: Callable[[], None] | None = None
 
-    def __init__(self, module: nn.Module, layout: Layout, ranks: int) -> None:
+    digest = 0  # below 2 ** DIGEST_BITS
+    alike = True
+
+    def __init__(
+        self, module: nn.Module, layout: Layout, ranks: int, *, compares: bool = False
+    ) -> None:
         by_name = dict(module.named_parameters())
         self.layout = layout
         self.parameters = [by_name[slot.name] for slot in layout.slots]
-        self._allocate(tail=LOSSES + ranks + len(layout.slots))
+        digest = 2 * DIGEST_BITS * compares
+        self._digest = slice(LOSSES + ranks, LOSSES + ranks + digest)  # its place in the tail
+        self._allocate(tail=LOSSES + ranks + digest + len(layout.slots))
         self.used = [False] * len(layout.slots)
         self._collected = [False] * len(layout.slots)
         self._in_place = False
@@ -194,6 +204,9 @@ class Gradients:
             values[LOSSES + rank] = loss
             # A rank without samples has used nothing, and has no loss.
             values[-len(self.used) :] = self.used
+        if self._digest.start < self._digest.stop:
+            bits = np.unpackbits(np.array([self.digest], dtype=">u2").view(np.uint8))
+            values[self._digest] = (*bits, *(1 - bits))
         # Assembled in NumPy, since single elements of a tensor are slow to write.
         self.tail.copy_(torch.from_numpy(values))
 
@@ -202,12 +215,14 @@ class Gradients:
 
         Returns the mean loss, the loss of each rank, and whether one wants to stop.
         """
-        stop, loss, *losses = self.tail.tolist()
-        tensors = len(self.used)
-        self.used = [count > 0 for count in losses[-tensors:]]
+        tail = self.tail.tolist()
+        counts = tail[self._digest]
+        # Sums of ones tell 0 from more than 0 in any precision
+        self.alike = not any(map(min, counts[:DIGEST_BITS], counts[DIGEST_BITS:]))
+        self.used = [count > 0 for count in tail[-len(self.used) :]]
         if not all(self.used) or not all(self._collected):  # else all of it is in place
             self.forget_unused()
-        return loss, tuple(losses[:-tensors]), stop > 0
+        return tail[LOSS], tuple(tail[LOSSES : self._digest.start]), tail[STOP] > 0
 
     def forget_unused(self) -> None:
         """Set `grad` to None where no worker has used a parameter."""

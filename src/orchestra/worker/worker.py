@@ -137,6 +137,7 @@ class Worker(FlatModel):
         self.runtime, self.rank = runtime, runtime.rank
         self.transport, self.compute = runtime.transport, runtime.compute
         self.reporter = runtime.reporter
+        self._own_optimizer = own_optimizer
         self._lay_out(module)
         self.optimizer = optimizer
         self.clip_norm = clip_norm
@@ -159,11 +160,10 @@ class Worker(FlatModel):
         self._loss = loss
         self.accumulation = accumulation
         self._precision = precision
-        self._own_optimizer = own_optimizer
 
     def _lay_out(self, module: nn.Module) -> None:
         super().__init__(module)
-        self.gradients = Gradients(module, self.layout, self.runtime.ranks)
+        self.gradients = Gradients(module, self.layout, self.runtime.ranks, compares=self.own_loop)
 
     def lay_out_gradients(self, units: Sequence[Unit] | None) -> None:
         """From now on gradients of `units` have memory until they are summed; None: always."""

@@ -304,7 +304,7 @@ class OwnLoop:
         self._passes.end()
         self._pending = not self._gradients.last_backward
         if not self._pending:
-            self.strategy.reduce(self.worker, self.batches.state)
+            self._reduce()
         own = [parameter.grad for parameter in self._gradients.parameters]
         self._left = [(grad, 0 if grad is None else grad._version) for grad in own]
 
@@ -322,8 +322,14 @@ class OwnLoop:
             # Every change in place, such as clipping, counts up a tensor's version.
             yield grad is not before or (grad is not None and grad._version != version)
 
+    def _reduce(self) -> None:
+        self.strategy.reduce(self.worker, self.batches.state)
+        if not self._gradients.alike:
+            raise self.batches.ledger.refusal(self.batches.steps)
+
     def _begin_exchange(self) -> None:
         worker, batches = self.worker, self.batches
+        self._gradients.digest = batches.ledger.digest(worker.phase)
         count, new = self._passes.exchange()
         rescale = batches.rescale
         item = batches.item
@@ -416,6 +422,7 @@ class OwnLoop:
         behind = self._passes.step()
         if batches.item is None:  # else what was accumulated before counts as passed over
             worker.step.samples, worker.step.total_samples = behind.weight, behind.total
+        batches.ledger.enter(worker.phase, batches.epoch, batches.taken)
         self._stepping = True
         rates = get_rates(self.optimizer)
         worker.set_rates(rates)
@@ -455,7 +462,7 @@ class OwnLoop:
                     "averaged yet: leave out accumulation, which then exchanges after each of them"
                 )
             self._begin_exchange()
-            self.strategy.reduce(self.worker, self.batches.state)
+            self._reduce()
         elif changed and several and self.batches.synchronous and not self.worker.step.agreed:
             raise InputError(
                 f"the gradient was changed between backward() and step(), as clipping does, but "

@@ -287,6 +287,10 @@ class Epochs(OwnRank):
         self.passes.rest()
 
     def _take_part_in_agreement(self) -> None:
+        steps_alike = self.source() is None and self.strategy.currently_lockstep(self.state)
+        digest = self.ledger.digest(self.worker.phase)
+        if self.is_worker() and steps_alike and not self.alike(digest):
+            raise self.ledger.refusal(self.steps)
         self.strategy.agree(self.worker, self.state)
         if not self.ended:  # replicas that differ have averaged them; others take the first one's
             exchange.broadcast_buffers(self.worker, self.worker.everyone)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -101,6 +102,10 @@ STATE_DICT = ("", "format")  # "".format(module, prefix, keep): nothing that any
 LOADED: tuple[object, str] = (contextlib.nullcontext(), "__exit__")  # of any arguments: nothing
 
 
+IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}
+"""What a group holds beside options that change the result."""
+
+
 class Audit:
     """Checks at each step that the trained parameters are still those that were laid out.
 
@@ -148,6 +153,50 @@ class Audit:
                         f"the optimizer was given a parameter of shape {tuple(parameter.shape)} "
                         "after distribute: give it to model and optimizer before"
                     )
+
+
+class Ledger:
+    """A digest of what this worker's optimizer has done, which all workers have alike.
+
+    At each step it takes in the place of the step among the batches, and the options of all groups.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._phase = self._past = 0
+        self._values: list[Any] = []
+        self._text = b""
+
+    def enter(self, phase: int, *place: int) -> None:
+        """Note a step at `place`. Before the `phase`, workers may have made unlike ones."""
+        past = self._past if phase == self._phase else 0
+        self._phase, self._past = phase, zlib.crc32(self._options() + str(place).encode(), past)
+
+    def digest(self, phase: int) -> int:
+        """Return a number of 16 bits for this phase's steps and the options as they are now."""
+        return zlib.crc32(self._options(), self._past if phase == self._phase else 0) & 0xFFFF
+
+    def _options(self) -> bytes:
+        values = [
+            value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            for group in self._optimizer.param_groups
+            for name, value in group.items()
+            if name not in IMPLEMENTATION
+        ]
+        # Made anew only where they have changed: there may be many groups
+        if values != self._values:
+            self._values, plain = values, (bool, int, float, str, tuple, list, type(None))
+            self._text = repr([each for each in values if isinstance(each, plain)]).encode()
+        return self._text
+
+    def refusal(self, steps: int) -> InputError:
+        """Return what to raise where workers have unlike digests."""
+        rates = ", ".join(f"{group['lr']:g}" for group in self._optimizer.param_groups)
+        return InputError(
+            f"after {steps} steps of this worker, whose learning rates are {rates} now, the "
+            "workers' optimizers differ: in the batches at which step() was called, or in rates or "
+            "other options. Let all workers decide by the same number, such as orchestra.mean(loss)"
+        )
 
 
 # The state that it goes on from

@@ -18,7 +18,7 @@ from orchestra.optimizers.state import capture, restore
 from orchestra.schedules.work_queue import WorkSource
 from orchestra.strategies.base import Roles, Strategy
 from orchestra.trainer import checkpoints
-from orchestra.trainer.own_loop.model import LOADED, Hook
+from orchestra.trainer.own_loop.model import LOADED, Hook, Ledger
 from orchestra.transports.protocol import send_unless_lost
 from orchestra.transports.tags import Tag
 from orchestra.worker.batches import map_tensors
@@ -58,6 +58,7 @@ class OwnRank:
         self.ended = False  # all workers have left
         self._loaded_model = self._loaded_moments = self._restoring = False
         self._collected = False  # since the last step: the first worker's optimizer has all moments
+        self.ledger = Ledger(optimizer)
         self._sizes = self._group_sizes()
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._queue_of = queue_of
