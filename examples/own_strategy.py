@@ -1,14 +1,17 @@
 """Dynamic averaging: replicas are averaged once one of them has moved far, and only then."""
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from orchestra import Strategy, exchange
-from orchestra.collectives import all_reduce
 from orchestra.settings import setting
-from orchestra.transports.tags import Tag
-from orchestra.worker.worker import Worker
+
+if TYPE_CHECKING:  # so that `orchestra list` need not import torch
+    import torch
+
+    from orchestra.worker.worker import Worker
 
 
 @dataclass
@@ -45,7 +48,7 @@ class DynamicAveraging(Strategy[State]):
         state.steps += 1
         if state.steps % self.every == 0:
             far = ((worker.parameters - state.reference).square().sum() > self.drift).float()[None]
-            all_reduce(worker.transport, far, "ring", worker.workers, Tag.AGREE)
+            exchange.all_reduce(worker.transport, far, "ring", worker.workers, tag=1024)
             if far.item():
                 self.agree(worker, state)
         worker.snapshots.offer(worker.step.consumed, worker.parameters)
@@ -54,6 +57,3 @@ class DynamicAveraging(Strategy[State]):
         exchange.exact_mean(worker)
         exchange.exact_mean_of_buffers(worker)
         state.reference.copy_(worker.parameters)
-
-    def optimizer_of(self, state: State) -> torch.optim.Optimizer:
-        return state.optimizer

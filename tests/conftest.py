@@ -59,7 +59,16 @@ LONGEST = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the server of warm processes while workers collect; they find it by a variable."""
+    """Hide installed plug-ins, which tables of all names in tests do not know. Start the server of
+    warm processes while workers collect; they find it by a variable.
+    """
+    from orchestra.cluster import CLUSTERS
+    from orchestra.strategies.registry import STRATEGIES
+    from orchestra.tasks import TASKS
+    from orchestra.trainer.balancing import BALANCINGS
+
+    for registry in (BALANCINGS, CLUSTERS, STRATEGIES, TASKS):
+        vars(registry)["_all"] = registry._known
     if getattr(config.option, "numprocesses", None):
         from tests import warm
 

@@ -180,7 +180,7 @@ def test_help_lists_and_errors_need_no_torch(folder: Path) -> None:
 def test_names_come_from_orchestra_and_import_only_what_they_need() -> None:
     """Settings load without torch; `distribute` loads neither planning nor the report."""
     code = (
-        "import json, sys, orchestra\n"
+        "import json, sys, orchestra, examples.own_strategy\n"
         "for name in json.loads(sys.argv[1]):\n"
         "    assert getattr(orchestra, name).__name__ == name\n"
         "assert 'torch' not in sys.modules, 'settings import torch'\n"
@@ -190,8 +190,9 @@ def test_names_come_from_orchestra_and_import_only_what_they_need() -> None:
     )
     names = sorted({*STRATEGIES.names(), "Cosine", "StepDecay"})
     done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(names)], capture_output=True, text=True, check=False
-    )
+        [sys.executable, "-c", code, json.dumps(names)], cwd=Path(__file__).parents[1],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert {*names, "Task"} <= set(orchestra.__all__)
 

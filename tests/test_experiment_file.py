@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.commands import Started
 
 from orchestra.errors import InputError
 from orchestra.experiments.experiment import Experiment, Tune, runs
@@ -542,3 +544,33 @@ def test_a_nested_required_setting_is_demanded_by_name(write: Write) -> None:
     path = write("task: digits\nstrategies: {s: Switch(AllReduce)}\n")
     with pytest.raises(InputError, match="missing a required argument: 'then'"):
         load(path)
+
+
+SCRIPT = """
+from dataclasses import dataclass
+import orchestra
+from orchestra.tasks import Digits
+
+@dataclass(frozen=True, repr=False)
+class Mine(orchestra.LocalSGD):
+    pass
+
+def own_digits() -> orchestra.Task:
+    return Digits().build()
+
+if __name__ == "__main__":
+    orchestra.train(own_digits, Mine(2), 1, steps=1, out="run", quiet=True)
+"""
+
+
+def test_the_file_of_a_script_s_run_repeats_it_from_the_script_s_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_script.py").write_text(SCRIPT)
+    with Started([sys.executable, str(tmp_path / "own_script.py")], tmp_path) as script:
+        assert script.end().status == 0
+    monkeypatch.syspath_prepend(tmp_path)
+    again = load(tmp_path / "run" / "experiment.yaml")
+    assert again.task == "own_script:own_digits()"
+    (strategy,) = again.strategies.values()
+    assert repr(strategy) == "Mine(2)"

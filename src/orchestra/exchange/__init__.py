@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from orchestra.settings.notation import lazy_package
 
 if TYPE_CHECKING:
+    from orchestra.collectives import all_reduce as all_reduce
+    from orchestra.collectives import broadcast as broadcast
     from orchestra.exchange.agreement import *  # noqa: F403
     from orchestra.exchange.average import *  # noqa: F403
     from orchestra.exchange.common_step import *  # noqa: F403

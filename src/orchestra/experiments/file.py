@@ -87,9 +87,10 @@ def to_yaml(experiment: Experiment) -> str:
     training = experiment.training
     document: dict[str, object] = {
         "name": experiment.name,
-        "task": experiment.task,
+        "task": _importable(experiment.task),
         "strategies": {
-            label: write(strategy, STRATEGIES) for label, strategy in experiment.strategies.items()
+            label: _importable(write(strategy, STRATEGIES))
+            for label, strategy in experiment.strategies.items()
         },
         "ranks": experiment.ranks[0] if len(experiment.ranks) == 1 else list(experiment.ranks),
         "seeds": list(experiment.seeds),
@@ -106,6 +107,15 @@ def to_yaml(experiment: Experiment) -> str:
             document[name] = write(value, registry)
     document["target"] = to_plain(training.target)
     return yaml_text(document)
+
+
+def _importable(notation: str) -> str:
+    """Return `notation` with the name by which another process imports the script under way."""
+    main = sys.modules["__main__"]
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    name = spec.name if spec is not None else Path(file or "").stem
+    found = all(part.isidentifier() for part in name.split("."))
+    return notation.replace("__main__:", f"{name}:") if found else notation
 
 
 def _pair(text: str) -> tuple[str, str, str]:
