@@ -52,6 +52,9 @@ def restore(target: Any, saved: Any) -> Any:
         return target
     if isinstance(target, torch.optim.Optimizer):
         state = {int(index): values for index, values in saved.items()}
+        parameters = [each for group in target.param_groups for each in group["params"]]
+        for index, values in state.items():
+            _refuse_broadcast(values, parameters[index])
         # The options are those of this run's settings, not of the checkpoint.
         groups = target.state_dict()["param_groups"]
         target.load_state_dict({"state": state, "param_groups": groups})
@@ -69,6 +72,13 @@ def restore(target: Any, saved: Any) -> Any:
     if isinstance(target, list) and len(target) == len(saved):
         return [restore(before, item) for before, item in zip(target, saved, strict=True)]
     return tuple(saved) if isinstance(target, tuple) else saved
+
+
+def _refuse_broadcast(moments: Mapping[str, Any], parameter: Tensor) -> None:
+    """Refuse a vector of one element, which an optimizer would use for every element in silence."""
+    for name, value in moments.items():
+        if isinstance(value, Tensor) and value.shape == (1,) and parameter.numel() > 1:
+            raise ValueError(f"{name} has shape (1,), its parameter {tuple(parameter.shape)}")
 
 
 # The global random streams of a rank

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from orchestra import exchange
 from orchestra.collectives import broadcast, receive_object, send_object
 from orchestra.errors import PeerLost, RunFailed
 from orchestra.optimizers.state import capture, random_state, restore, restore_random_state
@@ -43,7 +44,7 @@ Tensors = dict[str, Tensor]
 
 
 class DamagedCheckpoint(Exception):
-    """A file of a checkpoint is missing or was changed; the message names it."""
+    """A file of a checkpoint is missing, was changed, or is not of this run."""
 
 
 def rank_file(rank: int) -> str:
@@ -161,31 +162,59 @@ class CollectiveCheckpoints:
         self._folder = folder
         self._ranks = range(worker.runtime.ranks)
 
-    def newest(self, leader: int) -> Any | None:
-        """Collective: return this rank's state in the newest whole checkpoint, or None.
+    def newest(self, leader: int, check: Callable[[Any], None]) -> Any | None:
+        """Collective: return this rank's state in the newest checkpoint that is whole and fits the
+        run, or None.
 
-        The leader looks for it.
+        The leader looks for whole ones; `check` raises an exception for a state that does not fit
+        this rank.
         """
         worker = self._worker
+        found = self._whole() if worker.rank == leader else iter(())
         chosen = torch.full((1,), -1, dtype=torch.int64)
-        if worker.rank == leader:
-            chosen[0] = self._newest_whole()
-        broadcast(worker.transport, chosen, leader, worker.everyone, Tag.CHECKPOINT)
-        if int(chosen) < 0:
+        while True:
+            chosen[0] = next(found, -1)
+            broadcast(worker.transport, chosen, leader, worker.everyone, Tag.CHECKPOINT)
+            index = int(chosen)
+            if index < 0:
+                return None
+            saved = self._fitting(index, check)
+            if not exchange.wait_for_everyone(worker, int(saved is None)):
+                self.index = index
+                return saved
+
+    def file_of(self, index: int) -> Path:
+        """Return the path of this rank's file in checkpoint `index`."""
+        return self._folder / f"{index:04d}" / rank_file(self._worker.rank)
+
+    def _fitting(self, index: int, check: Callable[[Any], None]) -> Any | None:
+        """Return this rank's state in checkpoint `index`; None, with a notice, if unfit."""
+        own = self._worker.rank
+        try:
+            saved = read_rank(self._folder, index, own)
+            # Checkpoints from before these were kept lack them.
+            place = saved.get("rank", own), saved.get("checkpoint", index)
+            if place != (own, index):
+                raise DamagedCheckpoint(f"it is of rank {place[0]}, checkpoint {place[1]}")
+            check(saved)
+        except Exception as error:  # anything may be in a file that something else has written
+            why = in_words(error)
+            self._worker.reporter.notice(f"checkpoint refused: {self.file_of(index)}: {why}")
             return None
-        self.index = int(chosen)
-        return read_rank(self._folder, self.index, worker.rank)
+        return saved
 
     def take(self, state: Any, leader: int) -> None:
         """Collective, at a quiet point: write `state`; it counts only if all ranks have written."""
         index, digest = self.index + 1, None
         # Without the state of a lost rank there would be nothing to resume.
         if not self._worker.transport.lost():
-            digest = write_rank(self._folder, index, self._worker.rank, capture(state))
+            place = {"rank": self._worker.rank, "checkpoint": index}
+            digest = write_rank(self._folder, index, self._worker.rank, capture(state) | place)
         if self._commit(index, digest, leader):
             self.index = index
 
-    def _newest_whole(self) -> int:
+    def _whole(self) -> Iterator[int]:
+        """Yield the numbers of the whole checkpoints, the newest first."""
         notice = self._worker.reporter.notice
         with writing(self._folder):
             _remove(self._folder, ".[0-9]*")  # what a run that was killed began to write or delete
@@ -197,8 +226,7 @@ class CollectiveCheckpoints:
             except DamagedCheckpoint as damage:
                 notice(f"checkpoint refused: {damage}")
             else:
-                return index
-        return -1
+                yield index
 
     def _commit(self, index: int, digest: str | None, leader: int) -> bool:
         """Return whether checkpoint `index` counts, as the leader decides; all wait for that."""
@@ -219,6 +247,39 @@ class CollectiveCheckpoints:
             if rank != leader:
                 send_unless_lost(transport, torch.tensor([whole]), rank, Tag.CHECKPOINT)
         return whole
+
+
+def in_words(error: Exception) -> str:
+    """Return one line on why a checkpoint cannot be used."""
+    text = (str(error).splitlines() or [""])[0]
+    if isinstance(error, DamagedCheckpoint):
+        return text
+    return f"it cannot be read ({type(error).__name__}: {text})"
+
+
+def require_alike(saved: Any, fresh: Any, place: str) -> None:
+    """Raise `DamagedCheckpoint` unless `saved` has, at its `place`, the tensors of `fresh`: of the
+    same types and shapes."""
+    if isinstance(fresh, Tensor):
+        have, want = (
+            f"{item.dtype} {tuple(item.shape)}" if isinstance(item, Tensor) else type(item).__name__
+            for item in (saved, fresh)
+        )  # fmt: skip
+        if have != want:
+            raise DamagedCheckpoint(f"{place[1:]} is {have}, and {want} in this run")
+    # What only one of them has may be optional, or from before there was such a value.
+    elif isinstance(fresh, dict) and isinstance(saved, dict):
+        for key in fresh.keys() & saved.keys():
+            require_alike(saved[key], fresh[key], f"{place}/{key}")
+    elif isinstance(fresh, list) and isinstance(saved, list) and len(fresh) == len(saved):
+        for index, item in enumerate(fresh):
+            require_alike(saved[index], item, f"{place}/{index}")
+
+
+def require_within(place: str, value: float | None, low: float, high: float) -> None:
+    """Raise `DamagedCheckpoint` for a number outside of [low, high]."""
+    if value is not None and not low <= value <= high:
+        raise DamagedCheckpoint(f"{place} is {value!r}, which is not from {low:g} to {high:g}")
 
 
 def rank_state(worker: Worker, state: Any, parameters: Any) -> dict[str, Any]:

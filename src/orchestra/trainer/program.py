@@ -14,11 +14,12 @@ from torch import nn
 
 from orchestra.data import shares_of
 from orchestra.data.feed import Samples, open_samples, open_shard
-from orchestra.errors import InputError, RunFailed
+from orchestra.errors import InputError, OrchestraError, RunFailed
 from orchestra.exchange import start_together
-from orchestra.optimizers.state import restore, undisturbed
+from orchestra.optimizers.state import capture, restore, restore_random_state, undisturbed
 from orchestra.records.exports import Scalars, write_curve_events
 from orchestra.records.report import LeaderReport, Point, RankReport
+from orchestra.settings.base import from_plain
 from orchestra.strategies.base import ModelPart, Roles, Strategy
 from orchestra.strategies.switch import phases
 from orchestra.tasks.task import Task, evaluate, load_task
@@ -35,7 +36,7 @@ from orchestra.worker.interception import intercepted
 from orchestra.worker.layout import FlatModel
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.snapshots import Contribution, buffers_vector
-from orchestra.worker.worker import Worker
+from orchestra.worker.worker import Measures, Worker
 
 
 def train(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
@@ -345,9 +346,46 @@ class Session(Loop):
 
     def _start(self) -> Any:
         """Start the strategy, from the newest checkpoint if there is one."""
-        saved = None if self.shared else self.checkpoints.newest(self.roles.leader)
+        kept, leader = self.checkpoints, self.roles.leader
+        saved = None if self.shared else kept.newest(leader, self._check_saved)
         if saved is None:
             return self.strategy.start(self.worker)
+        # Whether a strategy's state fits is seen once all ranks have taken theirs back.
+        try:
+            state = self._resume(saved)
+            checkpoints.require_alike(saved, capture(self.checkpoint_state()), "")
+        except OrchestraError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"{kept.file_of(kept.index)} does not fit this run: {checkpoints.in_words(error)}; "
+                "remove its folder to go on from the checkpoint before it"
+            ) from error
+        if self.runtime.rank == self.roles.workers[0]:
+            self.runtime.reporter.notice(
+                f"resumed from checkpoint {kept.index}, step {self.position.steps}"
+            )
+        return state
+
+    def _check_saved(self, saved: Any) -> None:
+        """Raise an exception where a checkpoint's state of this rank does not fit the run."""
+        worker, within = self.worker, checkpoints.require_within
+        fresh = {"parameters": worker.parameters, "buffers": dict(worker.buffers)}
+        checkpoints.require_alike(saved, capture(fresh), "")
+        position = from_plain(Position, saved["position"])
+        for name, value in vars(position).items():
+            within(f"position/{name}", value, 0, self.budget)
+        within("position/plan_start", position.plan_start, 0, position.consumed)
+        within("totals/samples", from_plain(Totals, saved["totals"]).samples, 0, self.budget)
+        from_plain(Measures, saved["measures"])
+        within("rate_scale", saved["rate_scale"], 0, 1e9)
+        for part in saved["snapshots"]:
+            within("snapshots/index", Contribution(**part).index, 0, len(worker.snapshots.due))
+        with undisturbed():
+            restore_random_state(saved["random"])
+
+    def _resume(self, saved: dict[str, Any]) -> Any:
+        """Collective: go on from this rank's state in a checkpoint; return the strategy's."""
         worker, position = self.worker, self.position
         restore(worker.parameters, saved["parameters"])
         restore(position, saved["position"])
@@ -361,12 +399,8 @@ class Session(Loop):
         if self.balancer is not None:
             restore(self.balancer.state, saved["balance"])
         worker.step.consumed = position.consumed
-        state = checkpoints.resume(worker, self.strategy, saved)
-        if self.runtime.rank == self.roles.workers[0]:
-            self.runtime.reporter.notice(
-                f"resumed from checkpoint {self.checkpoints.index}, step {position.steps}"
-            )
-        return state
+        self.state = checkpoints.resume(worker, self.strategy, saved)
+        return self.state
 
     def _write_checkpoint(self) -> None:
         if self.shared is None:
