@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,29 @@ def test_a_killed_launcher_leaves_nothing(number: signal.Signals, tmp_path: Path
     assert ended.status != 0
     wait_until(lambda: not groups(pid), "the guard removes the groups")
     wait_until(lambda: not namespaces(tmp_path), "no process is left, and no namespace")
+
+
+def test_groups_of_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though their names begin alike, and nobody holds them."""
+    monkeypatch.setattr(emulation_nodes, "PREFIX", f"orchestra-test-{os.getpid()}-")
+    other = hierarchy()[0] / f"orchestra-test-{os.getpid()}-service"
+    process = subprocess.Popen(["sleep", "1000"])
+    try:
+        (other / "api" / "main").mkdir(parents=True)
+        (other / "api" / "main" / "cgroup.procs").write_text(str(process.pid))
+        assert sweep() == []
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+        for path in (other / "api" / "main", other / "api", other):
+            wait_until(partial(removed, path), "the group is empty")
+
+
+def removed(group: Path) -> bool:
+    with suppress(OSError):
+        group.rmdir()
+    return not group.exists()
 
 
 def test_what_a_guard_left_is_swept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 processor, which control groups of version 1 or 2 limit.
 
     orchestra-4711-a3/               the run; locked by its launcher, and by the guard
+    orchestra-4711-a3/.emulated/     the mark, without which a group is somebody else's
     orchestra-4711-a3/worker-3/      a node, with its quota
     orchestra-4711-a3/worker-3/r0/   the processes of a rank
 
@@ -38,17 +39,20 @@ from orchestra.worker.runtime import chosen_threads, usable_cores
 INSTEAD = "or predict the same with --engine simulation"
 
 PREFIX = "orchestra-"
+MARK = ".emulated"  # a group, as a file or an attribute cannot be made in every version's hierarchy
 _PERIOD = 10_000  # microseconds: a slow node is slow within a step
 _LEAST_QUOTA, _MOST_PERIOD = 1_000, 1_000_000  # of the kernel
 
-_REMOVE = """
+_REMOVE = f"""
 for attempt in $(seq 500); do
     for members in "$0"/*/*/cgroup.procs; do
         [ -e "$members" ] && while read -r process; do
             kill -9 "$process" && echo "$process"
         done < "$members"
     done
-    rmdir "$0"/*/* "$0"/* "$0"
+    rmdir "$0"/*/* "$0"/*
+    # The mark stays for a later sweep as long as any node does.
+    for node in "$0"/*/; do [ -d "$node" ] || rmdir "$0/{MARK}" "$0"; done
     [ -d "$0" ] || exit 0
     sleep 0.02
 done
@@ -253,7 +257,7 @@ class Quotas:
     def lift(self) -> None:
         """Let all nodes have as much of the processor as they can get."""
         name, none = ("cpu.max", "max") if self._version == 2 else ("cpu.cfs_quota_us", "-1")
-        for group in self.folder.glob("*/"):
+        for group in self.folder.glob("[!.]*/"):
             (group / name).write_text(none)
 
     def limit(self, node: str, cores: float) -> None:
@@ -334,7 +338,7 @@ def sweep(root: Path | None = None) -> list[str]:
     root = root or hierarchy()[0]
     removed = []
     for folder in sorted(root.glob(f"{PREFIX}*")):
-        if (lock := _locked(folder)) is not None:
+        if (folder / MARK).is_dir() and (lock := _locked(folder)) is not None:
             try:
                 removed.append(f"{folder}, with {remove(folder)} processes")
             finally:
@@ -354,13 +358,13 @@ def remove(folder: Path) -> int:
 
 
 def _claimed(root: Path) -> tuple[Path, int]:
-    """Make a folder that no sweep takes for left over; return it with its lock."""
-    while True:
-        folder = root / f"{PREFIX}{os.getpid()}-{secrets.token_hex(3)}"
-        folder.mkdir()
-        lock = _locked(folder)
-        if lock is not None and folder.exists():  # else a sweep was quicker
-            return folder, lock
+    """Make a folder; return it with its lock, which is taken before a sweep minds the folder."""
+    folder = root / f"{PREFIX}{os.getpid()}-{secrets.token_hex(3)}"
+    folder.mkdir()
+    lock = _locked(folder)
+    assert lock is not None
+    (folder / MARK).mkdir()
+    return folder, lock
 
 
 def _locked(folder: Path) -> int | None:
