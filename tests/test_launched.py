@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import rank_programs
 from tests.commands import DEADLINE_SECONDS, Started
 from tests.meshes import make_certificate, make_tls
 from tests.rank_programs import pids
 from tests.waiting import is_running, listening_ports, wait_until
 
 from orchestra.engines.processes.environment import Launched, detect, first_host
-from orchestra.errors import InputError
+from orchestra.engines.processes.rank import join
+from orchestra.errors import InputError, RunFailed
 from orchestra.transports.handshake import from_environment
 
 ROOT = Path(__file__).parent.parent
@@ -343,6 +345,19 @@ def test_half_of_the_variables_for_certificates() -> None:
     assert from_environment({}) is None
     with pytest.raises(InputError, match="ORCHESTRA_TLS_KEY, ORCHESTRA_TLS_AUTHORITY is not set"):
         from_environment({"ORCHESTRA_TLS_CERTIFICATE": "rank.pem"})
+
+
+def test_port_that_another_program_has_is_told_on_every_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("orchestra.engines.processes.rank.ANSWER_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        of_rank = [Launched("torchrun", rank, 2, rank, 2, "127.0.0.1", port) for rank in range(2)]
+        with pytest.raises(InputError, match=r"rank 0 cannot listen on .* Address already in use"):
+            join(rank_programs.pass_round, None, of_rank[0])
+        with pytest.raises(RunFailed, match=r"rank 1 cannot reach .*: is the port taken"):
+            join(rank_programs.pass_round, None, of_rank[1])
 
 
 def test_everything_listens_on_loopback(started: Any, tmp_path: Path) -> None:

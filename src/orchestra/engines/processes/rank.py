@@ -16,7 +16,9 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -58,6 +60,7 @@ T = TypeVar("T")
 Program = Callable[[Runtime, Any], Any]
 
 HOST_VARIABLE = "ORCHESTRA_HOST"
+ANSWER_SECONDS = 10.0  # within which a store answers, once somebody listens on its port
 
 
 class Watched(Interceptor):
@@ -285,20 +288,47 @@ def _connect_store(launched: Launched, limits: Limits, host: str | None) -> Stor
     """Connect to the store at the master's address; rank 0 opens it if the launcher has not."""
     opens = launched.rank == 0 and not launched.hosted
     listener = _listen(launched, host) if opens else None
+    connect = functools.partial(
+        TCPStore, launched.address, launched.port, launched.ranks, is_master=opens,
+        timeout=timedelta(seconds=limits.joining), wait_for_workers=False,
+        multi_tenant=True,  # a process group of the user's own may be in the same store
+        # An own socket, since the store itself would listen on every interface.
+        master_listen_fd=None if listener is None else listener.detach(),
+    )  # fmt: skip
     try:
-        store = TCPStore(
-            launched.address, launched.port, launched.ranks, is_master=opens,
-            timeout=timedelta(seconds=limits.joining), wait_for_workers=False,
-            multi_tenant=True,  # a process group of the user's own may be in the same store
-            # An own socket, since the store itself would listen on every interface.
-            master_listen_fd=None if listener is None else listener.detach(),
-        )  # fmt: skip
+        store = _answered(connect, launched)
     except RuntimeError as error:
         raise RunFailed(
             f"rank {launched.rank} cannot reach the store of {launched.launcher} at "
             f"{launched.address}:{launched.port}: {str(error).splitlines()[0]}"
         ) from error
     return PrefixStore(f"orchestra/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _answered(connect: Callable[[], Store], launched: Launched) -> Store:
+    """Return the store that `connect` makes. Raises RuntimeError where a stranger listens there.
+
+    TCPStore itself would wait for the stranger's answer without an end.
+    """
+    made: Future[Store] = Future()
+
+    def make() -> None:
+        try:
+            made.set_result(connect())
+        except Exception as error:
+            made.set_exception(error)
+
+    threading.Thread(target=make, name="store", daemon=True).start()
+    there = False
+    while True:
+        try:
+            return made.result(ANSWER_SECONDS)
+        except TimeoutError:
+            if there:  # since the last time, so that a store would have answered
+                raise RuntimeError("what listens there is no store: is the port taken?") from None
+        with contextlib.suppress(OSError):
+            socket.create_connection((launched.address, launched.port), ANSWER_SECONDS).close()
+            there = True
 
 
 def _listen(launched: Launched, host: str | None) -> socket.socket | None:
