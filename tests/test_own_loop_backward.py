@@ -6,6 +6,7 @@ train the same on three.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -382,6 +383,35 @@ def test_a_step_without_any_gradient_changes_nothing() -> None:
     for strategy in ("AllReduce", IN_STEP[0]):
         for state in distributed(sometimes, strategy, lambda: in_order(COUNT)):
             close(state, alone(sometimes, of_all()))
+
+
+@pytest.mark.parametrize("strategy", [*IN_BACKWARD[:3:2], IN_STEP[0], "LocalSGD(1)"])
+def test_a_loss_that_reaches_no_parameter_is_a_gradient_of_0(strategy: str) -> None:
+    """That of one worker in each step, by turns; with accumulation also in one of two passes."""
+
+    def loop(
+        model: nn.Module, optimizer: Optimizer, batches: Iterable[Any], every: int = 1
+    ) -> None:
+        unreached = torch.zeros((), requires_grad=True)
+        for step, (inputs, targets, number) in enumerate(batches, 1):
+            counts = number // BATCH % RANKS != number // BATCH // RANKS % RANKS
+            errors = (model(inputs) - targets).square() * counts[:, None]
+            loss = errors.mean() / every if counts.any() else 1.0 * unreached
+            loss.backward()
+            if step % every == 0:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=step % 4 == 0)
+
+    def rates(model: nn.Module) -> Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    for every in (1, 2):
+        many = functools.partial(loop, every=every)
+        expected = alone(many, of_all(24), optimizer=rates)
+        for state in distributed(
+            many, strategy, lambda: in_order(24), optimizer=rates, accumulation=every
+        ):
+            close(state, expected)
 
 
 class Fails(torch.autograd.Function):

@@ -255,6 +255,11 @@ def no_backward() -> None:
     patterns.test_gradients_that_backward_did_not_bring_are_refused()
 
 
+@row("a loss that reaches no parameter on one worker")
+def reaches_nothing() -> None:
+    patterns.test_a_loss_that_reaches_no_parameter_is_a_gradient_of_0("AllReduce")
+
+
 @row("`optimizer.step(closure)`")
 def closure() -> None:
     exact(patterns.with_closure, "AllReduce")

@@ -305,6 +305,9 @@ class OwnLoop:
         self._pending = not self._gradients.last_backward
         if not self._pending:
             self._reduce()
+        self._note_left()
+
+    def _note_left(self) -> None:
         own = [parameter.grad for parameter in self._gradients.parameters]
         self._left = [(grad, 0 if grad is None else grad._version) for grad in own]
 
@@ -381,13 +384,21 @@ class OwnLoop:
                 "optimizer.step(): the last backward() ended with an exception, so that its "
                 "gradient is not complete: call backward() again, or end the script"
             )
-        complete, parameters = self._passes.complete, self._gradients.parameters
-        if not complete and any(parameter.grad is not None for parameter in parameters):
+        if self._passes.complete:
+            return True
+        unreached = self._passes.reaches_nothing() and self.batches.item is None
+        grads = [parameter.grad for parameter in self._gradients.parameters]
+        if any(grad is not None and (not unreached or grad.any()) for grad in grads):
             raise InputError(
                 "optimizer.step(): there was no backward() since the last step, so the gradients "
                 "are not those of all workers: one loss.backward() at least for each step()"
             )
-        return complete
+        if unreached:  # the loss of another worker may have reached one: a gradient of 0 goes there
+            self._passes.backward()
+            self._passes.end()
+            self._pending = True
+            self._note_left()
+        return unreached
 
     def _look_for_scaler(self) -> None:
         """Find the GradScaler that calls `step()`, which nothing else tells of."""
@@ -461,6 +472,8 @@ class OwnLoop:
                     f"accumulation={self._passes.accumulation} backward passes, so that it is not "
                     "averaged yet: leave out accumulation, which then exchanges after each of them"
                 )
+            while not self._passes.ahead and self._passes.count_unreached():
+                pass
             self._begin_exchange()
             self._reduce()
         elif changed and several and self.batches.synchronous and not self.worker.step.agreed:

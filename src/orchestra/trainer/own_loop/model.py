@@ -308,6 +308,8 @@ class BackwardPasses:
         self._taken: deque[tuple[Count, Callable[[], object]]] = deque()  # None: nobody holds it
         self._fresh = self._ended = self._stepped_since = False
         self._forwards = self._forwards_on_last = 0  # in this epoch, on the batch taken last
+        self._batches = 0  # taken in this epoch
+        self._run: set[int] = set()  # the numbers of those that went forward
 
     def begin_group(self, size: int) -> None:
         """`size` batches are behind the next step, each with a backward pass of its own."""
@@ -338,6 +340,7 @@ class BackwardPasses:
         self._taken.append((count, held))
         self._fresh = self.open = True
         self._forwards_on_last = 0
+        self._batches += 1
 
     def weigh(self, weight: int, total: int) -> None:
         """Let the gradient of the batch that was taken last count `weight` of `total`."""
@@ -352,6 +355,8 @@ class BackwardPasses:
         """Called when a forward pass of the whole model begins."""
         self._forwards += 1
         self._forwards_on_last += 1
+        if self._every > 1:
+            self._run.add(self._batches)
 
     def backward(self) -> None:
         """Called when a backward pass begins. Raises InputError: no batch can be behind it."""
@@ -369,9 +374,21 @@ class BackwardPasses:
             self.ahead = self._taken_ahead()
         # Batches that the loop passed over have no gradient.
         while len(self._taken) > self.ahead + 1:
-            self._taken.popleft()
-        count, _ = self._taken.popleft()
+            if not self.count_unreached():
+                self._taken.popleft()
+        self._count_first()
         self._fresh = self._stepped_since = False
+
+    def count_unreached(self) -> bool:
+        """Count the first batch, of several of a step, if it went forward: its gradient was 0."""
+        if self._batches + 1 - len(self._taken) not in self._run:
+            return False
+        self._count_first()
+        self.done += 1
+        return True
+
+    def _count_first(self) -> None:
+        count, _ = self._taken.popleft()
         self._in_exchange = count.plus(self._in_exchange)
         self._in_step = count.plus(self._in_step)
 
@@ -379,6 +396,10 @@ class BackwardPasses:
         """Called when a backward pass ends."""
         self.under_way, self.complete = False, True
         self.done += 1
+
+    def reaches_nothing(self) -> bool:
+        """Return whether a batch was taken and no gradient came of it before `step()`."""
+        return self._fresh and not self.complete
 
     def _taken_ahead(self) -> int:
         *earlier, _ = self._taken
