@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from orchestra.collectives import (
     receive_object,
     send_object,
 )
+from orchestra.errors import InputError
 from orchestra.exchange.average import note_buffer
 from orchestra.optimizers.spec import Moments, export_moments
 from orchestra.parameter_server.placement import Slice
@@ -140,23 +141,70 @@ def pack(named: list[tuple[str, Tensor]]) -> list[Packed]:
     return [Packed(tensors) for tensors in by_dtype.values()]
 
 
-def hand_over_moments(worker: Worker, optimizer: Optimizer | None, *, averaged: bool) -> None:
+def hand_over_moments(
+    worker: Worker, optimizer: Optimizer | None, how: Literal["kept", "averaged", "reset"]
+) -> None:
     """Let the optimizers that this rank builds next inherit the moments of `optimizer`.
 
-    With `averaged` the workers' mean of them; numbers stay as they are. Without an optimizer here
-    (the servers kept it, in slices) there is nothing to inherit.
+    "averaged": the workers' mean of them, which all workers get. Without an optimizer here (the
+    servers kept it, in slices) there is nothing to inherit.
     """
-    moments: Moments = {}
-    if optimizer is not None:
-        moments = export_moments(optimizer, worker.named_parameters())
-    # Sorted: all workers have to begin the same collectives in the same order.
-    for name in sorted(moments) if averaged else ():
-        for key, value in moments[name].items():
-            if isinstance(value, Tensor) and value.dim():
-                flat = value.detach().reshape(-1) / len(worker.workers)
-                ring_sum(worker, flat, Tag.AGREE)
-                moments[name][key] = flat.view(value.shape)
-    worker.inherited = moments
+    worker.inherited = {}
+    if optimizer is None:
+        return
+    if how != "reset":
+        worker.inherited = export_moments(optimizer, worker.named_parameters())
+    if how == "averaged":
+        worker.inherited = _mean_of_moments(worker, worker.inherited)
+    if worker.own_loop:  # the optimizer goes on, with what is inherited and nothing else
+        optimizer.state.clear()
+
+
+def _mean_of_moments(worker: Worker, moments: Moments) -> Moments:
+    """Collective over the workers: return the mean of their `moments`, counts of steps included.
+
+    A parameter that some worker has never updated gets none. Tensors are overwritten.
+    """
+    moments = {name: moments[name] for name in _updated_by_all(worker, moments, "ring")}
+    tensors: list[tuple[str, Tensor]] = []
+    numbers: list[tuple[dict[str, Any], str]] = []
+    for state in moments.values():
+        for key, value in sorted(state.items()):
+            if isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.dim()):
+                numbers.append((state, key))
+            elif isinstance(value, Tensor) and value.is_floating_point():
+                tensors.append((key, value))
+            else:
+                raise InputError(
+                    f"moments='averaged': {key!r} in the optimizer's state has no mean: set "
+                    "moments='reset'"
+                )
+    count = len(worker.workers)
+    for packed in pack(tensors):
+        ring_sum(worker, packed.values.div_(count), Tag.AGREE)
+        packed.unpack()
+    sums = torch.tensor([float(state[key]) for state, key in numbers], dtype=torch.float64)
+    ring_sum(worker, sums, Tag.AGREE)
+    for (state, key), total in zip(numbers, sums.tolist(), strict=True):
+        # Rounded down where the optimizer keeps a whole number.
+        value, mean = state[key], total / count
+        like = isinstance(value, Tensor)
+        state[key] = torch.full_like(value, mean) if like else type(value)(mean)
+    return moments
+
+
+def _updated_by_all(worker: Worker, moments: Moments, algorithm: str) -> list[str]:
+    """Collective over the workers: return the parameters of which each of them has `moments`.
+
+    A worker has none yet of a parameter that no batch of its has used.
+    """
+    names = list(worker.named_parameters())
+    there = torch.tensor([float(name in moments) for name in names])
+    all_reduce(worker.transport, there, algorithm, worker.workers, Tag.AGREE)
+    everybody = len(worker.workers)
+    return [
+        name for name, workers in zip(names, there.tolist(), strict=True) if workers == everybody
+    ]
 
 
 def keep_gradient(worker: Worker) -> None:
@@ -238,14 +286,9 @@ def average_moments(
     if len(worker.workers) == 1:
         return
     moments = export_moments(optimizer, worker.named_parameters())
-    names = list(worker.named_parameters())
-    # A worker has no moments yet of a parameter that none of its batches has used.
-    there = torch.tensor([float(name in moments) for name in names])
-    all_reduce(worker.transport, there, algorithm, worker.workers, Tag.AGREE)
     tensors = [
         value
-        for name, workers in zip(names, there.tolist(), strict=True)
-        if workers == len(worker.workers)
+        for name in _updated_by_all(worker, moments, algorithm)
         for _, value in sorted(moments[name].items())
         if isinstance(value, Tensor) and value.dim()
     ]

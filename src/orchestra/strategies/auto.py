@@ -247,8 +247,9 @@ class Auto(Phased):
         old.stop(worker, state.inner)
         if not old.synchronous:
             exchange.exact_mean_of_buffers(worker)
-        averaged = then.synchronous and not old.synchronous
-        exchange.hand_over_moments(worker, old.optimizer_of(state.inner), averaged=averaged)
+        apart = then.synchronous and not old.synchronous
+        optimizer = old.optimizer_of(state.inner)
+        exchange.hand_over_moments(worker, optimizer, "averaged" if apart else "kept")
         worker.measures.switched_at_step = state.steps
         worker.measures.switched_at_sample = worker.step.consumed
         worker.begin_phase(worker.workers.ranks)
@@ -259,7 +260,7 @@ class Auto(Phased):
         exchange.broadcast_buffers(worker, worker.everyone)
         agreed, worker.agrees = worker.agrees, True
         state.inner = then.start(worker)
-        worker.agrees = agreed
+        worker.agrees, worker.inherited = agreed, {}
         exchange.wait_for_workers(worker)
 
 

@@ -37,6 +37,9 @@ class Switch(Phased):
     them has passed. Where workers take batches from a queue, a step is a round: as many samples as
     all workers have in one. A rule that counts ends the queue after its rounds; any other one once
     all batches of a round are done, and then no further batch is handed out.
+
+    With moments="averaged" counts of steps are averaged too. Moments of a parameter that some
+    worker has never updated begin anew.
     """
 
     use = "where the early steps need another strategy than the late ones"
@@ -289,16 +292,12 @@ class Switch(Phased):
             self.first.quiesce(worker, state.inner, CHANGED - self.nesting)
         self.first.stop(worker, state.inner)
         self._leave_together(worker, state, position)
-        optimizer = self.first.optimizer_of(state.inner)
-        if self.moments == "reset":
-            if optimizer is not None:  # the user's own one goes on
-                optimizer.state.clear()
-        else:
-            exchange.hand_over_moments(worker, optimizer, averaged=self.moments == "averaged")
+        exchange.hand_over_moments(worker, self.first.optimizer_of(state.inner), self.moments)
         worker.measures.switched_at_step = state.before + state.steps
         worker.measures.switched_at_sample = worker.step.consumed
         self._begin_second(worker, state)
         state.inner = self.then.start(worker)
+        worker.inherited = {}
 
     def _leave_together(self, worker: Worker, state: SwitchState, position: int) -> None:
         """End the watch; agree on what workers at their own pace, or servers, cannot count."""
