@@ -159,6 +159,10 @@ def test_a_stream_is_dealt_out(two: list[Results]) -> None:
         ("batchnorm", "GroupNorm"),
         ("loaders", "one training loader"),
         ("optimizers", "orchestra.distribute"),
+        ("average", "EMAWeightAveraging: under LocalSGD(3) workers' models differ"),
+        ("rates", "LearningRateFinder: a search trains"),
+        ("sizes", "BatchSizeFinder: a search trains"),
+        ("frozen", "BackboneFinetuning: the optimizer has to hold all parameters"),
     ],
 )
 def test_what_cannot_be_done_is_refused(name: str, words: str, two: list[Results]) -> None:

@@ -30,6 +30,7 @@ FULL: dict[str, Any] = {
     "eval_steps": 2,
     "save_strategy": "steps",
     "save_steps": 2,
+    "include_num_input_tokens_seen": True,
 }
 PLAIN: dict[str, Any] = {
     "num_train_epochs": 2,
@@ -47,6 +48,7 @@ LOCAL = {
     "optim": "adamw_torch",
     "save_strategy": "steps",
     "save_steps": 7,
+    "include_num_input_tokens_seen": True,
 }
 BESIDE = "ParameterServer(placement='beside', returns='gradients')"
 SWITCH = f"Switch(AllReduce('ring'), {BESIDE}, when=AfterSteps(4))"
@@ -149,7 +151,7 @@ def test_gradients_averaged_are_those_of_ddp(name: str, folder: Path, printed: s
 
 
 def test_the_first_rank_logs_and_saves(folder: Path, printed: str) -> None:
-    assert printed.count("train_runtime") == len([*AVERAGED, *APART])  # one has no Trainer
+    assert printed.count("train_loss") == len([*AVERAGED, *APART])  # one has no Trainer
     for rank in range(2):
         ring = found(folder, "ring", rank)
         assert ring["world_size"] == 2
@@ -170,6 +172,16 @@ def test_workers_apart(ours: str, theirs: str, folder: Path, printed: str) -> No
             rtol=1e-4,
             atol=2e-6,
         )
+
+
+def test_tokens_are_counted_over_all_workers(folder: Path, printed: str) -> None:
+    key = "num_input_tokens_seen"
+    for name in ("ring", "beside", "switch"):
+        assert logged(found(folder, name), key) == logged(found(folder, "ddp"), key)
+    assert logged(found(folder, "resumed"), key) == logged(found(folder, "ddp"), key)
+    # In a run that goes on in the middle of a round, too: 2 texts of 8 tokens on each of 2 workers
+    for name in ("local", "local-resumed"):
+        assert logged(found(folder, name), key)[-1] == 2 * 10 * 2 * 16
 
 
 def test_evaluation_is_that_of_ddp(folder: Path, printed: str) -> None:

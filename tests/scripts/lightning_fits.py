@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BatchSizeFinder,
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    ModelCheckpoint,
+)
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn import functional
@@ -142,8 +149,11 @@ def two_workers(folder: Path) -> None:
     """Against DistributedDataParallel, which comes last since it makes a process group."""
     ring, beside = "AllReduce('ring')", "ParameterServer(placement='beside'{})"
     switch = "Switch(AllReduce('ring'), LocalSGD(2), when=AfterSteps(4))"
+    # As where the variables were set by hand: Lightning then deletes one of them after a fit
+    elastic = os.environ.pop("TORCHELASTIC_RUN_ID")
     fit("ring", ring)
     fit("ring-full", ring, **FULL)
+    os.environ["TORCHELASTIC_RUN_ID"] = elastic
     fit("ring-bf16", ring, **BF16)
     fit("beside", beside.format(""))
     fit("beside-full", beside.format(", returns='gradients'"), **FULL)
@@ -223,6 +233,10 @@ def refusals() -> None:
     refused("batchnorm", sync_batchnorm=True)
     refused("loaders", loader=[DataLoader(data(), BATCH), DataLoader(data(), BATCH)])
     refused("optimizers", optimizer="two")
+    refused("average", "LocalSGD(3)", callbacks=[EMAWeightAveraging()])
+    refused("rates", callbacks=[LearningRateFinder()])
+    refused("sizes", callbacks=[BatchSizeFinder()])
+    refused("frozen", callbacks=[BackboneFinetuning()])
 
 
 def one_serves(folder: Path) -> None:

@@ -26,6 +26,7 @@ from orchestra.trainer.own_loop import Batches
 try:
     import lightning.pytorch as lightning
     from lightning.fabric.utilities.data import _auto_add_worker_init_fn
+    from lightning.pytorch import callbacks
     from lightning.pytorch.strategies import ParallelStrategy
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning_utilities.core.rank_zero import rank_zero_only
@@ -155,6 +156,8 @@ class OrchestraStrategy(ParallelStrategy):
                 f"{devices} devices, but OrchestraStrategy starts no processes: run the script "
                 f"by torchrun --nproc-per-node {devices}, or set Trainer(devices=1)"
             )
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            self._refuse_callbacks()
         # Connections of its own: metrics and decisions must not be mistaken for gradients.
         runtime = runtime_beside_loops(**self._place)
         self._reporter = runtime.reporter
@@ -164,6 +167,27 @@ class OrchestraStrategy(ParallelStrategy):
             end_loops()
             self._batches = self._epoch = self._to_load = None
         self._reporter.phase("paused")
+
+    def _refuse_callbacks(self) -> None:
+        """Refuse callbacks of Lightning's that would train something else without a word."""
+        refused: dict[type[lightning.Callback], str] = {
+            callbacks.LearningRateFinder: "a search trains, and then starts again: search in one "
+            "process without OrchestraStrategy",
+            callbacks.BatchSizeFinder: "a search trains, and then starts again: search in one "
+            "process without OrchestraStrategy",
+            callbacks.BaseFinetuning: "the optimizer has to hold all parameters from the start: "
+            "give it those that are frozen in a group with a learning rate of 0, and raise that "
+            "by a scheduler",
+        }
+        if not self._orchestra.synchronous:
+            refused[callbacks.WeightAveraging] = (
+                f"under {self._orchestra!r} workers' models differ between exchanges, and so "
+                "would their averages: take AllReduce or a synchronous server"
+            )
+        for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
+            for kind, reason in refused.items():
+                if isinstance(callback, kind):
+                    raise InputError(f"{type(callback).__name__}: {reason}")
 
     def setup(self, trainer: lightning.Trainer) -> None:
         """Connect the metrics across the workers, and refuse what would be trained wrongly."""
@@ -193,7 +217,10 @@ class OrchestraStrategy(ParallelStrategy):
         """Return to a single process, and disconnect the metrics."""
         if self.model is not None and self._group is not None:
             disconnect(self.model, self._group)
+        launched = dict(os.environ)
         super().teardown()
+        # Lightning deletes WORLD_SIZE, which says who takes part in what follows
+        os.environ.update(launched)
 
     def process_dataloader(self, dataloader: Any) -> object:
         """Distribute model and optimizer, once the training data are there.

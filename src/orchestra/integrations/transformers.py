@@ -121,6 +121,7 @@ class _Distribution:
     workers: int
     options: dict[str, Any]
     loader: _Loader | None = None
+    tokens: int = 0  # of all workers, as far as they have been summed
 
 
 @dataclass
@@ -280,6 +281,7 @@ class _Distributed(Trainer):
         )  # fmt: skip
         batches.serve_to_the_end()
         distribution.loader, loader.batches = loader, batches
+        distribution.tokens = self.state.num_input_tokens_seen
         if resume_from_checkpoint is not None and not batches.ended:  # a server has served
             state = Path(resume_from_checkpoint) / STATE_NAME
             if state.exists():
@@ -327,11 +329,22 @@ class _Distributed(Trainer):
         if ends_epoch or self.control.should_training_stop:
             loader.leave(ends_epoch=ends_epoch)
         logs = self.control.should_log and self.state.global_step > self._globalstep_last_logged
+        control = self.control
+        if logs or control.should_evaluate or control.should_save or control.should_training_stop:
+            self._sum_tokens()
         # By number of workers, not of samples, as under DistributedDataParallel
         if logs and batches.averages_gradients:
             loss, workers = batches.sum_over_workers(torch.stack([tr_loss, tr_loss.new_ones(())]))
             tr_loss.copy_(loss / workers)
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+
+    def _sum_tokens(self) -> None:
+        """Add what the other workers have counted, since Accelerate, which should, sees one."""
+        if self.args.include_num_input_tokens_seen != "no":
+            known, state = self.distribution.tokens, self.state
+            own = torch.tensor([state.num_input_tokens_seen - known])
+            known += int(self._batches.sum_over_workers(own))
+            self.distribution.tokens = state.num_input_tokens_seen = known
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate the agreed parameters; in training with the first worker's metrics for all."""
