@@ -363,3 +363,15 @@ def test_output_that_goes_nowhere_is_no_traceback(
     assert done.returncode == status, done.stderr
     assert done.stderr.count("\n") == bool(message)
     assert done.stderr.startswith(message)
+
+
+def test_a_reader_who_has_seen_enough_is_no_failure(folder: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "orchestra", "list"],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait() == 0

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.commands import Started
@@ -14,6 +18,7 @@ from orchestra.cli.main import main
 from orchestra.experiments.experiment import alone, runs
 from orchestra.experiments.run import claim
 from orchestra.records.record import RunRecord, run_folder, write_summary
+from orchestra.report.figures import frame
 from orchestra.settings.reading import yaml_text
 
 
@@ -113,3 +118,138 @@ def test_what_a_task_raises_reaches_the_terminal_without_control_characters(
     err = capfd.readouterr().err
     assert "the reason" in err
     assert "\x1b" not in err
+
+
+def nest(path: Path) -> None:
+    path.write_text("[" * 20_000 + "]" * 20_000 + "\n")
+
+
+def endless(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to("/dev/zero")
+
+
+def huge(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # sparse: it takes no room
+
+
+def fifo(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def a_folder(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.mkdir()
+
+
+def latin(path: Path) -> None:
+    path.write_bytes(b'{"name": "\xe9"}\n')
+
+
+def no_number(path: Path) -> None:
+    if path.suffix == ".yaml":
+        path.write_text("ranks: x\nstrategies: {a: Single()}\nseeds: [.nan]\n")
+    elif path.name == "summary.json":
+        path.write_text(
+            re.sub(r'"train_seconds": [\d.]+', '"train_seconds": NaN', path.read_text())
+        )
+    else:
+        path.write_text('{"step": NaN, "samples": NaN, "seconds": "x", "metrics": 3}\n')
+
+
+DAMAGES = (nest, endless, huge, fifo, a_folder, latin, no_number)
+OF_A_RUN = "environment.json", "curve.jsonl", "steps-rank-0.jsonl", "links.json", "summary.json"
+OF_A_COMPARISON = "experiment.yaml", "summary.json", "tuning.json", "techniques.json"
+
+
+NO_NUMBERS = [
+    (no_number, name) for name in ("environment.json", "experiment.yaml", "techniques.json")
+]
+"""What a report makes no use of the numbers of."""
+
+
+def damages(files: Iterable[str]) -> list[Any]:
+    return [
+        pytest.param(damage, name, id=f"{name}-{damage.__name__}")
+        for name in files
+        for damage in DAMAGES
+        if (damage, name) not in NO_NUMBERS
+    ]
+
+
+@pytest.mark.parametrize(("damage", "name"), damages((*OF_A_RUN, *OF_A_COMPARISON)))
+def test_report_names_the_damaged_file(
+    damage: Callable[[Path], None],
+    name: str,
+    comparison: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(frame, "save", lambda *_: None)
+    path = comparison / name
+    if name in OF_A_RUN[:-1]:
+        path = run_folder(comparison, "ring", 2, 0) / name
+    damage(path)
+    assert main(["report", str(comparison), "--out", "page"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"orchestra: {path}")
+    assert not Path("page").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        *damages(["experiment.yaml", "runs/ring/2-ranks/seed-0/summary.json"]),
+        (no_number, "experiment.yaml"),
+    ],
+)
+def test_watch_names_the_damaged_file(
+    damage: Callable[[Path], None],
+    name: str,
+    comparison: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = comparison / name
+    damage(path)
+    assert main(["watch", str(comparison)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"orchestra: {path}")
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_watch_does_without_a_damaged_file_that_grows(
+    damage: Callable[[Path], None], comparison: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run_folder(comparison, "ring", 2, 0)
+    (folder / "summary.json").unlink()
+    for name in ("live.json", "steps-rank-0.jsonl"):
+        damage(folder / name)
+    assert main(["watch", str(folder)]) == 1
+    assert "cut off" in capsys.readouterr().out
+
+
+def test_train_names_the_damaged_file_and_tells_of_steps_that_are_gone(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "--task", "digits", "--strategy", "Single", "--ranks", "1", "--out", "run"]
+    words += ["--set", "steps=4", "--set", "checkpoint_every=2", "--set", "trace_steps=0"]
+    assert main(words) == 0
+    summary, steps = here / "run" / "summary.json", here / "run" / "steps-rank-0.jsonl"
+    experiment = here / "run" / "experiment.yaml"
+    whole = experiment.read_bytes()
+    for path in (summary, experiment):
+        for damage in (nest, endless, fifo, latin):
+            capfd.readouterr()
+            damage(path)
+            assert main(words) == 2
+            (line,) = capfd.readouterr().err.splitlines()
+            assert line.startswith("orchestra: run")
+            path.unlink()
+        experiment.write_bytes(whole)
+    lines = steps.read_text().splitlines()
+    steps.write_text("")
+    assert main(words) == 0
+    assert f"{steps.relative_to(here)}: the steps before the checkpoint" in capfd.readouterr().err
+    assert len(steps.read_text().splitlines()) < len(lines)

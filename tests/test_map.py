@@ -122,6 +122,19 @@ def test_nodes_repeat_beyond_the_last_one() -> None:
     assert len(plane("nodes", "bandwidth").cluster(2, GIGABIT).nodes) == 2
 
 
+def test_a_cluster_is_read_as_every_command_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(
+        "all_nodes: {loopback: {bandwidth: 1 GB/s, latency: 1 us}}\n"
+        "nodes:\n"
+        "  on: {cores: 1, speed: 5e-1, link: {bandwidth: 1 Gbit/s, latency: 20 us}}\n"
+        "  off: {cores: 1, speed: 1.0, link: {bandwidth: 1 Gbit/s, latency: 20 us}}\n"
+        "ranks: spread\n"
+    )
+    cluster = plane("nodes.off.cores=2,8", "bandwidth", str(path)).cluster(8, GIGABIT)
+    assert [(node.name, node.speed) for node in cluster.nodes] == [("on", 0.5), ("off", 1.0)]
+
+
 def test_a_place_in_the_file_is_a_side() -> None:
     key = "nodes.worker.cores"
     made = plane(f"{key}=2,8", "bandwidth").cluster(8, GIGABIT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -195,6 +196,22 @@ def test_a_path_that_leads_nowhere_is_refused(path: str, text: str, message: str
     with pytest.raises(InputError) as caught:
         replace_setting(Pair(), path, text, NAMES, where="--set")
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a" * 390_000,
+        "a." * 190_000,
+        "Pair('" + r"\'" * 190_000,
+        "Pair(" + ",".join(f"a{number}=1" for number in range(30_000)) + ")",
+    ],
+    ids=["a word", "a path", "a text without an end", "arguments"],
+)
+def test_a_long_text_is_read_in_linear_time(text: str) -> None:
+    """Quadratic time would be hours, and beyond any test's deadline."""
+    with contextlib.suppress(InputError):
+        assert isinstance(read(text, where="here"), Call)
 
 
 class _EntryPoint:

@@ -35,6 +35,10 @@ def client() -> Iterator[FlaskClient]:
         yield client
 
 
+def test_a_path_that_is_too_long_for_a_file_is_not_found(client: FlaskClient) -> None:
+    assert client.get(f"/{'x' * 5000}.js").status_code == 404
+
+
 def _step(client: FlaskClient, query: str) -> dict[str, Any]:
     """The first answer, which is for the number of workers that is asked for."""
     response = client.get(f"/api/steps?{query}")

@@ -53,6 +53,19 @@ CASES = {
     "optimizer refused": (arguments("optimizer=LBFGS(lr=0.1)"), "LBFGS cannot be distributed"),
     "optimizer's argument": (arguments("optimizer=SGD(lr=0.1, momentun=0.9)"), "momentun"),
     "optimizer's value": (arguments("optimizer=SGD(lr=-1.0)"), "learning rate"),
+    "optimizer's NaN": (arguments("optimizer.lr=nan"), "SGD.lr: nan is not a finite number"),
+    "capturable": (
+        arguments("optimizer=Adam(lr=0.1, capturable=True)"),
+        "optimizer.capturable: is for GPUs",
+    ),
+    "capturable in a simulation": (
+        arguments(
+            "optimizer=Adam(lr=0.1, capturable=True)",
+            "engine=simulation",
+            "cluster=lan_1gbit(nodes=2)",
+        ),
+        "optimizer.capturable: is for GPUs",
+    ),
     "no such group": (arguments("parameter_groups=[{match: nowhere}]"), "matches no parameter"),
     "nothing to train": (arguments(task="nothing_to_train"), "model has no parameters that are"),
     "no parameters": (arguments(task="no_parameters"), "model has no parameters that are"),
@@ -105,6 +118,14 @@ def test_one_line_and_status_2(name: str, folder: Path, capfd: pytest.CaptureFix
     assert captured.out == ""
     assert not (folder / "out").exists(), "the folder is free for the corrected command"
     assert rank_pids() == []
+
+
+def test_more_threads_than_torch_survives(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "100000")
+    assert main(arguments()) == 2
+    assert capfd.readouterr().err.startswith("orchestra: OMP_NUM_THREADS: 100000 is above 4096")
 
 
 def test_the_corrected_command_may_use_the_folder(

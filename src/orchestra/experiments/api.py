@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +19,7 @@ from orchestra.experiments.run import folder_for, make_run
 from orchestra.optimizers.settings import Optimizer
 from orchestra.records.record import EXPERIMENT, SUMMARY, RunRecord, read_summary
 from orchestra.settings import Settings, write
-from orchestra.settings.reading import Entry
+from orchestra.settings.reading import Entry, read_json
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.tasks import TASKS
 
@@ -175,8 +174,8 @@ def replay(
     if inside := sorted(path.parent for path in source.glob(f"runs/*/*/*/{EXPERIMENT}")):
         raise InputError(f"{source}: is a comparison; give one of its runs, such as {inside[0]}")
     # The task's module may lie in a folder that is on the path of the run only (decision 66).
-    with suppress(OSError, ValueError):
-        known = json.loads((source / "environment.json").read_text()).get("modules", [])
+    with suppress(FileNotFoundError, InputError):
+        known = read_json(source / "environment.json", dict[str, Any]).get("modules", [])
         sys.path += [folder for folder in known if folder not in sys.path]
     settings = only_run(load(source / EXPERIMENT), str(source / EXPERIMENT))
     if not settings.training.record_order:

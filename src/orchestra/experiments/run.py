@@ -31,7 +31,7 @@ from orchestra.records.record import (
     write_atomically,
     write_summary,
 )
-from orchestra.settings.reading import yaml_value
+from orchestra.settings.reading import read_bytes, yaml_value
 from orchestra.trainer.settings import Run
 
 PARENT = Path("runs")
@@ -133,7 +133,7 @@ def claim(folder: Path, experiment: Experiment) -> bool:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            _require_same(path, path.read_text(encoding="utf-8"), text)
+            _require_same(path, read_bytes(path).decode(errors="replace"), text)
             return True
         # A kill while the file was written leaves its half, which is ours (decision 13).
         if any(file != partial_of(path) for file in folder.iterdir()):
@@ -141,9 +141,8 @@ def claim(folder: Path, experiment: Experiment) -> bool:
         write_atomically(path, text)
     except FileExistsError:
         raise InputError(f"{folder}: is not a folder; choose another --out") from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{folder}: cannot be used: {reason}") from None
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be used: {error.strerror}") from None
     return False
 
 
@@ -193,9 +192,7 @@ def _locked(folder: Path) -> Iterator[None]:
 def clear_others(folder: Path, experiment: Experiment) -> None:
     """Remove a folder inside a comparison's that another experiment left there."""
     path = folder / EXPERIMENT
-    if folder.exists() and not (
-        path.exists() and path.read_text(encoding="utf-8") == to_yaml(experiment)
-    ):
+    if folder.exists() and not (path.exists() and read_bytes(path) == to_yaml(experiment).encode()):
         shutil.rmtree(folder)
 
 
@@ -217,7 +214,7 @@ def finished(folder: Path, *, failed: bool = False) -> list[RunRecord]:
 def _require_same(path: Path, old_text: str, new_text: str) -> None:
     if old_text == new_text:
         return
-    old, new = yaml_value(old_text), yaml_value(new_text)
+    old, new = yaml_value(old_text, str(path)), yaml_value(new_text)
     keys = "its form"
     if isinstance(old, dict) and isinstance(new, dict):
         differing = [key for key in {**new, **old} if new.get(key) != old.get(key)]

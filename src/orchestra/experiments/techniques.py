@@ -17,7 +17,8 @@ from orchestra.engines.simulation.trials import BreakEven, Question, Rival, find
 from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.experiment import tuned
 from orchestra.records.record import TECHNIQUES, RunRecord, write_atomically
-from orchestra.settings.base import default_of, from_plain, to_plain
+from orchestra.settings.base import default_of, to_plain
+from orchestra.settings.reading import read_json
 from orchestra.strategies.base import Strategy
 from orchestra.trainer.settings import Run
 
@@ -137,13 +138,12 @@ def break_even(
 def read_techniques(folder: Path) -> list[Judged]:
     """Return the content of `techniques.json` in `folder`; empty where there is no such file."""
     try:
-        document = json.loads((folder / TECHNIQUES).read_text(encoding="utf-8"))
-        judged: list[Judged] = from_plain(list[Judged], document["techniques"])
-        return judged
+        found = read_json(folder / TECHNIQUES, dict[str, list[Judged]])
+        return list(found.get("techniques", []))
     except FileNotFoundError:
         return []
-    except (ValueError, KeyError, TypeError):
-        raise InputError(f"{folder / TECHNIQUES}: is damaged; delete it") from None
+    except InputError as error:
+        raise InputError(f"{error}; delete it") from None
 
 
 def write_techniques(folder: Path, judged: Sequence[Judged]) -> None:

@@ -26,7 +26,7 @@ from orchestra.records.live import PARTS, Line, Tail
 from orchestra.records.record import EXPERIMENT, SUMMARY, RunRecord, write_atomically
 from orchestra.report.watching import RankTrack
 from orchestra.settings.notation import Call, read
-from orchestra.settings.reading import yaml_value
+from orchestra.settings.reading import read_json, yaml_value
 from orchestra.trainer.settings import Run
 
 TRACKING = "tracking.json"
@@ -317,10 +317,10 @@ def tracked(run: Run, experiment: Experiment, folder: Path) -> Iterator[Tracking
 
 
 def _known(folder: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
-        known = json.loads((folder / TRACKING).read_text(encoding="utf-8"))
-        return known if isinstance(known, dict) else {}
-    return {}
+    known: dict[str, Any] = {}
+    with suppress(FileNotFoundError, InputError):
+        known = read_json(folder / TRACKING, dict[str, Any])
+    return known
 
 
 def _of_step(line: Line) -> dict[str, Any]:

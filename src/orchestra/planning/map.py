@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from orchestra.cluster import Cluster, load_cluster
 from orchestra.cluster.file import cluster_text, is_file, read_cluster
@@ -25,7 +24,7 @@ from orchestra.engines.simulation.costs import FLOPS as ASSUMED_FLOPS
 from orchestra.errors import InputError, nearest
 from orchestra.experiments.experiment import ONE_PROCESS
 from orchestra.planning.standing import chosen
-from orchestra.settings.reading import yaml_text
+from orchestra.settings.reading import read_yaml, yaml_text, yaml_value
 from orchestra.trainer.settings import Target
 
 UNITS = {"bandwidth": BANDWIDTH, "latency": SECONDS, "memory": BYTES, "flops": FLOPS}
@@ -166,9 +165,8 @@ def loaded(text: str) -> Cluster:
 
 def _with_keys(text: str, values: Mapping[str, str]) -> Cluster:
     """Change `values` of the cluster's file, by their place ("nodes.old.speed")."""
-    source = Path(text).read_text() if is_file(text) else cluster_text(loaded(text))
     # Plain values, without lines for messages: these would be of no file of the user's
-    document = yaml.safe_load(source)
+    document = read_yaml(Path(text)) if is_file(text) else yaml_value(cluster_text(loaded(text)))
     for key, value in values.items():
         *above, last = key.split(".")
         inside: Any = document

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from orchestra.errors import InputError
 from orchestra.records.record import write_atomically
 from orchestra.records.report import Message, Point, RankReport, Slice, Timeline
+from orchestra.settings.reading import read_json
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -164,11 +165,14 @@ class Trace:
 
 def read_trace(path: Path) -> Trace:
     """Read the timeline in the file at `path`; raise `InputError` if it is damaged."""
+    events: list[Event] = read_json(path, dict[str, Any]).get("traceEvents", [])
     try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            events: list[Event] = json.load(file)["traceEvents"]
-    except (OSError, EOFError, ValueError, KeyError) as error:
-        raise InputError(f"{path}: is damaged: {error}") from None
+        return _trace(events)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise InputError(f"{path}: is damaged: an event lacks {error}") from None
+
+
+def _trace(events: Sequence[Event]) -> Trace:
     slices: list[Event] = []
     ends: dict[int, dict[str, Event]] = defaultdict(dict)
     roles: dict[int, str] = {}

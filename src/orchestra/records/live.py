@@ -16,7 +16,7 @@ from orchestra.errors import InputError
 from orchestra.records.record import partial_of
 from orchestra.records.report import Straggler
 from orchestra.settings.base import to_plain
-from orchestra.settings.reading import read_json
+from orchestra.settings.reading import open_file, read_json
 
 LIVE = "live.json"
 """A file in the folder of a run, written about once a second and removed at a normal end."""
@@ -183,11 +183,11 @@ class Tail:
 
     def read(self) -> list[Line]:
         """Return the lines that have been completed since the last call, in their order; raise
-        `OSError` if the file is there, but cannot be read."""
+        `OSError` if the file is there, but cannot be read. What is no file has no lines."""
         self.began_anew = False
         try:
-            file = self._path.open("rb")
-        except FileNotFoundError:
+            file = open_file(self._path)
+        except (FileNotFoundError, InputError):
             return []
         with file:
             status = os.fstat(file.fileno())
@@ -203,7 +203,7 @@ class Tail:
                 start = size - self._most_bytes // 2
                 lines = self._sampled(file, self._position, start)
                 file.seek(start)
-                file.readline()  # the rest of a line that began before
+                file.readline(self._most_bytes)  # the rest of a line that began before
                 self._rest = b""
             else:
                 file.seek(self._position)
@@ -219,9 +219,9 @@ class Tail:
         for k in range(SAMPLES):
             file.seek(begin + (end - begin) * k // SAMPLES)
             if k or begin:
-                file.readline()
+                file.readline(MOST_BYTES)
             if file.tell() < end:
-                found.append(file.readline())
+                found.append(file.readline(MOST_BYTES))
         return _parsed(found)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -16,6 +16,10 @@ class Terminal(Console):
 
     def __init__(self, **more: Any) -> None:
         super().__init__(highlight=False, markup=False, **more)
+
+    def on_broken_pipe(self) -> NoReturn:
+        """Leave it to the command: a reader who has seen enough is no failure."""
+        raise BrokenPipeError
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None

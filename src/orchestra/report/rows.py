@@ -131,7 +131,7 @@ def _source(folder: Path) -> Source:
         folder,
         experiment,
         next(filter(None, environments), {}),
-        _json(folder / "tuning.json"),
+        _tuning(folder / "tuning.json"),
         runs,
         read_not_run(folder / SUMMARY),
         _json(folder / TECHNIQUES).get("techniques", ()),
@@ -143,6 +143,13 @@ def _json(path: Path) -> dict[str, Any]:
     value: dict[str, Any] = {}
     with suppress(FileNotFoundError):
         value = read_json(path, dict[str, Any])
+    return value
+
+
+def _tuning(path: Path) -> dict[str, Any]:
+    value = _json(path)
+    if value and not {"trials", "metric", "better", "seed", "choices"} <= value.keys():
+        raise InputError(f"{path}: is damaged: it lacks what was tried")
     return value
 
 

@@ -65,9 +65,11 @@ def _check(tree: ast.expr) -> None:
 
 
 # A quoted text (kept as it is), or `package.module:Name` (which Python's grammar does not have).
+# Each character is looked at once: a text without end is one, and no name begins inside a word.
 _REFERENCE = re.compile(
-    r"""(?P<text>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
-    r"""|(?P<reference>[A-Za-z_][\w.]*:[A-Za-z_]\w*)"""
+    r"""(?P<text>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|['"].*)"""
+    r"""|(?P<reference>(?<![\w.])[A-Za-z_][\w.]*:[A-Za-z_]\w*)""",
+    re.DOTALL,
 )
 
 OPERATORS: Mapping[type[ast.operator], str] = {ast.BitAnd: "Both", ast.BitOr: "Either"}
@@ -163,10 +165,12 @@ def _value(node: ast.expr, references: Mapping[str, str]) -> object:
 
 
 def _each_once(keys: Sequence[Any], values: Iterable[object]) -> dict[Any, object]:
-    for place, key in enumerate(keys):
-        if key in keys[:place]:
+    found: dict[Any, object] = {}
+    for key, value in zip(keys, values, strict=True):
+        if key in found:
             raise InputError(f"{key} is given twice")
-    return dict(zip(keys, values, strict=True))
+        found[key] = value
+    return found
 
 
 def _name(node: ast.expr, references: Mapping[str, str]) -> str:

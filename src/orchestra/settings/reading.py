@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ast
+import gzip
 import json
 import os
 import re
 import stat
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, BinaryIO, TypeVar, get_args, get_origin
 
 import yaml
 
@@ -178,6 +180,9 @@ def literal(text: str) -> object:
     try:
         return ast.literal_eval(expression(text.strip()))
     except (ValueError, TypeError):
+        # No literal of Python's; as a number it is refused by the name of its setting.
+        if text.strip().lstrip("+-").lower() in ("nan", "inf"):
+            return float(text)
         return yaml_value(text)
 
 
@@ -291,24 +296,34 @@ def _inside(loader: Loader, node: yaml.Node, name: str) -> dict[Any, Entry]:
     }
 
 
+def open_file(path: Path) -> BinaryIO:
+    """Open a file of a run to read it; raise `OSError`, or `InputError` if it is no regular one."""
+    # A FIFO that nobody writes to would block.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise InputError(f"{path}: is damaged: not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
 def read_bytes(path: Path) -> bytes:
-    """Return the content of a file of a run, whose folder others may have written to.
+    """Return the content of a file of a run, whose folder others may have written to; unpacked.
 
     Raises:
         FileNotFoundError: there is none.
         InputError: it cannot be read, is no regular file, or has more than `MAX_BYTES`.
     """
     try:
-        # A FIFO that nobody writes to would block.
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise InputError(f"{path}: is damaged: not a regular file")
-            if status.st_size > MAX_BYTES:
+        with open_file(path) as file:
+            if os.fstat(file.fileno()).st_size > MAX_BYTES:
                 raise InputError(f"{path}: is damaged: more than {MAX_BYTES // 10**6:,} MB")
+            if path.suffix == ".gz":
+                return gzip.GzipFile(fileobj=file).read(MAX_BYTES)
             return file.read(MAX_BYTES)
     except FileNotFoundError:
         raise
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise InputError(f"{path}: is damaged: {error}") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import signal
@@ -232,7 +233,10 @@ def _file(name: str) -> Response:
     path = (folder or files("orchestra.studio") / "page") / name
     # Of the page's folder, and only what a page is made of
     kind = TYPES.get(name.rpartition(".")[2])
-    if kind is None or not path.is_file():
+    is_there = False
+    with contextlib.suppress(OSError):  # as of a name that is too long
+        is_there = kind is not None and path.is_file()
+    if not is_there:
         return _line(f"there is no {name} here", 404)
     return Response(path.read_bytes(), mimetype=kind)
 

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 from orchestra.errors import InputError
 from orchestra.records.exports import Scalars
 from orchestra.records.report import MAX_SOURCES, Counters, CounterSeries
-from orchestra.settings.base import from_plain, to_plain
+from orchestra.settings.base import to_plain
+from orchestra.settings.reading import read_bytes, read_json
 from orchestra.trainer.checkpoints import writing
 from orchestra.worker.interception import Flow, Interceptor, Operation
 from orchestra.worker.worker import Worker
@@ -90,8 +91,11 @@ class Recorder:
         self._steps = steps
         self._reading = self._read_last = 0.0  # seconds
         self._decided = 0  # decisions that are written down
-        if path is not None:
-            _keep_first(path, steps)
+        if path is not None and not _keep_first(path, steps) and totals.samples:
+            worker.runtime.reporter.notice(
+                f"{path}: the steps before the checkpoint are missing; records begin at step "
+                f"{steps + 1}"
+            )
 
     def resume(self) -> None:
         """Start the stopwatch, or let it go on."""
@@ -216,15 +220,19 @@ class Recorder:
         self._flushed_at = self._worker.transport.now()
 
 
-def _keep_first(path: Path, steps: int) -> None:
-    """Drop what a run wrote after the checkpoint that it resumes from, and any damaged line."""
-    kept = []
-    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
-        with suppress(ValueError, KeyError, TypeError):
+def _keep_first(path: Path, steps: int) -> list[bytes]:
+    """Drop what a run wrote after the checkpoint that it resumes from, and any damaged line; return
+    the lines that are kept."""
+    lines, kept = [], []
+    with suppress(FileNotFoundError):
+        lines = read_bytes(path).splitlines(keepends=True)
+    for line in lines:
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
             if json.loads(line)["step"] <= steps:
                 kept.append(line)
     with writing(path):
-        path.write_text("".join(kept))
+        path.write_bytes(b"".join(kept))
+    return kept
 
 
 # The order of a run: what its ranks could not foresee, recorded and repeated.
@@ -368,14 +376,14 @@ def read_order(folder: Path, rank: int) -> Order:
     damaged, or it begins in the midst of a run."""
     path = _file(folder, rank)
     try:
-        order: Order = from_plain(Order, json.loads(gzip.decompress(path.read_bytes())))
+        order: Order = read_json(path, Order)
     except FileNotFoundError:
         raise InputError(
             f"{path} is missing: a run is recorded with --record-order, and a rank that was killed "
             "leaves nothing"
         ) from None
-    except (OSError, ValueError, TypeError, EOFError) as error:
-        raise InputError(f"{path} is damaged ({error}); record the run again") from None
+    except InputError as error:
+        raise InputError(f"{error}; record the run again") from None
     if order.first_step:
         raise InputError(
             f"{path}: the run was resumed after step {order.first_step}, and what came before is "

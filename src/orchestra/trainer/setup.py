@@ -95,7 +95,13 @@ def _optimizer(run: Run, module: nn.Module) -> OptimizerSpec:
     names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     if not names:
         raise InputError(f"task: {run.task}: its model has no parameters that are to be trained")
-    return OptimizerSpec.from_settings(run.training.optimizer, names)
+    spec = OptimizerSpec.from_settings(run.training.optimizer, names)
+    capturable = any({**spec.arguments, **group}.get("capturable") for _, group in spec.groups)
+    if capturable and next(module.parameters()).device.type == "cpu":
+        raise InputError(
+            "optimizer.capturable: is for GPUs, and the model is on the CPU; leave it out"
+        )
+    return spec
 
 
 def _worker_options(

@@ -12,6 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
+from orchestra.errors import InputError
 from orchestra.records.report import Counters
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 VARIABLE = "OMP_NUM_THREADS"
+MOST_THREADS = 4096
 GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -223,12 +225,17 @@ def chosen_threads(environ: Mapping[str, str]) -> int | None:
 
     torchrun sets it to 1 itself where it starts several processes and finds it unset. So a 1 in a
     process of torchrun is the user's only where torchrun was started with it.
+
+    Raises:
+        InputError: more threads than torch survives.
     """
     first = environ.get(VARIABLE, "").partition(",")[0].strip()
     if not first.isdecimal() or int(first) < 1:
         return None
     if first == "1" and "TORCHELASTIC_RUN_ID" in environ and not _parent_began_with(VARIABLE):
         return None
+    if int(first) > MOST_THREADS:
+        raise InputError(f"{VARIABLE}: {first} is above {MOST_THREADS}; set it to fewer threads")
     return int(first)
 
 
