@@ -256,3 +256,22 @@ def test_memory_of_large_messages_is_used_again_when_nobody_has_it() -> None:
     del again, other
     memory.empty((3 * LEAST_BYTES + 4,), torch.int8, 3 * LEAST_BYTES + 4)
     assert sum(map(len, memory._free)) <= KEPT_BYTES
+
+
+def test_memory_that_comes_back_while_memory_is_sought() -> None:
+    """Tensors go at any moment, as garbage is collected; here as lengths are compared."""
+    memory = KeptMemory()
+    place = memory.empty((LEAST_BYTES,), torch.int8, LEAST_BYTES).data_ptr()
+    large = KEPT_BYTES // 2 + 1
+    others = [memory.empty((large,), torch.int8, large) for _ in range(2)]
+
+    class Length(int):
+        __hash__ = int.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            others.clear()
+            return int(self) == other
+
+    again = memory.empty((LEAST_BYTES,), torch.int8, Length(LEAST_BYTES))
+    assert again.data_ptr() == place
+    assert not others

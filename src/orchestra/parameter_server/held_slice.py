@@ -372,7 +372,6 @@ class HeldSlice:
             "consumed": self.state.consumed,
             "clocks": {str(worker): clock for worker, clock in self.state.clocks.items()},
             "read": {str(worker): version for worker, version in self.state.read.items()},
-            "staleness": self.state.staleness,
             "dropped": self.state.dropped,
             "optimizer": self.optimizer,
             "compensation": self.compensation,
@@ -389,5 +388,4 @@ class HeldSlice:
         self.state.consumed = saved["consumed"]
         self.state.clocks = {int(worker): clock for worker, clock in saved["clocks"].items()}
         self.state.read = {int(worker): version for worker, version in saved["read"].items()}
-        self.state.staleness = list(saved["staleness"])
         self.state.dropped = saved["dropped"]

@@ -122,8 +122,8 @@ class ServerState:
 
     `live` workers are expected to push; `paused` ones wait for the quiet point, and nobody waits
     for them. `clocks` holds the step that each worker has behind it, `read` the version of the
-    values that it was last given, `waiting` the answers held back. `staleness` is that of each
-    push applied, `dropped` the number of those that came too late.
+    values that it was last given, `waiting` the answers held back. `dropped` is the number of
+    pushes that came too late.
 
     Where workers take batches from a queue, `applied` holds those that are, `positions` where
     the last one of each worker began, and `round` the samples that all workers take together. One
@@ -139,7 +139,6 @@ class ServerState:
     pending: dict[int, Push] = field(default_factory=dict)
     paused: set[int] = field(default_factory=set)
     waiting: dict[int, Answer] = field(default_factory=dict)
-    staleness: list[int] = field(default_factory=list)
     dropped: int = 0
     queue: WorkQueue | None = None
     applied: Applied | None = None
@@ -302,8 +301,6 @@ class ServerState:
                 if push.report and self.queue is not None:
                     stop_at = push.position + push.samples
                     self.queue.report(Report(push.worker, push.position, stop_at, *push.report))
-            if push.samples:
-                self.staleness.append(staleness)
             self.waiting[push.worker] = Answer(
                 push.worker, self.version, staleness, loss, stop, self.consumed, push.clock,
                 used=used,

@@ -271,10 +271,11 @@ class Loop(ABC):
 
     def _offer_buffers(self, weight: float) -> None:
         """Offer to snapshots the first worker's in synchronous steps, else the mean of all."""
-        snapshots = self.worker.snapshots
-        vector = buffers_vector(self.worker.buffers) if weight and snapshots.due else None
-        if vector is not None:
-            snapshots.offer(self.worker.step.consumed, vector, weight=weight, kind="buffers")
+        snapshots, consumed = self.worker.snapshots, self.worker.step.consumed
+        if not weight or not snapshots.is_due(consumed, kind="buffers"):
+            return
+        if (vector := buffers_vector(self.worker.buffers)) is not None:
+            snapshots.offer(consumed, vector, weight=weight, kind="buffers")
 
     def _take_checkpoint(self) -> None:
         with self.trace.aside("checkpoint"):

@@ -241,7 +241,7 @@ class Session(Loop):
         first = worker.rank == self.roles.workers[0]  # the one to tell of the changes of batches
         seconds = vars(totals.spent).copy()
         bytes_sent = seconds.pop("bytes_sent")
-        staleness = sorted(Counter(measures.staleness).items())
+        staleness = sorted(measures.staleness.items())
         return RankReport(
             rank=worker.rank,
             role="worker" if worker.rank in roles.workers else "server",
@@ -391,6 +391,9 @@ class Session(Loop):
         restore(position, saved["position"])
         restore(self.totals, saved["totals"])
         restore(worker.measures, saved["measures"])
+        # JSON has text in place of numbers as keys.
+        counts = {int(value): count for value, count in saved["measures"]["staleness"].items()}
+        worker.measures.staleness = Counter(counts)
         self.order.first_step = position.steps
         worker.snapshots.parts = [Contribution(**part) for part in saved["snapshots"]]
         worker.snapshots.skip(position.consumed)

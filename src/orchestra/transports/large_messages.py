@@ -208,15 +208,25 @@ def _release(memory: mmap.mmap, process: int, message: weakref.ref[memoryview]) 
 
 
 class KeptMemory:
-    """Makes tensors, and uses their memory again when they are gone."""
+    """Makes tensors, and uses their memory again when they are gone.
+
+    The caller of `empty` holds a lock. A tensor goes in any thread, and at any moment: also while
+    this thread holds the lock, as garbage is collected. So memory comes back into a list to which
+    `_keep` only appends, and from which `empty` only takes.
+    """
 
     def __init__(self) -> None:
         self._free: list[mmap.mmap] = []
+        self._returned: list[mmap.mmap] = []
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, length: int) -> Tensor:
         """Return a tensor of `length` bytes, with any content."""
         if length < LEAST_BYTES:
             return torch.empty(shape, dtype=dtype)
+        while self._returned:
+            self._free.append(self._returned.pop(0))
+        while sum(map(len, self._free)) > KEPT_BYTES:
+            del self._free[0]
         # The newest of this size; sizes repeat, as a model's messages do.
         memory = next((each for each in reversed(self._free) if len(each) == length), None)
         if memory is None:
@@ -228,6 +238,6 @@ class KeptMemory:
         return torch.from_numpy(content).view(dtype).view(shape)
 
     def _keep(self, memory: mmap.mmap) -> None:
-        self._free.append(memory)
-        while sum(map(len, self._free)) > KEPT_BYTES:
-            del self._free[0]
+        # Else it is unmapped now: without further messages nobody would do it.
+        if sum(map(len, self._returned)) + len(memory) <= KEPT_BYTES:
+            self._returned.append(memory)

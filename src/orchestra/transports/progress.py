@@ -38,7 +38,8 @@ class ProgressEngine:
     def __init__(self, rank: int, connections: Mapping[int, socket.socket]) -> None:
         self.rank = rank
         self.size = len(connections) + 1
-        self.flows: list[Flow] = []
+        self.flows: list[Flow] = []  # that have not ended
+        self._ended_bytes = 0  # that flows sent which have ended
         self.memories: list[SharedMemory] = []  # whose barriers learn of lost ranks
         self.waits = 0  # for messages, that have ended
         self._failure: Exception | None = None
@@ -239,6 +240,22 @@ class ProgressEngine:
                 stream.close()
             self.release()
             self._held.notify_all()
+
+    def begin(self, flow: Flow) -> None:
+        """`flow` sends and receives from now on."""
+        with self._lock:
+            self.flows.append(flow)
+
+    def end(self, flow: Flow) -> None:
+        """`flow` sends nothing more."""
+        with self._lock:
+            self.flows.remove(flow)
+            self._ended_bytes += flow.traffic.bytes_sent
+
+    def bytes_sent(self) -> int:
+        """Return the payload and headers that all flows have sent."""
+        with self._lock:
+            return self._ended_bytes + sum(flow.traffic.bytes_sent for flow in self.flows)
 
     def arrived(self) -> dict[int, tuple[float, float]]:
         with self._lock:

@@ -71,7 +71,7 @@ class SocketTransport(Flow, Transport):
         self.acknowledged_bytes = engine.acknowledged_bytes
         self._engine = engine
         self._on_flow_start = on_flow_start
-        engine.flows.append(self)
+        engine.begin(self)
 
     @property
     def waits(self) -> int:
@@ -80,7 +80,7 @@ class SocketTransport(Flow, Transport):
 
     @property
     def bytes_sent(self) -> int:
-        return sum(flow.traffic.bytes_sent for flow in self._engine.flows)
+        return self._engine.bytes_sent()
 
     def send(
         self,
@@ -180,11 +180,15 @@ class SocketTransport(Flow, Transport):
         def run() -> None:
             try:
                 self._on_flow_start()
-                ended.set_result(function(child))
+                result = function(child)
             except BaseException as error:
+                self._engine.end(child)
                 if isinstance(error, Exception) and not isinstance(error, PeerLost):
                     self.abort(error)  # others may wait for this flow, and nobody yet for its end
                 ended.set_exception(error)
+            else:
+                self._engine.end(child)  # before anybody learns of it, and counts its bytes
+                ended.set_result(result)
 
         threading.Thread(target=run, daemon=True).start()
         return FlowTask(ended, self.traffic)

@@ -72,6 +72,10 @@ class Snapshots:
         """Skip due points up to `samples`, at which a run resumes."""
         self._behind = bisect_right(self.due, samples)
 
+    def is_due(self, samples: int, *, offset: int = 0, kind: str = "parameters") -> bool:
+        """Return whether a due point has been passed since the last offer of this slice."""
+        return bisect_right(self.due, samples) > self._next.get((kind, offset), self._behind)
+
     def offer(
         self,
         samples: int,
@@ -82,15 +86,13 @@ class Snapshots:
         kind: str = "parameters",
         mirror: bool = False,
     ) -> None:
-        """Copy `values` if a due point has been passed since the last offer of this slice."""
-        upcoming = self._next.get((kind, offset), self._behind)
-        passed = max(upcoming, bisect_right(self.due, samples))
-        if passed == upcoming:
+        """Copy `values` to the host if this slice is due."""
+        if not self.is_due(samples, offset=offset, kind=kind):
             return
-        self._next[kind, offset] = passed
+        passed = self._next[kind, offset] = bisect_right(self.due, samples)
         seconds = self._now() - self.started
         part = Contribution(passed - 1, samples, seconds, offset, values, weight, kind, mirror)
-        self.parts += [replace(p, values=p.values.detach().clone()) for p in self._placed(part)]
+        self.parts += [replace(p, values=_copy_on_host(p.values)) for p in self._placed(part)]
 
     def conclude(self, kind: str, values: Tensor) -> list[Contribution]:
         """Return this rank's parts of the final model, without a copy."""
@@ -109,8 +111,14 @@ class Snapshots:
         self.offer(samples, values, offset=offset, weight=weight)
         for place, part in enumerate(self.parts):
             if (part.kind, part.samples, part.offset) == ("parameters", samples, offset):
-                seconds, copy = self._now() - self.started, values.detach().clone()
+                seconds, copy = self._now() - self.started, _copy_on_host(values)
                 self.parts[place] = replace(part, seconds=seconds, values=copy, weight=weight)
+
+
+def _copy_on_host(values: Tensor) -> Tensor:
+    """Return a copy in the memory of the host: a GPU has no room for a model at each snapshot."""
+    values = values.detach()
+    return values.cpu() if values.is_cuda else values.clone()
 
 
 # Means of parts, and buffers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -84,10 +85,11 @@ class Step:
 class Measures:
     """What strategies report about themselves, beside the transport's counters.
 
-    `decisions`: which strategy was to go on, and why, as records have them.
+    `staleness`: how many updates had each staleness. `decisions`: which strategy was to go on, and
+    why, as records have them.
     """
 
-    staleness: list[int] = field(default_factory=list)
+    staleness: Counter[int] = field(default_factory=Counter)
     dropped: int = 0  # gradients of this worker that came too late to be applied
     peak_buffer_bytes: int = 0
     native_bytes: int = 0

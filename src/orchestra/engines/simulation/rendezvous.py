@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 MAX_KNOWN = 100_000
 """Collectives that are known by identity: a thousand ranks with a hundred buckets each."""
 
+MAX_PLANS = 4_000
+"""Plans that are kept: groups that are drawn at random would leave one for each."""
+
 
 class Rendezvous:
     """Brings the ranks of each collective together.
@@ -46,7 +50,9 @@ class Rendezvous:
         self._kernel, self._crowded = kernel, crowded
         self._open: dict[tuple[int, int], Collective | None] = {}  # None: message by message
         self._joined: Counter[tuple[int, int]] = Counter()  # ranks of each that is open
-        self._plans: dict[object, PlacedPlan] = {}
+        # As long as somebody has one: all ranks of a collective have to find the same.
+        self._plans: WeakValueDictionary[object, PlacedPlan] = WeakValueDictionary()
+        self._most_plans = MAX_PLANS
         self._groups: dict[tuple[Net, Ranks], int] = {}
         self._asked: dict[tuple[int, ...], tuple[PlacedPlan, object]] = {}
         self._claims: dict[Resource, Collective] = {}
@@ -79,12 +85,15 @@ class Rendezvous:
         length, itemsize = call.vector.numel(), call.vector.itemsize
         cuts = None if call.edges is None else tuple(call.edges)
         key = net, schedule, ranks, length, cuts, itemsize
-        if key not in self._plans:
+        if (placed := self._plans.get(key)) is None:
+            if len(self._plans) >= self._most_plans:
+                self._asked.clear()
+                self._most_plans = max(MAX_PLANS, 2 * len(self._plans))  # those that others have
             hosts = tuple(net.hosts[rank] for rank in ranks)
             plan = Plan(schedule, length, cuts, itemsize, node_stages(schedule, hosts))
             group = self._groups.setdefault((net, ranks), len(self._groups))
-            self._plans[key] = PlacedPlan(net, ranks, plan, group)
-        return self._plans[key]
+            placed = self._plans[key] = PlacedPlan(net, ranks, plan, group)
+        return placed
 
     def join(
         self,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import count, groupby
 from math import inf
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -129,8 +130,9 @@ class PlacedPlan:
         self._halves = len({link.capacity for link in self.links}) == 1
         self._steps: dict[int, Sequence[ChargedStep]] = {}
         self.first_peers = plan.peers(last=False)
-        self._follows: dict[PlacedPlan, bool] = {}
-        self._elsewhere: dict[PlacedPlan, bool] = {}
+        # Weak: each plan would keep those before it, and so all that there ever were.
+        self._follows: WeakKeyDictionary[PlacedPlan, bool] = WeakKeyDictionary()
+        self._elsewhere: WeakKeyDictionary[PlacedPlan, bool] = WeakKeyDictionary()
         self.goes_ahead = (
             self.contention_free
             and not self.slow_starts
