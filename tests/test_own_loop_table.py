@@ -21,6 +21,7 @@ from tests import test_own_loop_backward as patterns
 from tests import test_own_loop_compression as compression
 from tests import test_own_loop_groups as groups_of
 from tests import test_own_loop_hooks as hooks
+from tests import test_own_loop_optimizers as optimizers
 from tests import test_own_loop_state as states
 from tests.commands import torchrun
 from tests.own_loops import (
@@ -264,6 +265,18 @@ def reaches_nothing() -> None:
 def closure() -> None:
     exact(patterns.with_closure, "AllReduce")
     refused("LBFGS", optimizer=lambda model: torch.optim.LBFGS(model.parameters()))
+    for loop, optimizer in optimizers.CLOSURES:
+        groups_of.on_all(loop, "AllReduce", optimizer)
+        optimizers.test_replicas_step_by_closures_of_their_own(loop, optimizer)
+        groups_of.refused("may call the closure again", loop, groups_of.BESIDE, optimizer)
+
+
+@row("steps in two halves")
+def two_halves() -> None:
+    for loop, optimizer in optimizers.HALVES:
+        groups_of.on_all(loop, "AllReduce", optimizer)
+        for strategy in ("LocalSGD(2)", optimizers.SWITCH):
+            groups_of.refused("learns only of steps", loop, strategy, optimizer)
 
 
 @row("options of the optimizer that change")

@@ -215,6 +215,9 @@ class OwnLoop:
 
     _pending = False  # a gradient that was not exchanged yet
     _stepping = _handed_over = False
+    _averaged = True  # all workers have the gradient of the last backward
+    _left_version = 0  # of the parameters, at its end
+    _closure: Callable[[], Any] | None = None  # of the step under way
 
     def __init__(
         self,
@@ -246,6 +249,7 @@ class OwnLoop:
             model.register_forward_pre_hook(checks.Hook(self.enter, checks.FORWARD)),
             model.register_state_dict_pre_hook(checks.Hook(self._may_be_saved, checks.STATE_DICT)),
         ]
+        checks.before_each_step(self._before_others_step)
         self._gradients.on_backward = self._backward_begins
         self._take_over_step()
 
@@ -264,6 +268,9 @@ class OwnLoop:
         if not torch.is_grad_enabled():
             return
         self._passes.forward()
+        changed = self._passes.complete and self._version() != self._left_version
+        if changed and self._knows_only_steps:
+            raise self._unknown_change("after backward() without step()")
         if module.training and self._passes.open:
             self.batches.enter()
 
@@ -305,9 +312,11 @@ class OwnLoop:
         self._pending = not self._gradients.last_backward
         if not self._pending:
             self._reduce()
+            self._averaged = self.worker.step.agreed
         self._note_left()
 
     def _note_left(self) -> None:
+        self._left_version = self._version()
         own = [parameter.grad for parameter in self._gradients.parameters]
         self._left = [(grad, 0 if grad is None else grad._version) for grad in own]
 
@@ -360,20 +369,79 @@ class OwnLoop:
         def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             # The strategy's update calls the optimizer, and so this function.
             if loop._stepping:
-                return original()
+                return original() if loop._closure is None else original(loop._closure)
             if loop.batches.ended:
                 if loop._handed_over:
                     return original(closure)
                 raise InputError(f"optimizer.step(): {ENDED}")
-            # As torch's optimizers do, whose `step` runs without gradients.
-            with torch.enable_grad():
-                loss = None if closure is None else closure()
+            loss = None if closure is None else loop._begin_closure(closure)
             if loop._has_gradient():
                 loop._look_for_scaler()
                 loop._update()
             return loss
 
         self.optimizer.step = types.MethodType(step, self.optimizer)  # type: ignore[method-assign]
+
+    def _begin_closure(self, closure: Callable[[], Any]) -> Any:
+        """Return the closure's loss, whose gradient the step takes.
+
+        An optimizer of the user's own gets a closure, too, and calls it as often as it likes; the
+        loss is its first answer, unless the optimizer has changed the parameters before.
+        """
+        known, passes = not self._passes.complete, self._passes
+        own = not type(self.optimizer).__module__.startswith("torch.optim")
+        if own and not self.batches.whole:
+            raise InputError(
+                f"optimizer.step(closure): {type(self.optimizer).__name__} may call the closure "
+                f"again, but under {self.strategy!r} other optimizers make the step: call "
+                "backward() and step(), or take AllReduce without shards"
+            )
+        # As torch's optimizers do, whose `step` runs without gradients.
+        with torch.enable_grad():
+            loss = closure() if known or not own else None
+
+        def again() -> Any:
+            nonlocal known
+            if known and self._version() == self._left_version:
+                known = False
+                return loss
+            passes.entered = True  # the step has begun
+            with torch.enable_grad():
+                other = closure()
+            if self._pending:
+                raise InputError(
+                    "optimizer.step(closure): with accumulation or batches.accumulate() a further "
+                    "call of the closure is not averaged: leave them out"
+                )
+            return other
+
+        self._closure = again if own else None
+        return loss
+
+    def _version(self) -> int:
+        """Return a number that grows with each change of the parameters in place."""
+        return sum(parameter._version for parameter in self._gradients.parameters)
+
+    @property
+    def _knows_only_steps(self) -> bool:
+        """True if the strategy would not learn of a change that anything but `step` makes now."""
+        exact = self._averaged and not self.strategy.switches
+        return not (exact or self._stepping or self.batches.ended or len(self.worker.workers) == 1)
+
+    def _before_others_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called before a step of any optimizer: refuse one that the strategy would not know of."""
+        if optimizer is not self.optimizer and self._knows_only_steps:
+            trained = {each for group in optimizer.param_groups for each in group["params"]}
+            if self.trains(trained):
+                name = type(optimizer).__name__
+                raise self._unknown_change(f"by a step of another optimizer, {name}")
+
+    def _unknown_change(self, how: str) -> InputError:
+        return InputError(
+            f"parameters of the model change {how}, and {self.strategy!r} learns only of steps of "
+            "the optimizer that distribute was given: give that one all parameters, in groups; for "
+            "steps in two halves (SAM) call step(closure), or take AllReduce"
+        )
 
     def _has_gradient(self) -> bool:
         """Return whether a step is to be made; without any gradient an optimizer makes none."""
@@ -445,7 +513,9 @@ class OwnLoop:
         finally:
             # A strategy may scale rates for its update; the user's scheduler goes on from its own.
             set_rates(self.optimizer, rates)
-            self._stepping = False
+            self._stepping, self._closure = False, None
+        if self._passes.complete:  # by the closure, which the optimizer has called again
+            self._passes.step()
         batches.item = None
         self._left = []
         worker.step.made = True

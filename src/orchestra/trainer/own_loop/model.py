@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from orchestra.errors import InputError
 from orchestra.strategies.base import Strategy
@@ -96,6 +97,24 @@ class Hook:
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, self.harmless
 
+
+_before_steps: dict[int, weakref.WeakMethod[Callable[[torch.optim.Optimizer], None]]] = {}
+
+
+def before_each_step(method: Callable[[torch.optim.Optimizer], None]) -> None:
+    """Call `method` before a step of any optimizer of this process, as long as its object lives."""
+    key = id(method.__self__)  # type: ignore[attr-defined]
+    _before_steps[key] = weakref.WeakMethod(method, lambda _: _before_steps.pop(key, None))
+
+
+def _step_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    # One hook for all, as torch lets no thread add one while another thread makes a step
+    for held in list(_before_steps.values()):
+        if (method := held()) is not None:
+            method(optimizer)
+
+
+register_optimizer_step_pre_hook(_step_begins)
 
 FORWARD: tuple[object, str] = ({}, "get")  # {}.get(module, inputs): the inputs, as they are
 STATE_DICT = ("", "format")  # "".format(module, prefix, keep): nothing that anybody reads
