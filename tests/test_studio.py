@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import signal
 import socket
 import subprocess
@@ -37,6 +39,20 @@ def client() -> Iterator[FlaskClient]:
 
 def test_a_path_that_is_too_long_for_a_file_is_not_found(client: FlaskClient) -> None:
     assert client.get(f"/{'x' * 5000}.js").status_code == 404
+
+
+def _killed(_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_was_killed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "carry_out", _killed)
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        client = make_app(Simulator(pool, 1)).test_client()
+        client.environ_base["HTTP_HOST"] = "127.0.0.1:8000"
+        response = client.get("/api/course?strategies=ring")
+        assert response.status_code == 503
+        assert "a process of the studio was killed" in response.text
 
 
 def _step(client: FlaskClient, query: str) -> dict[str, Any]:

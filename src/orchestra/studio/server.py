@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import queue
 import signal
 import threading
@@ -11,17 +12,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.resources import files
 from multiprocessing.pool import Pool
-from typing import Any, Literal
+from multiprocessing.process import BaseProcess
+from typing import Any, Literal, TypeVar
 
 from flask import Flask, Response, request
 
 from orchestra.engines.processes.system import die_with_parent
-from orchestra.errors import InputError
+from orchestra.errors import InputError, RunFailed
 from orchestra.report.study import COLOURS, DASHES
 from orchestra.settings.base import Limits
 from orchestra.studio.menu import BATCH, MENU, MOST_WORKERS, Entry, Situation, entry_of
 
 KEPT: dict[str, int] = {"step": 4000, "course": 40}  # the most cached answers of each kind
+T = TypeVar("T")
+LOOK_SECONDS = 0.5  # between two looks whether the processes are alive
 MOST_PAGES = 100  # the most pages whose latest question is remembered
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 """The names of this machine in a browser. Any other name belongs to another site, which makes the
@@ -90,7 +94,7 @@ class Simulator:
         yield from ((job, answer) for job, answer in known.items() if answer is not None)
         done: queue.SimpleQueue[tuple[Job, dict[str, Any] | BaseException]] = queue.SimpleQueue()
         waiting = iter([job for job, answer in known.items() if answer is None])
-        under_way = 0
+        under_way, processes = 0, multiprocessing.active_children()
         while self._newest.get(page) is token:
             # No more than the pool works on: its queue could not be taken back when asked again.
             while under_way < self._size and (job := next(waiting, None)) is not None:
@@ -98,7 +102,7 @@ class Simulator:
                 under_way += 1
             if not under_way:
                 return
-            job, answer = done.get()
+            job, answer = _taken(done, processes)
             under_way -= 1
             if isinstance(answer, BaseException):
                 raise answer
@@ -113,6 +117,18 @@ class Simulator:
         self._pool.apply_async(
             carry_out, (job,), callback=keep, error_callback=lambda error: done.put((job, error))
         )
+
+
+def _taken(done: queue.SimpleQueue[T], processes: Sequence[BaseProcess]) -> T:
+    """Return the next item; raise `RunFailed` if one of the pool's `processes` has ended before.
+
+    A pool replaces a process that was killed, but never answers the job that it had.
+    """
+    while True:
+        with contextlib.suppress(queue.Empty):
+            return done.get(timeout=LOOK_SECONDS)
+        if not all(process.is_alive() for process in processes):
+            raise RunFailed("a process of the studio was killed; move a control to ask again")
 
 
 def _keep(kept: dict[Any, Any], key: object, value: object, most: int) -> None:
@@ -131,6 +147,7 @@ def make_app(simulator: Simulator) -> Flask:
     app.before_request(_refuse_strangers)
     app.after_request(_protect)
     app.register_error_handler(InputError, lambda error: _line(str(error), 400))
+    app.register_error_handler(RunFailed, lambda error: _line(str(error), 503))
 
     @app.get("/")
     def page() -> Response:
