@@ -414,6 +414,20 @@ def test_a_loss_that_reaches_no_parameter_is_a_gradient_of_0(strategy: str) -> N
             close(state, expected)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("strategy", ["AllReduce", "LocalSGD(1)"])
+def test_gradients_may_have_a_graph(strategy: str) -> None:
+    def loop(model: nn.Module, optimizer: Optimizer, batches: Iterable[Any]) -> None:
+        for batch in batches:
+            mean_square(model, batch).backward(create_graph=True)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    expected = alone(loop, of_all(12))
+    for state in distributed(loop, strategy, lambda: in_order(12), bucket_megabytes=1e-5):
+        close(state, expected)
+
+
 class Fails(torch.autograd.Function):
     """Raises in backward, before the gradient of what comes earlier in the model."""
 

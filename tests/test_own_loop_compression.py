@@ -235,3 +235,45 @@ def test_a_state_goes_on_though_a_step_was_skipped_or_the_scale_changed(after: i
     saved[0] = next(state for state in kept.values() if state[0]["ranks"])
     for state in trained(loop, strategy):
         assert equal(state, expected[0])
+
+
+# Parameters that are rare
+
+
+class Rare(nn.Module):
+    """In 16 bits, and with parameters that have no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 8)
+        self.nothing = nn.ParameterList(torch.zeros(0, each) for each in (1, 2, 3))
+        self.to(torch.bfloat16)
+        with torch.no_grad():
+            for each in self.parameters():
+                each.fill_(0.125)
+
+    def forward(self, values: Tensor) -> Tensor:
+        output: Tensor = self.first(values.bfloat16()) + sum(each.sum() for each in self.nothing)
+        return output
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        *("TopK(0.5)", "QSGD(7)", "RandomK(0.5)", "PowerSGD(4, min_rate=1)"),
+        *(pytest.param(each, marks=pytest.mark.matrix) for each in OTHERS),
+    ],
+)
+def test_parameters_of_16_bits_or_without_elements_train(compressor: str) -> None:
+    def loss_of(state: State) -> float:
+        model = Rare()
+        model.load_state_dict(state)
+        return float(half_square(model, noisy(RANKS * 12).tensors).detach())
+
+    (state, other) = distributed(
+        plain, f"AllReduce(compression={compressor})", lambda: regression(RANKS * 12), ranks=RANKS,
+        model=Rare, bucket_megabytes=1e-6,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.02),
+    )  # fmt: skip
+    assert equal(state, other)
+    assert loss_of(state) < 0.9 * loss_of(Rare().state_dict())

@@ -10,6 +10,7 @@ import json
 import random
 import re
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -527,6 +528,19 @@ def wrapped() -> None:
 def odd_parameters() -> None:
     refused("sparse=False", model=lambda: nn.Embedding(4, 2, sparse=True))
     refused("complex", model=lambda: nn.Linear(2, 2, dtype=torch.complex64))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(small_model())
+    refused("TorchScript", model=lambda: scripted)
+
+    for odd in (torch.eye(2).to_sparse(), torch.ones(1).expand(3)):
+
+        def with_buffer(odd: torch.Tensor = odd) -> nn.Module:
+            model = small_model()
+            model.register_buffer("odd", odd)
+            return model
+
+        refused("buffer 'odd' is sparse, or expanded", model=with_buffer)
 
 
 @row("`torch.save(model)`, `copy.deepcopy(model)`")

@@ -74,7 +74,9 @@ class PowerSGD(Compressor):
         if not low_rank:
             return
 
-        p = [torch.linalg.qr(each.T).Q for each in factors]
+        # In float32 at least: QR has no 16 bits.
+        wide = torch.promote_types(tensors[0].dtype, torch.float32)
+        p = [torch.linalg.qr(each.T.to(wide)).Q.to(each.dtype) for each in factors]
         q = [basis.T @ matrix for (_, matrix, _), basis in zip(low_rank, p, strict=True)]
         for (number, matrix, _), basis, own in zip(low_rank, p, q, strict=True):
             if residuals:

@@ -136,7 +136,12 @@ class Packed:
 def pack(named: list[tuple[str, Tensor]]) -> list[Packed]:
     """Make one `Packed` for each dtype, in the order of first appearance."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for _, tensor in named:
+    for name, tensor in named:
+        if tensor.layout is not torch.strided or 0 in tensor.stride():
+            raise InputError(
+                f"buffer {name!r} is sparse, or expanded from fewer elements, so that no values "
+                "can be copied into it: make it dense (to_dense(), or clone()), or persistent=False"
+            )
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     return [Packed(tensors) for tensors in by_dtype.values()]
 

@@ -181,7 +181,9 @@ class CompressedSum(_Codec):
         """Like `begin`, for a bucket that is summed for the time number `step`."""
         gradient, tail = bucket.values.tensor_split([self._worker.layout.size - bucket.first])
         rounds = self._added if self._compressor.adds else self._gathered
-        begun: list[Task[int]] = [_Rounds(rounds(bucket, step, gradient, background))]
+        begun: list[Task[int]] = []
+        if gradient.numel():  # not of tensors without elements alone
+            begun.append(_Rounds(rounds(bucket, step, gradient, background)))
         if tail.numel():
             self._state.note_used(tail[-len(self._state.used) :])
             begun.append(self._begin_sum(tail, background))
@@ -195,6 +197,7 @@ class CompressedSum(_Codec):
         return [
             Piece(number, slot.offset, slot.offset + slot.size)
             for number, slot in enumerate(slots, bucket.first_slot)
+            if slot.size
         ]
 
     def _with_residual(self, gradient: Tensor, first: int) -> Tensor | None:

@@ -133,11 +133,13 @@ class Gradients:
         if self.measures_square and scale:
             self.square += float(view.double().square().sum()) / scale**2
 
+    @torch.no_grad()  # else `backward(create_graph=True)` would record it
     def collect_each(self, first: int, end: int, scale: float) -> None:
         """`collect` for the slots from `first` to before `end`."""
         for index in range(first, end):
             self.collect(index, scale)
 
+    @torch.no_grad()
     def collect_rest(self, scale: float = 1.0) -> None:
         """`collect` for every slot that was not yet collected in this step."""
         if any(self._collected) or not self._collect_all(scale):
@@ -181,6 +183,7 @@ class Gradients:
         self._collected = [True] * len(self.used)
         return True
 
+    @torch.no_grad()
     def take_users(self) -> None:
         """Bring what a user has put in place of complete gradients into the flat vector.
 

@@ -31,6 +31,11 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, workers: int
             "the model itself (model.module)"
         )
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InputError(
+                f"{name or 'the model'!r} is a TorchScript module, which takes no hooks: pass the "
+                "module that it was made from, and script that after training"
+            )
         if isinstance(module, nn.SyncBatchNorm) and workers > 1:
             raise InputError(
                 f"{name!r} is a SyncBatchNorm, which needs a process group of torch.distributed "
