@@ -128,6 +128,17 @@ def curve(result: Trained) -> list[tuple[int, dict[str, float]]]:
     return [(point.samples, point.metrics) for point in leader.curve]
 
 
+def test_the_last_point_of_a_phase_is_not_taken_again_after_it(tmp_path: Path) -> None:
+    """Up to 120 samples a third phase changes nothing, though its first worker has been silent."""
+    task, options = "images(samples=240)", {"batch_size": 4, "snapshots": 10}
+    server = Switch(AllReduce(), ParameterServer(), when=AfterSteps(6), moments="reset")
+    third = Switch(server, AllReduce(), when=AfterSteps(12), moments="reset")
+    two = curve(train_threads(server, 3, tmp_path / "two", task, **options))
+    three = curve(train_threads(third, 3, tmp_path / "three", task, **options))
+    assert [samples for samples, _ in three[:5]] == [24, 48, 72, 96, 120]
+    assert three[:5] == two[:5]
+
+
 @pytest.mark.parametrize("first", [ParameterServer(), ParameterServer(returns="gradients")])
 @pytest.mark.parametrize("then", [AllReduce(), ASYNCHRONOUS])
 def test_a_former_server_has_no_moments_to_keep(first: Any, then: Any, tmp_path: Path) -> None:

@@ -253,7 +253,7 @@ class Auto(Phased):
         worker.measures.switched_at_step = state.steps
         worker.measures.switched_at_sample = worker.step.consumed
         worker.begin_phase(worker.workers.ranks)
-        worker.snapshots.skip(worker.step.consumed)
+        worker.snapshots.skip(worker.step.consumed, buffers=old.synchronous)
         state.current, state.usual = new, 0.0
         # Parameters are equal now: to broadcast them would take N - 1 times their size, and go on
         # in the background of the first steps, which would be measured as slow.

@@ -172,8 +172,6 @@ class Switch(Phased):
     def _begin_second(self, worker: Worker, state: SwitchState) -> None:
         first, roles = len(worker.workers), self.then.roles(worker.budget_ranks)
         worker.begin_phase(roles.workers)
-        # Due points that the first phase has passed are not taken once more.
-        worker.snapshots.skip(worker.step.consumed)
         worker.queue_of = state.queue_of
         if self.learning_rate == "divided":
             worker.rate_scale /= len(roles.workers)
@@ -288,6 +286,7 @@ class Switch(Phased):
     def _switch(self, worker: Worker, state: SwitchState) -> None:
         """Come to rest, agree on parameters, hand over moments, and start the second phase."""
         position = max(worker.step.consumed, worker.step.planned)
+        before = self.under_way(state)
         if worker.rank in worker.workers.ranks:
             self.first.quiesce(worker, state.inner, CHANGED - self.nesting)
         self.first.stop(worker, state.inner)
@@ -296,6 +295,8 @@ class Switch(Phased):
         worker.measures.switched_at_step = state.before + state.steps
         worker.measures.switched_at_sample = worker.step.consumed
         self._begin_second(worker, state)
+        # Buffers of this step are offered once it is over, unless workers step together.
+        worker.snapshots.skip(worker.step.consumed, buffers=before.synchronous)
         state.inner = self.then.start(worker)
         worker.inherited = {}
 
