@@ -132,7 +132,7 @@ class ElasticAveraging(ServerStrategy[ElasticAveragingState]):
             step = worker.step
             step.consumed += step.total_samples  # as if all took the step that begins
             step.staleness = tuple(answer.staleness for answer in answers)
-            worker.measures.staleness.update(step.staleness)
+            worker.measures.count_staleness(step.staleness)
         if (v := state.velocity) is not None:
             x = worker.parameters
             exchange.charge(worker, "mix", x.numel(), lambda: x.add_(v, alpha=self.momentum))

@@ -82,7 +82,7 @@ class Hogwild(Replicas[HogwildState]):
         worker.clip()
         state.shared.catch_up()
         worker.step.staleness = (state.count() - state.seen,)
-        worker.measures.staleness.update(worker.step.staleness)
+        worker.measures.count_staleness(worker.step.staleness)
         state.updates.values[worker.workers.index(worker.rank)] += 1
         worker.update_locally(state.optimizer)
         if worker.rank == worker.workers.ranks[0]:

@@ -87,7 +87,7 @@ class PairwiseAveraging(Replicas[PairwiseState]):
         """Take the optimizer's step on the averaged parameters."""
         worker.clip()
         worker.step.staleness = (state.pair.take(),)
-        worker.measures.staleness.update(worker.step.staleness)
+        worker.measures.count_staleness(worker.step.staleness)
         worker.update_locally(state.optimizer)
         worker.snapshots.offer(worker.step.consumed, worker.parameters)
         state.step += 1

@@ -73,7 +73,7 @@ class ServerStrategy(Strategy[V]):
         else:
             step.consumed = max(answer.consumed for answer in answers)
             step.staleness = tuple(answer.staleness for answer in answers if not answer.dropped)
-            worker.measures.staleness.update(step.staleness)
+            worker.measures.count_staleness(step.staleness)
             worker.measures.dropped += any(answer.dropped for answer in answers)
         for part, answer in zip(client.slices, answers, strict=True):
             # What any worker has used is used on all: each optimizer passes over the same ones.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -241,7 +240,7 @@ class Session(Loop):
         first = worker.rank == self.roles.workers[0]  # the one to tell of the changes of batches
         seconds = vars(totals.spent).copy()
         bytes_sent = seconds.pop("bytes_sent")
-        staleness = sorted(measures.staleness.items())
+        staleness = sorted(measures.staleness.items(), key=lambda item: int(item[0]))
         return RankReport(
             rank=worker.rank,
             role="worker" if worker.rank in roles.workers else "server",
@@ -252,7 +251,7 @@ class Session(Loop):
             seconds=seconds,
             bytes_sent=bytes_sent,
             bytes_estimated=measures.native_bytes > 0,
-            staleness={str(value): count for value, count in staleness},
+            staleness=dict(staleness),
             dropped=measures.dropped,
             peak_buffer_bytes=measures.peak_buffer_bytes,
             switched_at_step=measures.switched_at_step,
@@ -393,9 +392,6 @@ class Session(Loop):
         restore(position, saved["position"])
         restore(self.totals, saved["totals"])
         restore(worker.measures, saved["measures"])
-        # JSON has text in place of numbers as keys.
-        counts = {int(value): count for value, count in saved["measures"]["staleness"].items()}
-        worker.measures.staleness = Counter(counts)
         self.order.first_step = position.steps
         worker.snapshots.parts = [Contribution(**part) for part in saved["snapshots"]]
         worker.snapshots.skip(position.consumed)

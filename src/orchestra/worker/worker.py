@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -89,7 +88,7 @@ class Measures:
     why, as records have them.
     """
 
-    staleness: Counter[int] = field(default_factory=Counter)
+    staleness: dict[str, int] = field(default_factory=dict)
     dropped: int = 0  # gradients of this worker that came too late to be applied
     peak_buffer_bytes: int = 0
     native_bytes: int = 0
@@ -97,6 +96,11 @@ class Measures:
     switched_at_step: int | None = None
     switched_at_sample: int | None = None
     decisions: list[dict[str, Any]] = field(default_factory=list)
+
+    def count_staleness(self, updates: Iterable[int]) -> None:
+        """Count updates, given the staleness of each."""
+        for staleness in map(str, updates):
+            self.staleness[staleness] = self.staleness.get(staleness, 0) + 1
 
 
 QueueOf = Callable[[int, tuple[float, ...]], WorkQueue | None]
