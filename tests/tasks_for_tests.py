@@ -305,3 +305,35 @@ class Signs(LocalSGD):
     def reduce(self, worker: Worker, state: Any) -> None:
         exchange.keep_gradient(worker)
         worker.gradients.current().sign_()
+
+
+@dataclass(frozen=True, repr=False)
+class Logs(AllReduce):
+    """All-reduce that logs numbers of its own."""
+
+    def start(self, worker: Worker) -> AllReduceState:
+        worker.log(begun=True)
+        return super().start(worker)
+
+    def update(self, worker: Worker, state: AllReduceState) -> None:
+        super().update(worker, state)
+        worker.log(rank=-1, norm=worker.parameters.norm())
+        worker.log(rank=worker.rank)
+
+
+REFUSED: tuple[dict[str, Any], ...] = (
+    {"x": math.nan}, {"x": math.inf}, {"x": 10**5000}, {"x": "1"}, {"x": None}, {"x": 1j},
+    {"x": torch.ones(2)}, {"x": torch.tensor(1j)}, {"x": torch.empty(0)}, {"a b": 1.0},
+    {"x\n": 1.0}, {"../x": 1.0}, {"x" * 101: 1.0},
+)  # fmt: skip
+
+
+@dataclass(frozen=True, repr=False)
+class LogsWrongly(AllReduce):
+    """Logs what `worker.log` refuses: the entry `which` of `REFUSED`."""
+
+    which: int = setting(0, "place in REFUSED", low=0)
+
+    def start(self, worker: Worker) -> AllReduceState:
+        worker.log(**REFUSED[self.which])
+        return super().start(worker)

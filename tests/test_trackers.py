@@ -100,6 +100,16 @@ def test_a_run_is_logged_under_the_names_that_users_expect(
     )
 
 
+def test_numbers_that_a_strategy_logs_reach_the_tracker(tmp_path: Path, noted: list[Noted]) -> None:
+    run, whole = wanted(steps=2, strategies={"own": "tests.tasks_for_tests:Logs()"})
+    make_run(run, whole, tmp_path / "out", simulated)
+    (one,) = noted
+    assert one.of("logged/begun") == [(1, 1.0)]
+    assert one.of("logged/norm") == [
+        (line["step"], line["logged"]["norm"]) for line in step_lines(tmp_path / "out", 0)
+    ]
+
+
 def test_a_run_that_begins_anew_is_logged_once(tmp_path: Path, noted: list[Noted]) -> None:
     run, whole = wanted(steps=12, checkpoint_every=4)
 

@@ -330,7 +330,7 @@ def _of_step(line: Line) -> dict[str, Any]:
         figures["train/learning_rate" + (f"_{group}" if len(rates) > 1 else "")] = rate
     if line.get("staleness"):
         figures["train/staleness"] = max(line["staleness"])
-    return figures
+    return figures | {f"logged/{name}": value for name, value in line.get("logged", {}).items()}
 
 
 def _of_record(record: RunRecord) -> dict[str, Any]:

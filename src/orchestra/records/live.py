@@ -8,9 +8,10 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from socket import gethostname
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from orchestra.errors import InputError
 from orchestra.records.record import partial_of
@@ -25,6 +26,7 @@ MOST_BYTES = 1 << 20
 """The most bytes read at a time. Where more were added, lines at even distances stand for them."""
 SAMPLES = 64
 MOST = 1e18  # no figure of a step comes near
+MOST_LOGGED = 1e300  # of a number that a strategy logs: means over many are finite, too
 PARTS = ("compute", "communicate", "wait", "input")
 """The parts of a step's seconds, as its line names them."""
 Line = dict[str, Any]
@@ -235,10 +237,19 @@ def is_step(line: Line) -> bool:
     ):
         return False
     # To Python `True` is an int; NaN compares as false.
-    return all(
+    return is_logged(line.get("logged", {})) and all(
         type(value) in (int, float) and abs(value) < MOST
         for value in itertools.chain(needed, others, *lists)
     )
+
+
+def is_logged(logged: object) -> bool:
+    """Return whether `logged` has finite numbers by plain names, which can name a file."""
+    return isinstance(logged, dict) and all(
+        name.isidentifier() and len(name) <= 100
+        and isinstance(value, Real) and abs(cast(float, value)) < MOST_LOGGED
+        for name, value in logged.items()
+    )  # fmt: skip
 
 
 def _parsed(lines: list[bytes]) -> list[Line]:

@@ -40,6 +40,7 @@ SECTIONS = {
     "time": "Where the time went",
     "traffic": "Traffic and staleness",
     "staleness": "Traffic and staleness",
+    "logged": "Logged by the strategies",
     "scaling": "Scaling",
     "timeline": "The course of a run",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -189,15 +189,18 @@ class Recorder:
             line["decision"], self._decided = decisions[-1], len(decisions)
         if step.position is not None:
             line["position"] = step.position
+        logged, self._worker.logged = self._worker.logged, {}
+        if logged:
+            line["logged"] = logged
         self._lines.append(json.dumps(line) + "\n")
         if self._scalars is not None:
-            self._scalars.add(number, self._figures(line["seconds"]))
+            self._scalars.add(number, self._figures(line))
         if self._worker.transport.now() - self._flushed_at > FLUSH_SECONDS:
             self.flush()
 
-    def _figures(self, seconds: float) -> dict[str, float]:
-        """Return the figures of the step that was finished `seconds` after the start."""
-        step = self._worker.step
+    def _figures(self, line: Mapping[str, Any]) -> dict[str, float]:
+        """Return the figures of the step that `line` is of."""
+        step, seconds = self._worker.step, line["seconds"]
         passed, self._seconds_last = seconds - self._seconds_last, seconds
         figures = {"loss": step.loss}
         figures |= {f"learning rate/{group}": rate for group, rate in enumerate(step.rates)}
@@ -206,6 +209,7 @@ class Recorder:
             figures["samples per second"] = step.samples / passed
         if step.staleness:
             figures["staleness"] = max(step.staleness)
+        figures |= {f"logged/{name}": value for name, value in line.get("logged", {}).items()}
         return figures
 
     def flush(self) -> None:

@@ -6,14 +6,16 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from orchestra.collectives import Group
+from orchestra.errors import InputError
 from orchestra.optimizers.spec import Moments, OptimizerSpec, install_moments, set_rates
+from orchestra.records.live import is_logged
 from orchestra.schedules.work_queue import WorkQueue
 from orchestra.worker.batches import Batch, split_batch, tensors_of
 from orchestra.worker.gradients import Gradients, ShardedGradients
@@ -152,6 +154,7 @@ class Worker(FlatModel):
         self.bucket_bytes = bucket_bytes
         self.step = Step()
         self.measures = Measures()
+        self.logged: dict[str, float] = {}  # since the last step that was recorded
         self.snapshots = snapshots or Snapshots((), runtime.transport.now)
         self.rate_scale = 1.0
         self.inherited: Moments = {}
@@ -289,6 +292,31 @@ class Worker(FlatModel):
         if self._precision == "bf16":
             return torch.autocast(self.layout.device.type, dtype=torch.bfloat16)
         return contextlib.nullcontext()
+
+    def log(self, **values: SupportsFloat) -> None:
+        """Record numbers of the strategy's own for the step under way: `worker.log(drift=0.3)`.
+
+        They go into the step's line in `steps-rank-N.jsonl`, to trackers, and into figures of the
+        report. Between two steps they go into the line of the next one. The last value of a name
+        counts. A tensor must have one element. Loops of the user's own, runs of shapes and ranks
+        without data write no such lines, so nothing is recorded there.
+
+        Raises `InputError` for what is no finite number, and for a name that is no identifier.
+        """
+        for name, value in () if self.own_loop else values.items():
+            number: Any = value
+            if isinstance(value, Tensor):
+                if value.is_meta:
+                    continue
+                number = value.item() if value.numel() == 1 else None
+            if not is_logged({name: number}):
+                found = number if isinstance(number, float) else type(value).__name__
+                raise InputError(
+                    f"worker.log: {name!r} is {found}: log finite numbers, or tensors of one "
+                    "element, by identifiers of at most 100 characters"
+                )
+            # A new dict each time, since a background flow may log while a step is written down
+            self.logged = {**self.logged, name: float(number)}
 
     def named_parameters(self) -> dict[str, Tensor]:
         """Return the trainable parameters by name, in the layout's order."""

@@ -10,7 +10,7 @@ from orchestra.report.rows import numbered
 from orchestra.report.study import Study
 
 _FAMILIES = (
-    cluster.clusters, results.time_to_target, curves.trade, curves.curves, curves.training_loss,
+    cluster.clusters, results.time_to_target, curves.trade, curves.curves, curves.in_steps,
     results.differences, bars.seconds, bars.batches, bars.traffic, bars.links, bars.staleness,
     results.scaling, results.combinations, timeline.timelines, messages.messages,
 )  # fmt: skip

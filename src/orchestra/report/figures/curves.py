@@ -194,8 +194,16 @@ def _caption(axis: str, several: bool, means: Values) -> Iterator[str]:
         )
 
 
-def training_loss(study: Study) -> Iterator[Figure]:
-    """Yield the training loss against samples, as means over up to 200 equal parts of the run."""
+def in_steps(study: Study) -> Iterator[Figure]:
+    """Yield the training loss, and what strategies logged by each name, against samples."""
+    lines = (line for run in study.runs for own in run.steps.values() for line in own)
+    names = dict.fromkeys(name for line in lines for name in line.get("logged", ()))
+    for name in (None, *names):
+        yield from _in_steps(study, name)
+
+
+def _in_steps(study: Study, name: str | None) -> Iterator[Figure]:
+    """Yield the training loss, or the values logged as `name`, as means over up to 200 parts."""
     runs = [run for row in study.widest for run in row.completed if run.steps]
     if not runs:
         return
@@ -203,31 +211,32 @@ def training_loss(study: Study) -> Iterator[Figure]:
     longest = max(run.record.samples for run in runs)
     # Whole batches of the largest row: parts of all rows have the same bounds
     width = batch * max(_BATCHES, round(longest / batch / _BINS))
-    values = [value for row in study.widest for value in _mean_losses(row, width)]
+    values = [value for row in study.widest for value in _mean_values(row, width, name)]
     if not values:
         return
     several = any(len(row.completed) > 1 for row in study.widest)
     band = "; the band is from the lowest to the highest seed" * several
-    caption = (
-        f"The loss on the batches just trained on, averaged over the workers and over {width:,} "
-        f"samples at a time{band}."
-    )
-    names = list(dict.fromkeys(value["strategy"] for value in values))
-    look = Look(study.styles, names)
+    what = name or "training loss"
+    about = f"{name} as strategies log it" if name else "The loss on the batches just trained on"
+    caption = f"{about}, averaged over the workers and over {width:,} samples at a time{band}."
+    strategies = list(dict.fromkeys(value["strategy"] for value in values))
+    look = Look(study.styles, strategies)
     log = frame.spans_much([v["value"] for v in values])
-    y = frame.value_axis("training loss, lower is better", log)
+    y = frame.value_axis(what if name else f"{what}, lower is better", log)
     place = frame.along("samples"), look.colour
     tooltip = tips(
-        "strategy:N", ("samples:Q", "", ",.0f"), ("value:Q", "training loss", _FOUR),
+        "strategy:N", ("samples:Q", "", ",.0f"), ("value:Q", what, _FOUR),
         ("low:Q", "lowest seed", _FOUR), ("high:Q", "highest seed", _FOUR),
     )  # fmt: skip
     ends = alt.Y("low:Q"), alt.Y2("high:Q")
     layers = [
         frame.zoomable(layer(values, "line", *place, y, look.dash, tooltip, strokeWidth=1.8)),
         layer(values, "area", *place, *ends, opacity=0.16, line=False),
-        layer(_signs(values, names), "point", *place, y, look.shape, **_POINT),
+        layer(_signs(values, strategies), "point", *place, y, look.shape, **_POINT),
     ]
-    yield figure("training-loss", "Training loss against samples", caption, _SECTION, layers)
+    file, section = (f"logged-{name}", "logged") if name else ("training-loss", _SECTION)
+    title = f"{what if name else what.capitalize()} against samples"
+    yield figure(file, title, caption, section, layers)
 
 
 def _signs(values: Values, names: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -242,23 +251,23 @@ def _signs(values: Values, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         yield from line[place * every // len(names) :: every]
 
 
-def _mean_losses(row: Row, width: int) -> Values:
+def _mean_values(row: Row, width: int, name: str | None) -> Values:
     """Return the mean over the seeds in each part, with the lowest and the highest of them."""
     by_part: dict[int, list[float]] = defaultdict(list)
     for run in row.completed:
-        for part, loss in _parts(run, width).items():
-            by_part[part].append(loss)
+        for part, value in _parts(run, width, name).items():
+            by_part[part].append(value)
     return [
         {
-            "strategy": row.name, "samples": part * width + width // 2, "value": fmean(losses),
-            "low": min(losses), "high": max(losses),
+            "strategy": row.name, "samples": part * width + width // 2, "value": fmean(values),
+            "low": min(values), "high": max(values),
         }
-        for part, losses in sorted(by_part.items())
+        for part, values in sorted(by_part.items())
     ]  # fmt: skip
 
 
-def _parts(run: RunData, width: int) -> dict[int, float]:
-    """Return the mean loss of the samples in each part, by its number; a rank's by its samples.
+def _parts(run: RunData, width: int, name: str | None) -> dict[int, float]:
+    """Return by part the mean loss of its samples, or of the values logged as `name` in its steps.
 
     What is left over at the end counts for the last whole part.
     """
@@ -267,13 +276,15 @@ def _parts(run: RunData, width: int) -> dict[int, float]:
     totals: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for lines in run.steps.values():
         for line in lines:
-            if rounded(line["loss"]) is not None:
+            value = line.get("logged", {}).get(name) if name else line["loss"]
+            if rounded(value) is not None:
                 # `consumed` counts the step's own samples, which lie before it
                 total = totals[min(last, max(0, line["consumed"] - 1) // width)]
                 # Workers with larger parts of the batch count for more, as in the gradient
-                total[0] += line["loss"] * line["samples"]
-                total[1] += line["samples"]
-    return {part: loss / samples for part, (loss, samples) in totals.items() if samples}
+                weight = 1 if name else line["samples"]
+                total[0] += value * weight
+                total[1] += weight
+    return {part: total / weight for part, (total, weight) in totals.items() if weight}
 
 
 def trade(study: Study) -> Iterator[Figure]:

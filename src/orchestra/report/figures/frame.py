@@ -28,8 +28,8 @@ class Figure:
     `spec` is Vega-Lite as plain data, without the title, on a transparent ground. Its parameter
     `hidden` lists the strategies (names of rows) to leave out, and `dark` says that the ground is;
     a page may set both at any time. `section` is the part of the report that it belongs to:
-    convergence, target, time, traffic, staleness, scaling, differences or timeline; those of
-    "cluster" stand at its head.
+    convergence, target, time, traffic, staleness, logged, scaling, differences or timeline;
+    those of "cluster" stand at its head.
     """
 
     name: str
