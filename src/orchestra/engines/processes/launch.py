@@ -5,8 +5,10 @@ The ranks are forked from a server that has imported torch already; `enter` is t
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
+import resource
 import secrets
 import signal
 import sys
@@ -37,6 +39,7 @@ from orchestra.transports.handshake import from_environment
 from orchestra.worker.runtime import Runtime
 
 PRELOADED = [
+    "orchestra.engines.processes.fork_server",
     "torch",
     "torch._dynamo",
     "torch.distributed",
@@ -45,6 +48,7 @@ PRELOADED = [
 ]
 
 LOOPBACK = "127.0.0.1"
+START_DESCRIPTORS = 10  # open at once, while the fork server and a rank start
 STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 _starting = threading.Lock()
@@ -170,6 +174,7 @@ def launch(
                         spec, place=place, host=place.address, local_rank=place.local_rank,
                         threads=place.threads, shared_memory=shared_memory and place.shared_memory,
                     )  # fmt: skip
+                _require_descriptors(rank)
                 _start(watcher, spec, job)
             watcher.join()
         except BaseException:
@@ -186,6 +191,26 @@ def _check_may_launch(ranks: int) -> None:
         )
     if ranks < 1:
         raise InputError(f"ranks is {ranks}: a run needs at least one")
+
+
+def _require_descriptors(rank: int) -> None:
+    """Raise `InputError` where this process may not open the files that it takes to start `rank`.
+    multiprocessing would find out half-way, and leave its fork server with a request cut short."""
+    opened: list[int] = []
+    try:
+        for _ in range(START_DESCRIPTORS):
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise InputError(
+            f"cannot start rank {rank}: this process may have {limit} files open, and needs more: "
+            "raise the limit (ulimit -n)"
+        ) from None
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
 
 
 def _pickled(program: Callable[..., Any], argument: Any) -> bytes:

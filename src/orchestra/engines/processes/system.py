@@ -114,10 +114,11 @@ def machine() -> str:
     return ""
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, even while it is stopped (Linux)."""
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Have the kernel kill this process when its parent ends, even while it is stopped (Linux).
+    Another `number` is that of the signal that the kernel sends in place of SIGKILL."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def now() -> float:
