@@ -300,6 +300,21 @@ def first_rank(folder: Path) -> int:
     raise AssertionError("rank 0 is not there")
 
 
+@pytest.mark.matrix
+def test_restart_that_only_the_failed_node_counts(started: Any, tmp_path: Path) -> None:
+    """Its rank fails; the other node's is busy, until its agent ends it for the others to meet."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    command += ["--max-restarts=1", "--rdzv-backend=c10d", "--rdzv-conf=store_type=file"]
+    command += [f"--rdzv-endpoint={tmp_path / 'agents'}", "--local-addr=127.0.0.1"]
+    command += [f"--log-dir={tmp_path}", str(ROOT / "tests" / "scripts" / "restarted_loop.py")]
+    started += [Started(command, tmp_path) for _ in range(2)]
+    for process in started:
+        status, error = ended(process)
+        assert status == 0, error
+    restarts = sorted((tmp_path / f"restarts-{rank}").read_text() for rank in range(2))
+    assert restarts == ["0", "1"]
+
+
 def test_ranks_without_torchrun(started: Any, tmp_path: Path) -> None:
     join_by_hand(started, "pass_round", tmp_path, 3)
     assert [ended(process) for process in started] == [(0, "")] * 3

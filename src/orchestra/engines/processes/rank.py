@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
@@ -61,6 +62,7 @@ Program = Callable[[Runtime, Any], Any]
 
 HOST_VARIABLE = "ORCHESTRA_HOST"
 ANSWER_SECONDS = 10.0  # within which a store answers, once somebody listens on its port
+QUESTION_SECONDS = 0.02  # after which rank 0 looks again whether ranks ask for the watcher
 
 
 class Watched(Interceptor):
@@ -252,12 +254,21 @@ def join(
             )  # fmt: skip
             on_cause = None  # it comes from the watcher
             watcher.start()
+            published = {
+                "address": watcher.address, "token": token, "tls": tls is not None,
+                "attempt": store.add("attempts", 1),
+            }  # fmt: skip
+            answers = threading.Thread(
+                target=_answer, args=(store, json.dumps(published), watcher), daemon=True
+            )
+            answers.start()
+            closing.callback(answers.join)
             closing.callback(watcher.abandon)
-            about = {"address": watcher.address, "token": token, "tls": tls is not None}
-            store.set("watcher", json.dumps(about))
+        else:
+            published = _ask(launched, store, limits)
         closing.enter_context(_interrupts(watcher))
-        spec = _spec(launched, store, address, limits, tls, threads)
-        native = PrefixStore("native", store)
+        spec = _spec(launched, published, address, limits, tls, threads)
+        native = PrefixStore(f"native/{published['attempt']}", store)
         run = functools.partial(
             run_rank, spec, lambda: (program, argument), lambda: native, on_orphaned, on_cause
         )
@@ -302,7 +313,26 @@ def _connect_store(launched: Launched, limits: Limits, host: str | None) -> Stor
             f"rank {launched.rank} cannot reach the store of {launched.launcher} at "
             f"{launched.address}:{launched.port}: {str(error).splitlines()[0]}"
         ) from error
-    return PrefixStore(f"orchestra/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return PrefixStore("orchestra", store)
+
+
+def _answer(store: Store, answer: str, watcher: Watcher) -> None:
+    """Give `answer` to every rank that asks in the `store`, as long as the `watcher` awaits some.
+
+    What rank 0 only left there would be found by the ranks of the next attempt, since the store of
+    torchrun outlives a restart; and no variable of torchrun tells attempts apart: its count of
+    restarts leaves out those that come from another node.
+    """
+    answered = 0
+    with contextlib.suppress(RuntimeError):  # the store is gone, and its launcher with it
+        while True:
+            asked = store.add("questions", 0)
+            if not watcher.awaits_ranks:  # which may have come since, to ask for the next watcher
+                return
+            for question in range(answered, asked):
+                store.set(f"answers/{question + 1}", answer)
+            answered = asked
+            time.sleep(QUESTION_SECONDS)
 
 
 def _answered(connect: Callable[[], Store], launched: Launched) -> Store:
@@ -347,17 +377,23 @@ def _listen(launched: Launched, host: str | None) -> socket.socket | None:
         ) from error
 
 
-def _spec(
-    launched: Launched, store: Store, host: str, limits: Limits, tls: TLS | None,
-    threads: int | None,
-) -> RankSpec:  # fmt: skip
-    """Describe this rank, with what rank 0 has published in the `store`."""
+def _ask(launched: Launched, store: Store, limits: Limits) -> dict[str, Any]:
+    """Ask rank 0 for the watcher, and return its answer."""
     try:
-        published = json.loads(store.get("watcher"))
+        question = store.add("questions", 1)
+        answer: dict[str, Any] = json.loads(store.get(f"answers/{question}"))
     except RuntimeError as error:
         raise RunFailed(
             f"rank {launched.rank} waited {limits.joining:g} s for rank 0, which did not come"
         ) from error
+    return answer
+
+
+def _spec(
+    launched: Launched, published: dict[str, Any], host: str, limits: Limits, tls: TLS | None,
+    threads: int | None,
+) -> RankSpec:  # fmt: skip
+    """Describe this rank, with what rank 0 has `published`."""
     if published["tls"] != (tls is not None):
         where = "for rank 0 and not here" if published["tls"] else "here and not for rank 0"
         raise InputError(
