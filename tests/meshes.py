@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import random
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,14 @@ from torch import Tensor
 
 from orchestra.errors import RunAborted
 from orchestra.transports.framing import DTYPES
-from orchestra.transports.handshake import TLS, address_of, listen
+from orchestra.transports.handshake import (
+    CHALLENGE_BYTES,
+    TLS,
+    address_of,
+    challenge,
+    hello,
+    listen,
+)
 from orchestra.transports.protocol import Transport
 from orchestra.transports.sockets import SocketTransport, connect_mesh
 
@@ -86,6 +94,24 @@ def mesh(
     finally:
         for transport in transports:
             transport.close()
+
+
+def claim_rank(
+    connection: socket.socket, claimed: int, receiver: int, token: bytes, then: bytes = b""
+) -> tuple[bytes, bytes]:
+    """Send the hello of rank `claimed`, and `then`; return the challenges, this end's first."""
+    own, other = challenge(), connection.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
+    connection.sendall(own + hello(claimed, receiver, token, own, other) + then)
+    return own, other
+
+
+def until_closed(stranger: socket.socket) -> None:
+    """Block until the other end, which sends no more than its challenge, has closed."""
+    said = b""
+    with contextlib.suppress(ConnectionResetError):  # it has not read all that was sent
+        while data := stranger.recv(100):
+            said += data
+    assert len(said) in (0, CHALLENGE_BYTES)
 
 
 def share_memory(transports: Sequence[SocketTransport]) -> None:

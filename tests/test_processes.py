@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from tests import rank_programs as programs
 from tests.commands import Started
-from tests.meshes import make_certificate, make_tls
+from tests.meshes import claim_rank, make_certificate, make_tls
 from tests.rank_programs import Running, pids
 from tests.waiting import (
     descendants,
@@ -36,7 +36,7 @@ from orchestra.engines.processes.control import pack
 from orchestra.engines.processes.environment import numeric
 from orchestra.engines.processes.watcher import STRANGERS, Watcher
 from orchestra.errors import InputError, RunFailed
-from orchestra.transports.handshake import WATCHER, hello
+from orchestra.transports.handshake import CHALLENGE_BYTES, WATCHER
 
 ROOT = Path(__file__).parent.parent
 
@@ -292,11 +292,20 @@ def test_a_slow_step_that_holds_the_interpreter_is_not_killed() -> None:
     assert outcome.notices == ()
 
 
-def answer(address: tuple[str, int], *greetings: bytes) -> bytes:
-    """What the watcher says to a connection that sends `greetings`, until it hangs up."""
+def answer(
+    address: tuple[str, int], *greetings: bytes, claims: tuple[int, int, bytes] | None = None
+) -> bytes:
+    """What the watcher says, after its challenge, to a connection that sends `greetings`.
+
+    `claims`: rank, receiver and token of the hello that it sends before.
+    """
     said = b""
     with socket.create_connection(address) as connection:
-        connection.sendall(b"".join(greetings))
+        if claims is None:
+            connection.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
+            connection.sendall(b"".join(greetings))
+        else:
+            claim_rank(connection, *claims, then=b"".join(greetings))
         while True:
             try:
                 data = connection.recv(1000)
@@ -317,12 +326,14 @@ def test_only_the_token_opens_a_seat() -> None:
     strangers = [
         b"GET / HTTP/1.0\r\n\r\n" * 5, pack(about), result, nested,
         (60_000).to_bytes(4, "big") + bytes(8) + nested,
-        hello(0, WATCHER, b"guess"), hello(1, WATCHER, b"secret"), hello(0, 0, b"secret"),
     ]  # fmt: skip
     for stranger in strangers:
         assert answer(watcher.address, stranger, pack(about), result) == b""
+    for claims in ((0, WATCHER, b"guess"), (1, WATCHER, b"secret"), (0, 0, b"secret")):
+        assert answer(watcher.address, pack(about), result, claims=claims) == b""
     assert watcher.results == {}
-    said = answer(watcher.address, hello(0, WATCHER, b"secret"), pack(about), result)
+    claims = (0, WATCHER, b"secret")
+    said = answer(watcher.address, pack(about), result, claims=claims)
     assert b"roster" in said
     watcher.join()
     assert watcher.results == {0: b"payload"}

@@ -15,6 +15,7 @@ import torch
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from tests.meshes import (
     TOKEN,
+    claim_rank,
     exchange,
     exchange_randomly,
     in_threads,
@@ -22,6 +23,7 @@ from tests.meshes import (
     make_tls,
     mesh,
     on_ranks,
+    until_closed,
     vanish,
 )
 from tests.waiting import wait_until
@@ -45,7 +47,9 @@ def test_a_stranger_never_takes_a_ranks_place() -> None:
     silent = socket.create_connection(addresses[0])
     silent.sendall(MAGIC[:3])
     noisy = socket.create_connection(addresses[0])
-    noisy.sendall(b"GET / HTTP/1.1\r\nHost: somebody\r\nAccept: everything, and more\r\n\r\n")
+    noisy.sendall(
+        b"GET / HTTP/1.1\r\nHost: somebody\r\nAccept: everything, and more than that\r\n\r\n"
+    )
     results: list[SocketTransport] = []
     accepting = threading.Thread(
         target=lambda: results.append(connect_mesh(0, addresses, listeners[0], TOKEN, timeout=60))
@@ -59,9 +63,79 @@ def test_a_stranger_never_takes_a_ranks_place() -> None:
     one.send(torch.tensor(3), 0, 0)
     assert int(zero.receive(1, 0).wait()) == 3
     silent.settimeout(30)
-    assert silent.recv(1) == b""  # dropped, not kept
+    for stranger in (silent, noisy):
+        until_closed(stranger)  # dropped, not kept
     for closable in (silent, noisy, zero, one):
         closable.close()
+
+
+def record_hellos() -> list[bytes]:
+    """Connect ranks 0 and 1 through a relay; return the bytes that each of them has sent."""
+    listeners = [listen(), listen()]
+    addresses = [address_of(listener) for listener in listeners]
+    with listen() as relay:
+        relayed = [address_of(relay), addresses[1]]
+
+        def forward() -> list[bytes]:
+            with relay.accept()[0] as one, socket.create_connection(addresses[0]) as zero:
+                return in_threads([lambda: pump(zero, one), lambda: pump(one, zero)])
+
+        _, _, said = in_threads(
+            [
+                lambda: connect_mesh(0, addresses, listeners[0], TOKEN, timeout=60).close(),
+                lambda: connect_mesh(1, relayed, listeners[1], TOKEN, timeout=60).close(),
+                forward,
+            ]
+        )
+    assert said is not None
+    return said
+
+
+def pump(source: socket.socket, sink: socket.socket) -> bytes:
+    """Forward what `source` says until one of the ends has closed; return it."""
+    said = b""
+    with contextlib.suppress(OSError):
+        while data := source.recv(4096):
+            said += data
+            sink.sendall(data)
+        sink.shutdown(socket.SHUT_WR)
+    return said
+
+
+def test_replayed_hello_does_not_take_a_ranks_place() -> None:
+    _, said = record_hellos()
+    listeners = [listen(), listen()]
+    addresses = [address_of(listener) for listener in listeners]
+    results: list[SocketTransport] = []
+    accepting = threading.Thread(
+        target=lambda: results.append(connect_mesh(0, addresses, listeners[0], TOKEN, timeout=60))
+    )
+    accepting.start()
+    with socket.create_connection(addresses[0], timeout=60) as impostor:
+        impostor.sendall(said)
+        one = connect_mesh(1, addresses, listeners[1], TOKEN, timeout=60)
+        accepting.join(60)
+    one.send(torch.tensor(3), 0, 0)
+    assert int(results[0].receive(1, 0).wait()) == 3
+    results[0].close()
+    one.close()
+
+
+def test_replayed_answer_does_not_prove_a_listener() -> None:
+    said, _ = record_hellos()
+    with listen() as impostor, contextlib.ExitStack() as stack:
+
+        def answer() -> None:
+            connection, _ = impostor.accept()
+            stack.enter_context(connection).sendall(said)
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        listener = listen()
+        addresses = [address_of(impostor), address_of(listener)]
+        with pytest.raises(PeerLost, match="what listens there is not of this run"):
+            connect_mesh(1, addresses, listener, TOKEN, timeout=60)
+        answering.join(60)
 
 
 def test_more_strangers_than_there_may_be_push_out_the_oldest() -> None:
@@ -76,7 +150,7 @@ def test_more_strangers_than_there_may_be_push_out_the_oldest() -> None:
             stack.enter_context(socket.create_connection(addresses[0], timeout=60))
             for _ in range(STRANGERS + 2)
         ]
-        assert strangers[0].recv(1) == b""
+        until_closed(strangers[0])
         connect_mesh(1, addresses, listeners[1], TOKEN, timeout=60).close()
         accepting.join(60)
         assert not accepting.is_alive()
@@ -94,9 +168,11 @@ def test_a_rank_that_is_there_keeps_its_place() -> None:
         for claimed in (1, 1, 7, 2):
             connection = socket.create_connection(address, timeout=60)
             stack.enter_context(connection)
-            connection.sendall(hello(claimed, 0, TOKEN))
-            answers.append(connection.recv(len(hello(0, 1, TOKEN))))  # more may follow
-        assert answers == [hello(0, 1, TOKEN), b"", b"", hello(0, 2, TOKEN)]
+            own, other = claim_rank(connection, claimed, 0, TOKEN)
+            right = hello(0, claimed, TOKEN, other, own)
+            answers.append((connection.recv(len(right)), right))  # more may follow
+        (one, right_one), (again, _), (unknown, _), (two, right_two) = answers
+        assert (one, again, unknown, two) == (right_one, b"", b"", right_two)
         accepting.join(60)
         assert not accepting.is_alive()
 

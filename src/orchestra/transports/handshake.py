@@ -1,8 +1,9 @@
-"""How a connection begins: mutual TLS where it is set up, then a hello from each end.
+"""How a connection begins: mutual TLS where it is set up, then a challenge and a hello per end.
 
-A hello holds magic and version, the sender's rank, and a keyed digest of the run's token, which
-proves membership and does not give the token away. Its size is fixed, so nothing is parsed before
-it has been compared. Imports without torch: launchers use it.
+Both ends send their challenge at once: magic, version and a nonce. A hello holds the sender's rank
+and a digest of both challenges, keyed with the run's token. It proves membership on this connection
+alone, and does not give the token away. The end that connects sends its hello first. Sizes are
+fixed, so nothing is parsed before the hello has been compared. Imports without torch.
 """
 
 from __future__ import annotations
@@ -10,24 +11,27 @@ from __future__ import annotations
 import contextlib
 import hmac
 import math
+import secrets
 import selectors
 import socket
 import ssl
 import struct
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from orchestra.errors import InputError
 
-MAGIC = b"orchestra"
-VERSION = 1
+MAGIC = b"orchestra\2"
+"""The name of this protocol and its version."""
 WATCHER = -1
 """The watcher's number, where ranks have theirs."""
 
-_HELLO = struct.Struct(f"<{len(MAGIC)}sBi")
-HELLO_BYTES = _HELLO.size + 32
+NONCE_BYTES = 32
+CHALLENGE_BYTES = len(MAGIC) + NONCE_BYTES
+_RANK = struct.Struct("<i")
+HELLO_BYTES = _RANK.size + 32
 
 
 @dataclass(frozen=True)
@@ -106,12 +110,22 @@ def address_of(listener: socket.socket) -> tuple[str, int]:
     return str(host), int(port)
 
 
-def hello(sender: int, receiver: int, token: bytes) -> bytes:
-    """Return the first bytes that `sender` sends, which prove to `receiver` that it belongs."""
-    # Both ranks are part of the digest, so that a hello cannot be sent back to who sent it, or on
-    # to another rank.
-    proof = hmac.digest(token, b"%d to %d" % (sender, receiver), "sha256")
-    return _HELLO.pack(MAGIC, VERSION, sender) + proof
+def challenge() -> bytes:
+    """Return the first bytes that an end sends: the hello of the other end has to cover them."""
+    return MAGIC + secrets.token_bytes(NONCE_BYTES)
+
+
+def hello(sender: int, receiver: int, token: bytes, own: bytes, other: bytes) -> bytes:
+    """Return the bytes that prove to `receiver` that `sender` belongs to the run.
+
+    Args:
+        own: the challenge that `sender` has sent.
+        other: the challenge that `receiver` has sent.
+    """
+    # The digest covers both ranks, so that a hello cannot be sent back to its sender, or on to
+    # another rank. The receiver's challenge is new, so that a recorded hello cannot be replayed.
+    purpose = b"%s%d to %d" % (MAGIC, sender, receiver)
+    return _RANK.pack(sender) + hmac.digest(token, purpose + own + other, "sha256")
 
 
 def connect(
@@ -130,29 +144,39 @@ def connect(
     connection = None
     try:
         connection = socket.create_connection(address, timeout=remaining(deadline))
+        # Small messages leave at once; Nagle's algorithm would hold them for an acknowledgement.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if tls is not None:
             connection = tls.context(server_side=False).wrap_socket(connection)
+        own = challenge()
+        # Before anything is read, so that a listener that expects TLS can refuse plain bytes.
         # Where our certificate was refused, the other end has closed, and its reason is to be read.
         with contextlib.suppress(OSError):
-            connection.sendall(hello(sender, receiver, token))
-        answer = b""
-        while len(answer) < HELLO_BYTES:
-            # For each piece: whoever sends byte by byte must not put off the deadline.
-            connection.settimeout(remaining(deadline))
-            piece = connection.recv(HELLO_BYTES - len(answer))
-            if not piece:
-                raise ConnectionError("it closed the connection in the hello")
-            answer += piece
+            connection.sendall(own)
+        other = _read(connection, CHALLENGE_BYTES, deadline)
+        connection.sendall(hello(sender, receiver, token, own, other))
+        answer = _read(connection, HELLO_BYTES, deadline)
         # In constant time, as the comparison must not tell how many bytes were right.
-        if not hmac.compare_digest(answer, hello(receiver, sender, token)):
+        if not hmac.compare_digest(answer, hello(receiver, sender, token, other, own)):
             raise ConnectionError("what listens there is not of this run")
     except OSError as error:
         if connection is not None:
             connection.close()
         raise ConnectionError(in_words(error)) from error
-    # Small messages leave at once; Nagle's algorithm would hold them for an acknowledgement.
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
+
+
+def _read(connection: socket.socket, length: int, deadline: float) -> bytes:
+    """Block until `length` bytes have arrived. Raises OSError if they do not come in time."""
+    data = b""
+    while len(data) < length:
+        # For each piece: a listener that sends byte by byte must not put off the deadline.
+        connection.settimeout(remaining(deadline))
+        piece = connection.recv(length - len(data))
+        if not piece:
+            raise ConnectionError("it closed the connection in the hello")
+        data += piece
+    return data
 
 
 def remaining(deadline: float) -> float:
@@ -170,21 +194,27 @@ class _Arrival:
     connection: socket.socket
     host: str
     since: float
-    hello: bytes = b""
+    own: bytes = field(default_factory=challenge)
+    challenged: bool = False
+    received: bytes = b""
 
     def advance(self) -> None:
-        """Read what is there; returns once the hello is complete.
+        """Send the challenge, and read what is there; return once the hello is complete.
 
         Raises OSError where more has to come, the other end went, or it does not speak TLS as it
         should.
         """
-        if isinstance(self.connection, ssl.SSLSocket):
-            self.connection.do_handshake()  # at once, where it has been done
-        while len(self.hello) < HELLO_BYTES:
-            piece = self.connection.recv(HELLO_BYTES - len(self.hello))
+        if not self.challenged:
+            if isinstance(self.connection, ssl.SSLSocket):
+                self.connection.do_handshake()
+            # It never blocks, nor does the answer: they fit into the buffer of a new connection.
+            self.connection.send(self.own)
+            self.challenged = True
+        while missing := CHALLENGE_BYTES + HELLO_BYTES - len(self.received):
+            piece = self.connection.recv(missing)
             if not piece:
                 raise ConnectionError("closed in the hello")
-            self.hello += piece
+            self.received += piece
 
 
 @dataclass(eq=False)
@@ -239,6 +269,7 @@ class Reception:
             return  # it went again
         try:
             connection.setblocking(False)  # it may be slow
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.getpeername()  # where this fails, wrap_socket would leave its socket open
             if self._context is not None:
                 connection = self._context.wrap_socket(
@@ -249,7 +280,8 @@ class Reception:
             return
         arrival = _Arrival(connection, host, time.monotonic())
         self._arrivals[arrival] = None
-        self.selector.register(connection, selectors.EVENT_READ, lambda: self._advance(arrival))
+        self.selector.register(connection, selectors.EVENT_READ)
+        self._advance(arrival)
 
     def _advance(self, arrival: _Arrival) -> None:
         connection = arrival.connection
@@ -257,13 +289,12 @@ class Reception:
             return  # pushed out just now
         try:
             arrival.advance()
-            _, _, peer = _HELLO.unpack_from(arrival.hello)
-            proof = hello(peer, self.receiver, self.token)
-            if not hmac.compare_digest(arrival.hello, proof) or peer not in self.missing:
+            other, claim = arrival.received[:CHALLENGE_BYTES], arrival.received[CHALLENGE_BYTES:]
+            (peer,) = _RANK.unpack_from(claim)
+            proof = hello(peer, self.receiver, self.token, other, arrival.own)
+            if not hmac.compare_digest(claim, proof) or peer not in self.missing:
                 raise ConnectionError("not of this run, or not expected")
-            # It fits into the empty buffer of a new connection.
-            connection.send(hello(self.receiver, peer, self.token))
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.send(hello(self.receiver, peer, self.token, arrival.own, other))
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as more:
             writes = isinstance(more, ssl.SSLWantWriteError)
             events = selectors.EVENT_WRITE if writes else selectors.EVENT_READ
