@@ -210,7 +210,7 @@ def test_without_flask_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "flask", None)
     monkeypatch.delitem(sys.modules, "orchestra.studio.server", raising=False)
     assert main(["studio"]) == 2
-    assert "pip install 'neural-orchestra[studio]'" in capsys.readouterr().err
+    assert "pip install '.[studio]'" in capsys.readouterr().err
 
 
 def test_ports_that_cannot_be_had(capsys: pytest.CaptureFixture[str]) -> None:

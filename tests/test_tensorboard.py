@@ -133,7 +133,7 @@ def test_without_the_library_nothing_is_started(
     ]
     assert main([*arguments, "--set", f"{name}=true"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"pip install 'neural-orchestra[{name}]'" in line
+    assert f"pip install '.[{name}]'" in line
     assert not (tmp_path / "x").exists()
 
 

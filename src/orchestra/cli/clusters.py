@@ -87,7 +87,7 @@ usage: orchestra emulation ACTION [ARGUMENT ...]
 The engine `emulation` runs the same processes as the engine `processes`, each node of a cluster in
 a network namespace of its own with shaped links, and with a part of this machine's cores:
 
-  orchestra train examples/quickstart.yaml --engine emulation --cluster examples/clusters/mixed.yaml
+  orchestra compare examples/quickstart.yaml --engine emulation --cluster examples/clusters/mixed.yaml
 
 It needs Linux, root, ip and tc. What it cannot emulate on this machine it says in one line.
 

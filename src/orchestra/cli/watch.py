@@ -207,7 +207,7 @@ def studio(arguments: Sequence[str]) -> int:
         if error.name not in ("flask", "werkzeug"):
             raise
         raise InputError(
-            "orchestra studio needs Flask: pip install 'neural-orchestra[studio]'"
+            "orchestra studio needs Flask: pip install '.[studio]' in a clone of Orchestra"
         ) from None
     # A page asks many times a second: no line for each request.
     logging.getLogger("werkzeug").setLevel(logging.ERROR)

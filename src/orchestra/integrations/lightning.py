@@ -35,7 +35,7 @@ try:
 except ImportError as error:
     raise InputError(
         f"orchestra.integrations.lightning needs Lightning ({error}): "
-        "pip install 'neural-orchestra[lightning]'"
+        "pip install '.[lightning]' in a clone of Orchestra"
     ) from None
 
 STATE = "orchestra"

@@ -30,7 +30,7 @@ try:
 except ImportError as error:
     raise InputError(
         f"orchestra.integrations.transformers needs Transformers and Accelerate ({error}): "
-        "pip install 'neural-orchestra[transformers]'"
+        "pip install '.[transformers]' in a clone of Orchestra"
     ) from None
 
 T = TypeVar("T", bound=Trainer)

@@ -239,7 +239,7 @@ def require_tracker(name: str) -> None:
     if spec is None or spec.origin is None:
         raise InputError(
             f"{name}: is true, but {TRACKERS[name]} is not installed: "
-            f"pip install 'neural-orchestra[{name}]', or set it to false"
+            f"pip install '.[{name}]' in a clone of Orchestra, or set it to false"
         )
 
 
