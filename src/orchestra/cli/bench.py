@@ -75,7 +75,9 @@ def bench(arguments: Sequence[str]) -> int:
 def _step(arguments: Sequence[str]) -> int:
     parser = bench_parser("orchestra bench step", STEP, rounds=7)
     parser.option("--ranks", "N,...", "numbers of processes (default: 2,4)", default="2,4")
-    parser.option("--model", "NAME", "lenet, mlp25m, resnet20, gpt or all (default: all)", default="all")
+    parser.option(
+        "--model", "NAME", "lenet, mlp25m, resnet20, gpt or all (default: all)", default="all"
+    )
     options = read_options(parser, arguments)
     ranks = rank_counts(options.ranks)
     from orchestra.bench.step import SUBJECTS, bench_step

@@ -10,15 +10,12 @@ from orchestra.cli.terminal import Parser, choose, print_table, progress_line
 from orchestra.cluster import Cluster, load_cluster
 from orchestra.cluster.file import cluster_text
 from orchestra.cluster.machines import cluster_of, instances
-from orchestra.cluster.simgrid import read_platform
 from orchestra.errors import InputError
 from orchestra.records.record import write_atomically
 
 IMPORT = """\
 Write the file of a cluster from descriptions of machines. A SOURCE is
 
-  platform.xml        a SimGrid platform (version 4) whose hosts and links form a tree; the
-                      whole cluster
   here                this machine, as lscpu and, where there are GPUs, nvidia-smi topo -m tell
   node.json           a machine whose `lscpu -J` was saved; its `nvidia-smi topo -m` as topo=FILE
   aws:g5.xlarge       an instance of the table below, with its network and price
@@ -26,14 +23,11 @@ Write the file of a cluster from descriptions of machines. A SOURCE is
 Machines take a number and further figures, SOURCE,N,KEY=VALUE,...: speed (of a core, where the
 machine that was calibrated has 1) or flops (what a core or a GPU sustains), bandwidth and latency
 (of the network), gpu_link and gpu_latency (between GPUs), memory, price, watts, jitter, name. What
-matters and nobody knows has to be given. Several sources are at one switch. Whatever does not fit
-is refused, with its line.
+matters and nobody knows has to be given. Several sources are at one switch.
 """
 
 IMPORT_EPILOG = """\
 examples:
-  orchestra import platform.xml -o cluster.yaml
-
   orchestra import 'aws:g5.xlarge,4,flops=15 TFLOP/s,latency=25 us' -o g5.yaml
       four instances; then: orchestra simulate experiment.yaml --cluster g5.yaml --ranks 4
 
@@ -48,7 +42,7 @@ examples:
 
 def import_cluster(arguments: Sequence[str]) -> int:
     parser = Parser("import", IMPORT, f"{IMPORT_EPILOG}\n{_table()}")
-    parser.add_argument("sources", nargs="+", metavar="SOURCE", help="machines, or a platform")
+    parser.add_argument("sources", nargs="+", metavar="SOURCE", help="machines")
     out_help = "a .yaml (default: print it)"
     parser.add_argument("-o", "--out", metavar="FILE", type=Path, help=out_help)
     options = parser.read(arguments)
@@ -56,12 +50,7 @@ def import_cluster(arguments: Sequence[str]) -> int:
     if out is not None and out.suffix not in (".yaml", ".yml"):
         raise InputError(f"--out {out}: is neither .yaml nor .yml")
     sources: list[str] = options.sources
-    platforms = [source for source in sources if source.endswith(".xml")]
-    if platforms and len(sources) > 1:
-        raise InputError(f"{platforms[0]}: is a whole cluster; import it alone")
-    name = "imported" if out is None else out.stem
-    cluster = read_platform(Path(sources[0])) if platforms else cluster_of(sources, name)
-    text = cluster_text(cluster)
+    text = cluster_text(cluster_of(sources, "imported" if out is None else out.stem))
     if out is None:
         print(text, end="")
     else:
@@ -87,7 +76,8 @@ usage: orchestra emulation ACTION [ARGUMENT ...]
 The engine `emulation` runs the same processes as the engine `processes`, each node of a cluster in
 a network namespace of its own with shaped links, and with a part of this machine's cores:
 
-  orchestra compare examples/quickstart.yaml --engine emulation --cluster examples/clusters/mixed.yaml
+  orchestra train --task digits --strategy AllReduce --engine emulation \\
+      --cluster examples/clusters/mixed.yaml
 
 It needs Linux, root, ip and tc. What it cannot emulate on this machine it says in one line.
 

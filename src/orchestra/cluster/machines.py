@@ -186,8 +186,8 @@ def _read(path: str) -> str:
             return file.read(MAX_OUTPUT)
     except OSError as error:
         raise InputError(
-            f"{path}: cannot be read: {error.strerror}; give {HERE}, a saved output of lscpu -J, a "
-            "SimGrid platform.xml, or an instance such as aws:g5.xlarge"
+            f"{path}: cannot be read: {error.strerror}; give {HERE}, a saved output of lscpu -J, "
+            "or an instance such as aws:g5.xlarge"
         ) from None
     except UnicodeDecodeError:
         raise InputError(f"{path}: is not a text file in UTF-8") from None
