@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import signal
 import time
 from collections.abc import Container, Mapping
@@ -21,6 +22,7 @@ from orchestra.engines.simulation.training import assigned
 from orchestra.engines.simulation.trials import Trial, Tried
 from orchestra.errors import InputError
 from orchestra.experiments.experiment import Experiment
+from orchestra.planning import standing as standings
 from orchestra.planning.answer import Plan, Verified, adaptive, answered
 from orchestra.planning.api import planned, real_run
 from orchestra.planning.candidates import Candidate, Space, scaled_rate, short
@@ -250,6 +252,26 @@ def test_a_seed_that_was_cut_off_counts_with_its_seconds_so_far(tmp_path: Path) 
     assert standing.time(entry) == pytest.approx((5.0 + 6.0) / 2)
     entry.curves = {0: points(0.5, 0.8, 1.0), 1: points(0.1, 0.1, 0.1, 0.1)}
     assert standing.time(entry) is None  # 1.5 times the samples: it has missed the target
+
+
+def test_the_first_two_are_compared_seed_by_seed(tmp_path: Path) -> None:
+    found = found_on("lan_1gbit(nodes=4)", tmp_path)
+    pair = [found["gossip on 4 nodes"], found["local SGD, H=16 on 4 nodes"]]
+    standing = Standing(pair, ACCURACY, Length(10_000, 10), range(4))
+    first, second = standing.entries.values()
+
+    def give(entry: standings.Entry, *snapshots: int) -> None:
+        entry.record = replace(RECORD, samples_per_second=50.0)
+        entry.curves = {s: points(*([0.1] * n), 1.0) for s, n in enumerate(snapshots)}
+
+    give(first, 5, 10, 15, 20)
+    give(second, 8, 13, 18, 23)  # 6 s later with each seed, far less than the seeds lie apart
+    assert not standing.is_close()
+    give(second, 8, 7, 25, 20)  # 4 s later in the mean, and once before the first
+    assert standing.is_close()
+    give(first, 5, 10)
+    give(second, 5, 19)  # Student's t has 12.7 standard errors with two seeds
+    assert standing.is_close()
 
 
 # The search, without a simulation
@@ -504,3 +526,15 @@ def test_a_verified_candidate_has_its_means_on_the_page(tmp_path: Path) -> None:
     text = write_page(plan, "a plan").read_text()
     for expected in ("1.10", "1.30", "emulation", missed_one.outcome, refused.outcome):
         assert expected in text
+
+
+def test_each_candidate_has_a_colour_of_its_own_on_the_page(tmp_path: Path) -> None:
+    names = ("one process", "one process, batch x 2, rate x 1", "one process, batch x 4, rate x 1")
+    curves = {name: [(1.0, 0.5), (2.0, 0.9)] for name in names}
+    plan = Plan(
+        ACCURACY, (), None, "none", None, None, {}, None, curves, (), "assumed", tmp_path,
+    )  # fmt: skip
+    write_page(plan, "a plan")
+    drawn = (tmp_path / "figures" / "curves.svg").read_text()
+    lines = re.findall(r'<path aria-label="[^"]*strategy: [^"]*"[^>]*stroke="([^"]+)"', drawn)
+    assert len({*lines}) == len(names)

@@ -116,6 +116,13 @@ def test_differences_are_paired_by_seed_with_an_interval(whole: Path, key: str) 
             expected = test.confidence_interval(0.95)
             assert limits == pytest.approx([expected.low, expected.high], abs=step)
     assert "over n = 3 pairs" in page.text
+    compared = sum(
+        any(text.startswith("[") for text in cell.details)
+        for row in page.table.values()
+        for cell in row.values()
+    )
+    expected = f"of these {compared} comparisons chance alone marks {compared / 20:.1f}"
+    assert expected in page.text
 
 
 def test_the_page_holds_the_records_themselves(whole: Path) -> None:

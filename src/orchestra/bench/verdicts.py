@@ -16,6 +16,9 @@ from orchestra.cluster.calibration import Calibration
 from orchestra.report.rows import grouped
 
 RESAMPLES = 1000  # the number of resamplings of the rounds for an interval
+LEAST_ROUNDS = 6
+"""The fewest rounds for an interval: n of them lie on both sides of their median with probability
+1 - 2^(1 - n), so fewer rounds cannot hold it with 95 %."""
 CONFIDENCE = 0.95
 
 
@@ -91,14 +94,16 @@ class Ratios:
 
     Attributes:
         median, worst: of the predictions.
-        interval: of the median, from resampled rounds (bootstrap, percentiles).
-        floor, worst_floor: the same for real runs: the ratios in one half of the rounds, predicted
-            by those in the other half. Smaller errors cannot be told from noise.
+        interval: of the median, from resampled rounds (bootstrap, percentiles); None where there
+            are fewer than `LEAST_ROUNDS`.
+        floor, worst_floor: the noise of the real ratios: half of the difference between those in
+            one half of the rounds and those in the other, whose noise is twice that of the ratios
+            over all rounds. Smaller errors cannot be told from noise.
     """
 
     median: float
     worst: float
-    interval: tuple[float, float]
+    interval: tuple[float, float] | None
     floor: float
     worst_floor: float
 
@@ -117,21 +122,23 @@ def ratio_errors(blocks: Sequence[Block]) -> Ratios:
     rounds = [len(real) for real, _ in distances]
     # All rounds as they are, then resampled ones
     whole = errors([np.arange(count) for count in rounds])
-    # Seeded, so that a table of the same runs is the same
-    generator = np.random.default_rng(0)
-    medians = [
-        np.median(errors([generator.integers(count, size=count) for count in rounds]))
-        for _ in range(RESAMPLES)
-    ]
-    low, high = np.quantile(medians, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    interval = None
+    if min(rounds) >= LEAST_ROUNDS:
+        # Seeded, so that a table of the same runs is the same
+        generator = np.random.default_rng(0)
+        medians = [
+            np.median(errors([generator.integers(count, size=count) for count in rounds]))
+            for _ in range(RESAMPLES)
+        ]
+        low, high = np.quantile(medians, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+        interval = float(low), float(high)
     # Every other round, not the first half and the second: a machine may drift
     apart = (np.median(real[::2], axis=0) - np.median(real[1::2], axis=0) for real, _ in distances)
-    # How well real runs predict real runs: an error below that is not told (decision 97)
-    halves = np.abs(np.expm1(np.concatenate([*apart])))
+    halves = np.abs(np.expm1(np.concatenate([*apart]) / 2))
     return Ratios(
         median=float(np.median(whole)),
         worst=float(whole.max()),
-        interval=(float(low), float(high)),
+        interval=interval,
         floor=float(np.median(halves)),
         worst_floor=float(halves.max()),
     )
@@ -241,7 +248,7 @@ def _verdict_lines(strategies: Sequence[FidelityRow]) -> list[str]:
     if (floor := next(iter(found.values())).ratios) is not None:
         lines += [
             "",
-            f"Ratios of real runs, one half of the rounds beside the other: {floor.floor:.1%} "
+            f"Noise of the ratios of real runs, from the halves of their rounds: {floor.floor:.1%} "
             f"in the median, {floor.worst_floor:.1%} at worst. Errors below these say nothing.",
         ]
     errors = [abs(error) for row in strategies if (error := row.target_error) is not None]
@@ -255,8 +262,10 @@ def _verdict_lines(strategies: Sequence[FidelityRow]) -> list[str]:
 def _verdict_cells(title: str, found: Verdict) -> tuple[str, ...]:
     median = worst = ""
     if (ratios := found.ratios) is not None:
-        low, high = ratios.interval
-        median = f"{_at_least(ratios.median, ratios.floor)} ({low:.1%} to {high:.1%})"
+        median = _at_least(ratios.median, ratios.floor)
+        if ratios.interval is not None:
+            low, high = ratios.interval
+            median += f" ({low:.1%} to {high:.1%})"
         worst = _at_least(ratios.worst, ratios.worst_floor)
     tau = "" if found.tau is None else f"{found.tau:.2f}"
     shares = (found.regret, found.worst_regret, found.median, found.worst)

@@ -80,13 +80,13 @@ def _figures(plan: Plan) -> Iterator[Figure]:
 
 
 def _styles(names: Sequence[str]) -> dict[str, Style]:
-    """Return a look for each name; one process has the colour of the text."""
+    """Return a look for each name; one process, with the batch as given, has the text's colour."""
     shapes = list(SIGNS)
     found = {}
     for number, name in enumerate(names):
         turn, place = divmod(number, len(COLOURS))
         colour, dash = COLOURS[place], DASHES[turn % len(DASHES)]
-        if name.startswith(ONE_PROCESS):  # with whatever batch
+        if name == ONE_PROCESS:
             colour, dash = INK, DASHES[0]
         found[name] = Style(colour, dash, shapes[number % len(shapes)])
     return found

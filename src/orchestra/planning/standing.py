@@ -13,7 +13,7 @@ import numpy
 from orchestra.planning.candidates import Candidate
 from orchestra.records.record import RunRecord
 from orchestra.records.report import Point
-from orchestra.report.numbers import significant
+from orchestra.report.numbers import paired_difference, significant
 from orchestra.strategies.single import Single
 from orchestra.trainer.settings import Target
 
@@ -264,11 +264,19 @@ class Standing:
         return max(spread, fmean(each.spacing for each in times) / 2)
 
     def is_close(self) -> bool:
-        """Return whether the first two that are left differ by less than two standard errors."""
-        pair = [(entry, time) for entry, time in self._timed() if entry.dropped is None][:2]
-        errors = [(self.uncertainty(each) or 0.0) ** 2 / len(self.times(each)) for each, _ in pair]
-        # Else further seeds would not change the order (decision 119)
-        return len(pair) == 2 and pair[1][1] - pair[0][1] < 2 * math.sqrt(sum(errors))
+        """Return whether further seeds may change the order of the first two that are left."""
+        pair = [entry for entry, _ in self._timed() if entry.dropped is None][:2]
+        if len(pair) < 2:
+            return False
+        first, second = ({seed: at.seconds for seed, at in self.times(e).items()} for e in pair)
+        # Paired: seeds share initial parameters and the order of samples, also in the plan
+        difference = paired_difference(second, first)
+        if difference is None or difference.low is None:
+            return True
+        # Each time lies somewhere between two snapshots
+        spacings = [fmean(at.spacing for at in self.times(each).values()) / 2 for each in pair]
+        coarse = 2 * math.hypot(*spacings) / math.sqrt(difference.n)
+        return difference.low < 0 or difference.mean < coarse
 
     def ranking(self) -> list[Entry]:
         """Return those that reach the target, the soonest first; those that are out, too."""

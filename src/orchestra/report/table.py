@@ -56,6 +56,7 @@ class Table:
     lines: Sequence[tuple[Row, Sequence[Cell]]]
     beside: str  # what the differences are from
     pairs: int  # the seeds that most differences are over
+    compared: int  # the differences with an interval, of which chance marks one in twenty
     runs: int  # of each row, all completed; 0 where that differs and a column says it
 
 
@@ -84,7 +85,15 @@ def table(study: Study) -> Table:
     found = [(column, [cell(row) for row in study.ranked]) for column, cell in columns]
     filled = [(column, cells) for column, cells in found if any(c.text != NONE for c in cells)]
     lines = zip(study.ranked, zip(*(cells for _, cells in filled), strict=True), strict=True)
-    return Table([column for column, _ in filled], list(lines), _beside(study), pairs, alike)
+    compared = sum(
+        difference is not None and difference.low is not None
+        for row in study.rows
+        for measure in _compared(study)
+        if measure.rising is not None
+        for difference in [study.difference(row, measure)]
+    )
+    beside = _beside(study)
+    return Table([column for column, _ in filled], list(lines), beside, pairs, compared, alike)
 
 
 def plain_figures(study: Study, row: Row) -> dict[str, Any]:
