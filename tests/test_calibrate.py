@@ -122,6 +122,10 @@ def test_of_five_measurements_the_middle_one_counts() -> None:
     assert found.quality is not None
     assert found.quality.waited == 0.2
     assert found.quality.spread == pytest.approx(spread([1.0, 0.6, 0.8, 0.9, 2.0]), abs=1e-3)
+    late = bench.Attempt(None, 0.0, ("cores at once",))
+    alone = bench._costs(steps, bench.Attempt(None, 0.0, ("other processes",)), late, 0.004)
+    assert alone.timings == COSTS.timings
+    assert "no time for other processes, cores at once" in str(alone.quality)
 
 
 # Curves

@@ -119,6 +119,18 @@ def test_on_a_machine_that_stays_busy_it_ends_within_its_time() -> None:
     assert noisy.clock.now <= 175  # 30 s were not enough for another time of both
 
 
+def test_what_only_refines_may_be_left_out(tmp_path: Path) -> None:
+    bench = Bench(steps=(10, [0.5]), cores=(100, [0.0]))
+    needed = [
+        Measurement(name, 1.0, bench._measure(name), name == "steps") for name in bench._planned
+    ]
+    steps, cores = measure_all(needed, 50, clock=bench.clock)
+    assert (steps.value, cores.value, cores.left_out) == ("steps 0", None, ("cores",))
+    needed[1] = Measurement("cores", 1.0, bench._measure("cores"))
+    with pytest.raises(RunFailed, match="cores took longer"):
+        measure_all(needed, 50, clock=bench.clock)
+
+
 def test_a_repeat_that_was_cut_off_is_no_loss() -> None:
     bench = Bench(messages=(10, [0.5]))
     seconds = iter([10.0, 100.0])

@@ -124,6 +124,7 @@ def test_a_short_time_gives_an_answer_and_says_what_was_left_out(
     assert status == (0 if record["recommended"] else 1)
     assert record["headline"] in said
     assert "note: no calibration: the time is too short for one" in said
+    assert "note: durations are assumed: seconds can be off by several times" in said
     assert len(record["rows"]) > 30
     assert (tmp_path / "found" / "plan.html").exists()
     if minutes == "0.001":

@@ -59,6 +59,8 @@ class Quality:
     def __str__(self) -> str:
         again = f", {self.repeats} measured again" * (self.repeats > 0)
         text = f"waited {self.waited:.0%}, spread ±{self.spread:.0%}{again}"
+        if self.left_out:
+            text += f", no time for {', '.join(self.left_out)}"
         return text + ", kept anyway" * self.kept_anyway
 
 

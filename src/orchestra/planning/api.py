@@ -39,6 +39,7 @@ RECORD = "plan.json"
 MINUTES = 10.0
 CALIBRATION_PART, LEAST_CALIBRATION = 0.2, 30.0
 """The part of the budget for a calibration, if there is none, and the least seconds for one."""
+ASSUMED = "durations are assumed: seconds can be off by several times, so compare candidates only"
 LAST_PART, LAST_SECONDS = 0.15, 40.0
 """The part of the budget kept for what follows the search (judging runs that were cut off, the
 scaling curve, the page), and the most seconds that this needs."""
@@ -229,7 +230,7 @@ def calibrated(
     seconds = CALIBRATION_PART * (budget.until - budget.began)
     if seconds < LEAST_CALIBRATION:
         short = "no calibration: the time is too short for one"
-        return experiment, source.text, [] if known else [short]
+        return experiment, source.text, [] if known else [short, ASSUMED]
     from orchestra.bench.calibrate import Workload, calibrate
 
     whole = training.ranks * training.batch_size
@@ -247,12 +248,17 @@ def calibrated(
     try:
         measured = calibrate([work], 0.2, show, seconds, emulated)
     except RunFailed as failure:
-        return experiment, source.text, [f"no calibration: {str(failure).splitlines()[0]}"]
-    doubts = measured.quality_of(measured.tasks[0]).doubts
+        why = f"no calibration: {str(failure).splitlines()[0]}"
+        return experiment, source.text, [why] if known else [why, ASSUMED]
+    quality = measured.quality_of(measured.tasks[0])
+    doubts = quality.doubts
     path = folder / "calibration.json"
     write_atomically(path, (measured.marked() if doubts else measured).to_json())
     training = replace(training, calibration=str(path.absolute()))
-    notes = [f"the calibration is not to be trusted: {doubt}" for doubt in doubts]
+    notes = [
+        f"the calibration is not to be trusted: {doubt}; all seconds can be off by as much"
+        for doubt in doubts
+    ]
     text = cost_source_of(replace(run, training=training)).text
     return replace(experiment, training=training), text, notes
 

@@ -74,6 +74,7 @@ class Measurement:
     name: str
     weight: float  # its part of the time, relative to the others
     measure: Callable[[float, float, Callable[[float], None]], Attempt | None]
+    needed: bool = True  # for a calibration; others only refine it
 
 
 def thread_counts(cores: int) -> tuple[int, ...]:
@@ -98,7 +99,7 @@ def calibrate(
             caches cold: for runs on its emulated nodes. Figures remain those of a core of speed 1.
 
     Raises:
-        RunFailed: not everything could be measured within `limit`.
+        RunFailed: what is needed could not be measured within `limit`.
         InputError: this machine cannot emulate the node.
         KeyboardInterrupt: the user stopped it.
     """
@@ -167,9 +168,19 @@ def _measurements(
         found += [
             _measurement(subject.task, 4.0, measure_task, order.due, 2, figures, emulated=emulated),
             _measurement(
-                "other processes", 2.0, measure_gradient, order.due, 1, 1, OTHERS, emulated=emulated
+                "other processes",
+                2.0,
+                measure_gradient,
+                order.due,
+                1,
+                1,
+                OTHERS,
+                emulated=emulated,
+                needed=False,
             ),
-            _measurement("cores at once", 2.5, measure_speeds, order.due, cores + 1, TURNS),
+            _measurement(
+                "cores at once", 2.5, measure_speeds, order.due, cores + 1, TURNS, needed=False
+            ),
         ]
     return found
 
@@ -184,6 +195,7 @@ def _measurement(
     times: int = 1,
     shared_memory: bool = True,
     emulated: Cluster | None = None,
+    needed: bool = True,
 ) -> Measurement:
     """Return a measurement that runs `program`, which counts up to `total`, on `ranks` ranks, on
     nodes that are `emulated` if given, and does so `times` times. Each rank that measures returns a
@@ -226,17 +238,17 @@ def _measurement(
         left_out = tuple(itertools.chain(*(own.left_out for own in conditions)))
         return Attempt([value for value, _ in found], waited(conditions), left_out)
 
-    return Measurement(name, weight, measure)
+    return Measurement(name, weight, measure, needed)
 
 
 def _costs(steps: Attempt, others: Attempt, speeds: Attempt, time_slice: float) -> TaskCosts:
     """Return a task's costs, from the measurements of its steps, of a gradient in other processes,
-    and of steps on all cores.
+    and of steps on all cores; of the latter two, those that there was time for.
     """
     costs: TaskCosts = steps.value[0]
-    shared, turns = speeds.value[0]
+    shared, turns = speeds.value[0] if speeds.value else (costs.shared_speed, 0.0)
     own = costs.one.gradient.at(costs.batch_size)
-    gradients = [own, *map(trimmed_mean, others.value)]
+    gradients = [own, *map(trimmed_mean, others.value or ())]
     # The machine may have been slow just then, or fast: the middle one stands for them all.
     factor = statistics.median(gradients) / own
     scattered = max(t.gradient.spread_at(costs.batch_size) for t in (costs.one, costs.all))
@@ -270,10 +282,10 @@ def measure_all(
     """Return the best attempt at each of `measurements`, all within `limit` seconds.
 
     Each is made once. Those that were disturbed are repeated in turns while there is time, and
-    the least disturbed attempt is kept.
+    the least disturbed attempt is kept. One that there was no time for has no value.
 
     Raises:
-        RunFailed: the time was over before each was made once.
+        RunFailed: the time was over before each that is needed was made once.
     """
     began = clock()
     end = began + limit
@@ -297,13 +309,12 @@ def measure_all(
         # What an earlier one has left over, or taken too much, is shared by all that follow
         until = clock() + (began + FIRST * limit - clock()) * weight / (whole - done)
         first = attempt(name, measurement, until, done / whole, weight / whole)
-        # Without every figure there is no calibration
-        if first is None:
+        if first is None and measurement.needed:
             raise RunFailed(
                 f"the calibration was not done within {limit:.0f} s: {name} took longer; give it "
                 "more with --limit, a smaller batch, or a quiet machine"
             )
-        kept.append(first)
+        kept.append(first or Attempt(None, 0.0, (name,)))
         done += weight
     # After all others, not at once: in the same minute it would more likely meet the same
     # disturbance (decision 40).
