@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import io
 import itertools
@@ -10,6 +11,7 @@ import json
 import random
 import re
 import tempfile
+import types
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -40,7 +42,15 @@ from tests.own_loops import (
     small_model,
 )
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+    random_split,
+)
 
 from orchestra.data.loaders import shard_loader
 from orchestra.errors import InputError
@@ -394,22 +404,139 @@ def other_memory() -> None:
 
 @row("loaders that give other batches on each worker")
 def unlike_loaders() -> None:
-    seeds = itertools.count()
+    ranks = itertools.count()
 
     def own_seed() -> DataLoader[Any]:
-        generator = torch.Generator().manual_seed(next(seeds))
+        generator = torch.Generator().manual_seed(next(ranks))
         sampler = WeightedRandomSampler([1.0] * 64, 64, generator=generator)
         return DataLoader(samples(64), batch_size=BATCH, sampler=sampler)
 
     def dealt_out_already() -> DataLoader[Any]:
-        rank = next(seeds)
-        return DataLoader(Stream(TensorDataset(*samples(9)[rank::2])), BATCH)
+        return DataLoader(Stream(TensorDataset(*samples(9)[next(ranks) % 3 :: 2])), BATCH)
 
+    def split_without_a_seed() -> DataLoader[Any]:
+        part, _ = random_split(samples(64), [32, 32], torch.Generator().manual_seed(next(ranks)))
+        return DataLoader(part, BATCH, shuffle=True)
+
+    def subset_of_the_rank() -> DataLoader[Any]:
+        return DataLoader(Subset(samples(24), range(next(ranks) % 3, 24, 3)), BATCH, num_workers=1)
+
+    def unlike_lengths() -> DataLoader[Any]:
+        return DataLoader(TensorDataset(*samples(24)[: 24 - next(ranks) % 3]), BATCH)
+
+    def parting_later() -> DataLoader[Any]:
+        last = [next(ranks) % 3] * BATCH
+        return DataLoader(samples(24), batch_sampler=[[n, n + 1] for n in range(18)] + [last])
+
+    def longer_stream() -> DataLoader[Any]:
+        return DataLoader(Stream(TensorDataset(*samples(24)[: 24 - 8 * (next(ranks) % 3)])), BATCH)
+
+    everywhere = [own_seed, split_without_a_seed, unlike_lengths, parting_later]
+    in_some = [subset_of_the_rank, dealt_out_already, longer_stream]
     for strategy in ("AllReduce", "LocalSGD(2)", "ParameterServer(consistency='asynchronous')"):
-        with pytest.raises(InputError, match="other batches on other workers"):
-            distributed(plain, strategy, own_seed, ranks=3)
-    seeds = itertools.count()
-    refused("do not deal samples out by rank", loader=dealt_out_already)
+        for loader in everywhere if strategy[0] != "A" else everywhere + in_some:
+            with pytest.raises(InputError, match="other batches on other workers"):
+                distributed(plain, strategy, loader)
+
+
+class Changing(Dataset[Any]):
+    """As many samples as `count` says."""
+
+    count = 12
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        return samples(24)[index]
+
+
+@row("a data set that grows or shrinks between epochs")
+def other_length() -> None:
+    def loop(model: nn.Module, optimizer: Optimizer, batches: Any) -> None:
+        for count in (24, 7):
+            plain(model, optimizer, batches)
+            whole: Any = batches if isinstance(batches, DataLoader) else batches.loader
+            whole.dataset.count = count
+        plain(model, optimizer, batches)
+
+    expected = alone(loop, DataLoader(Changing(), RANKS * BATCH))
+    for state in distributed(loop, "AllReduce", lambda: DataLoader(Changing(), BATCH)):
+        close(state, expected)
+    with pytest.raises(InputError, match="12 samples when distribute was called, and has 24"):
+        distributed(loop, "PairwiseAveraging", lambda: DataLoader(Changing(), BATCH))
+
+
+@dataclasses.dataclass
+class Pair:
+    """A batch with names."""
+
+    features: Any
+    targets: Any
+
+
+def dataclass_of(items: Any) -> Pair:
+    return Pair(*default_collate(items)[:2])
+
+
+def object_of(items: Any) -> types.SimpleNamespace:
+    features, targets, _ = default_collate(items)
+    return types.SimpleNamespace(features=features, targets=targets)
+
+
+def arrays(items: Any) -> Pair:
+    features, targets, _ = default_collate(items)
+    return Pair(features.numpy(), targets.numpy())
+
+
+def time_major(items: Any) -> Pair:
+    return Pair(*(tensor.expand(7, *tensor.shape) for tensor in default_collate(items)[:2]))
+
+
+def on_pairs(model: nn.Module, optimizer: Optimizer, batches: Any, weight: bool = False) -> None:
+    for batch in batches:
+        optimizer.zero_grad()
+        features, targets = torch.as_tensor(batch.features), torch.as_tensor(batch.targets)
+        if weight and hasattr(batches, "weight"):
+            batches.weight(features.shape[-2])
+        nn.functional.mse_loss(model(features), targets).backward()
+        optimizer.step()
+
+
+@row("a batch whose first dimension is not the batch")
+def odd_batches() -> None:
+    weighted = functools.partial(on_pairs, weight=True)
+    for collate in (dataclass_of, object_of, arrays, time_major):
+        expected = alone(on_pairs, DataLoader(samples(9), RANKS * BATCH, collate_fn=collate))
+        listed = DataLoader(samples(9), BATCH, collate_fn=collate)
+        streamed = DataLoader(Stream(samples(9)), BATCH, collate_fn=collate)
+        for loop, loader in ((on_pairs, listed), (on_pairs, streamed), (weighted, list(listed))):
+            for state in distributed(loop, "AllReduce", lambda it=loader: it):  # type: ignore[misc]
+                close(state, expected)
+    refused("call batches.weight", on_pairs, loader=lambda: [object_of(samples(2))] * 4)
+
+
+def without_some(items: Any) -> Any:
+    return default_collate([item for item in items if int(item[2]) not in (1, 4)])
+
+
+@row("a `collate_fn` that drops samples")
+def dropped_samples() -> None:
+    def weighted(model: nn.Module, optimizer: Optimizer, batches: Any) -> None:
+        for batch in batches:
+            optimizer.zero_grad()
+            if hasattr(batches, "weight"):
+                batches.weight(len(batch[0]))
+            mean_square(model, batch).backward()
+            optimizer.step()
+
+    kept: dict[str, Any] = {"collate_fn": without_some}
+    expected = alone(plain, DataLoader(samples(COUNT), RANKS * BATCH, **kept))
+    dropping, streamed = (DataLoader(d, BATCH, **kept) for d in (samples(9), Stream(samples(9))))
+    for loop, loader in ((weighted, dropping), (plain, streamed)):
+        for state in distributed(loop, "AllReduce", lambda it=loader: it):  # type: ignore[misc]
+            close(state, expected)
+    refused("smaller than what the sampler chose", loader=lambda: dropping)
 
 
 def batches_of(count: int) -> list[Any]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from itertools import count, islice
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import count, islice, repeat, zip_longest
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -19,15 +22,16 @@ from orchestra.data.feed import GlobalOrder
 from orchestra.errors import InputError
 from orchestra.optimizers.state import AlikeStreams
 from orchestra.schedules.work_queue import WorkItem, WorkQueue
-from orchestra.worker.batches import batch_samples, digest
+from orchestra.worker.batches import counted_samples, digest, leaves_of
 
 
 class WorkerBatch(NamedTuple):
     """One worker's part of a global batch."""
 
     batch: Any
-    samples: int  # behind `batch`; 0: a repeated batch, which must not count
+    samples: int | None  # behind `batch`; 0: a repeated one, which must not count; None: unknown
     total: int | None  # of all workers in this step; None: each worker knows only its own
+    turn: int = 0  # a number of the items that are dealt out in this step, the same on all workers
 
 
 Loader = DataLoader[Any] | Iterable[Any]
@@ -36,14 +40,55 @@ Loader = DataLoader[Any] | Iterable[Any]
 Alike = Callable[[int], bool]
 """Return whether a number is the same on all workers. Collective over the workers."""
 
+UNLIKE = (
+    "the loader gives other batches on other workers, so that some samples would be read twice and "
+    "others never: give all the same data, seed what splits and shuffles them alike "
+    "(torch.Generator().manual_seed(0)), and do not deal samples out by rank"
+)
+READS = 16
+"""How often samples that differ are read, to tell whether they are random by themselves."""
+
+
+def _compare(alike: Alike, facts: Any, loader: Loader, indices: list[Any]) -> None:
+    """Collective over the workers: refuse loaders that differ in `facts` or samples at `indices`.
+
+    Samples may be random by themselves: what changes from one reading to the next does not count.
+    """
+    if alike(digest([facts, _read(loader, indices, 1)])):
+        return
+    if not alike(digest(facts)):
+        raise InputError(UNLIKE)
+    readings = [list(map(digest, leaves_of(each))) for each in _read(loader, indices, READS)]
+    steady = [each[0] if len(set(each)) == 1 else None for each in zip_longest(*readings)]
+    random = [n for n, each in enumerate(steady) if each is None]
+    # What changes seldom may be steady on one worker by chance.
+    if alike(digest(random)) and not alike(digest(steady)):
+        raise InputError(UNLIKE)
+
+
+def _read(loader: Loader, indices: list[Any], times: int) -> list[Any]:
+    """Return the samples at `indices`, read several times as `loader` does, with alike numbers."""
+    if not indices or not _has_sampler(loader):
+        return []
+    # In a worker process if there are some: data sets open files where they are read first, and
+    # worker processes that begin later must not share them with this one.
+    options = _options(loader) | {
+        "num_workers": min(loader.num_workers, 1), "persistent_workers": False,
+        "pin_memory": False, "generator": torch.Generator().manual_seed(0), "collate_fn": list,
+    }  # fmt: skip
+    with AlikeStreams("samples").drawing():
+        return list(DataLoader(batch_sampler=[indices] * times, **options))
+
 
 class ShardedLoader(ABC):
     """The parts of one worker, epoch by epoch.
 
     `epoch` is the number of the next epoch, from which its order follows; set it to resume.
+    `knows_totals`: each part comes with the samples of all workers.
     """
 
     epoch = 0
+    knows_totals = True
 
     @abstractmethod
     def begin(self, first: int) -> Iterator[WorkerBatch]:
@@ -59,6 +104,11 @@ class ShardedLoader(ABC):
     @abstractmethod
     def __len__(self) -> int: ...
 
+    def compare(self) -> None:  # noqa: B027
+        """Collective over the workers, before an epoch: refuse data that differ, in contents or
+        length. Does nothing where `begin` does that.
+        """
+
 
 def shard_loader(
     loader: Loader, workers: int, index: int, seed: int, alike: Alike | None = None
@@ -67,8 +117,9 @@ def shard_loader(
 
     - One worker: `loader` itself, the random numbers that it draws included.
     - A map-style dataset, shuffled or in sequence, in batches: each epoch is one permutation,
-      equal on all workers. Every worker gets equally many batches. In the last global batch,
-      which may be smaller, a worker without samples repeats those of worker 0, and they count 0.
+      equal on all workers, of the samples that there are then; `compare` reads a few of them.
+      Every worker gets equally many batches. In the last global batch, which may be smaller, a
+      worker without samples repeats those of worker 0, and they count 0.
     - Any other loader (a sampler of the user's, an `IterableDataset`, a list of batches, an endless
       iterator): every `workers`-th batch. It has to give the same batches on every worker; while it
       is asked for them, the global generators draw the same numbers on all, and `alike` compares
@@ -83,7 +134,7 @@ def shard_loader(
     if workers == 1:
         return _Whole(loader)
     if _is_standard(loader):
-        return _Dealt(loader, workers, index, seed)
+        return _Dealt(loader, workers, index, seed, alike)
     return _EveryNth(loader, workers, index, seed, alike)
 
 
@@ -148,6 +199,7 @@ class _Whole(ShardedLoader):
             # The loader begins first, and then its sampler draws, as in an epoch that is not
             # resumed: both draw from the global generator.
             batches: Iterator[Any] = iter(_with_batches(self._loader, later.__iter__))
+            batches = map(itemgetter(1), batches)
             later.skip()
         else:
             batches = iter(self._loader)
@@ -156,7 +208,7 @@ class _Whole(ShardedLoader):
         return map(self._part, batches)
 
     def _part(self, batch: Any) -> WorkerBatch:
-        samples = batch_samples(batch)
+        samples = counted_samples(batch) or 1  # of one worker, whose weight is always 1
         return WorkerBatch(batch, samples, samples)
 
     def __len__(self) -> int:
@@ -189,15 +241,35 @@ def _order_of(loader: DataLoader[Any], seed: int) -> GlobalOrder:
 class _Dealt(ShardedLoader):
     """A part of each global batch of a permutation."""
 
-    def __init__(self, loader: DataLoader[Any], workers: int, index: int, seed: int) -> None:
-        assert loader.batch_size is not None
-        global_batch = loader.batch_size * workers
-        self._order = _order_of(loader, seed)
-        samples = self._order.samples
-        stop = samples - samples % global_batch if loader.drop_last else samples
-        self._plan = Plan(0, stop, global_batch, (1.0,) * workers)
-        self._index = index
+    def __init__(
+        self, loader: DataLoader[Any], workers: int, index: int, seed: int, alike: Alike | None
+    ) -> None:
+        self._given, self._workers, self._index, self._seed = loader, workers, index, seed
+        self._alike = alike
         self._loader = _with_batches(loader, self._indices)
+        self._compared = -1  # samples that there were when some of them were compared
+        self._deal_out()
+
+    def _deal_out(self) -> None:
+        """Deal out the samples that there are now."""
+        batch_size = self._given.batch_size
+        assert batch_size is not None
+        self._order = _order_of(self._given, self._seed)
+        samples, global_batch = self._order.samples, batch_size * self._workers
+        stop = samples - samples % global_batch if self._given.drop_last else samples
+        self._plan = Plan(0, stop, global_batch, (1.0,) * self._workers)
+
+    def compare(self) -> None:
+        if self._alike is None:
+            return
+        self._deal_out()
+        before, self._compared = self._compared, self._order.samples
+        # Once has to do where a worker process would have to be started for it in each epoch.
+        again = not self._given.num_workers or before != self._compared
+        places = sorted({0, self._compared - 1}) if self._compared and again else []
+        start = self.epoch * self._compared
+        indices = [int(self._order.indices(start + n, start + n + 1)) for n in places]
+        _compare(self._alike, self._compared, self._given, indices)
 
     def begin(self, first: int) -> Iterator[WorkerBatch]:
         self._begun = self.epoch, first
@@ -214,9 +286,12 @@ class _Dealt(ShardedLoader):
             before = epoch * self._order.samples
             yield self._order.indices(before + start, before + stop).tolist()
 
-    def _part(self, step: int, batch: Any) -> WorkerBatch:
+    def _part(self, step: int, counted: tuple[Any, Any]) -> WorkerBatch:
         counts = self._plan.counts(step)
-        return WorkerBatch(batch, counts[self._index], sum(counts))
+        listed, (_, batch) = counts[self._index] or counts[0], counted
+        # Of what other workers drop nothing is known here.
+        fits = counted_samples(batch, listed) == listed
+        return WorkerBatch(batch, counts[self._index] if fits else None, sum(counts))
 
     def __len__(self) -> int:
         return self._plan.steps
@@ -228,12 +303,15 @@ class _EveryNth(ShardedLoader):
     The turns before the first batch that is wanted are drawn and dropped.
     """
 
+    knows_totals = False
+
     def __init__(
         self, loader: Loader, workers: int, index: int, seed: int, alike: Alike | None
     ) -> None:
         self._workers, self._index, self._seed, self._alike = workers, index, seed, alike
-        self._repeated: deque[bool] = deque()  # of each item given, whether it is such a first one
-        self._items: Any = loader
+        self._given: deque[tuple[int, bool]] = deque()  # of items: a number of the turn, repeated?
+        self._whole, self._items = loader, _counted(loader)
+        self._counts, self._compared = self._items is not loader, False
         self._loader: DataLoader[Any] | None = None
         # The sampler alone is read whole: samples of other workers are never loaded.
         if _has_sampler(loader):
@@ -246,32 +324,45 @@ class _EveryNth(ShardedLoader):
         return map(self._part, self._own_items() if self._loader is None else iter(self._loader))
 
     def _own_items(self) -> Iterator[Any]:
-        self._repeated.clear()
+        self._given.clear()
         epoch, dropped = self._begun
         streams = AlikeStreams(f"{self._seed}-{epoch}")
         with streams.drawing():
             items = iter(self._items)
+            if not self._counts and self._loader is None:
+                items = zip(repeat(None), items)
             turn = list(islice(items, self._workers))
-        if self._alike is not None and not self._alike(digest(turn)):
-            raise InputError(
-                "the loader gives other batches on other workers, so that some samples would be "
-                "read twice and others never: seed its own generators alike on all "
-                "(torch.Generator().manual_seed(0)), and do not deal samples out by rank"
-            )
+        if self._alike is not None:
+            try:
+                length = len(self._items)
+            except TypeError:  # of a stream
+                length = -1
+            chosen: list[Any] = []
+            # Once has to do where a worker process would have to be started for it in each epoch.
+            if self._loader is not None and not (self._compared and self._loader.num_workers):
+                chosen = [
+                    n for item in turn[:1] if isinstance(item, Collection) for n in islice(item, 2)
+                ]
+            self._compared = True
+            _compare(self._alike, [length, turn], self._whole, chosen)
         # The first item of a turn stands in for one that is not there.
         wanted = {0, self._index}
-        turn = [item for n, item in enumerate(turn) if n in wanted]
         for number in count():
             if not turn:
                 return
+            # Lists of indices are short; to look through all that is loaded would take long.
+            number_of_turn = len(turn) if self._loader is None else digest(turn)
+            turn = [item for n, item in enumerate(turn) if n in wanted]
             if number >= dropped:
-                self._repeated.append(len(turn) < len(wanted))
+                self._given.append((number_of_turn, len(turn) < len(wanted)))
                 yield turn[-1]
             with streams.drawing():
-                turn = [item for n, item in enumerate(islice(items, self._workers)) if n in wanted]
+                turn = list(islice(items, self._workers))
 
-    def _part(self, batch: Any) -> WorkerBatch:
-        return WorkerBatch(batch, 0 if self._repeated.popleft() else batch_samples(batch), None)
+    def _part(self, counted: tuple[int | None, Any]) -> WorkerBatch:
+        turn, repeated = self._given.popleft()
+        listed, batch = counted
+        return WorkerBatch(batch, 0 if repeated else counted_samples(batch, listed), None, turn)
 
     def __len__(self) -> int:
         return -(-len(self._items) // self._workers)
@@ -286,7 +377,7 @@ class QueuedLoader:
 
     def __init__(self, loader: DataLoader[Any], seed: int) -> None:
         assert loader.batch_size is not None
-        self._batch_size = loader.batch_size
+        self._given, self._batch_size = loader, loader.batch_size
         self._order = _order_of(loader, seed)
         dropped = self._order.samples % self._batch_size if loader.drop_last else 0
         self._samples = self._order.samples - dropped  # of an epoch
@@ -312,7 +403,17 @@ class QueuedLoader:
     def load(self, item: WorkItem) -> WorkerBatch:
         """Return the batch of `item`."""
         self._items.append(item)
-        return WorkerBatch(next(self._batches), item.samples, item.samples)
+        _, batch = next(self._batches)
+        return WorkerBatch(batch, item.samples, item.samples)
+
+    def check_length(self) -> None:
+        """Raise InputError if the data set has another length than the queue was made for."""
+        now = len(self._given.sampler)  # type: ignore[arg-type]
+        if now != self._order.samples:
+            raise InputError(
+                f"the data set had {self._order.samples} samples when distribute was called, and "
+                f"has {now} now, which a queue of batches cannot follow: set work='equal'"
+            )
 
     def _indices(self) -> Iterator[list[int]]:
         while self._items:
@@ -338,14 +439,45 @@ class _Sampler:
         return lists()
 
 
-def _with_batches(
-    loader: DataLoader[Any], lists: Callable[[], Iterator[list[int]]]
-) -> DataLoader[Any]:
-    """Return a loader like `loader`, over other lists of indices."""
+def _options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the settings of `loader`, except which samples it gives."""
     kept = (
         "dataset num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context "
         "generator prefetch_factor persistent_workers pin_memory_device in_order"
     )
+    return {name: getattr(loader, name) for name in kept.split()}
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """A collate function that also returns the number of its samples, if a list tells it."""
+
+    collate: Callable[[list[Any]], Any]
+
+    def __call__(self, samples: Any) -> tuple[int | None, Any]:
+        # A data set with `__getitems__` may give whole batches.
+        return len(samples) if isinstance(samples, list) else None, self.collate(samples)
+
+
+def _with_batches(
+    loader: DataLoader[Any], lists: Callable[[], Iterator[list[int]]]
+) -> DataLoader[Any]:
+    """Return a loader like `loader`, over other lists of indices; it gives a batch as the number of
+    its samples and the batch itself.
+    """
     # A DataLoader cannot be given another sampler, nor be copied with its workers.
-    options = {name: getattr(loader, name) for name in kept.split()}
+    options = _options(loader) | {"collate_fn": _Counted(loader.collate_fn)}
     return DataLoader(batch_sampler=_Sampler(lists), **options)
+
+
+def _counted(loader: Loader) -> Any:
+    """Return a loader like `loader` that gives batches as `_with_batches` says; itself if it does
+    not collate them, or does something else with them.
+    """
+    if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
+        return loader
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        return loader
+    counted = copy.copy(loader)
+    counted.collate_fn, counted._iterator = _Counted(loader.collate_fn), None
+    return counted

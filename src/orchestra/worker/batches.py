@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,16 +18,22 @@ from orchestra.errors import InputError
 Batch = Any
 
 
-def tensors_of(batch: Batch) -> Iterator[Tensor]:
-    """Yield every tensor in nested tuples, lists and mappings."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors_of(value)
-    elif isinstance(batch, (tuple, list)):
+def leaves_of(batch: Batch) -> Iterator[Any]:
+    """Yield what lies in nested tuples, lists, mappings and dataclasses."""
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    elif is_dataclass(batch) and not isinstance(batch, type):
+        batch = [getattr(batch, field.name) for field in fields(batch)]
+    if isinstance(batch, (tuple, list)):
         for value in batch:
-            yield from tensors_of(value)
+            yield from leaves_of(value)
+    else:
+        yield batch
+
+
+def tensors_of(batch: Batch) -> Iterator[Tensor]:
+    """Yield every tensor in nested tuples, lists, mappings and dataclasses."""
+    return (leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor))
 
 
 def map_tensors(batch: Batch, function: Callable[[Tensor], Any]) -> Batch:
@@ -50,6 +58,20 @@ def batch_samples(batch: Batch) -> int:
         "a batch holds no tensor with a first dimension to count its samples by: "
         "return tensors, or nested tuples, lists or dicts of them"
     )
+
+
+def counted_samples(batch: Batch, listed: int | None = None) -> int | None:
+    """Return how many samples a batch has; None if its tensors and arrays do not tell.
+
+    `listed` is the number that a sampler chose. It holds unless the first dimensions are smaller:
+    a collate function may have dropped samples. These tell the number if they are all the same.
+    """
+    arrays = (leaf for leaf in leaves_of(batch) if isinstance(leaf, (Tensor, np.ndarray)))
+    shapes = [tuple(array.shape) for array in arrays if array.ndim]
+    first = {shape[0] for shape in shapes}
+    if listed is not None and (all(listed in shape for shape in shapes) or max(first) >= listed):
+        return listed
+    return int(first.pop()) if len(first) == 1 else None
 
 
 def split_batch(batch: Batch, parts: int, setting: str = "accumulation") -> list[tuple[Batch, int]]:
@@ -79,17 +101,15 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def digest(item: Any, so_far: int = 0) -> int:
-    """Compute a checksum of the tensors, numbers and texts in nested tuples, lists, mappings."""
-    if isinstance(item, Tensor):
-        if item.layout is not torch.strided:
-            return so_far
-        flat = item.detach().cpu().contiguous().reshape(-1)
-        return zlib.crc32(flat.view(torch.uint8).numpy().data, so_far)
-    if isinstance(item, Mapping):
-        return digest(list(item.items()), so_far)
-    if isinstance(item, (tuple, list)):
-        for part in item:
-            so_far = digest(part, so_far)
-    elif isinstance(item, (int, float, str, bytes)):
-        return zlib.crc32(repr(item).encode(), so_far)
+    """Compute a checksum of the tensors, arrays, images, numbers and texts in a nest."""
+    for leaf in leaves_of(item):
+        content: Any = b""
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+            flat = leaf.detach().cpu().contiguous().reshape(-1)
+            content = flat.view(torch.uint8).numpy().data
+        elif hasattr(leaf, "__array_interface__"):  # an image of PIL, too
+            content = np.asarray(leaf).tobytes()
+        elif isinstance(leaf, (int, float, str, bytes)):
+            content = repr(leaf).encode()
+        so_far = zlib.crc32(content, so_far)
     return so_far

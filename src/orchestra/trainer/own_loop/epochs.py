@@ -65,7 +65,8 @@ class Epochs(OwnRank):
         # This worker's of the samples behind the gradient of the batch, or group, that was handed
         # out last; 1 where its gradient is not averaged.
         self.share = 1.0
-        self._samples = 0  # of it
+        self._samples: int | None = 0  # of it, if they are known
+        self._turns = 0  # the sum of all numbers of turns
         self._seed = seed
         self.enters_early = False  # steps begin as their batches are handed out
         self.ends_process = True  # of a rank that serves, once the workers' scripts are over
@@ -130,10 +131,14 @@ class Epochs(OwnRank):
             return
         for each in self._together:
             each.take_over()
+        left = self.left
         for each in self._together:
             each._begin_epoch()
         try:
             if self._sharded is not None:
+                # All workers are here, unless one left the epoch, or its process, by itself.
+                if not left and not self.worker.transport.lost():
+                    self._sharded.compare()
                 yield from self._work(self._sharded, group)
         # The script left the loop over the batches, by `break` or an exception.
         except GeneratorExit:
@@ -166,7 +171,12 @@ class Epochs(OwnRank):
                     return
                 if self.source() is not None:
                     break
+            else:
+                if self.averages_gradients:
+                    self._compare_turns()
         if (source := self.source()) is not None:
+            assert self._queued is not None
+            self._queued.check_length()
             yield from self._take(source)
 
     def _take(self, source: WorkSource) -> Iterator[Any]:
@@ -187,22 +197,41 @@ class Epochs(OwnRank):
 
     def _count(self, *parts: loaders.WorkerBatch) -> None:
         """Note which samples are behind the next gradient, here and on all workers."""
-        samples = sum(part.samples for part in parts)
+        known = all(part.samples is not None for part in parts)
+        samples = sum(part.samples or 0 for part in parts)
         totals = [part.total for part in parts if part.total is not None]
         averaged = self.averages_gradients
         if len(totals) == len(parts):
             total = sum(totals)
-        elif averaged:
-            total = int(self.sum_over_workers(torch.tensor([samples])))
         else:
-            total = samples
-        self._samples = samples
-        self.share = samples / total if averaged else 1.0
+            turn = sum(part.turn for part in parts)
+            self._turns += turn
+            total = self._sum_counts(samples, turn) if averaged else samples
+        self._samples = samples if known else None
+        self.share = samples / max(total, 1) if averaged else 1.0
         for each in self._together:
             each.taken += len(parts)
-            each.passes.take(Count(samples, total, total), [part.batch for part in parts])
+            count = Count(samples, total, total) if known else None
+            each.passes.take(count, [part.batch for part in parts])
             if each.enters_early and torch.is_grad_enabled():
                 each.enter()
+
+    def _sum_counts(self, samples: int, turn: int) -> int:
+        """Return the samples of all workers in this step, after a check that all take a `turn`."""
+        total, turns = self.sum_over_workers(torch.tensor([samples, turn])).tolist()
+        if turns != turn * len(self.worker.workers):
+            raise InputError(loaders.UNLIKE)
+        return int(total)
+
+    def _compare_turns(self) -> None:
+        """Collective over the workers: refuse loaders that gave unlike batches in this epoch."""
+        # Those who became workers in mid-epoch have no part of it.
+        if self._sharded is None or self._sharded.knows_totals or self.roles != self._roles:
+            return
+        if self.averages_gradients:
+            self._sum_counts(0, 0)
+        elif not self.alike(self._turns & 0xFFFFFFFF):
+            raise InputError(loaders.UNLIKE)
 
     def weight(self, count: int) -> int:
         """Let the gradient of the batch, or group, that was taken last weigh `count`; return the
@@ -220,7 +249,7 @@ class Epochs(OwnRank):
         if self.item is not None:  # of a queue, which counts samples
             return int(count)
         # A repeated batch has no samples, and must not count
-        own = int(count) if self._samples else 0
+        own = 0 if self._samples == 0 else int(count)
         averaged = self.averages_gradients
         total = int(self.sum_over_workers(torch.tensor([own]))) if averaged else own
         for each in self._together:
@@ -272,6 +301,9 @@ class Epochs(OwnRank):
         self.passes.end_epoch()
         if self.is_worker():
             self.rest(self.epoch)
+            # Not before: a worker that waits here would not answer those who average with it.
+            if not self.averages_gradients:
+                self._compare_turns()
         else:
             command = self._serve()
         self._take_part_in_agreement()

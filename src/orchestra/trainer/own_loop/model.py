@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from orchestra.errors import InputError
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.switch import phases
-from orchestra.worker.batches import tensors_of
+from orchestra.worker.batches import leaves_of
 from orchestra.worker.layout import owner_of
 from orchestra.worker.worker import Worker
 
@@ -329,7 +329,8 @@ class BackwardPasses:
         self.open = False  # a forward pass may be that of a step
         self._every = self.accumulation
         self._grouped = False  # all batches of a step were taken before its first backward
-        self._taken: deque[tuple[Count, Callable[[], object]]] = deque()  # None: nobody holds it
+        # Of each batch its weights, if they are known, and what it is, unless nobody holds it.
+        self._taken: deque[tuple[Count | None, Callable[[], object]]] = deque()
         self._fresh = self._ended = self._stepped_since = False
         self._forwards = self._forwards_on_last = 0  # in this epoch, on the batch taken last
         self._batches = 0  # taken in this epoch
@@ -356,11 +357,14 @@ class BackwardPasses:
         last = (self.done + 1) % self._every == 0 or (at_end() and not self._grouped)
         return last and not self.paused
 
-    def take(self, count: Count, batch: Any) -> None:
-        """Called when a batch is handed out."""
-        first = next(tensors_of(batch), None)
+    def take(self, count: Count | None, batch: Any) -> None:
+        """Called when a batch is handed out; without a `count`, `weigh` has to give one."""
+        held: Callable[[], object] = lambda: None  # noqa: E731
         # A weak reference tells later whether the loop has let go of the batch.
-        held: Callable[[], object] = (lambda: None) if first is None else weakref.ref(first)
+        for leaf in leaves_of(batch):
+            with contextlib.suppress(TypeError):
+                held = weakref.ref(leaf)
+                break
         self._taken.append((count, held))
         self._fresh = self.open = True
         self._forwards_on_last = 0
@@ -373,7 +377,7 @@ class BackwardPasses:
                 "batches.weight(): call it after a batch was taken and before its backward()"
             )
         count, held = self._taken[-1]
-        self._taken[-1] = count._replace(weight=weight, total=total), held
+        self._taken[-1] = Count(weight, total, count.samples if count else total), held
 
     def forward(self) -> None:
         """Called when a forward pass of the whole model begins."""
@@ -413,6 +417,13 @@ class BackwardPasses:
 
     def _count_first(self) -> None:
         count, _ = self._taken.popleft()
+        if count is None:
+            raise InputError(
+                "backward(): the tensors of this batch do not tell how many samples it has: their "
+                "first dimensions are unlike, or smaller than what the sampler chose; call "
+                "batches.weight(samples) before, on all workers, or, where Lightning or a Trainer "
+                "calls backward(), drop samples from the data set, not in collate_fn"
+            )
         self._in_exchange = count.plus(self._in_exchange)
         self._in_step = count.plus(self._in_step)
 
