@@ -87,7 +87,7 @@ def printed(
     """On the terminal and on the page, of a comparison with these runs."""
     keep(folder, records, trace=False)
     console = Console(record=True, width=1000, highlight=False)
-    monkeypatch.setattr(compare, "Console", lambda **_: console)
+    monkeypatch.setattr(compare, "Terminal", lambda: console)
     compare.print_comparison(Comparison(records, folder, None, len(records), (), False))
     monkeypatch.setattr(report_page, "figures", lambda _: [])
     return console.export_text(), Page(report_page.write_report([folder], out=folder))

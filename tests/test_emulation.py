@@ -414,7 +414,10 @@ def test_quotas_are_lifted_when_all_evaluate() -> None:
 def test_evaluations_have_the_whole_machine() -> None:
     with EmulatedCluster(small_cluster(), 3) as there:
         quotas = there.quotas
-        limits = [*quotas.folder.glob("*/cpu.max"), *quotas.folder.glob("*/cpu.cfs_quota_us")]
+        limits = [
+            *quotas.folder.glob("[!.]*/cpu.max"),
+            *quotas.folder.glob("[!.]*/cpu.cfs_quota_us"),
+        ]
         before = [file.read_text().split()[0] for file in limits]
         quotas.lift()
         after = [file.read_text().split()[0] for file in limits]

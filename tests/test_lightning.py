@@ -216,7 +216,7 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     name = "orchestra.integrations.lightning"
     monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
-    with pytest.raises(InputError, match=r"pip install 'neural-orchestra\[lightning\]'"):
+    with pytest.raises(InputError, match=r"pip install '\.\[lightning\]'"):
         importlib.import_module(name)
 
 

@@ -247,7 +247,7 @@ def test_the_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "orchestra.integrations.transformers"
     monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(InputError, match=r"pip install 'neural-orchestra\[transformers\]'"):
+    with pytest.raises(InputError, match=r"pip install '\.\[transformers\]'"):
         importlib.import_module(name)
 
 

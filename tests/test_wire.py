@@ -24,15 +24,29 @@ LOSS = st.floats(allow_nan=False)
 FLAGS = st.lists(st.booleans(), max_size=6).map(tuple)
 RATES = st.lists(st.floats(0, 10), max_size=4).map(tuple)
 POSITION = st.none() | COUNT
+OPTIONS = st.text(st.characters(max_codepoint=127), max_size=6)  # JSON
 
 
 @given(
-    st.builds(Push, COUNT, COUNT, COUNT, COUNT, LOSS, st.booleans(), RATES, FLAGS, POSITION, RATES)
+    st.builds(
+        Push,
+        COUNT,
+        COUNT,
+        COUNT,
+        COUNT,
+        LOSS,
+        st.booleans(),
+        RATES,
+        FLAGS,
+        POSITION,
+        RATES,
+        OPTIONS,
+    )
 )
 def test_push(push: Push) -> None:
     message = encode_request(Request(push.worker, Kind.PUSH, push))
     assert message.dtype == torch.float64
-    assert message[0] == Kind.PUSH
+    assert message[0] == (Kind.OPTIONS if push.options else Kind.PUSH)
     assert decode_request(message, push.worker).push == push
 
 
