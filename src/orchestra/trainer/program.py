@@ -376,9 +376,7 @@ class Session(Loop):
             within(f"position/{name}", value, 0, self.budget)
         within("position/plan_start", position.plan_start, 0, position.consumed)
         within("totals/samples", from_plain(Totals, saved["totals"]).samples, 0, self.budget)
-        measures = dict(saved["measures"])
-        from_plain(dict[str, int], measures.pop("staleness"))  # JSON has text as keys
-        from_plain(Measures, measures)
+        from_plain(Measures, saved["measures"])
         within("rate_scale", saved["rate_scale"], 0, 1e9)
         for part in saved["snapshots"]:
             within("snapshots/index", Contribution(**part).index, 0, len(worker.snapshots.due))
