@@ -1,4 +1,4 @@
-"""`orchestra import` and `orchestra emulation`: clusters from other tools' files, and on Linux."""
+"""`orchestra import` and `orchestra emulation`: clusters of instances, and on Linux."""
 
 from __future__ import annotations
 
@@ -14,35 +14,24 @@ from orchestra.errors import InputError
 from orchestra.records.record import write_atomically
 
 IMPORT = """\
-Write the file of a cluster from descriptions of machines. A SOURCE is
-
-  here                this machine, as lscpu and, where there are GPUs, nvidia-smi topo -m tell
-  node.json           a machine whose `lscpu -J` was saved; its `nvidia-smi topo -m` as topo=FILE
-  aws:g5.xlarge       an instance of the table below, with its network and price
-
-Machines take a number and further figures, SOURCE,N,KEY=VALUE,...: speed (of a core, where the
-machine that was calibrated has 1) or flops (what a core or a GPU sustains), bandwidth and latency
-(of the network), gpu_link and gpu_latency (between GPUs), memory, price, watts, jitter, name. What
-matters and nobody knows has to be given. Several sources are at one switch.
+Write the file of a cluster of cloud instances, with their network and price. A SOURCE is an
+instance of the table below. It takes a number and further figures, SOURCE,N,KEY=VALUE,...: speed
+(of a core, where the machine that was calibrated has 1) or flops (what a core or a GPU sustains),
+bandwidth and latency (of the network), gpu_link and gpu_latency (between GPUs), memory, price,
+watts, jitter, name. A figure that matters and that the table lacks has to be given. Several sources
+are at one switch.
 """
 
 IMPORT_EPILOG = """\
-examples:
+example:
   orchestra import 'aws:g5.xlarge,4,flops=15 TFLOP/s,latency=25 us' -o g5.yaml
       four instances; then: orchestra simulate experiment.yaml --cluster g5.yaml --ranks 4
-
-  LAN='bandwidth=1 Gbit/s,latency=50 us'
-  orchestra import "here,$LAN" "old.json,2,speed=0.4,$LAN"
-      this machine and two older ones, on which `lscpu -J > old.json` was called
-
-  orchestra import 'node.json,2,topo=topo.txt,flops=163 TFLOP/s,bandwidth=1.6 Tbit/s,latency=3 us'
-      two machines with GPUs
 """
 
 
 def import_cluster(arguments: Sequence[str]) -> int:
     parser = Parser("import", IMPORT, f"{IMPORT_EPILOG}\n{_table()}")
-    parser.add_argument("sources", nargs="+", metavar="SOURCE", help="machines")
+    parser.add_argument("sources", nargs="+", metavar="SOURCE", help="instances")
     out_help = "a .yaml (default: print it)"
     parser.add_argument("-o", "--out", metavar="FILE", type=Path, help=out_help)
     options = parser.read(arguments)

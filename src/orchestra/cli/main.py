@@ -39,7 +39,7 @@ commands:
   bench    measure speed on this machine, beside peers measured in the same run
   calibrate measure what a simulation needs to know of this machine
   emulation check, use and clean up clusters that Linux emulates on this machine
-  import   write the file of a cluster from lscpu, or a cloud's instances
+  import   write the file of a cluster of a cloud's instances
   studio   a local web page: time, timeline and scaling of strategies as you move sliders
   list     show strategies, tasks and schedules, or the settings of one of them
 
