@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestra.report.figures import bars, cluster, curves, messages, results, timeline
+from orchestra.report.figures import bars, cluster, curves, results, timeline
 from orchestra.report.figures.frame import Figure
 from orchestra.report.rows import numbered
 from orchestra.report.study import Study
@@ -12,7 +12,7 @@ from orchestra.report.study import Study
 _FAMILIES = (
     cluster.clusters, results.time_to_target, curves.trade, curves.curves, curves.in_steps,
     results.differences, bars.seconds, bars.batches, bars.traffic, bars.links, bars.staleness,
-    results.scaling, results.combinations, timeline.timelines, messages.messages,
+    results.scaling, results.combinations, timeline.timelines,
 )  # fmt: skip
 
 

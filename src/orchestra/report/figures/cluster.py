@@ -1,8 +1,4 @@
-"""Figures of the clusters that runs were simulated on: trees of nodes, switches, links, faults.
-
-The figure of messages (messages.py) stands on the same tree of switches from left to right, with a
-row for each node.
-"""
+"""Figures of the clusters that runs were simulated on: trees of nodes, switches, links, faults."""
 
 from __future__ import annotations
 
@@ -85,8 +81,8 @@ class _Sketch:
         self.height = _TOP + self._row * (tree.rows + len(self._below))
         self._leaves, self._switches = tree.placed(
             lambda switch: (switch.name, *self._below_line(switch)),
-            _LETTER, 24, 40, lambda row: _TOP + self._row * (row + 0.5),
-        )  # fmt: skip
+            lambda row: _TOP + self._row * (row + 0.5),
+        )
         self._places = {place.part.name: place for place in (*self._leaves, *self._switches)}
         self._table: list[tuple[float, str, list[str]]] = []
         self.width = self._leaves[0].x + 14
@@ -255,81 +251,64 @@ class Place:
 class Tree:
     """The rows of all parts of a cluster, filled from the top; `rows` is how many they take.
 
-    Nodes that are `alone` share their row with no other. `sizes` says how many rows a node takes,
-    by its name, by default one; nodes without an entry are left out, and switches with none of the
-    others below them.
+    Nodes that are `alone` share their row with no other.
     """
 
-    def __init__(
-        self, cluster: Cluster, alone: Collection[str] = (), sizes: Mapping[str, int] | None = None
-    ) -> None:
+    def __init__(self, cluster: Cluster, alone: Collection[str] = ()) -> None:
         self.rows = 0.0
         self._nodes: list[_Branch] = []
         self._switches: list[_Branch] = []
-        self._cluster, self._whole = cluster, sizes is None
-        self._sizes = {node.name: 1 for node in cluster.nodes} if sizes is None else sizes
-        self._groups = _groups([node for node in cluster.nodes if node.name in self._sizes], alone)
-        # Ranks that are all on one node have no message that leaves it
-        if len(self._groups) > 1 or self._whole:
-            for switch in cluster.switches:
-                if switch.to is None:
-                    self._add_switch(switch, 0)
+        self._cluster = cluster
+        self._groups = _groups(cluster.nodes, alone)
+        for switch in cluster.switches:
+            if switch.to is None:
+                self._add_switch(switch, 0)
         placed = {branch.part.name for branch in self._nodes}
         for group in self._groups:
             if group[0].name not in placed:
                 self._add_nodes(group)
 
     def _add_nodes(self, group: tuple[Node, ...]) -> float:
-        """Give the next rows to `group`; return their middle."""
-        last = self.rows + self._sizes[group[0].name] - 1
-        self._nodes.append(_Branch(group[0], group, self.rows, last))
-        middle = (self.rows + last) / 2
-        self.rows = last + 1
-        return middle
+        """Give the next row to `group`, and return it."""
+        row = self.rows
+        self._nodes.append(_Branch(group[0], group, row, row))
+        self.rows += 1
+        return row
 
-    def _add_switch(self, switch: Switch, depth: int) -> list[float]:
-        """Place what is below `switch`, and itself in its middle; return its row, if any."""
+    def _add_switch(self, switch: Switch, depth: int) -> float:
+        """Place what is below `switch`, and itself in its middle; return its row."""
         below = [self._add_nodes(group) for group in self._groups if group[0].switch == switch.name]
         for inner in self._cluster.switches:
             if inner.to == switch.name:
-                if below and self._whole:
+                if below:
                     self.rows += 0.5  # sets switches apart
-                below += self._add_switch(inner, depth + 1)
-        if not below and not self._whole:
-            return []
+                below.append(self._add_switch(inner, depth + 1))
         if not below:  # a row of its own
             below = [self.rows]
             self.rows += 1
         self._switches.append(_Branch(switch, (), below[0], below[-1], depth))
-        return [(below[0] + below[-1]) / 2]
+        return (below[0] + below[-1]) / 2
 
     def placed(
-        self,
-        words: Callable[[Switch], Iterable[str]],
-        letter: float,
-        gap: float,
-        beside: float,
-        height_of: Callable[[float], float],
+        self, words: Callable[[Switch], Iterable[str]], height_of: Callable[[float], float]
     ) -> tuple[list[Place], list[Place]]:
         """Return the places of nodes and switches, as far right as words before them require.
 
-        `words` are written before a switch. `letter`, `gap` and `beside` are pixels: of a letter,
-        between words and the next column, and between the last switches and the nodes.
-        `height_of` is the y of a row.
+        `words` are written before a switch. `height_of` is the y of a row.
         """
         at: dict[str, float] = {}
         x = 0.0
         by_depth = grouped(self._switches, lambda branch: branch.depth)
         for _, there in sorted(by_depth.items()):
             parts = [branch.part for branch in there if isinstance(branch.part, Switch)]
-            x += letter * max(len(text) for part in parts for text in words(part)) + gap
+            x += _LETTER * max(len(text) for part in parts for text in words(part)) + 24
             at |= dict.fromkeys((part.name for part in parts), x)
 
         def place(branch: _Branch) -> Place:
             part, nodes, first, last, _ = branch
             above = at.get((part.to if isinstance(part, Switch) else part.switch) or "")
             span = height_of(first), height_of(last)
-            return Place(part, nodes, at.get(part.name, x + beside), sum(span) / 2, above, span)
+            return Place(part, nodes, at.get(part.name, x + 40), sum(span) / 2, above, span)
 
         return [*map(place, self._nodes)], [*map(place, self._switches)]
 
@@ -349,21 +328,17 @@ class Canvas:
 
     width: float
     height: float
-    strategy: str | None = None  # together with which they are hidden
 
     def layer(
         self, values: Iterable[Mapping[str, Any]], mark: str, *channels: Any, **look: Any
     ) -> alt.Chart:
-        about = {} if self.strategy is None else {"strategy": self.strategy}
         # Pixels as data, so that all marks share one scale and shrink with a narrow page
         across = alt.Scale(domain=[0, self.width], nice=False)
         down = alt.Scale(domain=[0, self.height], nice=False, reverse=True)
         x, y = alt.X("x:Q", axis=None, scale=across), alt.Y("y:Q", axis=None, scale=down)
-        return layer([{**about, **value} for value in values], mark, x, y, *channels, **look)
+        return layer(values, mark, x, y, *channels, **look)
 
-    def lines(
-        self, places: Sequence[Place], thick: Callable[[Place], float] = lambda _: 1.0
-    ) -> list[alt.Chart]:
+    def lines(self, places: Sequence[Place], thick: Callable[[Place], float]) -> list[alt.Chart]:
         """Return the links of all parts, each as thick as `thick` says, and the lines that join
         the parts of a switch or a node."""
         across = [

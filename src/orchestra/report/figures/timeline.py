@@ -1,4 +1,4 @@
-"""Figures of a timeline: a few steps rank by rank with their waits, and one step's messages."""
+"""Figures of a timeline: a few steps rank by rank, with their waits and messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from orchestra.records.exports import MAIN, Arrows, Event, Trace, read_trace
 from orchestra.records.record import RunRecord
 from orchestra.report.figures import frame
 from orchestra.report.figures.frame import Figure, Values, figure, layer, tips
-from orchestra.report.rows import Row, grouped
+from orchestra.report.rows import Row
 from orchestra.report.study import Study
 
 _STEPS = 3
@@ -82,7 +82,7 @@ def timelines(study: Study) -> Iterator[Figure]:
                 yield _timeline(row, record, trace, window, suffix)
 
 
-def phase_text(record: RunRecord, step: int) -> str:
+def _phase_text(record: RunRecord, step: int) -> str:
     """Return the end of a title: before or after the switch `step` was; empty without a switch."""
     if record.switched_at_step is None:
         return ""
@@ -98,7 +98,7 @@ def _timeline(row: Row, record: RunRecord, trace: Trace, window: Window, suffix:
         "a message to its receipt; a thin pale bar is a rank that waits for one. Where ranks "
         "share cores, a piece also lasts while another rank has the core."
     )
-    title = f"{row.name}: {steps}{phase_text(record, window.last)}"
+    title = f"{row.name}: {steps}{_phase_text(record, window.last)}"
     layers, height = _layers(row.name, window, lanes), _LANE * len({*lanes.values()})
     return figure(f"timeline-{row.name}{suffix}", title, caption, "timeline", layers, height)
 
@@ -176,75 +176,3 @@ def _values(strategy: str, window: Window, lanes: Lanes) -> tuple[Values, Values
         if (sent["pid"], sent["tid"]) in lanes and (got["pid"], got["tid"]) in lanes
     ]
     return pieces, gaps, messages
-
-
-# The messages of one step
-
-_SAME = 0.01  # the part of an exchange within which arrows are taken to begin together
-_FULL = 0.9  # a step with this part of the most bytes of any step is not one between two exchanges
-
-
-@dataclass(frozen=True)
-class Arrow:
-    """All messages from rank `source` to rank `target`."""
-
-    source: int
-    target: int
-    count: int
-    bytes: int  # payload and headers
-    first: float  # when the first was sent, in seconds after the first of all
-    place: int  # in the order of beginnings, from 1, shared by equal ones
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """The messages between the ranks in their step `step`."""
-
-    step: int
-    seconds: float  # from the first send to the last receipt
-    arrows: Sequence[Arrow]
-    servers: frozenset[int]  # ranks without a step of their own
-
-
-def exchanges(trace: Trace) -> list[Exchange]:
-    """Return one exchange for each traced part of a run: that of the step in its middle, or the
-    nearest one with about as many bytes as any. A part without messages has none.
-
-    A message between ranks belongs to a step of the rank that sent or, where that one serves and
-    has none, of the rank that received.
-    """
-    ends = ((sent["slice"], got["slice"]) for sent, got in trace.arrows)
-    between = [(sent, got) for sent, got in ends if sent["pid"] != got["pid"]]
-    by_step = grouped(between, lambda m: m[0]["args"].get("step", m[1]["args"].get("step")))
-    size = {
-        step: sum(sent["args"]["bytes_sent"] for sent, _ in messages)
-        for step, messages in by_step.items()
-    }
-    working = {event["pid"] for event in trace.slices if event["cat"] == "step"}
-    found = []
-    for part in trace.parts:
-        steps = [event["args"]["step"] for event in part]
-        most, middle = max(size.get(step, 0) for step in steps), steps[(len(steps) - 1) // 2]
-        if most:
-            # Steps in between two exchanges, of local SGD say, send next to nothing
-            full = [step for step in steps if size.get(step, 0) >= _FULL * most]
-            step = min(full, key=lambda step, middle=middle: abs(step - middle))  # type: ignore[misc]
-            found.append(_exchange(step, by_step[step], working))
-    return found
-
-
-def _exchange(step: int, messages: Arrows, working: set[int]) -> Exchange:
-    begin = min(sent["ts"] for sent, _ in messages)
-    end = max(got["ts"] + got["dur"] for _, got in messages)
-    in_order = sorted(messages, key=lambda message: message[0]["ts"])
-    pairs = grouped(in_order, lambda message: (message[0]["pid"], message[1]["pid"]))
-    arrows: list[Arrow] = []
-    place, before = 0, float("-inf")
-    for pair, own in pairs.items():
-        first = own[0][0]["ts"] - begin
-        if first - before > _SAME * (end - begin):
-            place, before = place + 1, first
-        size = sum(sent["args"]["bytes_sent"] for sent, _ in own)
-        arrows.append(Arrow(*pair, len(own), size, first / 1e6, place))
-    taking_part = {rank for pair in pairs for rank in pair}
-    return Exchange(step, (end - begin) / 1e6, arrows, frozenset(taking_part - working))
