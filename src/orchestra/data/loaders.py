@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
+import operator
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import count, islice, repeat, zip_longest
-from operator import itemgetter
+from itertools import count, islice, zip_longest
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -31,7 +30,7 @@ class WorkerBatch(NamedTuple):
     batch: Any
     samples: int | None  # behind `batch`; 0: a repeated one, which must not count; None: unknown
     total: int | None  # of all workers in this step; None: each worker knows only its own
-    turn: int = 0  # a number of the items that are dealt out in this step, the same on all workers
+    turn_digest: int = 0  # of the items dealt out to all workers in this step
 
 
 Loader = DataLoader[Any] | Iterable[Any]
@@ -47,23 +46,6 @@ UNLIKE = (
 )
 READS = 16
 """How often samples that differ are read, to tell whether they are random by themselves."""
-
-
-def _compare(alike: Alike, facts: Any, loader: Loader, indices: list[Any]) -> None:
-    """Collective over the workers: refuse loaders that differ in `facts` or samples at `indices`.
-
-    Samples may be random by themselves: what changes from one reading to the next does not count.
-    """
-    if alike(digest([facts, _read(loader, indices, 1)])):
-        return
-    if not alike(digest(facts)):
-        raise InputError(UNLIKE)
-    readings = [list(map(digest, leaves_of(each))) for each in _read(loader, indices, READS)]
-    steady = [each[0] if len(set(each)) == 1 else None for each in zip_longest(*readings)]
-    random = [n for n, each in enumerate(steady) if each is None]
-    # What changes seldom may be steady on one worker by chance.
-    if alike(digest(random)) and not alike(digest(steady)):
-        raise InputError(UNLIKE)
 
 
 def _read(loader: Loader, indices: list[Any], times: int) -> list[Any]:
@@ -89,6 +71,10 @@ class ShardedLoader(ABC):
 
     epoch = 0
     knows_totals = True
+    _compared = False  # some samples, with those of the other workers
+
+    def __init__(self, loader: Loader, alike: Alike | None = None) -> None:
+        self._given, self._alike = loader, alike
 
     @abstractmethod
     def begin(self, first: int) -> Iterator[WorkerBatch]:
@@ -108,6 +94,28 @@ class ShardedLoader(ABC):
         """Collective over the workers, before an epoch: refuse data that differ, in contents or
         length. Does nothing where `begin` does that.
         """
+
+    def _refuse_unlike(self, facts: Any, indices: list[Any]) -> None:
+        """Collective over the workers: refuse `facts`, or samples at `indices`, that differ.
+
+        Samples may be random by themselves: what changes between two readings does not count.
+        """
+        alike, loader = self._alike, self._given
+        if alike is None:
+            return
+        if self._compared and isinstance(loader, DataLoader) and loader.num_workers:
+            indices = []  # another reading would start a worker process in each epoch
+        self._compared = True
+        if alike(digest([facts, _read(loader, indices, 1)])):
+            return
+        if not alike(digest(facts)):
+            raise InputError(UNLIKE)
+        readings = [list(map(digest, leaves_of(each))) for each in _read(loader, indices, READS)]
+        steady = [each[0] if len(set(each)) == 1 else None for each in zip_longest(*readings)]
+        random = [n for n, each in enumerate(steady) if each is None]
+        # What changes seldom may be steady on one worker by chance.
+        if alike(digest(random)) and not alike(digest(steady)):
+            raise InputError(UNLIKE)
 
 
 def shard_loader(
@@ -189,20 +197,16 @@ def generators_of(loader: Loader) -> list[torch.Generator]:
 
 
 class _Whole(ShardedLoader):
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
     def begin(self, first: int) -> Iterator[WorkerBatch]:
         self.epoch += 1
-        if first and _has_sampler(self._loader):
-            later = _Later(self._loader.batch_sampler, first)
+        if first and _has_sampler(self._given):
+            later = _Later(self._given.batch_sampler, first)
             # The loader begins first, and then its sampler draws, as in an epoch that is not
             # resumed: both draw from the global generator.
-            batches: Iterator[Any] = iter(_with_batches(self._loader, later.__iter__))
-            batches = map(itemgetter(1), batches)
+            batches: Iterator[Any] = iter(_with_batches(self._given, later.__iter__))
             later.skip()
         else:
-            batches = iter(self._loader)
+            batches = iter(self._given)
             for _ in range(first):
                 next(batches)
         return map(self._part, batches)
@@ -212,7 +216,7 @@ class _Whole(ShardedLoader):
         return WorkerBatch(batch, samples, samples)
 
     def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]
+        return len(self._given)  # type: ignore[arg-type]
 
 
 class _Later:
@@ -244,32 +248,26 @@ class _Dealt(ShardedLoader):
     def __init__(
         self, loader: DataLoader[Any], workers: int, index: int, seed: int, alike: Alike | None
     ) -> None:
-        self._given, self._workers, self._index, self._seed = loader, workers, index, seed
-        self._alike = alike
+        super().__init__(loader, alike)
+        self._workers, self._index, self._seed = workers, index, seed
         self._loader = _with_batches(loader, self._indices)
-        self._compared = -1  # samples that there were when some of them were compared
-        self._deal_out()
+        self._deal_out(loader)
 
-    def _deal_out(self) -> None:
+    def _deal_out(self, loader: DataLoader[Any]) -> None:
         """Deal out the samples that there are now."""
-        batch_size = self._given.batch_size
-        assert batch_size is not None
-        self._order = _order_of(self._given, self._seed)
-        samples, global_batch = self._order.samples, batch_size * self._workers
-        stop = samples - samples % global_batch if self._given.drop_last else samples
+        assert loader.batch_size is not None
+        self._order = _order_of(loader, self._seed)
+        samples, global_batch = self._order.samples, loader.batch_size * self._workers
+        stop = samples - samples % global_batch if loader.drop_last else samples
         self._plan = Plan(0, stop, global_batch, (1.0,) * self._workers)
 
     def compare(self) -> None:
-        if self._alike is None:
-            return
-        self._deal_out()
-        before, self._compared = self._compared, self._order.samples
-        # Once has to do where a worker process would have to be started for it in each epoch.
-        again = not self._given.num_workers or before != self._compared
-        places = sorted({0, self._compared - 1}) if self._compared and again else []
-        start = self.epoch * self._compared
-        indices = [int(self._order.indices(start + n, start + n + 1)) for n in places]
-        _compare(self._alike, self._compared, self._given, indices)
+        assert _is_standard(self._given)
+        self._deal_out(self._given)
+        samples = self._order.samples
+        start = self.epoch * samples
+        both_ends = self._order.indices(start, start + samples)[[0, -1]].tolist() if samples else []
+        self._refuse_unlike(samples, both_ends)
 
     def begin(self, first: int) -> Iterator[WorkerBatch]:
         self._begun = self.epoch, first
@@ -286,9 +284,9 @@ class _Dealt(ShardedLoader):
             before = epoch * self._order.samples
             yield self._order.indices(before + start, before + stop).tolist()
 
-    def _part(self, step: int, counted: tuple[Any, Any]) -> WorkerBatch:
+    def _part(self, step: int, batch: Any) -> WorkerBatch:
         counts = self._plan.counts(step)
-        listed, (_, batch) = counts[self._index] or counts[0], counted
+        listed = counts[self._index] or counts[0]
         # Of what other workers drop nothing is known here.
         fits = counted_samples(batch, listed) == listed
         return WorkerBatch(batch, counts[self._index] if fits else None, sum(counts))
@@ -308,15 +306,22 @@ class _EveryNth(ShardedLoader):
     def __init__(
         self, loader: Loader, workers: int, index: int, seed: int, alike: Alike | None
     ) -> None:
-        self._workers, self._index, self._seed, self._alike = workers, index, seed, alike
-        self._given: deque[tuple[int, bool]] = deque()  # of items: a number of the turn, repeated?
-        self._whole, self._items = loader, _counted(loader)
-        self._counts, self._compared = self._items is not loader, False
+        super().__init__(loader, alike)
+        self._workers, self._index, self._seed = workers, index, seed
+        # Of each item that was given: its samples, if a sampler or a stream has counted them, the
+        # digest of its turn, and whether it stands in for another.
+        self._notes: deque[tuple[int | None, int, bool]] = deque()
+        self._items: Any = loader
         self._loader: DataLoader[Any] | None = None
         # The sampler alone is read whole: samples of other workers are never loaded.
         if _has_sampler(loader):
             self._items = loader.batch_sampler
             self._loader = _with_batches(loader, self._own_items)
+        elif type(loader) is DataLoader and loader.batch_size is not None:
+            options = _options(loader) | {"collate_fn": _Counting(loader.collate_fn)}
+            self._items = DataLoader(
+                batch_size=loader.batch_size, drop_last=loader.drop_last, **options
+            )
 
     def begin(self, first: int) -> Iterator[WorkerBatch]:
         self._begun = self.epoch, first
@@ -324,45 +329,35 @@ class _EveryNth(ShardedLoader):
         return map(self._part, self._own_items() if self._loader is None else iter(self._loader))
 
     def _own_items(self) -> Iterator[Any]:
-        self._given.clear()
+        self._notes.clear()
         epoch, dropped = self._begun
-        streams = AlikeStreams(f"{self._seed}-{epoch}")
+        streams, chooses = AlikeStreams(f"{self._seed}-{epoch}"), self._loader is not None
         with streams.drawing():
-            items = iter(self._items)
-            if not self._counts and self._loader is None:
-                items = zip(repeat(None), items)
-            turn = list(islice(items, self._workers))
-        if self._alike is not None:
-            try:
-                length = len(self._items)
-            except TypeError:  # of a stream
-                length = -1
-            chosen: list[Any] = []
-            # Once has to do where a worker process would have to be started for it in each epoch.
-            if self._loader is not None and not (self._compared and self._loader.num_workers):
-                chosen = [
-                    n for item in turn[:1] if isinstance(item, Collection) for n in islice(item, 2)
-                ]
-            self._compared = True
-            _compare(self._alike, [length, turn], self._whole, chosen)
+            items = map(list, self._items) if chooses else iter(self._items)
+            turn: list[Any] = list(islice(items, self._workers))
+        length = operator.length_hint(self._items, -1)  # of a stream: none
+        self._refuse_unlike([length, turn], turn[0][:2] if chooses and turn else [])
         # The first item of a turn stands in for one that is not there.
         wanted = {0, self._index}
         for number in count():
             if not turn:
                 return
             # Lists of indices are short; to look through all that is loaded would take long.
-            number_of_turn = len(turn) if self._loader is None else digest(turn)
+            turn_digest = digest(turn) if chooses else len(turn)
             turn = [item for n, item in enumerate(turn) if n in wanted]
             if number >= dropped:
-                self._given.append((number_of_turn, len(turn) < len(wanted)))
-                yield turn[-1]
+                item, samples = turn[-1], len(turn[-1]) if chooses else None
+                if isinstance(item, _Collated):
+                    samples, item = item
+                self._notes.append((samples, turn_digest, len(turn) < len(wanted)))
+                yield item
             with streams.drawing():
                 turn = list(islice(items, self._workers))
 
-    def _part(self, counted: tuple[int | None, Any]) -> WorkerBatch:
-        turn, repeated = self._given.popleft()
-        listed, batch = counted
-        return WorkerBatch(batch, 0 if repeated else counted_samples(batch, listed), None, turn)
+    def _part(self, batch: Any) -> WorkerBatch:
+        listed, turn_digest, repeated = self._notes.popleft()
+        samples = 0 if repeated else counted_samples(batch, listed)
+        return WorkerBatch(batch, samples, None, turn_digest)
 
     def __len__(self) -> int:
         return -(-len(self._items) // self._workers)
@@ -403,8 +398,7 @@ class QueuedLoader:
     def load(self, item: WorkItem) -> WorkerBatch:
         """Return the batch of `item`."""
         self._items.append(item)
-        _, batch = next(self._batches)
-        return WorkerBatch(batch, item.samples, item.samples)
+        return WorkerBatch(next(self._batches), item.samples, item.samples)
 
     def check_length(self) -> None:
         """Raise InputError if the data set has another length than the queue was made for."""
@@ -448,36 +442,26 @@ def _options(loader: DataLoader[Any]) -> dict[str, Any]:
     return {name: getattr(loader, name) for name in kept.split()}
 
 
-@dataclass(frozen=True)
-class _Counted:
-    """A collate function that also returns the number of its samples, if a list tells it."""
-
-    collate: Callable[[list[Any]], Any]
-
-    def __call__(self, samples: Any) -> tuple[int | None, Any]:
-        # A data set with `__getitems__` may give whole batches.
-        return len(samples) if isinstance(samples, list) else None, self.collate(samples)
-
-
 def _with_batches(
     loader: DataLoader[Any], lists: Callable[[], Iterator[list[int]]]
 ) -> DataLoader[Any]:
-    """Return a loader like `loader`, over other lists of indices; it gives a batch as the number of
-    its samples and the batch itself.
-    """
+    """Return a loader like `loader`, over other lists of indices."""
     # A DataLoader cannot be given another sampler, nor be copied with its workers.
-    options = _options(loader) | {"collate_fn": _Counted(loader.collate_fn)}
-    return DataLoader(batch_sampler=_Sampler(lists), **options)
+    return DataLoader(batch_sampler=_Sampler(lists), **_options(loader))
 
 
-def _counted(loader: Loader) -> Any:
-    """Return a loader like `loader` that gives batches as `_with_batches` says; itself if it does
-    not collate them, or does something else with them.
-    """
-    if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
-        return loader
-    if type(loader).__iter__ is not DataLoader.__iter__:
-        return loader
-    counted = copy.copy(loader)
-    counted.collate_fn, counted._iterator = _Counted(loader.collate_fn), None
-    return counted
+class _Collated(NamedTuple):
+    """A batch of a stream, and the number of samples that were collated."""
+
+    samples: int
+    batch: Any
+
+
+@dataclass(frozen=True)
+class _Counting:
+    """A collate function that counts its samples: no sampler tells the number in a stream."""
+
+    collate: Callable[[list[Any]], Any]
+
+    def __call__(self, samples: list[Any]) -> _Collated:
+        return _Collated(len(samples), self.collate(samples))

@@ -66,7 +66,7 @@ class Epochs(OwnRank):
         # out last; 1 where its gradient is not averaged.
         self.share = 1.0
         self._samples: int | None = 0  # of it, if they are known
-        self._turns = 0  # the sum of all numbers of turns
+        self._turns = 0  # the sum of all digests of turns
         self._seed = seed
         self.enters_early = False  # steps begin as their batches are handed out
         self.ends_process = True  # of a rank that serves, once the workers' scripts are over
@@ -204,7 +204,7 @@ class Epochs(OwnRank):
         if len(totals) == len(parts):
             total = sum(totals)
         else:
-            turn = sum(part.turn for part in parts)
+            turn = sum(part.turn_digest for part in parts)
             self._turns += turn
             total = self._sum_counts(samples, turn) if averaged else samples
         self._samples = samples if known else None
@@ -217,7 +217,7 @@ class Epochs(OwnRank):
                 each.enter()
 
     def _sum_counts(self, samples: int, turn: int) -> int:
-        """Return the samples of all workers in this step, after a check that all take a `turn`."""
+        """Return the samples of all workers in this step, if all have this digest of its `turn`."""
         total, turns = self.sum_over_workers(torch.tensor([samples, turn])).tolist()
         if turns != turn * len(self.worker.workers):
             raise InputError(loaders.UNLIKE)
