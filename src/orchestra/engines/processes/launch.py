@@ -5,7 +5,6 @@ The ranks are forked from a server that has imported torch already; `enter` is t
 
 from __future__ import annotations
 
-import errno
 import os
 import pickle
 import resource
@@ -20,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import current_process, forkserver, get_context, resource_tracker, spawn
+from pathlib import Path
 from typing import Any
 
 from orchestra.engines.events import Event, Notice
@@ -48,7 +48,7 @@ PRELOADED = [
 ]
 
 LOOPBACK = "127.0.0.1"
-START_DESCRIPTORS = 10  # open at once, while the fork server and a rank start
+OPEN_FILES, OPEN_FILES_PER_RANK = 12, 3  # that a launcher needs, beside those open before
 STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 _starting = threading.Lock()
@@ -174,7 +174,6 @@ def launch(
                         spec, place=place, host=place.address, local_rank=place.local_rank,
                         threads=place.threads, shared_memory=shared_memory and place.shared_memory,
                     )  # fmt: skip
-                _require_descriptors(rank)
                 _start(watcher, spec, job)
             watcher.join()
         except BaseException:
@@ -191,26 +190,14 @@ def _check_may_launch(ranks: int) -> None:
         )
     if ranks < 1:
         raise InputError(f"ranks is {ranks}: a run needs at least one")
-
-
-def _require_descriptors(rank: int) -> None:
-    """Raise `InputError` where this process may not open the files that it takes to start `rank`.
-    multiprocessing would find out half-way, and leave its fork server with a request cut short."""
-    opened: list[int] = []
-    try:
-        for _ in range(START_DESCRIPTORS):
-            opened.append(os.open(os.devnull, os.O_RDONLY))
-    except OSError as error:
-        if error.errno != errno.EMFILE:
-            raise
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    needed = OPEN_FILES + OPEN_FILES_PER_RANK * ranks + len(list(Path("/dev/fd").iterdir()))
+    # multiprocessing would find out half-way, and leave its fork server with half a request.
+    if 0 <= limit < needed:
         raise InputError(
-            f"cannot start rank {rank}: this process may have {limit} files open, and needs more: "
-            "raise the limit (ulimit -n)"
-        ) from None
-    finally:
-        for descriptor in opened:
-            os.close(descriptor)
+            f"cannot start {ranks} ranks: this process may have {limit} files open, and needs "
+            f"{needed}: raise the limit (ulimit -n)"
+        )
 
 
 def _pickled(program: Callable[..., Any], argument: Any) -> bytes:

@@ -62,7 +62,7 @@ Program = Callable[[Runtime, Any], Any]
 
 HOST_VARIABLE = "ORCHESTRA_HOST"
 ANSWER_SECONDS = 10.0  # within which a store answers, once somebody listens on its port
-QUESTION_SECONDS = 0.02  # after which rank 0 looks again whether ranks ask for the watcher
+PROBE_SECONDS = 0.1  # after which a rank looks again whether there is a watcher
 
 
 class Watched(Interceptor):
@@ -254,21 +254,12 @@ def join(
             )  # fmt: skip
             on_cause = None  # it comes from the watcher
             watcher.start()
-            published = {
-                "address": watcher.address, "token": token, "tls": tls is not None,
-                "attempt": store.add("attempts", 1),
-            }  # fmt: skip
-            answers = threading.Thread(
-                target=_answer, args=(store, json.dumps(published), watcher), daemon=True
-            )
-            answers.start()
-            closing.callback(answers.join)
             closing.callback(watcher.abandon)
-        else:
-            published = _ask(launched, store, limits)
+            about = {"address": watcher.address, "token": token, "tls": tls is not None}
+            store.set("watcher", json.dumps(about))
         closing.enter_context(_interrupts(watcher))
-        spec = _spec(launched, published, address, limits, tls, threads)
-        native = PrefixStore(f"native/{published['attempt']}", store)
+        spec = _spec(launched, _published(launched, store, limits), address, limits, tls, threads)
+        native = PrefixStore(f"native/{spec.token}", store)
         run = functools.partial(
             run_rank, spec, lambda: (program, argument), lambda: native, on_orphaned, on_cause
         )
@@ -316,25 +307,6 @@ def _connect_store(launched: Launched, limits: Limits, host: str | None) -> Stor
     return PrefixStore("orchestra", store)
 
 
-def _answer(store: Store, answer: str, watcher: Watcher) -> None:
-    """Give `answer` to every rank that asks in the `store`, as long as the `watcher` awaits some.
-
-    What rank 0 only left there would be found by the ranks of the next attempt, since the store of
-    torchrun outlives a restart; and no variable of torchrun tells attempts apart: its count of
-    restarts leaves out those that come from another node.
-    """
-    answered = 0
-    with contextlib.suppress(RuntimeError):  # the store is gone, and its launcher with it
-        while True:
-            asked = store.add("questions", 0)
-            if not watcher.awaits_ranks:  # which may have come since, to ask for the next watcher
-                return
-            for question in range(answered, asked):
-                store.set(f"answers/{question + 1}", answer)
-            answered = asked
-            time.sleep(QUESTION_SECONDS)
-
-
 def _answered(connect: Callable[[], Store], launched: Launched) -> Store:
     """Return the store that `connect` makes. Raises RuntimeError where a stranger listens there.
 
@@ -377,16 +349,31 @@ def _listen(launched: Launched, host: str | None) -> socket.socket | None:
         ) from error
 
 
-def _ask(launched: Launched, store: Store, limits: Limits) -> dict[str, Any]:
-    """Ask rank 0 for the watcher, and return its answer."""
-    try:
-        question = store.add("questions", 1)
-        answer: dict[str, Any] = json.loads(store.get(f"answers/{question}"))
-    except RuntimeError as error:
-        raise RunFailed(
-            f"rank {launched.rank} waited {limits.joining:g} s for rank 0, which did not come"
-        ) from error
-    return answer
+def _published(launched: Launched, store: Store, limits: Limits) -> dict[str, Any]:
+    """Return what rank 0 has left in the `store` about its watcher, once that can be reached.
+
+    The store of torchrun outlives a restart, and no variable of torchrun tells attempts apart: its
+    count of restarts leaves out those that come from another node. So a rank may find what rank 0
+    left in an earlier attempt, whose processes have ended.
+    """
+    deadline = time.monotonic() + limits.joining
+    while True:
+        try:
+            published: dict[str, Any] = json.loads(store.get("watcher"))
+        except RuntimeError as error:
+            raise RunFailed(
+                f"rank {launched.rank} waited {limits.joining:g} s for rank 0, which did not come"
+            ) from error
+        try:
+            left = max(deadline - time.monotonic(), PROBE_SECONDS)
+            socket.create_connection(tuple(published["address"]), left).close()
+        except ConnectionRefusedError:
+            if time.monotonic() < deadline:
+                time.sleep(PROBE_SECONDS)
+                continue
+        except OSError:
+            pass  # the connection that follows tells why
+        return published
 
 
 def _spec(

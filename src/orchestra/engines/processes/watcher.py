@@ -123,11 +123,6 @@ class Watcher:
 
     # From other threads
 
-    @property
-    def awaits_ranks(self) -> bool:
-        """Whether some rank has yet to join."""
-        return self._thread.is_alive() and len(self._links) < self._ranks
-
     def start(self) -> None:
         self._selector.register(self._wake_in, selectors.EVENT_READ, self._take_orders)
         self._thread.start()
