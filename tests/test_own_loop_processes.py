@@ -4,6 +4,7 @@ servers, evaluations that take long, and what a script may ask of its place."""
 from __future__ import annotations
 
 import json
+import re
 import socket
 import sys
 import types
@@ -87,7 +88,7 @@ def test_server_returns_from_a_function_that_an_engine_calls_on_each_rank(tmp_pa
 )
 def test_a_script_that_ends_on_one_rank_alone_is_named(strategy: str, tmp_path: Path) -> None:
     """With status 0, which says of itself that all is well."""
-    with torchrun(SCRIPTS / "early_exit.py", 2, [strategy], tmp_path) as process:
+    with torchrun(SCRIPTS / "early_exit.py", 2, [strategy, "exit"], tmp_path) as process:
         ended = process.end()
     assert ended.status != 0
     host = socket.gethostname()
@@ -95,6 +96,22 @@ def test_a_script_that_ends_on_one_rank_alone_is_named(strategy: str, tmp_path: 
         f"orchestra: rank 1 on {host} ended its script after step 2, but rank 0 on {host} still "
         "needs it: let every rank make as many steps before its script ends\n" in ended.err
     )
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "LocalSGD(1)",
+        pytest.param("Gossip", marks=pytest.mark.matrix),
+        pytest.param("AllReduce(shard='optimizer')", marks=pytest.mark.matrix),
+    ],
+)
+def test_a_step_that_one_rank_leaves_out_is_named(strategy: str, tmp_path: Path) -> None:
+    """Where the others wait for it in their own `step()`."""
+    with torchrun(SCRIPTS / "early_exit.py", 2, [strategy, "skip"], tmp_path) as process:
+        ended = process.end()
+    assert ended.status != 0
+    assert re.search(r"the run hangs: .*; rank 0 is at step (\d), rank 1 at (\d)\n", ended.err)
 
 
 def test_an_evaluation_longer_than_patience(tmp_path: Path) -> None:

@@ -319,6 +319,17 @@ def test_ranks_that_wait_for_each_other_are_named_as_a_cycle() -> None:
     )
 
 
+def test_unlike_steps_of_ranks_that_wait_for_each_other_are_told() -> None:
+    """One has left out a step, which the others wait for; a server counts none."""
+    story = Story(4)
+    for rank, step in enumerate((13, 13, 12)):
+        story.change(rank, step=step, waits_for=(rank ^ 2,))
+    story.change(3, step=0, phase="serving", waits_for=(0,))
+    story.pass_time(61)
+    assert story.cause is not None
+    assert story.cause.endswith("; rank 0 is at step 13, rank 2 at 12")
+
+
 EARLY = (
     "rank 1 on host ended its script after step 1, but rank 0 on host still needs it: let every "
     "rank make as many steps before its script ends"

@@ -22,7 +22,7 @@ The rules:
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from orchestra.engines import events
@@ -330,18 +330,27 @@ class FailureDetector:
                 self._lose(member, self._idle_text(member, idle))
         deadlocked = events.stuck(waiting, alive)
         if deadlocked:
-            early, late = deadlocked.keys() & over, deadlocked.keys() - over
-            if early and late:
-                self._parted(self._members[min(early)], self._members[min(late)])
-                return
-            whats = {rank: self._members[rank].beat.waits_what for rank in deadlocked}
-            states = {m.rank: m.state.value for m in self._members.values()}
-            self._fail(f"the run hangs: {events.follow_waits(deadlocked, whats, states)}")
+            self._deadlocked(deadlocked, over)
             return
         stopped = self._in(State.STOPPED)
         if stopped and events.stuck(waiting, alive - {m.rank for m in stopped}):
             for member in stopped:  # at a checkpoint, say
                 self._lose(member, "is stopped, and all others wait for it")
+
+    def _deadlocked(self, waits: Mapping[int, tuple[int, ...]], over: Collection[int]) -> None:
+        early, late = waits.keys() & over, waits.keys() - over
+        if early and late:
+            self._parted(self._members[min(early)], self._members[min(late)])
+            return
+        beats = {rank: self._members[rank].beat for rank in waits}
+        whats = {rank: beat.waits_what for rank, beat in beats.items()}
+        states = {m.rank: m.state.value for m in self._members.values()}
+        text = f"the run hangs: {events.follow_waits(waits, whats, states)}"
+        steps = {rank: beat.step for rank, beat in beats.items() if beat.phase != "serving"}
+        if len({*steps.values()}) > 1:
+            first, last = (each(steps, key=steps.__getitem__) for each in (max, min))
+            text += f"; rank {first} is at step {steps[first]}, rank {last} at {steps[last]}"
+        self._fail(text)
 
     def _parted(self, early: Member, late: Member) -> None:
         self._fail(

@@ -487,6 +487,8 @@ class OwnLoop:
     def _update(self) -> None:
         worker, batches = self.worker, self.batches
         self._audit.check(self.optimizer)
+        # Before anything that waits: the watcher compares whether all ranks have called step().
+        worker.reporter.progress(step=batches.steps + 1, samples=worker.step.consumed)
         # The hook of the whole model saw no forward pass in training mode: the loop trains in
         # evaluation mode, or a part of the model. From the next batch on steps begin with it.
         batches.enters_early |= not self._passes.entered
@@ -525,7 +527,6 @@ class OwnLoop:
         self._gradients.forget()
         batches.steps += 1
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers
-        worker.reporter.progress(step=batches.steps, samples=worker.step.consumed)
 
     def _take_changes(self) -> None:
         """Take over what the user has made of the gradient, such as clipping it.
