@@ -50,6 +50,12 @@ def deep() -> nn.Module:
     )
 
 
+def compiled() -> nn.Module:
+    model = deep()
+    model.compile(backend="eager")
+    return model
+
+
 def large() -> nn.Module:
     """Of 2 MB."""
     hidden = [layer for _ in range(12) for layer in (nn.Linear(200, 200), nn.Tanh())]
@@ -117,7 +123,7 @@ class Pair(nn.Module):
 
 
 MODELS = {
-    "cnn": cnn, "mlp": mlp, "deep": deep, "large": large, "wide": wide,
+    "cnn": cnn, "mlp": mlp, "deep": deep, "compiled": compiled, "large": large, "wide": wide,
     "normalised": normalised, "dropping": dropping,
     "tied": Tied, "partial": Partial,
 }  # fmt: skip

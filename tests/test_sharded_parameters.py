@@ -16,7 +16,7 @@ from tests.training import State, equal, settings, step_lines, train_processes
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from orchestra import AllReduce
+from orchestra import AllReduce, ParameterServer
 from orchestra.errors import InputError
 from orchestra.strategies.all_reduce import SHARDS
 from orchestra.strategies.base import Strategy
@@ -69,6 +69,22 @@ def check(ranks: int, folder: Path, **training: Any) -> None:
 @pytest.mark.parametrize("optimizer", [ADAM, MOMENTUM])
 def test_they_train_as_whole_ones_do(ranks: int, optimizer: str, tmp_path: Path) -> None:
     check(ranks, tmp_path, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "told"),
+    [
+        (AllReduce(shard="parameters"), 1),
+        (ParameterServer(placement="beside"), 1),
+        (AllReduce(shard="gradients"), 0),
+    ],
+)
+def test_a_compiled_model_that_runs_eagerly_is_told_once(
+    strategy: Strategy[Any], told: int, tmp_path: Path
+) -> None:
+    run = settings(strategy, 2, "images(model='compiled')", steps=4, **SMALL_UNITS)
+    notices = train_processes(run, tmp_path).notices
+    assert [each.startswith("torch.compile has no effect") for each in notices] == [True] * told
 
 
 @pytest.mark.parametrize("model", ["cnn", "tied", "normalised"])

@@ -283,5 +283,6 @@ class ShardedWorker(Worker):
 
     def loss_of(self, module: nn.Module, batch: Batch) -> Tensor:
         assert self.gathering is not None
+        self.tell_if_compiled()
         self.gathering.begin_pass(last=self.gradients.last_backward)
         return super().loss_of(module, batch)

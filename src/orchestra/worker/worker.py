@@ -124,6 +124,7 @@ class Worker(FlatModel):
     """
 
     agrees = False
+    _told_if_compiled = False
     observe: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
@@ -281,11 +282,26 @@ class Worker(FlatModel):
         if self.arriving is None or module is not self.module:
             with self.casting():
                 return self._loss(module, batch)
+        self.tell_if_compiled()
         with self.casting(), AwaitParameters(self.gradients.parameters, self.arriving):
             loss = self._loss(module, batch)
         # All that are left: nobody waits for parameters after the forward pass.
         self.arriving.await_for(0)
         return loss
+
+    def tell_if_compiled(self) -> None:
+        """Give a notice, once, if torch.compile was called for the module or a part of it.
+
+        A forward pass whose operations await or gather parameters is always an eager one.
+        """
+        told, self._told_if_compiled = self._told_if_compiled, True
+        modules = () if told or self.rank != self.workers.ranks[0] else self.module.modules()
+        # By name, as torch._dynamo takes long to import.
+        if any(m._compiled_call_impl or type(m).__name__ == "OptimizedModule" for m in modules):
+            self.reporter.notice(
+                "torch.compile has no effect on this model: its parameters arrive while the "
+                "forward pass runs, eagerly (with servers, overlap: false avoids it)"
+            )
 
     def casting(self) -> contextlib.AbstractContextManager[object]:
         """Return a context in which a forward pass has the run's precision."""
