@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from orchestra import Strategy, exchange
 from orchestra.settings import setting
+from orchestra.strategies.traits import Pace, Traits, WorkMode
 
 if TYPE_CHECKING:  # so that `orchestra list` need not import torch
     import torch
@@ -29,10 +30,9 @@ class DynamicAveraging(Strategy[State]):
 
     drift: float = setting(0.5, "Delta: the squared distance that is far", above=0.0)
     every: int = setting(4, "b: steps between two looks at the distance", low=1)
-    synchronous = False  # replicas differ
 
-    def currently_lockstep(self, state: State) -> bool:
-        return True  # all look at the distance at the same steps
+    def traits(self, work: WorkMode = "shared") -> Traits:
+        return replace(super().traits(work), pace=Pace.ROUNDS)  # replicas differ
 
     def start(self, worker: Worker) -> State:
         exchange.agree_on_parameters(worker)

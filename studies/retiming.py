@@ -35,7 +35,7 @@ def retimed(run: Run, record: RunRecord, cluster: str, folder: Path) -> RunRecor
             `record` is that of another run.
         RunFailed: the simulation failed.
     """
-    if run.strategy.depends_on_speed:
+    if run.strategy.traits().depends_on_speed:
         raise InputError(
             f"{run.strategy!r}: what it learns depends on how fast ranks and links are: simulate "
             f"it on {cluster} with tensors: real"

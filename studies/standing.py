@@ -139,7 +139,11 @@ def _on(cluster: str, seeds: list[int] | None) -> Experiment:
 def _job(run: Run, experiment: Experiment, folder: Path, first: Path | None) -> Job:
     """A run, or a re-timing of that on the `first` cluster."""
     place = (run.name, run.training.ranks, run.seed)
-    source = None if first is None or run.strategy.depends_on_speed else run_folder(first, *place)
+    source = (
+        None
+        if first is None or run.strategy.traits().depends_on_speed
+        else run_folder(first, *place)
+    )
     what = f"{folder.name}: {run.name}, seed {run.seed}"
     return Job(run, experiment, run_folder(folder, *place), what, source=source)
 

@@ -17,7 +17,7 @@ from orchestra.records.record import RunRecord, read_summary, write_summary
 from orchestra.records.report import changes_in
 from orchestra.report.watching import RankTrack
 from orchestra.settings import parse
-from orchestra.strategies.auto import Pace, choose
+from orchestra.strategies.auto import PredictedPace, choose
 from orchestra.strategies.registry import STRATEGIES
 
 RING, ROUNDS = "AllReduce('ring')", "LocalSGD(8)"
@@ -61,8 +61,8 @@ def steps_of(folder: Path) -> list[float]:
 
 def test_a_step_is_as_long_as_the_slowest_worker_and_the_exchange() -> None:
     own = [[1.0, 3.0, 1.0, 3.0], [2.0, 2.0, 2.0, 2.0]]
-    assert Pace.of("each", 1.0, own, 0.5, 1).seconds == 2.5 + 0.5
-    assert Pace.of("round", 1.0, own, 0.5, 2).seconds == 2.0 + 0.25
+    assert PredictedPace.of("each", 1.0, own, 0.5, 1).seconds == 2.5 + 0.5
+    assert PredictedPace.of("round", 1.0, own, 0.5, 2).seconds == 2.0 + 0.25
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_step_is_as_long_as_the_slowest_worker_and_the_exchange() -> None:
 def test_another_candidate_has_to_be_sooner_by_the_margin(
     samples: float, ratio: float, margin: float, chosen: int
 ) -> None:
-    paces = [Pace("a", 1.0, 1.0, 2.0), Pace("b", samples, 0.0, 1.0, ratio)]
+    paces = [PredictedPace("a", 1.0, 1.0, 2.0), PredictedPace("b", samples, 0.0, 1.0, ratio)]
     assert choose(paces, 0, margin)[0] == chosen
 
 

@@ -19,8 +19,9 @@ from orchestra.experiments import api
 from orchestra.optimizers.settings import Optimizer
 from orchestra.records.record import RunRecord
 from orchestra.settings import parse
-from orchestra.strategies.base import Footprint, Strategy
+from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
+from orchestra.strategies.traits import Footprint
 from orchestra.trainer.settings import Run, Training
 
 NODES = {
@@ -185,4 +186,4 @@ def test_in_a_comparison_it_is_a_row_that_failed(write: Write, tmp_path: Path) -
 def test_a_switch_keeps_the_most_of_both_phases() -> None:
     switch = parse("Switch(AllReduce(), LocalSGD(8, outer=SlowMo()))", STRATEGIES, where="test")
     assert isinstance(switch, Strategy)
-    assert switch.footprint(1, 4) == Footprint(copies=3)
+    assert switch.traits().memory(1, 4) == Footprint(copies=3)

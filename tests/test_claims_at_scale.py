@@ -23,6 +23,7 @@ from orchestra.experiments.experiment import Choice, Experiment, Trial, Tune, tr
 from orchestra.experiments.file import load
 from orchestra.experiments.run import finished
 from orchestra.records.record import RunRecord
+from orchestra.strategies.base import refusal_of
 
 
 def test_every_study_has_ten_seeds_in_the_simulation_and_tuned_rates() -> None:
@@ -43,7 +44,7 @@ def test_every_difference_is_of_two_rows_that_are_run(workers: int, tmp_path: Pa
                 scale = Scale(tmp_path, 1 if name == study.ONE_WORKER else workers)
                 experiment = scale.experiment(name, STUDIES[name][1][0])
                 assert experiment.ranks == (ranks,)
-                assert experiment.strategies[label].refusal(ranks) is None
+                assert refusal_of(experiment.strategies[label], ranks) is None
                 assert claim.figure != SECONDS or experiment.training.snapshots
     assert {claim.comparison for claim in claims_of(workers)} == STUDIES.keys()
 

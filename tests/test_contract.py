@@ -194,12 +194,12 @@ def test_it_reaches_the_target_and_its_record_is_complete(
         check_times(record)
     check_files(record, tmp_path)
     roles = strategy.roles(ranks)
-    fresh = strategy.synchronous or row.fresh
+    fresh = strategy.traits().lockstep or row.fresh
     assert (record.staleness is None) == fresh
     if not fresh and record.workers > 1:
         assert record.staleness is not None
         assert record.staleness["max"] >= record.staleness["mean"] >= 0
-    assert (record.switched_at_step is not None) == strategy.switches
+    assert (record.switched_at_step is not None) == bool(strategy.traits().phases)
     assert (record.bytes_sent > 0) == (len(roles.shares) > 1)
     assert record.bytes_estimated == ("native" in record.strategy)
 
@@ -277,7 +277,7 @@ def test_with_one_worker_it_equals_single_bit_for_bit(row: Row, tmp_path: Path) 
     """In virtual time where `test_simulation` shows that it trains as on processes, to the bit."""
     strategy = row.build()
     run = digits_run(strategy, row.smallest, **ONE_WORKER)
-    record = (simulated if strategy.synchronous else train_processes)(run, tmp_path)
+    record = (simulated if strategy.traits().lockstep else train_processes)(run, tmp_path)
     assert record.workers == 1
     assert record.parameters_sha256 == single_hash()
 

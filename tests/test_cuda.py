@@ -49,7 +49,7 @@ def test_every_strategy_trains_on_a_gpu(label: str, tmp_path: Path) -> None:
     }
     assert records["cuda"].status == "completed"
     assert records["cuda"].metrics["accuracy"] > 0.2  # 0.1 untrained
-    if strategy.synchronous and not strategy.depends_on_speed:
+    if strategy.traits().lockstep and not strategy.traits().depends_on_speed:
         there, here = (
             load_file(tmp_path / device / "parameters.safetensors") for device in ("cuda", "cpu")
         )

@@ -21,6 +21,7 @@ from orchestra.exchange import stage_of
 from orchestra.optimizers.settings import Group, Optimizer
 from orchestra.settings import parse
 from orchestra.strategies.all_reduce import AllReduce
+from orchestra.strategies.base import ModelPart
 from orchestra.strategies.pipeline import Pipeline
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.single import Single
@@ -249,8 +250,8 @@ def test_one_rank_answers_for_each_tensor() -> None:
     owned = []
     for rank in range(4):
         whole = initialised(Tied(), torch.float32)
-        part = strategy.part_of(whole, lambda model: model(images), rank, 4)
-        assert part is not None
+        part = strategy.place(whole, lambda model: model(images), rank, 4)
+        assert isinstance(part, ModelPart)
         owned.append(part.owned)
     assert owned[0] == {"into.weight", "into.bias"}
     assert owned[1] == {"again.bias", "out.weight", "out.bias"}

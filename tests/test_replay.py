@@ -28,7 +28,7 @@ BY_CHANCE = [
     row
     for row in TABLE
     if isinstance(row.strategy, str)
-    and (not row.build().synchronous or row.label in ("partial all-reduce", "backup workers"))
+    and (not row.build().traits().lockstep or row.label in ("partial all-reduce", "backup workers"))
 ]
 
 ALWAYS = ("gossip", "hop", "groups", "overlapped push", "local")

@@ -80,7 +80,7 @@ def test_it_is_the_run_on_the_other_cluster(strategy: str, tmp_path: Path) -> No
 
 def test_every_strategy_says_whether_speed_decides() -> None:
     rows = [row for row in TABLE if isinstance(row.strategy, str) and "own" not in row.label]
-    assert {row.label for row in rows if row.build().depends_on_speed} == BY_SPEED
+    assert {row.label for row in rows if row.build().traits().depends_on_speed} == BY_SPEED
 
 
 def test_a_run_that_depends_on_speed_is_refused(tmp_path: Path) -> None:

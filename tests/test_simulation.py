@@ -37,7 +37,7 @@ ON_TIME = ("partial all-reduce", "backup workers")  # what they drop depends on 
 SYNCHRONOUS = [
     row
     for row in TABLE
-    if isinstance(row.strategy, str) and row.build().synchronous and row.label not in ON_TIME
+    if isinstance(row.strategy, str) and row.build().traits().lockstep and row.label not in ON_TIME
 ]
 
 

@@ -29,6 +29,7 @@ from orchestra.errors import InputError
 from orchestra.records.report import RankReport
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
+from orchestra.strategies.traits import Partition
 from orchestra.trainer.program import train
 from orchestra.trainer.recorder import Recorder
 from orchestra.trainer.settings import Run, Training
@@ -135,9 +136,11 @@ def check(run: Run, folder: Path, on: str, overhead: Overhead = COSTLY) -> None:
 
 
 def tells_of_time(row: Row) -> bool:
-    strategy = row.build()
+    traits = row.build().traits()
     return isinstance(row.strategy, str) and not (
-        strategy.reads_values or strategy.divides_model or "DynamicAveraging" in row.strategy
+        traits.reads_values
+        or traits.partition is Partition.STAGED
+        or "DynamicAveraging" in row.strategy
     )
 
 

@@ -131,7 +131,7 @@ def resumed_from_each(text: str, folder: Path, **options: Any) -> int:
         name = f"checkpoints/{index:04d}"
         shutil.copytree(folder / "whole" / name, folder / str(index) / name)
         again = told(trained(text, folder / str(index), **options))
-        sure = 2 if strategy.depends_on_speed else len(whole)
+        sure = 2 if strategy.traits().depends_on_speed else len(whole)
         assert again[:sure] == whole[:sure], f"resumed from checkpoint {index} of {len(there)}"
     return len(there)
 
@@ -208,7 +208,7 @@ def test_roles_change_at_a_checkpoint_on_processes(tmp_path: Path) -> None:
     by_rank = launch(_one_after_the_other, tmp_path, RANKS).results
     for label, text in ON_PROCESSES.items():
         runs = [told(list(reports)) for reports in zip(*(r[label] for r in by_rank), strict=True)]
-        depends = parse(text, STRATEGIES, where=label).depends_on_speed
+        depends = parse(text, STRATEGIES, where=label).traits().depends_on_speed
         sure = 2 if depends else len(runs[0])
         assert len(runs) >= 3, label
         assert all(again[:sure] == runs[0][:sure] for again in runs), label

@@ -193,7 +193,7 @@ class Scale:
             made = replace(run, training=training, strategy=best.strategy)
             place = run_folder(folder, run.name, run.training.ranks, run.seed)
             source = None
-            if kind != first and not made.strategy.depends_on_speed:
+            if kind != first and not made.strategy.traits().depends_on_speed:
                 source = self.folders[first] / place.relative_to(self.folders[kind])
             what = f"{folder.parent.name}, {folder.name}: {run.name}, seed {run.seed}"
             yield Job(made, experiment, place, what, settings, source)

@@ -15,6 +15,7 @@ from orchestra.cluster.file import read_cluster
 from orchestra.errors import InputError
 from orchestra.optimizers.settings import Optimizer
 from orchestra.settings import parse
+from orchestra.strategies.base import refusal_of
 from orchestra.strategies.registry import STRATEGIES as KNOWN
 from orchestra.trainer.settings import Run, Training
 
@@ -309,7 +310,7 @@ def cases(
             # from crowded cores, or from messages (decision 97).
             made = [Case(label, task, count, cluster, file) for label in (*strategies, *CONTROLS)]
             # Some strategies need two ranks, say, or an even number
-            found += [one for one in made if one.run.strategy.refusal(one.processes) is None]
+            found += [one for one in made if refusal_of(one.run.strategy, one.processes) is None]
     if all(case.label in CONTROLS for case in found):
         raise InputError("--strategies: none of them runs on that many ranks")
     return found

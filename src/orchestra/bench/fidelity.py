@@ -186,7 +186,9 @@ def _measured(
         for case in block:
             formula, constant = predicted(case, measured)
             differ = None
-            if case.run.strategy.synchronous:  # elsewhere the order of arrivals decides on them
+            if (
+                case.run.strategy.traits().lockstep
+            ):  # elsewhere the order of arrivals decides on them
                 files = (folder / f"{case.label}-{which}" for which in ("predicted", "run"))
                 differ = largest_difference(*files)
             row = row_of(case, real[case.label], virtual[case.label], formula, constant, differ)

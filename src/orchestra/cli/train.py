@@ -193,7 +193,7 @@ def _conditions(record: RunRecord, run: Run) -> Iterator[tuple[str, str]]:
         count, changes = len(record.decisions), changes_in(record.decisions)
         yield "decisions", f"{count}, of which {len(changes)} went on with another strategy"
         yield from (("switched", text) for text in changes)
-    elif run.strategy.switches:
+    elif run.strategy.traits().phases:
         step = record.switched_at_step
         yield "switched", "never: its rule did not fire" if step is None else f"at step {step}"
     yield from ((f"without rank {rank}", reason) for rank, reason in record.left_out.items())

@@ -20,6 +20,7 @@ from orchestra.records.live import Live, RankNow, Waiting, remove_live, write_li
 from orchestra.records.report import CounterSeries, Straggler
 from orchestra.records.stragglers import find
 from orchestra.strategies.base import Roles
+from orchestra.strategies.traits import Partition
 from orchestra.trainer.settings import Run
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class SlowRanks:
 
 def slow_ranks_of(run: Run, roles: Roles, tell: Callable[[str], None]) -> SlowRanks:
     """Make what compares the ranks of `run`; stages of a model have unlike work."""
-    alike = not run.strategy.divides_model
+    alike = run.strategy.traits().partition is not Partition.STAGED
     return SlowRanks(set(roles.servers) - set(roles.workers), tell, alike=alike)
 
 

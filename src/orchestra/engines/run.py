@@ -20,6 +20,7 @@ from orchestra.records.report import RankReport, Straggler
 from orchestra.records.stragglers import LEAST_SECONDS, find
 from orchestra.settings.base import to_plain
 from orchestra.strategies.base import roles_of
+from orchestra.strategies.traits import Dealing, Partition
 from orchestra.trainer.settings import Run, target_times
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def record_of(
 
 def stragglers_of(run: Run, reports: Sequence[RankReport]) -> list[Straggler]:
     """Find the stragglers of a run; stages of a model have unlike work and are not compared."""
-    if run.strategy.divides_model:
+    if run.strategy.traits().partition is Partition.STAGED:
         return []
     nodes = {report.rank: report.node for report in reports if report.node}
     return find(
@@ -118,7 +119,8 @@ def failed_record(run: Run, folder: Path, failure: RunFailed | InputError) -> Ru
 
 
 def _identity(run: Run, folder: Path) -> dict[str, Any]:
-    roles = roles_of(run.strategy, run.training.ranks)
+    roles, traits = roles_of(run.strategy, run.training.ranks), run.strategy.traits("shared")
+    queued = traits.dealing is Dealing.QUEUE and len(roles.workers) > 1
     return {
         "name": run.name,
         "strategy": repr(run.strategy),
@@ -129,11 +131,11 @@ def _identity(run: Run, folder: Path) -> dict[str, Any]:
         "servers": len(roles.servers),
         "seed": run.seed,
         "global_batch": run.training.global_batch(roles.shares),
-        "distributed": run.strategy.distributed,
-        "switches": run.strategy.switches,
-        "synchronous": run.strategy.synchronous,
+        "distributed": traits.distributed,
+        "switches": bool(traits.phases),
+        "synchronous": traits.lockstep,
         "steps_together": run.steps_together,
-        "work": run.training.work if run.strategy.self_paced and len(roles.workers) > 1 else None,
+        "work": run.training.work if queued else None,
         "judged_on": run.judged_on,
         "folder": folder,
     }

@@ -21,7 +21,7 @@ from orchestra.report.rows import grouped
 from orchestra.settings import MAX_RANKS, MAX_SEED, REQUIRED, Settings, setting
 from orchestra.settings.base import to_plain
 from orchestra.settings.reading import replace_setting
-from orchestra.strategies.base import Strategy
+from orchestra.strategies.base import Strategy, refusal_of
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.single import Single
 from orchestra.trainer.settings import Device, Run, Target, Training
@@ -148,7 +148,7 @@ class Experiment(Settings):
         # The settings are frozen; `ranks` is the experiment's, and a training has one number.
         object.__setattr__(self, "training", replace(self.training, ranks=self.ranks[0]))
         for label, strategy in self.strategies.items():
-            reasons = [strategy.refusal(ranks) for ranks in self.ranks]
+            reasons = [refusal_of(strategy, ranks) for ranks in self.ranks]
             if all(reasons):
                 raise InputError(f"strategies.{label}: {reasons[0]}")
         for label in self.devices.keys() - self.strategies.keys():
@@ -185,7 +185,7 @@ def runs(experiment: Experiment) -> list[Run]:
         for seed in experiment.seeds
         for ranks in experiment.ranks
         for label, strategy in experiment.strategies.items()
-        if strategy.refusal(ranks) is None
+        if refusal_of(strategy, ranks) is None
         for own in [experiment.devices.get(label, device)]
     ]
 
@@ -201,7 +201,7 @@ def not_run(experiment: Experiment) -> list[dict[str, Any]]:
         {"name": label, "ranks": ranks, "reason": reason}
         for ranks in experiment.ranks
         for label, strategy in experiment.strategies.items()
-        if (reason := strategy.refusal(ranks)) is not None
+        if (reason := refusal_of(strategy, ranks)) is not None
     ]
 
 

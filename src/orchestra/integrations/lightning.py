@@ -179,7 +179,7 @@ class OrchestraStrategy(ParallelStrategy):
             "give it those that are frozen in a group with a learning rate of 0, and raise that "
             "by a scheduler",
         }
-        if not self._orchestra.synchronous:
+        if not self._orchestra.traits().lockstep:
             refused[callbacks.WeightAveraging] = (
                 f"under {self._orchestra!r} workers' models differ between exchanges, and so "
                 "would their averages: take AllReduce or a synchronous server"
@@ -268,7 +268,7 @@ class OrchestraStrategy(ParallelStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         # item() waits for the device, so only rules that watch the loss have it. Lightning has
         # divided the loss by the number of batches of a step.
-        if self._orchestra.reads_loss and self._batches is not None:
+        if self._orchestra.traits().reads_loss and self._batches is not None:
             self._batches.report(closure_loss.item() * self._trainer.accumulate_grad_batches)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -106,7 +106,7 @@ def _refuse_collisions(trainer: Trainer, strategy: Strategy[Any]) -> None:
             f"this process would use {args.n_gpu} GPUs: start one process for each, with torchrun"
         )
     # The scale follows the gradients that a worker sees; under all-reduce all see the average
-    if trainer.accelerator.scaler is not None and not strategy.synchronous:
+    if trainer.accelerator.scaler is not None and not strategy.traits().lockstep:
         raise InputError(
             f"TrainingArguments: with fp16 every worker would scale its loss, and skip steps, by "
             f"itself under {strategy!r}: set bf16, or take AllReduce"
@@ -314,7 +314,7 @@ class _Distributed(Trainer):
         """Return the loss, and report it to strategies that watch it."""
         found = super().compute_loss(model, inputs, *args, **kwargs)
         # item() waits for the device
-        if self.distribution.strategy.reads_loss and model.training:
+        if self.distribution.strategy.traits().reads_loss and model.training:
             loss: Tensor = found[0] if isinstance(found, tuple) else found
             self._batches.report(loss.item())
         return found

@@ -22,7 +22,8 @@ from orchestra.trainer.settings import Engine, Target
 RECOMMENDED = "recommended.yaml"
 PORT = 29400
 TOO_WELL = 2.0
-"""How many times as long as predicted steps with `answers_beside` take on emulated nodes."""
+"""How many times as long as predicted steps take on emulated nodes, where workers answer others
+on the core of their gradients."""
 CURVES = 8
 """The most candidates whose curves are in the answer."""
 MOST, ALIKE = 4, 2
@@ -197,9 +198,13 @@ def doubts_about(
 ) -> Sequence[str]:
     """Return a note where the lead of the recommended row may be an error of the prediction.
 
-    Strategies with `answers_beside` are predicted too fast, by up to `TOO_WELL` times.
+    Where workers answer others on the core of their gradients, predictions are too fast, by up to
+    `TOO_WELL` times.
     """
-    beside = {name: entry.candidate.run.strategy.answers_beside for name, entry in entries.items()}
+    beside = {
+        name: entry.candidate.run.strategy.traits().answers_beside
+        for name, entry in entries.items()
+    }
     if best is None or best.seconds is None or not beside[best.name]:
         return ()
     others = (row for row in rows if row.seconds is not None and not beside[row.name])
@@ -408,4 +413,4 @@ def _suits(entry: Entry, best: Entry) -> bool:
     own, other = entry.candidate, best.candidate
     alike = (own.nodes, own.batch, own.rate) == (other.nodes, other.batch, other.rate)
     given = own.run.training.shares == other.run.training.shares
-    return own.run.strategy.exchanges_as is not None and alike and given
+    return own.run.strategy.traits().exchange is not None and alike and given

@@ -17,7 +17,7 @@ from orchestra.experiments.experiment import ONE_PROCESS, Experiment
 from orchestra.optimizers.settings import Optimizer
 from orchestra.records.record import write_atomically
 from orchestra.strategies.all_reduce import AllReduce
-from orchestra.strategies.base import Strategy
+from orchestra.strategies.base import Strategy, refusal_of
 from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.registry import strategy_of
@@ -220,7 +220,7 @@ class Space:
         on = f" on {count} {'nodes' if self.several else 'ranks'}"
         name = label + ", shares by speed" * (shares == MEASURED) + on + _batch_text(batch)
         try:
-            if (reason := each.refusal(len(names))) is None:
+            if (reason := refusal_of(each, len(names))) is None:
                 training = self._training(len(names), batch, self._only(tuple(names)), shares)
                 run = self._run(name, each, training)
                 return [Candidate(name, run, tuple(dict.fromkeys(names)), label, batch)]

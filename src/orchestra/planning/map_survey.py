@@ -341,7 +341,7 @@ def learned_there(
         return [
             (point, point.winner)
             for point in found
-            if candidate(point, point.winner).run.strategy.depends_on_speed
+            if candidate(point, point.winner).run.strategy.traits().depends_on_speed
             and gap(place_of(point), trained.get(point.winner, ())) > NEAR
         ]
 

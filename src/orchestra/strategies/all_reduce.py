@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -9,10 +10,11 @@ from orchestra import exchange, optimizers
 from orchestra.compression.base import Compressor
 from orchestra.errors import InputError
 from orchestra.settings import MAX_RANKS, setting
-from orchestra.strategies.base import Footprint, Roles, Strategy
+from orchestra.strategies.base import Roles, Strategy, replica_memory
+from orchestra.strategies.traits import Footprint, Partition, Rehearsal, Traits, WorkMode
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from orchestra.optimizers.spec import OptimizerPart
@@ -155,16 +157,24 @@ class AllReduce(Strategy[AllReduceState]):
                 "AllReduce: order and backup do not go with algorithm='native': name a schedule"
             )
 
-    @property
-    def native(self) -> bool:
-        return self.algorithm == "native"
+    def traits(self, work: WorkMode = "shared") -> Traits:
+        plain = self.shard == "nothing" and not self.backup
+        # It matters which gradients arrive first, or which ranks share a node.
+        by_node = self.algorithm == "hierarchical" and self.ranks_per_node is None
+        return Traits(
+            self._memory,
+            partition=Partition.SHARDED if self.shard == "parameters" else Partition.REPLICATED,
+            depends_on_speed=self.backup > 0 or by_node,
+            native=self.algorithm == "native",
+            hands_over_moments=self.shard == "nothing",  # else a worker has those of its slice
+            exchange=Rehearsal(repr(self), self._rehearse) if plain else None,
+        )
 
-    @property
-    def shards_parameters(self) -> bool:
-        return self.shard == "parameters"
-
-    def share_of(self, rank: int, ranks: int) -> Share | None:
-        if not self.shards_parameters or ranks == 1:
+    def place(
+        self, module: nn.Module, loss_of: Callable[[nn.Module], Tensor], rank: int, ranks: int
+    ) -> Share | None:
+        """Return the shard of `rank` under shard="parameters"."""
+        if self.shard != "parameters" or ranks == 1:
             return None
         return exchange.share_of(self.order or tuple(range(ranks)), rank)
 
@@ -181,37 +191,23 @@ class AllReduce(Strategy[AllReduceState]):
             )
         return super().roles(ranks)
 
-    def footprint(self, rank: int, ranks: int) -> Footprint:
+    def _memory(self, rank: int, ranks: int) -> Footprint:
         """Return a part of what is sharded, with the buckets in use and what compression keeps."""
         level = SHARDS.index(self.shard) if ranks > 1 else 0
         kept = 0.0 if self.compression is None else self.compression.footprint
         return replace(
-            super().footprint(rank, ranks), optimizer=1 / ranks if level >= 1 else 1.0,
+            replica_memory(self, rank, ranks), optimizer=1 / ranks if level >= 1 else 1.0,
             gradients=1 / ranks if level >= 2 else 1.0,
             parameters=1 / ranks if level >= 3 else 1.0, copies=kept, windows=max(level - 1, 0),
         )  # fmt: skip
 
-    @property
-    def depends_on_speed(self) -> bool:
-        """True if it matters who comes first (`backup`), or who shares a node (hierarchical)."""
-        return self.backup > 0 or (self.algorithm == "hierarchical" and self.ranks_per_node is None)
-
-    @property
-    def hands_over_moments(self) -> bool:
-        """True if each worker has all moments, and not only those of its slice."""
-        return self.shard == "nothing"
-
-    @property
-    def exchanges_as(self) -> AllReduce | None:
-        return None if self.shard != "nothing" or self.backup else self
-
-    def rehearse(self, worker: Worker, values: Tensor) -> None:
+    def _rehearse(self, worker: Worker, values: Tensor) -> None:
         if self.compression is not None:
             kept = exchange.CompressionState.of(worker, self.compression)
             exchange.average_compressed(
                 worker, worker.transport, values, 0, self.compression, kept, self.algorithm, 0
             )
-        elif self.native:
+        elif self.algorithm == "native":
             exchange.native_sum(worker)(values, False).wait()
         else:
             self._collective(worker).begin(worker.transport, values).wait()
@@ -227,12 +223,12 @@ class AllReduce(Strategy[AllReduceState]):
                 "leaves out forward and backward passes, which a loop of your own cannot"
             )
         self._check_sharded(worker)
-        if self.shards_parameters and len(worker.workers) > 1:
+        if self.shard == "parameters" and len(worker.workers) > 1:
             exchange.broadcast_buffers(worker, worker.everyone)
         else:
             exchange.agree_on_parameters(worker)
         worker.reporter.expendable(False)
-        if self.native:
+        if self.algorithm == "native":
             return self._averaging(worker, exchange.native_sum(worker), worker.workers)
         collective = self._collective(worker)
         if self.backup:
@@ -305,7 +301,7 @@ class AllReduce(Strategy[AllReduceState]):
             worker.clip()
             worker.update_locally(state.optimizer)
         # Shards differ; whole parameters are equal, and one worker's copy is enough.
-        if self.shards_parameters or worker.rank == worker.workers.ranks[0]:
+        if self.shard == "parameters" or worker.rank == worker.workers.ranks[0]:
             worker.snapshots.offer(worker.step.consumed, worker.parameters)
 
     def agree(self, worker: Worker, state: AllReduceState) -> None:

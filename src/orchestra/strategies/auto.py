@@ -10,8 +10,9 @@ from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import MAX_STEPS, setting
 from orchestra.settings.base import REQUIRED
-from orchestra.strategies.base import CHANGED, Footprint, Roles, Strategy
+from orchestra.strategies.base import CHANGED, Roles, Strategy
 from orchestra.strategies.phased import Phased
+from orchestra.strategies.traits import Footprint, Rehearsal, Traits, WorkMode
 
 if TYPE_CHECKING:
     from orchestra.worker.batches import Batch
@@ -65,10 +66,6 @@ class Auto(Phased):
     go over where the workers have them, as their mean where they differ.
     """
 
-    depends_on_speed = True
-    steps_together = True
-    reads_values = True  # what workers measure travels as such
-
     use = "where links or nodes change during a run, or are not known before it"
     variants = (
         (
@@ -99,7 +96,7 @@ class Auto(Phased):
                 f"{len(self.candidates)} candidates"
             )
         for each in self.candidates:
-            if each.exchanges_as is None:
+            if each.traits().exchange is None:
                 raise InputError(
                     f"Auto: {each!r} cannot be a candidate: only AllReduce without shard and "
                     "backup, LocalSGD(every) without fragments and overlap, and a synchronous "
@@ -110,9 +107,11 @@ class Auto(Phased):
     def phases(self) -> tuple[Strategy[Any], ...]:
         return self.candidates
 
-    @property
-    def hands_over_moments(self) -> bool:
-        return all(each.hands_over_moments for each in self.candidates)
+    def traits(self, work: WorkMode = "shared") -> Traits:
+        # What workers measure travels as values.
+        return replace(
+            super().traits(work), memory=self._memory, depends_on_speed=True, reads_values=True
+        )
 
     def roles(self, ranks: int) -> Roles:
         """Return the roles of the first candidate; the others need the same workers."""
@@ -122,16 +121,13 @@ class Auto(Phased):
                 raise InputError(f"Auto: {each!r} does not train on all ranks alike")
         return roles[0]
 
-    def footprint(self, rank: int, ranks: int) -> Footprint:
+    def _memory(self, rank: int, ranks: int) -> Footprint:
         """Return the largest of each part, and add the copy that rehearsals exchange."""
-        largest = super().footprint(rank, ranks)
+        largest = super().traits().memory(rank, ranks)
         return replace(largest, copies=largest.copies + 1)
 
     def phase(self, state: AutoState) -> Strategy[Any]:
         return self.candidates[state.current]
-
-    def currently_lockstep(self, state: AutoState) -> bool:
-        return self.phase(state).currently_lockstep(state.inner)
 
     def start(self, worker: Worker) -> AutoState:
         state = self._begin(worker)
@@ -167,7 +163,7 @@ class Auto(Phased):
         state.steps += 1
         steps, several = len(state.walls), len(worker.workers) > 1
         least = self.every if state.exchanges else min(self.every, FIRST)
-        if several and steps >= least and steps % phase.exchange_every == 0:
+        if several and steps >= least and steps % _exchange_of(phase).every == 0:
             self._decide(worker, state)
             state.watch.lap()  # what that took is nobody's step
 
@@ -215,12 +211,11 @@ class Auto(Phased):
 
     def _rehearse(self, worker: Worker, state: AutoState) -> None:
         """Collective: measure the exchange of each candidate; the slowest worker counts."""
-        kinds = [each.exchanges_as for each in self.candidates]
+        kinds = [_exchange_of(each) for each in self.candidates]
         own: dict[str, float] = {}
         now, values = worker.transport.now, worker.parameters.clone()
         # Candidates with the same exchange, as LocalSGD and its all-reduce, share one.
-        for name, kind in {repr(kind): kind for kind in kinds}.items():
-            assert kind is not None
+        for name, kind in {kind.name: kind for kind in kinds}.items():
             # Together, or the first to come would measure how long it waits for the others.
             exchange.wait_for_workers(worker)
             began = now()
@@ -228,15 +223,16 @@ class Auto(Phased):
             own[name] = now() - began
         table = exchange.gather_numbers(worker, [*own.values()])
         longest = dict(zip(own, map(max, zip(*table, strict=True)), strict=True))
-        state.exchanges = [longest[repr(kind)] for kind in kinds]
+        state.exchanges = [longest[kind.name] for kind in kinds]
         state.cost, state.since = sum(longest.values()), 0.0
 
-    def _paces(self, state: AutoState, own: Sequence[Sequence[float]]) -> list[Pace]:
+    def _paces(self, state: AutoState, own: Sequence[Sequence[float]]) -> list[PredictedPace]:
         """Predict the pace of each candidate, by the workers' `own` seconds of some steps."""
         paces = []
         for number, each in enumerate(self.candidates):
             samples = self.samples[number] if self.samples else 1.0
-            pace = Pace.of(repr(each), samples, own, state.exchanges[number], each.exchange_every)
+            every = _exchange_of(each).every
+            pace = PredictedPace.of(repr(each), samples, own, state.exchanges[number], every)
             paces.append(replace(pace, ratio=state.ratios[number]))
         return paces
 
@@ -245,15 +241,16 @@ class Auto(Phased):
         old, then = self.phase(state), self.candidates[new]
         old.quiesce(worker, state.inner, CHANGED)
         old.stop(worker, state.inner)
-        if not old.synchronous:
+        before, after = old.traits(), then.traits()
+        if not before.lockstep:
             exchange.exact_mean_of_buffers(worker)
-        apart = then.synchronous and not old.synchronous
+        apart = after.lockstep and not before.lockstep
         optimizer = old.optimizer_of(state.inner)
         exchange.hand_over_moments(worker, optimizer, "averaged" if apart else "kept")
         worker.measures.switched_at_step = state.steps
         worker.measures.switched_at_sample = worker.step.consumed
         worker.begin_phase(worker.workers.ranks)
-        worker.snapshots.skip(worker.step.consumed, buffers=old.synchronous)
+        worker.snapshots.skip(worker.step.consumed, buffers=before.lockstep)
         state.current, state.usual = new, 0.0
         # Parameters are equal now: to broadcast them would take N - 1 times their size, and go on
         # in the background of the first steps, which would be measured as slow.
@@ -264,11 +261,18 @@ class Auto(Phased):
         exchange.wait_for_workers(worker)
 
 
+def _exchange_of(candidate: Strategy[Any]) -> Rehearsal:
+    """Return the exchange of a candidate, which `check` has found to have one."""
+    found = candidate.traits().exchange
+    assert found is not None
+    return found
+
+
 # What it decides by: plain numbers
 
 
 @dataclass(frozen=True)
-class Pace:
+class PredictedPace:
     """How fast a candidate is, and how far the target is from it."""
 
     name: str  # in its notation
@@ -280,7 +284,7 @@ class Pace:
     @staticmethod
     def of(
         name: str, samples: float, own: Sequence[Sequence[float]], exchange: float, every: int
-    ) -> Pace:
+    ) -> PredictedPace:
         """Predict the pace of a candidate whose workers exchange after every `every` steps.
 
         `own` are each worker's seconds in each of some steps, without the exchange.
@@ -289,7 +293,7 @@ class Pace:
         rounds = [slice(first, first + every) for first in range(0, steps, every)]
         # Workers wait for each other once a round: the slowest over all steps of the round counts.
         slowest = sum(max(sum(worker[steps]) for worker in own) for steps in rounds)
-        return Pace(name, samples, exchange, slowest / steps + exchange / every)
+        return PredictedPace(name, samples, exchange, slowest / steps + exchange / every)
 
     @property
     def seconds(self) -> float:
@@ -302,7 +306,7 @@ class Pace:
         return self.samples * self.seconds
 
 
-def choose(paces: Sequence[Pace], current: int, margin: float) -> tuple[int, str]:
+def choose(paces: Sequence[PredictedPace], current: int, margin: float) -> tuple[int, str]:
     """Return the candidate to go on with, and why: another one if it is sooner by the margin."""
     own, best = paces[current], min(range(len(paces)), key=lambda n: paces[n].to_target)
     if best == current:

@@ -5,9 +5,10 @@ A strategy object has no state, because all ranks of a simulation share it; `sta
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -15,6 +16,7 @@ from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import Settings
 from orchestra.settings.notation import LazyModule
+from orchestra.strategies.traits import Dealing, Footprint, Pace, Traits, WorkMode
 
 if TYPE_CHECKING:
     import torch as torch
@@ -68,33 +70,11 @@ class Roles:
     @property
     def leader(self) -> int:
         """The rank that gathers and evaluates. The run cannot go on without it."""
-        # With replicas any server may be lost: a worker has to stay, and gathers (decision 23)
+        # With replicas any server may be lost: a worker has to stay, and gathers.
         if self.servers and not self.replicas:
             return self.servers[0]
         # A worker beside a server would be lost together with it
         return next(rank for rank in self.workers if rank not in self.servers)
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """The memory of a rank in training, in multiples of what it trains: a model or part.
-
-    `copies` are vectors of all parameters beside the optimizer's state: for arriving values, for
-    anchors and outer momenta. `batches` is the number of per-worker batches whose activations
-    are held at the same time. `windows` is how often two buckets are held beside a rank's shard:
-    for gradients, and for parameters in use.
-    """
-
-    parameters: float = 1.0
-    gradients: float = 1.0
-    optimizer: float = 1.0
-    copies: float = 0.0
-    batches: float = 1.0
-    windows: float = 0.0
-
-    def joined(self, other: Footprint, how: Callable[[float, float], float]) -> Footprint:
-        """Combine two footprints part by part with `how` (a sum, a maximum)."""
-        return Footprint(*map(how, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True)
@@ -112,62 +92,28 @@ class Strategy(Settings, ABC, Generic[S]):
     use: ClassVar[str] = ""  # when to use it: a line of `orchestra list`
     # Notable settings of it, in the notation, each with when to use them
     variants: ClassVar[tuple[tuple[str, str], ...]] = ()
-    distributed: ClassVar[bool] = True  # several processes train, given several ranks
-    switches: ClassVar[bool] = False  # a rule may end a phase and begin another one
-    divides_model: ClassVar[bool] = False  # each rank has only a part of the model
 
-    @property
-    def shards_parameters(self) -> bool:
-        """True if each rank keeps only a shard of the model, and gathers the rest as needed."""
-        return False
+    def traits(self, work: WorkMode = "shared") -> Traits:
+        """Return the traits of the strategy in a run with this setting of `work`. Pure."""
+        return Traits(functools.partial(replica_memory, self))
 
-    def share_of(self, rank: int, ranks: int) -> Share | None:
-        """Return the shard of `rank` if `shards_parameters`; None if it keeps all parameters."""
+    def roles(self, ranks: int) -> Roles:
+        """Return the roles at the start.
+
+        Raises:
+            InputError: the strategy cannot run on `ranks` ranks.
+        """
+        return Roles((1.0,) * ranks)
+
+    def place(
+        self, module: nn.Module, loss_of: Callable[[nn.Module], Tensor], rank: int, ranks: int
+    ) -> ModelPart | Share | None:
+        """Return the stage or shard of `module` that `rank` holds; None if it holds all of it.
+
+        Called before there is a `Worker`. Pure, so that all ranks agree. `loss_of` returns a
+        model's loss on a few samples.
+        """
         return None
-
-    @property
-    def synchronous(self) -> bool:
-        """True if all workers take every step together and agree on its loss."""
-        return True
-
-    @property
-    def depends_on_speed(self) -> bool:
-        """True if the parameters depend on the speed of ranks and links.
-
-        If not, a simulation on one cluster knows them for every other.
-        """
-        return not self.synchronous
-
-    @property
-    def answers_beside(self) -> bool:
-        """True if workers answer others in a background flow, on the core of their gradients."""
-        return False
-
-    @property
-    def steps_together(self) -> bool:
-        """True if workers wait for one another, so that the slowest sets the pace of all."""
-        # Without waiting, what a worker computes would depend on which of them is ahead
-        return self.synchronous or not self.depends_on_speed
-
-    def under_way(self, state: S) -> Strategy[Any]:
-        """Return the strategy of the current phase; itself if it has no phases."""
-        return self
-
-    def currently_lockstep(self, state: S) -> bool:
-        """Return whether, in this phase, a worker takes part in steps without samples of its own.
-
-        Synchronous strategies need that, and others that exchange in every step.
-        """
-        return self.synchronous
-
-    @property
-    def self_paced(self) -> bool:
-        """True if a free worker can take the next batch, whatever the others do.
-
-        The batches of the run then lie in one queue (`worker.make_queue`), unless the experiment
-        says that all workers get equal parts.
-        """
-        return False
 
     def work(self, state: S) -> WorkSource | None:
         """Return the source of this worker's batches now; None if they follow the plan."""
@@ -179,82 +125,9 @@ class Strategy(Settings, ABC, Generic[S]):
         """
         raise AssertionError(f"{self!r} has no phases")
 
-    @property
-    def exchanges_as(self) -> Strategy[Any] | None:
-        """A strategy whose exchange takes as long as one of this, and which can `rehearse` it.
-
-        Its workers wait for one another, and exchange after every `exchange_every` of their steps.
-        None: that is not known, and it can be no candidate of `Auto`.
-        """
-        return None
-
-    exchange_every: ClassVar[int] = 1
-
-    def rehearse(self, worker: Worker, values: Tensor) -> None:
-        """Exchange `values`, a flat vector, in place of gradients. Collective over the workers.
-
-        They belong to nobody, and have any values afterwards. Only where `exchanges_as` is itself.
-        """
-        raise AssertionError(f"{self!r} has no exchange that could be rehearsed")
-
-    @property
-    def hands_over_moments(self) -> bool:
-        """True if a following phase can inherit the optimizer's moments from the workers."""
-        return True
-
-    @property
-    def native(self) -> bool:
-        """True if torch.distributed's own collectives (gloo, NCCL) are used."""
-        return False
-
-    def part_of(
-        self, module: nn.Module, loss_of: Callable[[nn.Module], Tensor], rank: int, ranks: int
-    ) -> ModelPart | None:
-        """Return the part of `module` that `rank` trains; None if it trains all of it.
-
-        It is pure, so that all ranks agree. `loss_of` returns a model's loss on a few samples.
-        """
-        return None
-
-    def roles(self, ranks: int) -> Roles:
-        """Return the roles at the start.
-
-        Raises:
-            InputError: the strategy cannot run on `ranks` ranks.
-        """
-        return Roles((1.0,) * ranks)
-
-    def refusal(self, ranks: int) -> str | None:
-        """Return why the strategy cannot run on `ranks` ranks; None if it can."""
-        try:
-            self.roles(ranks)
-        except InputError as error:
-            return str(error)
-        return None
-
-    def footprint(self, rank: int, ranks: int) -> Footprint:
-        """Return the memory of `rank` out of `ranks`: by default a model and its optimizer."""
-        roles = roles_of(self, ranks)
-        return Footprint(batches=roles.shares[roles.part(rank)])
-
-    def current_roles(self, worker: Worker, state: S) -> Roles:
-        """Return the current roles, which `worker.begin_phase`, called on all ranks, changes."""
-        # The ranks of the budget, not those that run: Single() is given more than it uses
-        return roles_of(self.under_way(state), worker.budget_ranks)
-
     @abstractmethod
     def start(self, worker: Worker) -> S:
         """Agree on the parameters, and return the state. Collective."""
-
-    @property
-    def reads_loss(self) -> bool:
-        """True if the decisions of the strategy depend on the training loss."""
-        return False
-
-    @property
-    def reads_values(self) -> bool:
-        """True if the timing of its communication depends on losses, gradients or parameters."""
-        return self.reads_loss
 
     def before_forward(self, worker: Worker, state: S) -> None:
         """Called before the first forward pass of a step; the place to exchange buffers."""
@@ -336,6 +209,21 @@ def roles_of(strategy: Strategy[Any], ranks: int) -> Roles:
         return strategy.roles(ranks)
 
 
+def refusal_of(strategy: Strategy[Any], ranks: int) -> str | None:
+    """Return why `strategy` cannot run on `ranks` ranks; None if it can."""
+    try:
+        strategy.roles(ranks)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def replica_memory(strategy: Strategy[Any], rank: int, ranks: int) -> Footprint:
+    """Return the memory of a worker that trains a replica: a model and its optimizer."""
+    roles = roles_of(strategy, ranks)
+    return Footprint(batches=roles.shares[roles.part(rank)])
+
+
 @dataclass
 class ReplicaState:
     """The state of a worker that trains a replica: `work` is its end of a queue of batches."""
@@ -351,17 +239,22 @@ class Replicas(Strategy[R]):
     The final parameters are the exact mean of the replicas.
     """
 
-    synchronous = False  # replicas differ, and losses are each worker's own
+    def traits(self, work: WorkMode = "shared") -> Traits:
+        """Return the traits of replicas that all count the same steps."""
+        return Traits(self._memory, Pace.ROUNDS)
+
+    def _free_traits(self, work: WorkMode) -> Traits:
+        """Return the traits of replicas at their own pace. Over a plan all count the same steps."""
+        if work == "shared":
+            return Traits(self._memory, Pace.FREE, Dealing.QUEUE)
+        return Traits(self._memory, Pace.ROUNDS, depends_on_speed=True)
+
+    def _memory(self, rank: int, ranks: int) -> Footprint:
+        return replica_memory(self, rank, ranks)
 
     def work(self, state: R) -> WorkSource | None:
         """Return this worker's end of the queue, if workers take batches at their own pace."""
         return state.work
-
-    def currently_lockstep(self, state: R) -> bool:
-        """Return True unless batches come from a queue: if they follow the plan, all workers
-        count the same steps.
-        """
-        return state.work is None  # where batches follow the plan, all count the same steps
 
     def start(self, worker: Worker) -> R:
         """Give all workers the parameters of the first rank, and allocate the state."""
@@ -370,7 +263,8 @@ class Replicas(Strategy[R]):
         worker.reporter.expendable(False)
         shares = roles_of(self, worker.budget_ranks).shares
         # One queue for all who take batches at their own pace: whoever is free takes the next
-        work = exchange.share_work(worker, shares) if self.self_paced else None
+        queued = self.traits(worker.work).dealing is Dealing.QUEUE
+        work = exchange.share_work(worker, shares) if queued else None
         return self.allocate(worker, work)
 
     @abstractmethod
@@ -387,7 +281,7 @@ class Replicas(Strategy[R]):
 
     def reduce(self, worker: Worker, state: R) -> None:
         """Keep the gradient on this worker."""
-        # Left where autograd put it, not copied: optimizers read tensor by tensor (decision 122)
+        # Left where autograd put it, not copied: optimizers read tensor by tensor.
         exchange.keep_gradient(worker)
 
     def agree(self, worker: Worker, state: R) -> None:

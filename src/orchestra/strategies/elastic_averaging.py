@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers, parameter_server
 from orchestra.settings import MAX_RANKS, MAX_STEPS, setting
-from orchestra.strategies.base import Footprint, Roles, roles_of
+from orchestra.strategies.base import Roles, replica_memory, roles_of
 from orchestra.strategies.server_strategy import (
     NOTHING,
     ServerStrategy,
     ServerStrategyState,
     placed_roles,
 )  # fmt: skip
+from orchestra.strategies.traits import Dealing, Footprint, Pace, Traits, WorkMode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,9 +57,6 @@ class ElasticAveraging(ServerStrategy[ElasticAveragingState]):
     is the synchronous variant.
     """
 
-    synchronous = False  # nobody waits, and losses are each worker's own
-    self_paced = True  # nobody waits for another worker
-
     use = "for workers of unlike speed and slow links: nobody waits, and an exchange is rare"
     variants = (
         ("ElasticAveraging(10)", use),
@@ -80,6 +78,9 @@ class ElasticAveraging(ServerStrategy[ElasticAveragingState]):
         "dedicated", "servers on the last ranks, without data; or beside the first workers"
     )
 
+    def traits(self, work: WorkMode = "shared") -> Traits:
+        return Traits(self._memory, Pace.FREE, Dealing.QUEUE if work == "shared" else Dealing.PLAN)
+
     def work(self, state: ElasticAveragingState) -> exchange.SharedWork | None:
         return state.work
 
@@ -87,12 +88,13 @@ class ElasticAveraging(ServerStrategy[ElasticAveragingState]):
         """Dedicated servers come out of the budget of ranks; servers beside workers do not."""
         return placed_roles("ElasticAveraging", ranks, self.servers, self.placement)
 
-    def footprint(self, rank: int, ranks: int) -> Footprint:
+    def _memory(self, rank: int, ranks: int) -> Footprint:
         """Add a worker's elastic force and v, and a server's slice and the pushes it holds."""
         roles = roles_of(self, ranks)
         own = NOTHING
         if rank in roles.workers:
-            own = replace(super().footprint(rank, ranks), copies=2.0 if self.momentum else 1.0)
+            copies = 2.0 if self.momentum else 1.0
+            own = replace(replica_memory(self, rank, ranks), copies=copies)
         if rank not in roles.servers:
             return own
         part = 1 / self.servers

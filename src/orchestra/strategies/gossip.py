@@ -11,7 +11,8 @@ from orchestra.compression.base import Compressor, Encoder
 from orchestra.errors import InputError
 from orchestra.parameter_server.placement import place
 from orchestra.settings import setting
-from orchestra.strategies.base import Footprint, Replicas, ReplicaState, Roles, torch
+from orchestra.strategies.base import Replicas, ReplicaState, Roles, torch
+from orchestra.strategies.traits import Footprint
 from orchestra.topologies import Ring, Topology, connected, doubly_stochastic, sources_of
 
 if TYPE_CHECKING:
@@ -75,8 +76,6 @@ class Gossip(Replicas[GossipState]):
     difference leaves out is in the next one, so no error feedback is needed.
     """
 
-    depends_on_speed = False  # everyone waits for the same neighbours at the same step
-
     use = "where no link should carry everything, and only neighbours should wait for each other"
     variants = (
         ("Gossip()", "for a few workers, or networks that are rings"),
@@ -116,11 +115,11 @@ class Gossip(Replicas[GossipState]):
             doubly_stochastic(graph)
         return super().roles(ranks)
 
-    def footprint(self, rank: int, ranks: int) -> Footprint:
+    def _memory(self, rank: int, ranks: int) -> Footprint:
         """Add what arrives from all neighbours in a step, and what it is mixed in."""
         arriving = max(len(sources_of(graph)[rank]) for graph in self.topology.graphs(ranks))
         copies = float(arriving + 1) if self.compression is None else 3.0  # x^, s and a difference
-        return replace(super().footprint(rank, ranks), copies=copies)
+        return replace(super()._memory(rank, ranks), copies=copies)
 
     def allocate(self, worker: Worker, work: exchange.SharedWork | None) -> GossipState:
         state = GossipState(worker.local_optimizer())

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
-from orchestra.strategies.base import Footprint, Replicas, ReplicaState, torch
+from orchestra.strategies.base import Replicas, ReplicaState, torch
+from orchestra.strategies.traits import Footprint, Traits, WorkMode
 from orchestra.transports.tags import Tag
 
 if TYPE_CHECKING:
@@ -45,14 +46,15 @@ class Hogwild(Replicas[HogwildState]):
     updates of other workers between a gradient's read and its write. Buffers stay with each worker.
     """
 
-    self_paced = True
-
     use = "for workers of one host, of unlike speed, without a server"
     variants = (("Hogwild()", use),)
 
-    def footprint(self, rank: int, ranks: int) -> Footprint:
+    def traits(self, work: WorkMode = "shared") -> Traits:
+        return self._free_traits(work)
+
+    def _memory(self, rank: int, ranks: int) -> Footprint:
         """Count the parameters with the first rank alone: they are there once."""
-        return replace(super().footprint(rank, ranks), parameters=0.0 if rank else 1.0)
+        return replace(super()._memory(rank, ranks), parameters=0.0 if rank else 1.0)
 
     def allocate(self, worker: Worker, work: exchange.SharedWork | None) -> HogwildState:
         if worker.own_loop:

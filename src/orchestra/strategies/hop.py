@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import MAX_RANKS, MAX_STEPS, setting
-from orchestra.strategies.base import Footprint, Replicas, ReplicaState, Roles, torch
+from orchestra.strategies.base import Replicas, ReplicaState, Roles, torch
+from orchestra.strategies.traits import Footprint, Traits, WorkMode
 from orchestra.topologies import Ring, Topology, connected, doubly_stochastic, sources_of
 from orchestra.transports.tags import Tag
 
@@ -99,15 +100,16 @@ class Hop(Replicas[HopState]):
                 f"behind is {self.behind}; lower behind, or raise staleness, backup or max_gap"
             )
 
-    @property
-    def depends_on_speed(self) -> bool:
-        """True if values depend on speeds: the gap alone only changes when they are there."""
-        return bool(self.backup or self.staleness)
+    def traits(self, work: WorkMode = "shared") -> Traits:
+        """Only with `skip` workers may take unlike numbers of iterations."""
+        if self.skip:
+            return self._free_traits(work)
+        return replace(super().traits(work), depends_on_speed=self._takes_what_is_there)
 
     @property
-    def self_paced(self) -> bool:
-        """True if a worker may take unlike numbers of iterations: only with `skip`."""
-        return self.skip > 0
+    def _takes_what_is_there(self) -> bool:
+        """True if values depend on speeds: the gap alone only changes when they are there."""
+        return bool(self.backup or self.staleness)
 
     def roles(self, ranks: int) -> Roles:
         """All ranks are workers; the graph has to connect them, and to stay the same."""
@@ -128,13 +130,13 @@ class Hop(Replicas[HopState]):
             )
         return super().roles(ranks)
 
-    def footprint(self, rank: int, ranks: int) -> Footprint:
+    def _memory(self, rank: int, ranks: int) -> Footprint:
         """Add updates of the iterations that neighbours are ahead, and those on their way out."""
         graph = self.topology.graph(ranks, 0)
         sources = sources_of(graph)
-        ahead = self.max_gap if self.depends_on_speed or sources != graph else 1
+        ahead = self.max_gap if self._takes_what_is_there or sources != graph else 1
         moving = len(sources[rank]) + min(len(graph[rank]), 1)
-        return replace(super().footprint(rank, ranks), copies=float(moving * (1 + ahead)))
+        return replace(super()._memory(rank, ranks), copies=float(moving * (1 + ahead)))
 
     def allocate(self, worker: Worker, work: exchange.SharedWork | None) -> HopState:
         return HopState(worker.local_optimizer(), IterationQueues(worker, self), work=work)

@@ -11,8 +11,9 @@ from orchestra.compression.base import Compressor
 from orchestra.errors import InputError
 from orchestra.settings import MAX_STEPS, setting
 from orchestra.strategies.all_reduce import AllReduce, require_ring
-from orchestra.strategies.base import Footprint, Replicas, ReplicaState
+from orchestra.strategies.base import Replicas, ReplicaState
 from orchestra.strategies.outer import Average, Outer, OuterState, SlowMo
+from orchestra.strategies.traits import Footprint, Rehearsal, Traits, WorkMode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,8 +101,6 @@ class LocalSGD(Replicas[LocalSGDState]):
     `compression` x <- x_0 + sum_w C(x_w - x_0), where x_0 is what the round began with, or the last
     average.
     """
-
-    depends_on_speed = False  # averages arrive at the step at which they are due
 
     use = "for slow links: an exchange a round, not a step"
     variants = (
@@ -197,24 +196,25 @@ class LocalSGD(Replicas[LocalSGDState]):
                 "once: leave out fragments and overlap"
             )
 
-    @property
-    def exchanges_as(self) -> AllReduce | None:
+    def traits(self, work: WorkMode = "shared") -> Traits:
+        return replace(super().traits(work), exchange=self._exchange())
+
+    def _exchange(self) -> Rehearsal | None:
+        """Return the all-reduce that ends a round, where rounds of steps average whole replicas."""
         plain = self.fragments == 1 and not self.overlap and not self.outer.beside_gradient
         if self.every is None or self.every_epochs is not None or not plain:
             return None
-        return AllReduce(self.algorithm, compression=self.compression)
+        average = AllReduce(self.algorithm, compression=self.compression).traits().exchange
+        assert average is not None
+        return replace(average, every=self.every)
 
-    @property
-    def exchange_every(self) -> int:  # type: ignore[override]
-        return self.every or 1
-
-    def footprint(self, rank: int, ranks: int) -> Footprint:
+    def _memory(self, rank: int, ranks: int) -> Footprint:
         """A replica and its optimizer, the outer state, and the fragments on their way."""
         travelling = 1.0 if self.overlap else 1 / self.fragments
         copies = self.outer.copies + travelling * (2 if self.late == "added" else 1)
         if self.compression is not None:
             copies += self.compression.footprint + (not self.outer.copies)
-        return replace(super().footprint(rank, ranks), copies=copies)
+        return replace(super()._memory(rank, ranks), copies=copies)
 
     def allocate(self, worker: Worker, work: exchange.SharedWork | None) -> LocalSGDState:
         fragments = [

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import MAX_SEED, setting
-from orchestra.strategies.base import Footprint, Replicas, ReplicaState, Roles, torch
+from orchestra.strategies.base import Replicas, ReplicaState, Roles, torch
+from orchestra.strategies.traits import Footprint, Traits, WorkMode
 from orchestra.topologies import Complete, Graph, Topology, connected
 from orchestra.transports.tags import Tag
 
@@ -44,9 +45,6 @@ class PairwiseAveraging(Replicas[PairwiseState]):
     write. The final parameters are the exact mean.
     """
 
-    self_paced = True  # a partner averages in the background, at any step of its own
-    answers_beside = True
-
     use = "for workers of unlike speed, without a server"
     variants = (("PairwiseAveraging()", use),)
 
@@ -55,6 +53,10 @@ class PairwiseAveraging(Replicas[PairwiseState]):
     )
     _: KW_ONLY
     seed: int = setting(0, "of the choice of partners", low=0, high=MAX_SEED)
+
+    def traits(self, work: WorkMode = "shared") -> Traits:
+        """A partner averages in the background, at any step of its own."""
+        return replace(self._free_traits(work), answers_beside=True)
 
     def roles(self, ranks: int) -> Roles:
         """All ranks are workers; the links between even and odd ones have to connect them."""
@@ -65,9 +67,9 @@ class PairwiseAveraging(Replicas[PairwiseState]):
             )
         return super().roles(ranks)
 
-    def footprint(self, rank: int, ranks: int) -> Footprint:
+    def _memory(self, rank: int, ranks: int) -> Footprint:
         """Add what is averaged meanwhile: x, and that of the other worker."""
-        return replace(super().footprint(rank, ranks), copies=2.0)
+        return replace(super()._memory(rank, ranks), copies=2.0)
 
     def allocate(self, worker: Worker, work: exchange.SharedWork | None) -> PairwiseState:
         own, graphs = worker.workers.index(worker.rank), self.topology.graphs(len(worker.workers))

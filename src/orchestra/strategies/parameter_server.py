@@ -13,7 +13,7 @@ from orchestra.compression.base import Compressor
 from orchestra.errors import InputError
 from orchestra.parameter_server.placement import parts_by_links
 from orchestra.settings import MAX_RANKS, MAX_STEPS, setting
-from orchestra.strategies.base import Footprint, Roles, roles_of
+from orchestra.strategies.base import Roles, replica_memory, roles_of
 from orchestra.strategies.server_strategy import (
     NOTHING,
     ServerStrategy,
@@ -22,6 +22,7 @@ from orchestra.strategies.server_strategy import (
     contradictions_with,
     placed_roles,
 )  # fmt: skip
+from orchestra.strategies.traits import Dealing, Footprint, Pace, Rehearsal, Traits, WorkMode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -163,11 +164,6 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
         None, "what pushes are compressed by, as TopK(0.01); none: not at all"
     )
 
-    @property
-    def answers_beside(self) -> bool:
-        """True if servers are beside workers that do not wait for one another."""
-        return self.placement == "beside" and not self.steps_together
-
     def check(self) -> None:
         """Refuse settings that contradict each other."""
         for message in contradictions(self):
@@ -178,23 +174,22 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
         """True if an update is an average over workers, not one push."""
         return self.consistency == "synchronous" or self.staleness == 0
 
-    @property
-    def synchronous(self) -> bool:
-        return self.averages and not self.backup
-
-    @property
-    def self_paced(self) -> bool:
-        """True if each push is applied on arrival."""
-        return not self.averages
+    def traits(self, work: WorkMode = "shared") -> Traits:
+        beside, lockstep = self.placement == "beside", self.averages and not self.backup
+        rehearsed = lockstep and beside and not self.replicas and self.compression is None
+        queued = work == "shared" and not self.averages
+        return Traits(
+            self._memory,
+            Pace.LOCKSTEP if lockstep else Pace.FREE,
+            Dealing.QUEUE if queued else Dealing.PLAN,
+            answers_beside=beside and not lockstep,
+            hands_over_moments=self.returns == "gradients",  # else servers have them, in slices
+            exchange=Rehearsal(repr(self), self._rehearse) if rehearsed else None,
+        )
 
     def work(self, state: ParameterServerState) -> Client | None:
         client = state.client
         return None if client is None or client.work is None else client
-
-    @property
-    def hands_over_moments(self) -> bool:
-        """True if the workers have moments: servers keep theirs, in slices."""
-        return self.returns == "gradients"
 
     def roles(self, ranks: int) -> Roles:
         """Dedicated servers come out of the budget of ranks; servers beside workers do not."""
@@ -206,7 +201,7 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
             )
         return roles
 
-    def footprint(self, rank: int, ranks: int) -> Footprint:
+    def _memory(self, rank: int, ranks: int) -> Footprint:
         """A server has slices: values, their sum of gradients, and for each worker its last push
         and what delay compensation needs. Optimizer states are where the updates are. Parameters
         arrive in a copy, where a worker pulls while it computes."""
@@ -217,7 +212,7 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
             if self.compression is not None:
                 copies = self.compression.footprint
             optimizer = 0.0 if updates else 1.0
-            whole = replace(super().footprint(rank, ranks), optimizer=optimizer, copies=copies)
+            whole = replace(replica_memory(self, rank, ranks), optimizer=optimizer, copies=copies)
         if rank not in roles.servers:
             return whole
         weights = self.slices if isinstance(self.slices, tuple) else (1.0,) * self.servers
@@ -228,12 +223,7 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
         served = Footprint(part, part, part if updates else 0.0, part * pushes, 0.0)
         return whole.joined(served, operator.add)
 
-    @property
-    def exchanges_as(self) -> ParameterServer | None:
-        beside = self.placement == "beside" and not self.replicas
-        return self if self.synchronous and beside and self.compression is None else None
-
-    def rehearse(self, worker: Worker, values: Tensor) -> None:
+    def _rehearse(self, worker: Worker, values: Tensor) -> None:
         slices = self._slices(worker, self.roles(worker.budget_ranks))
         exchange.push_and_pull_once(worker, slices, values)
 
@@ -247,8 +237,9 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
         codec = None if self.compression is None else exchange.SliceCodec(worker, self.compression)
         apart = self.replicas or codec is not None  # what is compressed goes slice by slice
         parts = [] if apart else exchange.parts_of(worker, slices)
-        early = self.synchronous and (worker.optimizer.elementwise or not updates) and bool(parts)
-        state = ParameterServerState(slices)
+        lockstep = self.traits().lockstep
+        early = lockstep and (worker.optimizer.elementwise or not updates) and bool(parts)
+        state = ParameterServerState(slices, lockstep=lockstep)
         if is_server:
             rules = self._rules(roles, codec, parts, early=early)
             state.server = exchange.make_server(worker, slices, roles.workers, rules)
@@ -261,7 +252,7 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
             state.optimizer = None if updates else worker.local_optimizer()
             if state.server is not None:
                 state.flow = worker.transport.spawn(state.server.serve_to_the_end)
-        replaceable = bool(self.replicas) if is_server else not self.synchronous
+        replaceable = bool(self.replicas) if is_server else not lockstep
         worker.reporter.expendable(replaceable and worker.rank != roles.leader)
         return state
 
@@ -280,7 +271,7 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
                 "or emulation: give weights, such as what orchestra calibrate --links tells"
             )
         own, each, least, workers = 0.0, 1.0, 0.0, len(roles.workers)
-        if self.placement == "beside" and self.synchronous:
+        if self.placement == "beside" and self.traits().lockstep:
             least = 1 / workers  # with less than that a link's own pushes and pulls take longer
         elif self.placement == "beside":
             own, each = 1.0, max(workers - 2, 1)  # pushes and answers pass each other all the time
@@ -289,7 +280,7 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
     def _make_client(
         self, worker: Worker, roles: Roles, state: ParameterServerState, codec: SliceCodec | None
     ) -> Client:
-        queue = worker.make_queue(roles.shares) if self.self_paced else None
+        queue = None if self.averages else worker.make_queue(roles.shares)
         parameters = worker.parameters if self.replicas else None
         encode = None
         if codec is not None and self.compression is not None:
@@ -309,7 +300,7 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
             clips=updates and self.averages,
             rate_divisor=lambda staleness: max(staleness, 1) if by_staleness else divisor,
             compensate=self._compensate(),
-            queue_shares=roles.shares if self.self_paced else None,
+            queue_shares=None if self.averages else roles.shares,
             replicas=bool(self.replicas),
             decode=None if codec is None else codec.decode_push,
             parts=parts,
@@ -336,7 +327,7 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
 
     def before_forward(self, worker: Worker, state: ParameterServerState) -> None:
         """Under synchronous servers everyone takes the first worker's buffers."""
-        if self.synchronous:
+        if state.lockstep:
             exchange.broadcast_buffers(worker, worker.workers)
 
     def gradient(self, worker: Worker, state: ParameterServerState, batch: Batch | None) -> None:
@@ -382,13 +373,13 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
             return
         if not self.replicas:
             super().agree(worker, state)
-            if self.synchronous:
+            if state.lockstep:
                 exchange.broadcast_buffers(worker, worker.everyone)
             return
         # Any server may be lost: workers ask for the values, and one of them tells the servers.
         if state.client is not None:
             state.client.agree()
-            if self.synchronous:
+            if state.lockstep:
                 exchange.broadcast_buffers(worker, worker.workers)
         elif state.server is not None:
             state.server.serve(worker.transport)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-import functools
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from orchestra import exchange, optimizers
-from orchestra.strategies.base import Footprint, Strategy
+from orchestra.strategies.base import Roles, Strategy, roles_of
 from orchestra.strategies.switch_rules import Rule, RuleState
+from orchestra.strategies.traits import Dealing, Pace, Traits, WorkMode, combined
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -35,8 +35,6 @@ class Phased(Strategy[Any]):
     `state.inner` is the state of that phase.
     """
 
-    switches = True
-
     @property
     @abstractmethod
     def phases(self) -> tuple[Strategy[Any], ...]:
@@ -46,28 +44,8 @@ class Phased(Strategy[Any]):
     def phase(self, state: Any) -> Strategy[Any]:
         """Return the phase under way, whose state is `state.inner`."""
 
-    @property
-    def native(self) -> bool:
-        return any(each.native for each in self.phases)
-
-    @property
-    def synchronous(self) -> bool:
-        return all(each.synchronous for each in self.phases)
-
-    @property
-    def reads_loss(self) -> bool:
-        return any(each.reads_loss for each in self.phases)
-
-    @property
-    def reads_values(self) -> bool:
-        return any(each.reads_values for each in self.phases)
-
-    def footprint(self, rank: int, ranks: int) -> Footprint:
-        each = (phase.footprint(rank, ranks) for phase in self.phases)
-        return functools.reduce(lambda one, other: one.joined(other, max), each)
-
-    def under_way(self, state: Any) -> Strategy[Any]:
-        return self.phase(state).under_way(state.inner)
+    def traits(self, work: WorkMode = "shared") -> Traits:
+        return combined([phase.traits(work) for phase in self.phases])
 
     before_forward = _by_phase("before_forward")
     gradient = _by_phase("gradient")
@@ -83,6 +61,31 @@ class Phased(Strategy[Any]):
 
     def optimizer_of(self, state: Any) -> Optimizer | None:
         return self.phase(state).optimizer_of(state.inner)
+
+
+def under_way(strategy: Strategy[Any], state: Any) -> Strategy[Any]:
+    """Return the strategy of the phase under way; `strategy` itself if it has no phases."""
+    while isinstance(strategy, Phased):
+        strategy, state = strategy.phase(state), state.inner
+    return strategy
+
+
+def current_roles(strategy: Strategy[Any], worker: Worker, state: Any) -> Roles:
+    """Return the current roles, which `worker.begin_phase`, called on all ranks, changes."""
+    # The ranks of the budget, not those that run: Single() is given more than it uses.
+    return roles_of(under_way(strategy, state), worker.budget_ranks)
+
+
+def current_traits(strategy: Strategy[Any], worker: Worker, state: Any) -> Traits:
+    """Return the traits of the phase under way."""
+    is_watched = False
+    while isinstance(strategy, Phased):
+        is_watched |= isinstance(state, SwitchState) and not state.switched
+        strategy, state = strategy.phase(state), state.inner
+    traits = strategy.traits(worker.work)
+    if is_watched and traits.pace is Pace.FREE and traits.dealing is Dealing.PLAN:
+        return replace(traits, pace=Pace.ROUNDS)  # they count steps, to leave after the same one
+    return traits
 
 
 @dataclass

@@ -13,7 +13,8 @@ from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import MAX_RANKS, setting
 from orchestra.settings.notation import LazyModule
-from orchestra.strategies.base import Footprint, ModelPart, Roles, Strategy, torch
+from orchestra.strategies.base import ModelPart, Roles, Strategy, torch
+from orchestra.strategies.traits import Footprint, Partition, Traits, WorkMode
 from orchestra.transports.tags import Tag
 
 if TYPE_CHECKING:
@@ -57,8 +58,6 @@ class Pipeline(Strategy[PipelineState]):
     over them as under AllReduce. BatchNorm sees micro-batches, as it does under accumulation.
     """
 
-    divides_model = True  # each rank has its stage
-
     use = "for models that have no room in the memory of one rank"
     variants = (("Pipeline()", use),)
 
@@ -87,6 +86,9 @@ class Pipeline(Strategy[PipelineState]):
     def _slot(self, rank: int, ranks: int) -> PipelineSlot:
         return PipelineSlot(rank, ranks, self._stages(ranks))
 
+    def traits(self, work: WorkMode = "shared") -> Traits:
+        return Traits(self._memory, partition=Partition.STAGED)
+
     def roles(self, ranks: int) -> Roles:
         """Give the first rank of a pipeline the batch of all its ranks; all of them read it."""
         stages = self._stages(ranks)
@@ -99,7 +101,7 @@ class Pipeline(Strategy[PipelineState]):
         shares = [float(stages) if rank == first else 0.0 for rank, first in enumerate(firsts)]
         return Roles(tuple(shares), reads=tuple(firsts))
 
-    def footprint(self, rank: int, ranks: int) -> Footprint:
+    def _memory(self, rank: int, ranks: int) -> Footprint:
         """Return the memory of a stage, with its activations of the micro-batches under way."""
         slot = self._slot(rank, ranks)  # S batches come in, and 1 / S of their activations are here
         kept = self.microbatches
@@ -107,7 +109,7 @@ class Pipeline(Strategy[PipelineState]):
             kept = min(kept, slot.stages - slot.stage)
         return Footprint(batches=kept / self.microbatches)
 
-    def part_of(
+    def place(
         self, module: nn.Module, loss_of: Callable[[nn.Module], Tensor], rank: int, ranks: int
     ) -> ModelPart | None:
         """Return the stage of `rank`; ranks of the first pipeline own the parameters."""

@@ -15,6 +15,7 @@ from orchestra import exchange
 from orchestra.errors import PeerLost
 from orchestra.settings import MAX_RANKS, MAX_SEED, MAX_STEPS, setting
 from orchestra.strategies.base import Replicas, ReplicaState, torch
+from orchestra.strategies.traits import Traits, WorkMode
 from orchestra.transports.tags import Tag
 
 if TYPE_CHECKING:
@@ -60,8 +61,6 @@ class Prague(Replicas[PragueState]):
     static schedules are not here.
     """
 
-    self_paced = True  # groups do not depend on the number of a worker's step
-
     use = "for some slow workers among many, without a server: groups average by all-reduce"
     variants = (("Prague(3)", use),)
 
@@ -74,6 +73,10 @@ class Prague(Replicas[PragueState]):
         8, "requests a worker in a group may be behind; none: any", low=1, high=MAX_STEPS
     )
     seed: int = setting(0, "of the choice of groups", low=0, high=MAX_SEED)
+
+    def traits(self, work: WorkMode = "shared") -> Traits:
+        """Groups do not depend on the number of a worker's step."""
+        return self._free_traits(work)
 
     def allocate(self, worker: Worker, work: exchange.SharedWork | None) -> PragueState:
         return PragueState(worker.local_optimizer(), GroupAverage(worker, self), work=work)

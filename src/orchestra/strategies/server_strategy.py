@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from orchestra import exchange, optimizers, parameter_server
 from orchestra.errors import InputError
-from orchestra.strategies.base import Footprint, Roles, Strategy
+from orchestra.strategies.base import Roles, Strategy
+from orchestra.strategies.traits import Footprint
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +30,8 @@ class ServerStrategyState:
     """A worker has a client, a server its slice; a rank that is both has both.
 
     `flow` is the background flow of a server beside a worker. `optimizer` is the worker's own,
-    where the servers run none. `parts` pushes and pulls while the worker computes.
+    where the servers run none. `parts` pushes and pulls while the worker computes. Under
+    `lockstep` the servers' answers hold the mean loss of all workers.
     """
 
     slices: list[Slice] = field(metadata=optimizers.TRANSIENT)
@@ -39,6 +41,7 @@ class ServerStrategyState:
     flow: Task[None] | None = field(default=None, metadata=optimizers.TRANSIENT)
     optimizer: Optimizer | None = None
     compression: exchange.CompressionState | None = None
+    lockstep: bool = field(default=False, metadata=optimizers.TRANSIENT)
 
 
 V = TypeVar("V", bound=ServerStrategyState)
@@ -67,7 +70,7 @@ class ServerStrategy(Strategy[V]):
         )  # fmt: skip
         vector, parts = gradients.vector, state.parts
         answers = parts.push(push) if parts else client.push(push, vector, into)
-        if self.synchronous:
+        if state.lockstep:
             step.loss, step.stop = answers[0].loss, any(answer.stop for answer in answers)
             step.agreed = True
         else:

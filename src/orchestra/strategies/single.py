@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from orchestra.strategies.base import Roles, Strategy
+from orchestra.strategies.traits import Traits, WorkMode
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -29,7 +30,8 @@ class Single(Strategy[SingleState]):
 
     use = "first of all: on one host it mostly is faster than any distribution"
 
-    distributed = False
+    def traits(self, work: WorkMode = "shared") -> Traits:
+        return replace(super().traits(work), distributed=False)
 
     def roles(self, ranks: int) -> Roles:
         return Roles((float(ranks),))

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Literal
 from orchestra import exchange, optimizers, topologies
 from orchestra.errors import InputError
 from orchestra.settings import MAX_SEED, MAX_STEPS, setting
-from orchestra.strategies.base import Footprint, Replicas, ReplicaState, Roles, torch
+from orchestra.strategies.base import Replicas, ReplicaState, Roles, torch
+from orchestra.strategies.traits import Footprint, Traits, WorkMode
 from orchestra.topologies import Exponential, Topology, sources_of
 from orchestra.transports.tags import Tag
 
@@ -111,24 +112,22 @@ class StochasticGradientPush(Replicas[PushState]):
                 "late: set overlap to 1 or more"
             )
 
-    @property
-    def depends_on_speed(self) -> bool:
-        """True if messages are added when they are there: with `overlap`."""
-        return self.overlap > 0
-
-    self_paced = depends_on_speed  # messages need not be of a certain step
+    def traits(self, work: WorkMode = "shared") -> Traits:
+        """With `overlap` messages are added when they are there, and need not be of a certain
+        step."""
+        return self._free_traits(work) if self.overlap else super().traits(work)
 
     def roles(self, ranks: int) -> Roles:
         if not topologies.connected(self.topology.graphs(ranks)):
             raise InputError(f"{self!r}: the topology does not connect {ranks} ranks")
         return super().roles(ranks)
 
-    def footprint(self, rank: int, ranks: int) -> Footprint:
+    def _memory(self, rank: int, ranks: int) -> Footprint:
         """Add x, and messages on their way, out and in, of as many steps as they may be late."""
         graphs = self.topology.graphs(ranks)
         moving = max(len(graph[rank]) + len(sources_of(graph)[rank]) for graph in graphs)
         copies = 1.0 + moving * (1 + self.overlap) + (self.overlap > 0)  # the mass before its parts
-        return replace(super().footprint(rank, ranks), copies=copies)
+        return replace(super()._memory(rank, ranks), copies=copies)
 
     def allocate(self, worker: Worker, work: exchange.SharedWork | None) -> PushState:
         push = PushSum(worker, self) if work is None else SelfPacedPushSum(worker, self)

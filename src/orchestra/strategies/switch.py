@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from orchestra import exchange, optimizers
@@ -13,8 +13,15 @@ from orchestra.settings import setting
 from orchestra.settings.base import REQUIRED
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.base import CHANGED, Roles, Strategy
-from orchestra.strategies.phased import Phased, SwitchState
+from orchestra.strategies.phased import (
+    Phased,
+    SwitchState,
+    current_roles,
+    current_traits,
+    under_way,
+)
 from orchestra.strategies.switch_rules import LossStable, Rule
+from orchestra.strategies.traits import Dealing, Partition, Traits, WorkMode
 
 if TYPE_CHECKING:
     from orchestra.parameter_server.messages import Pause
@@ -69,7 +76,7 @@ class Switch(Phased):
     def check(self) -> None:
         """Phases train whole models; gradients are compared where their average is at hand."""
         for phase in self.phases:
-            if phase.divides_model or phase.shards_parameters:
+            if phase.traits().partition is not Partition.REPLICATED:
                 raise InputError(
                     f"Switch: {phase!r} gives each rank a part of the model, which no other phase "
                     "can go on with: use it alone"
@@ -86,14 +93,21 @@ class Switch(Phased):
     def phases(self) -> tuple[Strategy[Any], ...]:
         return self.first, self.then
 
-    @property
-    def depends_on_speed(self) -> bool:
-        return self._announced or any(phase.depends_on_speed for phase in self.phases)
+    def traits(self, work: WorkMode = "shared") -> Traits:
+        rule, of_phases = self.when, super().traits(work)
+        reads_values = rule.reads_loss or rule.reads_gradients or of_phases.reads_values
+        return replace(
+            of_phases,
+            depends_on_speed=self._announced or of_phases.depends_on_speed,
+            hands_over_moments=self.then.traits().hands_over_moments,
+            reads_loss=rule.reads_loss or of_phases.reads_loss,
+            reads_values=reads_values,
+        )
 
     @property
     def _announced(self) -> bool:
         """True if workers report, and one announces the change; elsewhere all decide alike."""
-        alike = self.first.synchronous and not self.when.compares_workers
+        alike = self.first.traits().lockstep and not self.when.compares_workers
         return not alike and not self.when.counts
 
     def roles(self, ranks: int) -> Roles:
@@ -109,30 +123,19 @@ class Switch(Phased):
     def _check_moments(self, first: Roles, then: Roles) -> None:
         if self.moments == "reset":
             return
-        if self.moments == "kept" and self.then.synchronous and not self.first.synchronous:
+        before, after = self.first.traits(), self.then.traits()
+        if self.moments == "kept" and after.lockstep and not before.lockstep:
             raise InputError(
                 f"Switch: under first={self.first!r} each worker has moments of its own, and "
                 f"then={self.then!r} needs equal ones: set moments='averaged' or 'reset'"
             )
         # Ranks that update later, and have had no optimizer until then.
         without = {*then.workers, *then.servers} - set(first.workers)
-        if without or not self.first.hands_over_moments:
+        if without or not before.hands_over_moments:
             raise InputError(
                 f"Switch: under first={self.first!r} not every rank that updates later has the "
                 f"optimizer's moments, so they cannot be {self.moments}: set moments='reset'"
             )
-
-    @property
-    def steps_together(self) -> bool:
-        return any(phase.steps_together for phase in self.phases)
-
-    def currently_lockstep(self, state: SwitchState) -> bool:
-        """Return whether the phase under way is; until the switch workers count steps alike."""
-        return not state.switched or self.then.currently_lockstep(state.inner)
-
-    @property
-    def self_paced(self) -> bool:
-        return self.then.self_paced
 
     def work(self, state: SwitchState) -> WorkSource | None:
         return self.phase(state).work(state.inner)
@@ -181,14 +184,14 @@ class Switch(Phased):
 
     def _takes(self, worker: Worker, state: SwitchState) -> bool:
         """Return whether workers take batches from a queue in the phase under way."""
-        return worker.queue_of is not None and self.under_way(state).self_paced
+        return current_traits(self, worker, state).dealing is Dealing.QUEUE
 
     def end_phase(self, worker: Worker, state: SwitchState, level: int) -> None:
         """Switch, or let a switch inside the phase under way do so."""
         if not state.switched and level == self.nesting:
             self._switch(worker, state)
             return
-        before = self.under_way(state)
+        before = under_way(self, state)
         self.phase(state).end_phase(worker, state.inner, level)
         self._follow(worker, state, before)
 
@@ -212,10 +215,10 @@ class Switch(Phased):
 
     def _follow(self, worker: Worker, state: SwitchState, before: Strategy[Any]) -> None:
         """Where the first phase has gone on from the phase `before` inside it, go on from there."""
-        if state.switched or self.under_way(state) is before:
+        if state.switched or under_way(self, state) is before:
             return
         state.end_watch()
-        if worker.queue_of is not None and before.self_paced:
+        if before.traits(worker.work).dealing is Dealing.QUEUE:
             state.count_rounds(worker.step.consumed)
         if not self._takes(worker, state):
             state.begun = None
@@ -229,7 +232,7 @@ class Switch(Phased):
         if self._takes(worker, state):
             state.seconds = exchange.own_seconds(worker)
             return
-        if not self.first.synchronous and worker.rank == worker.workers.ranks[0]:
+        if not self.first.traits().lockstep and worker.rank == worker.workers.ranks[0]:
             worker.reporter.expendable(False)  # it announces the step to leave after
         if self._announced and worker.rank in worker.workers.ranks:
             state.leaving = exchange.CommonStep(
@@ -242,19 +245,6 @@ class Switch(Phased):
     def nesting(self) -> int:
         """How many switches may be waiting inside the phases of this one."""
         return max((p.nesting + 1 for p in self.phases if isinstance(p, Switch)), default=0)
-
-    @property
-    def hands_over_moments(self) -> bool:
-        return self.then.hands_over_moments
-
-    @property
-    def reads_loss(self) -> bool:
-        return self.when.reads_loss or super().reads_loss
-
-    @property
-    def reads_values(self) -> bool:
-        rule = self.when.reads_loss or self.when.reads_gradients
-        return rule or super().reads_values
 
     def update(self, worker: Worker, state: SwitchState) -> None:
         """Update as the phase under way does; then, in the first, see whether it is over."""
@@ -273,9 +263,9 @@ class Switch(Phased):
         # Rules that count do so before a phase inside may begin, and with it a queue, by them.
         if self.when.counts:
             state.fired = state.observe(worker.step)
-        before = self.under_way(state)
+        before = under_way(self, state)
         self.first.update(worker, state.inner)
-        if self.under_way(state) is not before:
+        if under_way(self, state) is not before:
             self._follow(worker, state, before)
             return
         if not self.when.counts:
@@ -286,7 +276,7 @@ class Switch(Phased):
     def _switch(self, worker: Worker, state: SwitchState) -> None:
         """Come to rest, agree on parameters, hand over moments, and start the second phase."""
         position = max(worker.step.consumed, worker.step.planned)
-        before = self.under_way(state)
+        before = under_way(self, state)
         if worker.rank in worker.workers.ranks:
             self.first.quiesce(worker, state.inner, CHANGED - self.nesting)
         self.first.stop(worker, state.inner)
@@ -296,7 +286,7 @@ class Switch(Phased):
         worker.measures.switched_at_sample = worker.step.consumed
         self._begin_second(worker, state)
         # Buffers of this step are offered once it is over, unless workers step together.
-        worker.snapshots.skip(worker.step.consumed, buffers=before.synchronous)
+        worker.snapshots.skip(worker.step.consumed, buffers=before.traits().lockstep)
         state.inner = self.then.start(worker)
         worker.inherited = {}
 
@@ -305,9 +295,9 @@ class Switch(Phased):
         if state.leaving is not None:
             state.end_watch()
             worker.gradients.measures_square = False
-        roles = self.first.current_roles(worker, state.inner)
+        roles = current_roles(self.first, worker, state.inner)
         there = next(rank for rank in worker.everyone.ranks if rank in roles.workers)
-        if self.first.synchronous:  # a server may still wait for one who is to leave
+        if self.first.traits().lockstep:  # a server may still wait for one who is to leave
             own = state.steps if worker.rank == there else 0
             state.steps = exchange.wait_for_everyone(worker, own)
             return
@@ -320,7 +310,7 @@ class Switch(Phased):
 
     def serve(self, worker: Worker, state: SwitchState) -> Pause | None:
         """Serve as the phase under way does; where its workers switch, switch with them."""
-        before, switched = self.under_way(state), state.switched
+        before, switched = under_way(self, state), state.switched
         paused = self.phase(state).serve(worker, state.inner)
         if switched or paused is None:
             return paused

@@ -13,6 +13,8 @@ from orchestra.errors import RunFailed
 from orchestra.exchange import CommonStep
 from orchestra.schedules.work_queue import Kind, WorkItem, WorkQueue, WorkSource
 from orchestra.strategies.base import CHANGED, Strategy
+from orchestra.strategies.phased import current_roles, current_traits
+from orchestra.strategies.traits import Pace
 from orchestra.trainer.balancing import Balancer
 from orchestra.trainer.recorder import Recorder
 from orchestra.trainer.settings import Training
@@ -80,10 +82,11 @@ class Loop(ABC):
         """Deal out what is left of the data to those who have roles now."""
         strategy, rank = self.strategy, self.worker.rank
         self._phase, self._base_rates = self.worker.phase, self.worker.optimizer.base_rates
-        self._roles = roles = strategy.current_roles(self.worker, self.state)
-        together = strategy.under_way(self.state).steps_together
+        self._roles = roles = current_roles(strategy, self.worker, self.state)
+        self._traits = current_traits(strategy, self.worker, self.state)
+        together = self._traits.has_barriers
         # Elsewhere nobody waits for slow workers, and larger batches would weigh too little in
-        # updates that are made one by one (decision 43).
+        # updates that are made one by one.
         measured = (self.shares or None) if together else None
         start, budget = self.position.plan_start, self.budget
         plan = plan_of_roles(self.training, start, budget, roles.shares, measured)
@@ -193,7 +196,7 @@ class Loop(ABC):
         start, stop = map(self._feed.plan.position, (position.plan_step, position.plan_step + 1))
         position.plan_step += 1
         # Where workers step together one without samples still takes part in the exchange.
-        if not samples and not self.strategy.currently_lockstep(self.state):
+        if not samples and self._traits.pace is Pace.FREE:
             return
         consumed = min(position.consumed + stop - start, self.budget)
         step = Step(samples, stop - start, consumed, planned=stop)
@@ -211,7 +214,7 @@ class Loop(ABC):
     def _train(self, batch: Any, step: Step, *, done: int) -> None:
         """Do a step on `batch`, after `done` samples of the whole cluster."""
         worker, strategy, state = self.worker, self.strategy, self.state
-        synchronous = strategy.under_way(state).synchronous
+        lockstep = self._traits.lockstep
         factor = self.training.schedule.factor(done / self.budget)
         step.rates = tuple(rate * factor for rate in self._base_rates)
         step.epoch = step.consumed / self.epoch_samples
@@ -219,12 +222,12 @@ class Loop(ABC):
         worker.begin_step(step)
         moved = to_device(batch, worker.layout.device) if step.samples else None
         strategy.gradient(worker, state, moved)
-        if synchronous:  # before the update, which may end the phase
+        if lockstep:  # before the update, which may end the phase
             # The first worker's buffers are the model's, as under DistributedDataParallel.
             first = self._roles.part(worker.rank) == self._roles.workers[0]
             self._offer_buffers(1.0 if first else 0.0)
         strategy.update(worker, state)
-        if not synchronous:
+        if not lockstep:
             self._offer_buffers(float(self.recorder.totals.samples + step.samples))
         position = self.position
         position.steps += 1
@@ -255,7 +258,7 @@ class Loop(ABC):
     def _all_stop(self) -> bool:
         """Return whether this step is the last: agreed with its loss, or found as a common one."""
         step = self.worker.step
-        if step.agreed or not self.strategy.currently_lockstep(self.state):
+        if step.agreed or self._traits.pace is Pace.FREE:
             return step.stop
         plan_step = self.position.plan_step
         if self._leaving is None:

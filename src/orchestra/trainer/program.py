@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from orchestra.data import shares_of
 from orchestra.data.feed import Samples, open_samples, open_shard
@@ -20,7 +20,9 @@ from orchestra.records.exports import Scalars, write_curve_events
 from orchestra.records.report import LeaderReport, Point, RankReport
 from orchestra.settings.base import from_plain
 from orchestra.strategies.base import ModelPart, Roles, Strategy
+from orchestra.strategies.phased import current_roles, current_traits
 from orchestra.strategies.switch import phases
+from orchestra.strategies.traits import Partition
 from orchestra.tasks.task import Task, evaluate, load_task
 from orchestra.trainer import checkpoints, curve, setup
 from orchestra.trainer.balancing import Balancer
@@ -30,9 +32,8 @@ from orchestra.trainer.settings import Run
 from orchestra.trainer.setup import in_files, kept_bytes, sizes_of
 from orchestra.trainer.trace import Trace
 from orchestra.worker.batches import Batch, to_device
-from orchestra.worker.gathering import ShardedWorker
 from orchestra.worker.interception import intercepted
-from orchestra.worker.layout import FlatModel
+from orchestra.worker.layout import FlatModel, Share
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.snapshots import Contribution, buffers_vector
 from orchestra.worker.worker import Measures, Worker
@@ -91,7 +92,7 @@ class Session(Loop):
         self.setup: dict[str, float] = {}
         self.speeds: tuple[float, ...] = ()
         self.roles = strategy.roles(training.ranks)
-        self.part: ModelPart | None = None
+        self.held: ModelPart | Share | None = None  # of the model; None: all of it
         self.worker = self._make_worker()
         self.worker.set_workers(self.roles.workers)
         if training.work == "shared":
@@ -124,7 +125,7 @@ class Session(Loop):
     def train(self) -> None:
         """Train: from the warm-up to the agreement on the final parameters."""
         worker, strategy, reporter = self.worker, self.strategy, self.runtime.reporter
-        footprint = strategy.footprint(worker.rank, self.training.ranks)
+        footprint = strategy.traits(self.training.work).memory(worker.rank, self.training.ranks)
         # A warm-up has a copy of the whole, with its gradients.
         warms_up = self.runtime.warms_up and not self.in_parts and not footprint.windows
         # Before the stopwatch: lazy imports and first allocations are no strategy's (decision 1).
@@ -152,15 +153,16 @@ class Session(Loop):
         reporter.phase("leaving")
         strategy.stop(worker, self.state)
         self._stop_looking()
-        if not strategy.under_way(self.state).synchronous:
-            leader = strategy.current_roles(worker, self.state).leader
+        if not current_traits(strategy, worker, self.state).lockstep:
+            leader = current_roles(strategy, worker, self.state).leader
             curve.agree_on_buffers(worker, self.totals.samples, leader)
         self.recorder.pause()
 
     def finish(self) -> RankReport:
         """Evaluate on the leader, write the parameters, and report."""
-        worker, roles = self.worker, self.strategy.current_roles(self.worker, self.state)
-        tolerant = roles.replicas > 0 or not self.strategy.under_way(self.state).synchronous
+        worker, roles = self.worker, current_roles(self.strategy, self.worker, self.state)
+        lockstep = current_traits(self.strategy, worker, self.state).lockstep
+        tolerant = roles.replicas > 0 or not lockstep
         self._add_final_parts()
         report = self._report(roles)
         if self.scalars is not None:
@@ -285,21 +287,22 @@ class Session(Loop):
         self.epoch_samples, self.budget = setup.budget_of(self.task, training)
         module = self._build(setup.device_of(training, runtime))
         self._check_target(module)
-        self.part = self._model_part(module)
-        worker = setup.make_worker(runtime, run, self.task, module, self.part, self.budget)
+        self.held = self._place(module)
+        worker = setup.make_worker(runtime, run, self.task, module, self.held, self.budget)
         runtime.seed(run.seed * runtime.ranks + runtime.rank + 1)
         self.samples = open_samples(self.task.train, run.seed, self.task.collate)
         return worker
 
     def _build(self, device: torch.device) -> nn.Module:
         """Make the whole model; in files, where ranks have no room for it."""
-        with in_files(self.folder) if self.strategy.shards_parameters else contextlib.nullcontext():
+        sharded = self.strategy.traits().partition is Partition.SHARDED
+        with in_files(self.folder) if sharded else contextlib.nullcontext():
             return self.task.model().to(device)
 
     @property
     def in_parts(self) -> bool:
         """True if this rank has a part or shard of the model; the leader puts it together."""
-        return self.part is not None or isinstance(self.worker, ShardedWorker)
+        return self.held is not None
 
     def _check_target(self, module: nn.Module) -> None:
         """Refuse a run towards a metric that the task does not have: it would never arrive."""
@@ -311,16 +314,15 @@ class Session(Loop):
             raise InputError("target: the task has neither validation nor test data to measure it")
         curve.require_metric(target.metric, task, module, dataset)
 
-    def _model_part(self, module: nn.Module) -> ModelPart | None:
-        """Return the part of `module` that this rank trains, where each has one."""
-        strategy, runtime = self.strategy, self.runtime
-        if not strategy.divides_model:
-            return None
-        with undisturbed():
+    def _place(self, module: nn.Module) -> ModelPart | Share | None:
+        """Return what this rank holds of `module`; None if it holds all of it."""
+
+        def loss_of(model: nn.Module) -> Tensor:
             batch = to_device(self._first_samples(), next(module.parameters()).device)
-            return strategy.part_of(
-                module, lambda model: self.task.loss(model, batch), runtime.rank, runtime.ranks
-            )
+            return self.task.loss(model, batch)
+
+        with undisturbed():
+            return self.strategy.place(module, loss_of, self.runtime.rank, self.runtime.ranks)
 
     def _first_samples(self) -> Batch:
         """Read a batch that training reads, too."""
@@ -404,7 +406,7 @@ class Session(Loop):
     def _write_checkpoint(self) -> None:
         if self.shared is None:
             # A run of shapes has nothing to write.
-            leader = self.strategy.current_roles(self.worker, self.state).leader
+            leader = current_roles(self.strategy, self.worker, self.state).leader
             self.checkpoints.take(self.checkpoint_state(), leader)
 
     def checkpoint_state(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from orchestra.records.report import Point
 from orchestra.settings import MAX_RANKS, MAX_SEED, MAX_STEPS, REQUIRED, Settings, setting
 from orchestra.settings.base import require_setting
 from orchestra.strategies.base import Strategy
+from orchestra.strategies.traits import Partition
 from orchestra.trainer.balancing import Balancing
 
 DEFAULT_EPOCHS = 10
@@ -272,7 +273,8 @@ class Run(Settings):
     @property
     def steps_together(self) -> bool:
         """True if workers wait for one another, each with a part of the samples."""
-        return self.strategy.steps_together and not self.strategy.divides_model
+        traits = self.strategy.traits(self.training.work)
+        return traits.has_barriers and traits.partition is not Partition.STAGED
 
     @property
     def measures_shares(self) -> bool:
@@ -293,13 +295,14 @@ class Run(Settings):
 
     def check(self) -> None:
         """Refuse settings that need values in a run of shapes, and others that do not combine."""
-        training = self.training
-        if self.strategy.shards_parameters and self.measures_shares:
+        training, traits = self.training, self.strategy.traits(self.training.work)
+        sharded = traits.partition is Partition.SHARDED
+        if sharded and self.measures_shares:
             raise InputError(
                 f"shares: {MEASURED} takes gradients of the whole model, which {self.strategy!r} "
                 "keeps on no rank: give one number a rank, or leave it out"
             )
-        if training.precision == "bf16" and self.strategy.shards_parameters:
+        if training.precision == "bf16" and sharded:
             raise InputError(
                 f"precision: bf16 keeps a copy of every parameter until its gradient is there, "
                 f"for which {self.strategy!r} has no room: leave it out, or set shard='gradients'"
@@ -314,12 +317,12 @@ class Run(Settings):
                     f"{name}: needs values, which a run of shapes does not have: leave it out, or "
                     "set tensors to real"
                 )
-        if self.strategy.divides_model:
+        if traits.partition is Partition.STAGED:
             raise InputError(
                 f"{self.strategy!r}: its ranks pass on what layers compute, which a run of shapes "
                 "does not have: set tensors to real"
             )
-        if self.strategy.reads_values:
+        if traits.reads_values:
             raise InputError(
                 f"{self.strategy!r}: decides by losses or gradients, which a run of shapes does "
                 "not have: name a rule that goes by steps, rates or seconds, or set tensors to real"

@@ -32,7 +32,7 @@ from orchestra.trainer.settings import Run, Training
 from orchestra.transports.tags import Tag
 from orchestra.worker.batches import Batch, batch_samples, to_device
 from orchestra.worker.gathering import ShardedWorker
-from orchestra.worker.layout import Layout, bucket_edges, buffer_places
+from orchestra.worker.layout import Layout, Share, bucket_edges, buffer_places
 from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.shapes import ShapeWorker, SharedShapes
 from orchestra.worker.snapshots import Contribution, Place, Places, Snapshots
@@ -71,23 +71,27 @@ def device_of(training: Training, runtime: Runtime) -> torch.device:
 
 
 def make_worker(
-    runtime: Runtime, run: Run, task: Task, module: nn.Module, part: ModelPart | None, budget: int
+    runtime: Runtime,
+    run: Run,
+    task: Task,
+    module: nn.Module,
+    held: ModelPart | Share | None,
+    budget: int,
 ) -> Worker:
-    """Return the worker of this rank, which trains `module`, or `part` or a shard of it."""
+    """Return the worker of this rank, which trains what it has `held` of `module`; None: all."""
     # From the whole model: names in parameter groups, and snapshots that are due, are those of the
-    # whole, also where this rank has a part of it (decision 20).
+    # whole, also where this rank has a part of it.
     spec = _optimizer(run, module)
     options = _worker_options(runtime, run.training, task, budget, Layout.of_module(module))
-    if part is not None:
-        options["snapshots"].places = _places_of(part, module)
-        kept = {id(parameter) for parameter in part.module.parameters()}
+    if isinstance(held, ModelPart):
+        options["snapshots"].places = _places_of(held, module)
+        kept = {id(parameter) for parameter in held.module.parameters()}
         for parameter in module.parameters():  # the memory of all others is free
             if id(parameter) not in kept:
                 parameter.data = parameter.new_empty(0)
-        module = part.module
-    share = run.strategy.share_of(runtime.rank, runtime.ranks)
-    if share is not None:
-        return ShardedWorker(runtime, module, spec, share=share, **options)
+        module = held.module
+    elif held is not None:
+        return ShardedWorker(runtime, module, spec, share=held, **options)
     return Worker(runtime, module, spec, **options)
 
 
@@ -296,7 +300,7 @@ def kept_bytes(run: Run, rank: int, sizes: Sizes, layout: Layout) -> Counter[str
     trains.
     """
     training = run.training
-    footprint = run.strategy.footprint(rank, training.ranks)
+    footprint = run.strategy.traits(training.work).memory(rank, training.ranks)
     others = sizes["parameters"] - sizes["trained"]
     parameters = footprint.parameters * sizes["trained"]
     parameters += others if footprint.windows else footprint.parameters * others

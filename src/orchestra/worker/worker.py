@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, SupportsFloat
+from typing import Any, Literal, Protocol, SupportsFloat
 
 import torch
 from torch import Tensor, nn
@@ -191,6 +191,11 @@ class Worker(FlatModel):
     def own_loop(self) -> bool:
         """True if a loop of the user's own drives this worker, with an optimizer of its own."""
         return self._own_optimizer is not None
+
+    @property
+    def work(self) -> Literal["shared", "equal"]:
+        """The setting `work` in the phase under way: "shared" if there is a queue of batches."""
+        return "equal" if self.queue_of is None else "shared"
 
     def make_queue(self, shares: tuple[float, ...]) -> WorkQueue | None:
         """Make a queue of what is left of the data, for ranks with these shares of a step. None

@@ -68,7 +68,7 @@ def train_run(
         # Nobody's stopwatch runs while snapshots are evaluated
         schedule = Schedule(emulated.changes(), ranks, at_end=emulated.quotas.lift)
         meters = emulated.network.meters()
-        notices = not_emulated(emulated, native=run.strategy.native)
+        notices = not_emulated(emulated, native=run.strategy.traits().native)
         with Display(run, roles, quiet=quiet, progress=progress, folder=folder) as display:
             for text in notices if progress is None else ():  # else it would say so with each run
                 display.on_event(Notice(text))

@@ -136,7 +136,7 @@ def lacking(run: Run) -> str | None:
 
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     # Several ranks can share a GPU, but NCCL wants one for each.
-    wanted = run.training.ranks if run.strategy.native else 1
+    wanted = run.training.ranks if run.strategy.traits().native else 1
     if there >= wanted:
         return None
     remedy = "name a schedule such as 'ring', whose ranks share one" if there else "use cpu or auto"

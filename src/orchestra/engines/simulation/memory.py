@@ -16,7 +16,7 @@ from orchestra.engines.simulation.costs import Costs, first_batch
 from orchestra.errors import InputError
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.optimizers.state import undisturbed
-from orchestra.strategies.base import Strategy
+from orchestra.strategies.base import ModelPart, Strategy, roles_of
 from orchestra.tasks.task import Task, load_task
 from orchestra.trainer.settings import Run
 from orchestra.trainer.setup import Sizes, kept_bytes, meta_model, sizes_of
@@ -30,7 +30,7 @@ class Memory:
     """What the ranks of `run` keep in memory, in bytes.
 
     Parameters, gradients, the optimizer's state and the strategy's own copies follow from the model
-    and `Strategy.footprint`. Activations are what autograd saves for the backward pass of one batch
+    and `Traits.memory`. Activations are what autograd saves for the backward pass of one batch
     of the task, on the meta device where the model can be there, in float32, and in proportion to
     the samples. What a kernel needs for a moment is not counted.
     """
@@ -126,17 +126,14 @@ class Memory:
     def _samples(self, rank: int) -> float:
         """Return the samples whose activations a rank holds at a time."""
         training = self._run.training
-        batches = self._strategy.footprint(rank, training.ranks).batches
+        batches = self._strategy.traits(training.work).memory(rank, training.ranks).batches
         return batches * training.batch_size / training.accumulation
 
     def _sizes(self, rank: int) -> tuple[Sizes, Layout]:
         """Return the sizes of what `rank` trains, and its layout."""
-        if self._strategy.divides_model:
-            ranks = len(self._strategy.roles(self._run.training.ranks).shares)
-            part = self._strategy.part_of(self._module, self._loss, rank, ranks)
-            if part is not None:
-                return self._sizes_of(part.module)
-        return self._whole
+        ranks = len(roles_of(self._strategy, self._run.training.ranks).shares)
+        held = self._strategy.place(self._module, lambda model: self._loss(model), rank, ranks)
+        return self._sizes_of(held.module) if isinstance(held, ModelPart) else self._whole
 
     @functools.cached_property
     def _whole(self) -> tuple[Sizes, Layout]:

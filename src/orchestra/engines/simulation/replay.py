@@ -65,7 +65,7 @@ def replay_run(
         InputError: the run was not recorded, or not as a whole.
         RunFailed: it failed, now as perhaps then.
     """
-    if run.strategy.native:
+    if run.strategy.traits().native:
         raise InputError(
             "the collectives of torch.distributed add in an order of their own, so that a run with "
             "native cannot be replayed exactly; record one with a schedule, such as ring"

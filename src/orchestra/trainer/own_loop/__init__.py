@@ -425,7 +425,7 @@ class OwnLoop:
     @property
     def _knows_only_steps(self) -> bool:
         """True if the strategy would not learn of a change that anything but `step` makes now."""
-        exact = self._averaged and not self.strategy.switches
+        exact = self._averaged and not self.strategy.traits().phases
         return not (exact or self._stepping or self.batches.ended or len(self.worker.workers) == 1)
 
     def _before_others_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -495,7 +495,7 @@ class OwnLoop:
         batches.enter()
         batches.begin_update()
         self._take_changes()
-        if self.strategy.reads_loss and math.isnan(batches.loss):
+        if self.strategy.traits().reads_loss and math.isnan(batches.loss):
             raise InputError(
                 f"{self.strategy!r} watches the training loss, which this loop keeps to itself: "
                 "call batches.report(loss.item()) before loss.backward()"

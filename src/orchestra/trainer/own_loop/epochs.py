@@ -15,6 +15,8 @@ from orchestra.errors import InputError
 from orchestra.optimizers.state import random_state, restore_random_state, undisturbed
 from orchestra.schedules.work_queue import Kind, WorkItem, WorkSource
 from orchestra.strategies.base import Strategy
+from orchestra.strategies.phased import current_traits
+from orchestra.strategies.traits import Dealing, Pace
 from orchestra.trainer.own_loop.model import BackwardPasses, Count
 from orchestra.trainer.own_loop.rank import Command, OwnRank
 from orchestra.worker.runtime import Runtime
@@ -121,7 +123,7 @@ class Epochs(OwnRank):
     @property
     def _uses_queue(self) -> bool:
         """True if workers take the batches of some phase from a queue."""
-        return self._queued is not None and self.strategy.self_paced
+        return self._queued is not None and self.strategy.traits().dealing is Dealing.QUEUE
 
     def _iterate(self, group: int | None) -> Generator[Any, None, None]:
         if self._source is not None:
@@ -319,7 +321,8 @@ class Epochs(OwnRank):
         self.passes.rest()
 
     def _take_part_in_agreement(self) -> None:
-        steps_alike = self.source() is None and self.strategy.currently_lockstep(self.state)
+        pace = current_traits(self.strategy, self.worker, self.state).pace
+        steps_alike = self.source() is None and pace is not Pace.FREE
         digest = self.ledger.digest(self.worker.phase)
         if self.is_worker() and steps_alike and not self.alike(digest):
             raise self.ledger.refusal(self.steps)

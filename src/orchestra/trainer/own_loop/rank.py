@@ -17,6 +17,7 @@ from orchestra.optimizers import spec
 from orchestra.optimizers.state import capture, restore
 from orchestra.schedules.work_queue import WorkSource
 from orchestra.strategies.base import Roles, Strategy
+from orchestra.strategies.phased import current_roles, current_traits
 from orchestra.trainer import checkpoints
 from orchestra.trainer.own_loop.model import LOADED, Hook, Ledger
 from orchestra.transports.protocol import send_unless_lost
@@ -99,7 +100,7 @@ class OwnRank:
         """Collective over all ranks, before `start`: let it inherit what `optimizer` has loaded."""
         worker = self.worker
         worker.inherited = spec.export_moments(self.optimizer, worker.named_parameters())
-        if not self.strategy.synchronous:
+        if not self.strategy.traits(worker.work).lockstep:
             return
         tensors: checkpoints.Tensors = {}
         checkpoints.by_content(capture(worker.inherited), tensors)
@@ -121,7 +122,7 @@ class OwnRank:
     @property
     def roles(self) -> Roles:
         """The roles in the phase under way."""
-        return self.strategy.current_roles(self.worker, self.state)
+        return current_roles(self.strategy, self.worker, self.state)
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -135,7 +136,7 @@ class OwnRank:
     @property
     def synchronous(self) -> bool:
         """True if the workers step together now, on the average of their gradients."""
-        return self.strategy.under_way(self.state).synchronous
+        return current_traits(self.strategy, self.worker, self.state).lockstep
 
     def source(self) -> WorkSource | None:
         """Return the queue from which workers take batches now, or None where these are dealt out.
@@ -216,7 +217,7 @@ class OwnRank:
         """Release moments that were collected; refuse changes that no other rank learns of."""
         self._check_optimizer()
         if (sizes := self._group_sizes()) != self._sizes:
-            if not self.whole or self.strategy.switches:
+            if not self.whole or self.strategy.traits().phases:
                 raise InputError(
                     "the optimizer's parameter groups have other parameters than when distribute "
                     f"was called, which other ranks under {self.strategy!r} do not know of: make "
