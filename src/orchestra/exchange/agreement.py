@@ -24,7 +24,9 @@ from orchestra.collectives import (
 from orchestra.errors import InputError
 from orchestra.exchange.average import note_buffer
 from orchestra.optimizers.spec import Moments, export_moments
+from orchestra.optimizers.state import require_alike
 from orchestra.parameter_server.placement import Slice
+from orchestra.settings.base import Mismatch
 from orchestra.topologies import Graph, Topology, doubly_stochastic
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
@@ -60,6 +62,18 @@ def wait_for_everyone(worker: Worker, number: int = 0) -> int:
     total = torch.tensor([number], dtype=torch.int32)
     all_reduce(worker.transport, total, "butterfly", worker.everyone, Tag.AGREE)
     return int(total)
+
+
+def require_fit(worker: Worker, state: Any, saved: Any) -> None:
+    """Collective over all ranks: raise `Mismatch` on each of them unless what every rank has
+    `saved` fits its `state`. The message is empty where another rank's does not fit."""
+    complaint = None
+    try:
+        require_alike(state, saved, "strategy")
+    except Mismatch as mismatch:
+        complaint = mismatch
+    if wait_for_everyone(worker, int(complaint is not None)):
+        raise complaint or Mismatch
 
 
 def wait_for_workers(worker: Worker) -> None:

@@ -6,7 +6,9 @@ The streams are saved and restored here, and never seeded.
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -14,6 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+
+from orchestra.settings.base import Mismatch
 
 
 def capture(value: Any) -> Any:
@@ -22,23 +27,26 @@ def capture(value: Any) -> Any:
     Takes dataclasses (without their transient fields), optimizers, anything with a
     `state_dict()`, mappings, sequences, tensors and plain values. Tensors are not copied.
     """
+    value = value.state_dict()["state"] if isinstance(value, Optimizer) else _opened(value)
     if value is None or isinstance(value, (Tensor, bool, int, float, str)):
         return value
-    if isinstance(value, torch.optim.Optimizer):
-        return capture(value.state_dict()["state"])
-    if hasattr(value, "state_dict"):
-        return capture(value.state_dict())
-    if is_dataclass(value):
-        return {
-            item.name: capture(getattr(value, item.name))
-            for item in fields(value)
-            if not item.metadata.get("transient")
-        }
     if isinstance(value, Mapping):
         return {str(key): capture(item) for key, item in value.items()}
     if isinstance(value, Sequence):
         return [capture(item) for item in value]
     raise AssertionError(f"{type(value).__name__} cannot be kept in a checkpoint: {value!r}")
+
+
+def _opened(value: Any) -> Any:
+    """Return an object with a state, or a dataclass, as a mapping of what a checkpoint keeps."""
+    if isinstance(value, Tensor):
+        return value
+    if hasattr(value, "state_dict"):
+        return value.state_dict()
+    if is_dataclass(value):
+        kept = [item.name for item in fields(value) if not item.metadata.get("transient")]
+        return {name: getattr(value, name) for name in kept}
+    return value
 
 
 def restore(target: Any, saved: Any) -> Any:
@@ -50,11 +58,8 @@ def restore(target: Any, saved: Any) -> Any:
         with torch.no_grad():
             target.copy_(saved)
         return target
-    if isinstance(target, torch.optim.Optimizer):
+    if isinstance(target, Optimizer):
         state = {int(index): values for index, values in saved.items()}
-        parameters = [each for group in target.param_groups for each in group["params"]]
-        for index, values in state.items():
-            _refuse_broadcast(values, parameters[index])
         # The options are those of this run's settings, not of the checkpoint.
         groups = target.state_dict()["param_groups"]
         target.load_state_dict({"state": state, "param_groups": groups})
@@ -74,11 +79,64 @@ def restore(target: Any, saved: Any) -> Any:
     return tuple(saved) if isinstance(target, tuple) else saved
 
 
-def _refuse_broadcast(moments: Mapping[str, Any], parameter: Tensor) -> None:
-    """Refuse a vector of one element, which an optimizer would use for every element in silence."""
-    for name, value in moments.items():
-        if isinstance(value, Tensor) and value.shape == (1,) and parameter.numel() > 1:
-            raise ValueError(f"{name} has shape (1,), its parameter {tuple(parameter.shape)}")
+def require_alike(target: Any, saved: Any, place: str) -> None:
+    """Raise `Mismatch` unless `restore(target, saved)` puts values back into values of their kind:
+    tensors of equal types and shapes, moments as the optimizer makes them. `place` opens a message.
+
+    What only one of them has may be optional, or from before there was such a value.
+    """
+    optimizer = target if isinstance(target, Optimizer) else None
+    target = {} if optimizer else _opened(target)
+    have, want = _kind(saved), _kind(target)
+    if target is None or (saved is None and want in ("a number", "a text")):
+        return
+    if have != want:
+        raise Mismatch(f"{place} is {have}, and {want} in this run")
+    if optimizer:
+        _require_moments(optimizer, saved, place)
+    elif isinstance(target, Mapping):
+        for key, item in target.items():
+            if str(key) in saved:
+                require_alike(item, saved[str(key)], f"{place}/{key}")
+    elif want == "a list" and len(target) == len(saved):
+        for index, item in enumerate(target):
+            require_alike(item, saved[index], f"{place}/{index}")
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)}"
+    kinds = (
+        (Mapping, "a mapping"),
+        (str, "a text"),
+        (Sequence, "a list"),
+        ((int, float), "a number"),
+    )
+    return next((name for kind, name in kinds if isinstance(value, kind)), type(value).__name__)
+
+
+def _require_moments(optimizer: Optimizer, saved: Any, place: str) -> None:
+    own = [(each, group) for group in optimizer.param_groups for each in group["params"]]
+    for index, moments in saved.items():
+        if not (index.isdecimal() and int(index) < len(own)):
+            raise Mismatch(f"{place} has moments of {index!r}, with {len(own)} parameters")
+        # Another optimizer's moments may have any shape, and a parameter without a step has none.
+        if moments and type(optimizer).__module__.startswith("torch.optim."):
+            expected = _moments(optimizer, *own[int(index)])
+            require_alike(expected, moments, f"{place}/{index}")
+            if lacking := expected.keys() - moments.keys():
+                raise Mismatch(f"{place}/{index} lacks {', '.join(sorted(lacking))}")
+
+
+def _moments(optimizer: Optimizer, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    """Return the moments of `parameter`: those it has, or such as it has after a step."""
+    if parameter in optimizer.state:
+        return dict(optimizer.state[parameter])
+    trial, like = copy.copy(optimizer), torch.zeros_like(parameter, requires_grad=True)
+    like.grad = torch.zeros_like(like)
+    trial.param_groups, trial.state = [{**group, "params": [like]}], defaultdict(dict)
+    trial.step()
+    return dict(trial.state[like])
 
 
 # The global random streams of a rank

@@ -170,7 +170,7 @@ def to_plain(value: Any, *, finite: bool = False) -> Any:
 
 def from_plain(hint: Any, value: Any, *, finite: bool = False) -> Any:
     """Return the object of the annotation `hint` that `to_plain` made `value` of, or raise
-    `Mismatch`. Fields with a default may be missing.
+    `Mismatch`. Fields with a default may be missing. A field with a range is inside of it.
 
     Args:
         finite: no number is NaN or infinite; None stands for those, and stays.
@@ -184,9 +184,20 @@ def _from_plain(value: Any, hint: Any, finite: bool) -> Any:
     if dataclasses.is_dataclass(hint):
         hints, all_fields = type_hints(cls), dataclasses.fields(cls)
         required = {field.name for field in all_fields if default_of(field) is REQUIRED}
-        if not isinstance(value, dict) or not required <= value.keys() <= hints.keys():
-            raise Mismatch(f"{cls.__name__} has {', '.join(hints)}")
-        inside = {key: from_plain(hints[key], item, finite=finite) for key, item in value.items()}
+        if not isinstance(value, dict):
+            raise Mismatch(f"expected a mapping, got {type(value).__name__}")
+        if odd := (required - value.keys()) or (value.keys() - hints.keys()):
+            lacks = "lacks" if odd <= required else "has the unknown"
+            raise Mismatch(f"{lacks} {', '.join(sorted(map(str, odd)))}")
+        inside = {}
+        for field in all_fields:
+            if field.name in value:
+                try:
+                    item = from_plain(hints[field.name], value[field.name], finite=finite)
+                    require_within(field, item)
+                except Mismatch as mismatch:
+                    raise Mismatch(f"{field.name}: {mismatch}") from None
+                inside[field.name] = item
         return cls(**inside)
     if issubclass(hint, tuple):
         fields = GenericAlias(tuple, tuple(type_hints(hint).values()))
@@ -224,12 +235,12 @@ class Limits:
     above: float | None = None
 
     def complaint(self, value: float) -> str | None:
-        """Return a complaint about `value`, or None."""
-        if self.above is not None and value <= self.above:
+        """Return a complaint about `value`, or None. NaN is outside of every range."""
+        if self.above is not None and not value > self.above:
             return f"{value!r} is not above {self.above!r}"
-        if self.low is not None and value < self.low:
+        if self.low is not None and not value >= self.low:
             return f"{value!r} is below {self.low!r}"
-        if self.high is not None and value > self.high:
+        if self.high is not None and not value <= self.high:
             return f"{value!r} is above {self.high!r}"
         return None
 
@@ -356,12 +367,19 @@ def checked(cls: type[Settings], field: dataclasses.Field[Any], value: object) -
     """Return `value` as `field`, a setting of `cls`, wants it, and inside its range."""
     try:
         value = convert(value, type_hints(cls)[field.name])
+        require_within(field, value)
     except Mismatch as mismatch:
         raise InputError(f"{cls.__name__}.{field.name}: {mismatch}") from None
+    return value
+
+
+def require_within(field: dataclasses.Field[Any], value: object) -> None:
+    """Raise `Mismatch` for a number, or one in a tuple, outside of the range of `field`."""
+    if "limits" not in field.metadata:
+        return
     for number in value if isinstance(value, tuple) else (value,):
         if isinstance(number, int | float) and (complaint := _limits(field).complaint(number)):
-            raise InputError(f"{cls.__name__}.{field.name}: {complaint}")
-    return value
+            raise Mismatch(complaint)
 
 
 def call_text(settings: Settings, text: Callable[[object], str], name: str | None = None) -> str:

@@ -137,6 +137,7 @@ class Auto(Phased):
     def resume(self, worker: Worker, saved: Mapping[str, Any]) -> AutoState:
         """Resume in the phase that the checkpoint was taken in."""
         state = self._begin(worker)
+        exchange.require_fit(worker, state, saved)
         plain = {name: value for name, value in saved.items() if name != "inner"}
         optimizers.restore(state, plain)
         state.inner = self.phase(state).resume(worker, saved["inner"])

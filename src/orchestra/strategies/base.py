@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import Settings
+from orchestra.settings.base import Mismatch
 from orchestra.settings.notation import LazyModule
 from orchestra.strategies.traits import Dealing, Footprint, Pace, Traits, WorkMode
 
@@ -169,10 +170,19 @@ class Strategy(Settings, ABC, Generic[S]):
         """Start, then restore the state that a checkpoint kept. Collective.
 
         Replicas may differ: each rank keeps the parameters and buffers that it has.
+
+        Raises:
+            Mismatch: `saved` does not fit, on some rank. No flow is left.
         """
         # Kept beside `start`, which gives everyone the first rank's parameters
         put_back = worker.keep()
         state = self.start(worker)
+        try:
+            exchange.require_fit(worker, state, saved)
+        except Mismatch:
+            self.stop(worker, state)
+            exchange.wait_for_everyone(worker)
+            raise
         optimizers.restore(state, saved)
         put_back()
         # A flow in the background, as of a server beside a worker, answers whoever asks: nobody

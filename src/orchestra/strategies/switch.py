@@ -148,8 +148,9 @@ class Switch(Phased):
 
     def resume(self, worker: Worker, saved: Mapping[str, Any]) -> SwitchState:
         """Resume in the phase that the checkpoint was taken in."""
-        steps, before = saved["steps"], saved.get("before", 0)
-        state = SwitchState(self.when, self.nesting, self.when.begin(), steps=steps, before=before)
+        state = SwitchState(self.when, self.nesting, self.when.begin())
+        exchange.require_fit(worker, state, saved)
+        state.steps, state.before = saved["steps"], saved.get("before", 0)
         optimizers.restore(state.rule, saved["rule"])
         if saved["switched"]:
             state.queue_of = worker.queue_of

@@ -15,7 +15,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,6 +26,7 @@ from orchestra import exchange
 from orchestra.collectives import broadcast, receive_object, send_object
 from orchestra.errors import PeerLost, RunFailed
 from orchestra.optimizers.state import capture, random_state, restore, restore_random_state
+from orchestra.settings.base import Mismatch
 from orchestra.strategies.base import Strategy
 from orchestra.transports.protocol import Transport, send_unless_lost
 from orchestra.transports.tags import Tag
@@ -38,6 +39,8 @@ DOOMED = ".deleted"
 
 
 TENSOR = "$tensor"
+
+S = TypeVar("S")
 
 Tensors = dict[str, Tensor]
 """Tensors by the SHA-256 of their type, shape and content."""
@@ -162,15 +165,15 @@ class CollectiveCheckpoints:
         self._folder = folder
         self._ranks = range(worker.runtime.ranks)
 
-    def newest(self, leader: int, check: Callable[[Any], None]) -> Any | None:
-        """Collective: return this rank's state in the newest checkpoint that is whole and fits the
-        run, or None.
+    def newest(self, leader: int, read: Callable[[Any], S], below: int | None = None) -> S | None:
+        """Collective: return what `read` makes of this rank's state in the newest checkpoint that
+        is whole and fits the run, or None.
 
-        The leader looks for whole ones; `check` raises an exception for a state that does not fit
-        this rank.
+        The leader looks for whole ones, with a number below `below` if given. `read` raises an
+        exception for a state that does not fit this rank.
         """
         worker = self._worker
-        found = self._whole() if worker.rank == leader else iter(())
+        found = self._whole(below) if worker.rank == leader else iter(())
         chosen = torch.full((1,), -1, dtype=torch.int64)
         while True:
             chosen[0] = next(found, -1)
@@ -178,30 +181,32 @@ class CollectiveCheckpoints:
             index = int(chosen)
             if index < 0:
                 return None
-            saved = self._fitting(index, check)
+            saved = self._fitting(index, read)
             if not exchange.wait_for_everyone(worker, int(saved is None)):
                 self.index = index
                 return saved
 
-    def file_of(self, index: int) -> Path:
-        """Return the path of this rank's file in checkpoint `index`."""
-        return self._folder / f"{index:04d}" / rank_file(self._worker.rank)
+    def refuse(self, index: int, error: Exception) -> None:
+        """Give notice that this rank's file in checkpoint `index` cannot be used, and why."""
+        path = self._folder / f"{index:04d}" / rank_file(self._worker.rank)
+        why = (str(error).splitlines() or [""])[0]
+        if not isinstance(error, DamagedCheckpoint | Mismatch):
+            why = f"it cannot be read ({type(error).__name__}: {why})"
+        self._worker.reporter.notice(f"checkpoint refused: {path}: {why}")
 
-    def _fitting(self, index: int, check: Callable[[Any], None]) -> Any | None:
+    def _fitting(self, index: int, read: Callable[[Any], S]) -> S | None:
         """Return this rank's state in checkpoint `index`; None, with a notice, if unfit."""
         own = self._worker.rank
         try:
             saved = read_rank(self._folder, index, own)
             # Checkpoints from before these were kept lack them.
-            place = saved.get("rank", own), saved.get("checkpoint", index)
+            place = saved.pop("rank", own), saved.pop("checkpoint", index)
             if place != (own, index):
                 raise DamagedCheckpoint(f"it is of rank {place[0]}, checkpoint {place[1]}")
-            check(saved)
+            return read(saved)
         except Exception as error:  # anything may be in a file that something else has written
-            why = in_words(error)
-            self._worker.reporter.notice(f"checkpoint refused: {self.file_of(index)}: {why}")
+            self.refuse(index, error)
             return None
-        return saved
 
     def take(self, state: Any, leader: int) -> None:
         """Collective, at a quiet point: write `state`; it counts only if all ranks have written."""
@@ -213,14 +218,15 @@ class CollectiveCheckpoints:
         if self._commit(index, digest, leader):
             self.index = index
 
-    def _whole(self) -> Iterator[int]:
+    def _whole(self, below: int | None) -> Iterator[int]:
         """Yield the numbers of the whole checkpoints, the newest first."""
         notice = self._worker.reporter.notice
         with writing(self._folder):
             _remove(self._folder, ".[0-9]*")  # what a run that was killed began to write or delete
-        for path in others(self._folder):
+        for path in others(self._folder) if below is None else ():
             notice(f"checkpoint refused: {path}: not the folder of one")
-        for index in sorted(complete(self._folder), reverse=True):
+        there = (each for each in complete(self._folder) if below is None or each < below)
+        for index in sorted(there, reverse=True):
             try:
                 verify(self._folder, index, len(self._ranks))
             except DamagedCheckpoint as damage:
@@ -247,39 +253,6 @@ class CollectiveCheckpoints:
             if rank != leader:
                 send_unless_lost(transport, torch.tensor([whole]), rank, Tag.CHECKPOINT)
         return whole
-
-
-def in_words(error: Exception) -> str:
-    """Return one line on why a checkpoint cannot be used."""
-    text = (str(error).splitlines() or [""])[0]
-    if isinstance(error, DamagedCheckpoint):
-        return text
-    return f"it cannot be read ({type(error).__name__}: {text})"
-
-
-def require_alike(saved: Any, fresh: Any, place: str) -> None:
-    """Raise `DamagedCheckpoint` unless `saved` has, at its `place`, the tensors of `fresh`: of the
-    same types and shapes."""
-    if isinstance(fresh, Tensor):
-        have, want = (
-            f"{item.dtype} {tuple(item.shape)}" if isinstance(item, Tensor) else type(item).__name__
-            for item in (saved, fresh)
-        )  # fmt: skip
-        if have != want:
-            raise DamagedCheckpoint(f"{place[1:]} is {have}, and {want} in this run")
-    # What only one of them has may be optional, or from before there was such a value.
-    elif isinstance(fresh, dict) and isinstance(saved, dict):
-        for key in fresh.keys() & saved.keys():
-            require_alike(saved[key], fresh[key], f"{place}/{key}")
-    elif isinstance(fresh, list) and isinstance(saved, list) and len(fresh) == len(saved):
-        for index, item in enumerate(fresh):
-            require_alike(saved[index], item, f"{place}/{index}")
-
-
-def require_within(place: str, value: float | None, low: float, high: float) -> None:
-    """Raise `DamagedCheckpoint` for a number outside of [low, high]."""
-    if value is not None and not low <= value <= high:
-        raise DamagedCheckpoint(f"{place} is {value!r}, which is not from {low:g} to {high:g}")
 
 
 def rank_state(worker: Worker, state: Any, parameters: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from orchestra.data.feed import Feed, Samples
 from orchestra.errors import RunFailed
 from orchestra.exchange import CommonStep
 from orchestra.schedules.work_queue import Kind, WorkItem, WorkQueue, WorkSource
+from orchestra.settings.base import setting
 from orchestra.strategies.base import CHANGED, Strategy
 from orchestra.strategies.phased import current_roles, current_traits
 from orchestra.strategies.traits import Pace
@@ -28,11 +29,11 @@ from orchestra.worker.worker import Step, Worker
 class Position:
     """The progress of a rank; kept in checkpoints."""
 
-    steps: int = 0  # gradients that it computed
-    consumed: int = 0  # samples of the cluster, as far as this rank knows
-    plan_start: int = 0  # of the plan under way
-    plan_step: int = 0  # at which it stands
-    own: int | None = None  # samples read of its own shard, where it takes them from a queue
+    steps: int = setting(0, "gradients that it computed", low=0)
+    consumed: int = setting(0, "samples of the cluster, as far as this rank knows", low=0)
+    plan_start: int = setting(0, "of the plan under way", low=0)
+    plan_step: int = setting(0, "at which it stands", low=0)
+    own: int | None = setting(None, "samples read of its shard, where a queue deals out", low=0)
 
 
 def plan_of_roles(

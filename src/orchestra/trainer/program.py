@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,24 @@ from torch import Tensor, nn
 
 from orchestra.data import shares_of
 from orchestra.data.feed import Samples, open_samples, open_shard
-from orchestra.errors import InputError, OrchestraError, RunFailed
+from orchestra.errors import InputError, RunFailed
 from orchestra.exchange import start_together
-from orchestra.optimizers.state import capture, restore, restore_random_state, undisturbed
+from orchestra.optimizers.state import (
+    require_alike,
+    restore,
+    restore_random_state,
+    undisturbed,
+)
 from orchestra.records.exports import Scalars, write_curve_events
 from orchestra.records.report import LeaderReport, Point, RankReport
-from orchestra.settings.base import from_plain
+from orchestra.settings.base import REQUIRED, Mismatch, from_plain, setting
 from orchestra.strategies.base import ModelPart, Roles, Strategy
 from orchestra.strategies.phased import current_roles, current_traits
 from orchestra.strategies.switch import phases
 from orchestra.strategies.traits import Partition
 from orchestra.tasks.task import Task, evaluate, load_task
 from orchestra.trainer import checkpoints, curve, setup
-from orchestra.trainer.balancing import Balancer
+from orchestra.trainer.balancing import Balancer, BalanceState
 from orchestra.trainer.loop import Loop, Position, queue_of
 from orchestra.trainer.recorder import Order, Recorder, Recording, Repeating, Totals, write_order
 from orchestra.trainer.settings import Run
@@ -58,6 +63,25 @@ def train(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
     finally:
         if session.training.record_order:
             write_order(folder, runtime.rank, session.order)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The content of a rank's file in a checkpoint, as `Session.checkpoint_state` makes it."""
+
+    parameters: Tensor
+    buffers: dict[str, Tensor]
+    strategy: Any  # its state, as `capture` gives it
+    random: dict[str, Any]
+    position: Position
+    totals: Totals
+    measures: Measures
+    snapshots: list[Contribution]
+    rate_scale: float = setting(REQUIRED, "of the learning rates", low=0, high=1e9)
+    # Checkpoints from before there were rates, measured shares and balancing lack these.
+    rates: tuple[float, ...] = ()
+    shares: tuple[float, ...] = ()
+    balance: BalanceState | None = None
 
 
 class Session(Loop):
@@ -93,14 +117,7 @@ class Session(Loop):
         self.speeds: tuple[float, ...] = ()
         self.roles = strategy.roles(training.ranks)
         self.held: ModelPart | Share | None = None  # of the model; None: all of it
-        self.worker = self._make_worker()
-        self.worker.set_workers(self.roles.workers)
-        if training.work == "shared":
-            self.worker.queue_of = functools.partial(queue_of, training, self.budget)
-        self.position, self.totals = Position(), Totals()
-        self.checkpoints = checkpoints.CollectiveCheckpoints(self.worker, folder / "checkpoints")
-        if run.balancing is not None:
-            self.balancer = Balancer(run.balancing, self.worker)
+        self._begin_anew()
         self._passed("task")
         self.state = self._start()
         self._passed("group")
@@ -110,6 +127,18 @@ class Session(Loop):
         path = None if self.shared else folder / f"steps-rank-{runtime.rank}.jsonl"
         self.recorder = Recorder(self.worker, path, self.totals, self.position.steps, self.scalars)
         self.worker.observe = self.recorder.observe
+
+    def _begin_anew(self) -> None:
+        """Make what a run begins with, which nothing of an earlier attempt has touched."""
+        self.worker = self._make_worker()
+        self.worker.set_workers(self.roles.workers)
+        if self.training.work == "shared":
+            self.worker.queue_of = functools.partial(queue_of, self.training, self.budget)
+        self.position, self.totals = Position(), Totals()
+        folder = self.folder / "checkpoints"
+        self.checkpoints = checkpoints.CollectiveCheckpoints(self.worker, folder)
+        if self.run.balancing is not None:
+            self.balancer = Balancer(self.run.balancing, self.worker)
 
     def _intercepted(self, repeats: Order | None) -> Runtime:
         """Return the engine's runtime with whoever records, repeats or traces this run."""
@@ -346,61 +375,64 @@ class Session(Loop):
     # Checkpoints
 
     def _start(self) -> Any:
-        """Start the strategy, from the newest checkpoint if there is one."""
-        kept, leader = self.checkpoints, self.roles.leader
-        saved = None if self.shared else kept.newest(leader, self._check_saved)
-        if saved is None:
-            return self.strategy.start(self.worker)
-        # Whether a strategy's state fits is seen once all ranks have taken theirs back.
-        try:
-            state = self._resume(saved)
-            checkpoints.require_alike(saved, capture(self.checkpoint_state()), "")
-        except OrchestraError:
-            raise
-        except Exception as error:
-            raise InputError(
-                f"{kept.file_of(kept.index)} does not fit this run: {checkpoints.in_words(error)}; "
-                "remove its folder to go on from the checkpoint before it"
-            ) from error
-        if self.runtime.rank == self.roles.workers[0]:
-            self.runtime.reporter.notice(
-                f"resumed from checkpoint {kept.index}, step {self.position.steps}"
-            )
-        return state
+        """Start the strategy, from the newest checkpoint that fits if there is one."""
+        leader, below = self.roles.leader, None
+        while self.shared is None:
+            saved = self.checkpoints.newest(leader, self._read_saved, below)
+            if saved is None:
+                break
+            below = self.checkpoints.index
+            try:
+                state = self._resume(saved)
+            except Mismatch as mismatch:  # on every rank
+                if str(mismatch):
+                    self.checkpoints.refuse(below, mismatch)
+                self._begin_anew()
+                continue
+            except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+                raise InputError(
+                    f"{self.folder}: checkpoint {below} does not fit this run ({error!r}); remove "
+                    "its folder to go on from the checkpoint before it"
+                ) from error
+            if self.runtime.rank == self.roles.workers[0]:
+                self.runtime.reporter.notice(
+                    f"resumed from checkpoint {below}, step {self.position.steps}"
+                )
+            return state
+        return self.strategy.start(self.worker)
 
-    def _check_saved(self, saved: Any) -> None:
-        """Raise an exception where a checkpoint's state of this rank does not fit the run."""
-        worker, within = self.worker, checkpoints.require_within
-        fresh = {"parameters": worker.parameters, "buffers": dict(worker.buffers)}
-        checkpoints.require_alike(saved, capture(fresh), "")
-        position = from_plain(Position, saved["position"])
-        for name, value in vars(position).items():
-            within(f"position/{name}", value, 0, self.budget)
-        within("position/plan_start", position.plan_start, 0, position.consumed)
-        within("totals/samples", from_plain(Totals, saved["totals"]).samples, 0, self.budget)
-        from_plain(Measures, saved["measures"])
-        within("rate_scale", saved["rate_scale"], 0, 1e9)
-        for part in saved["snapshots"]:
-            within("snapshots/index", Contribution(**part).index, 0, len(worker.snapshots.due))
+    def _read_saved(self, saved: Any) -> Saved:
+        """Return a checkpoint's state of this rank; raise an exception if it does not fit the run.
+        The strategy's state is not looked at."""
+        worker = self.worker
+        found: Saved = from_plain(Saved, saved)
+        require_alike(worker.parameters, found.parameters, "parameters")
+        require_alike(dict(worker.buffers), found.buffers, "buffers")
+        position, last = found.position, len(worker.snapshots.due)
+        for name, value, most in (
+            ("position: steps", position.steps, self.budget),
+            ("position: consumed", position.consumed, self.budget),
+            ("position: plan_start", position.plan_start, position.consumed),
+            *(("snapshots: index", part.index, last) for part in found.snapshots),
+        ):
+            if not 0 <= value <= most:
+                raise Mismatch(f"{name}: {value} is not from 0 to {most}")
         with undisturbed():
-            restore_random_state(saved["random"])
+            restore_random_state(found.random)
+        return found
 
-    def _resume(self, saved: dict[str, Any]) -> Any:
+    def _resume(self, saved: Saved) -> Any:
         """Collective: go on from this rank's state in a checkpoint; return the strategy's."""
-        worker, position = self.worker, self.position
-        restore(worker.parameters, saved["parameters"])
-        restore(position, saved["position"])
-        restore(self.totals, saved["totals"])
-        restore(worker.measures, saved["measures"])
-        self.order.first_step = position.steps
-        worker.snapshots.parts = [Contribution(**part) for part in saved["snapshots"]]
-        worker.snapshots.skip(position.consumed)
-        # Empty in checkpoints from before there were measured shares.
-        self.shares = tuple(saved.get("shares", ()))
-        if self.balancer is not None:
-            restore(self.balancer.state, saved["balance"])
-        worker.step.consumed = position.consumed
-        self.state = checkpoints.resume(worker, self.strategy, saved)
+        worker = self.worker
+        restore(worker.parameters, saved.parameters)
+        self.position, self.totals, worker.measures = saved.position, saved.totals, saved.measures
+        worker.snapshots.parts = saved.snapshots
+        worker.snapshots.skip(saved.position.consumed)
+        if self.balancer is not None and saved.balance is not None:
+            self.balancer.state = saved.balance
+        worker.step.consumed = saved.position.consumed
+        self.state = checkpoints.resume(worker, self.strategy, vars(saved))
+        self.order.first_step, self.shares = saved.position.steps, saved.shares
         return self.state
 
     def _write_checkpoint(self) -> None:

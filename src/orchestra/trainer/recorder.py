@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from orchestra.errors import InputError
 from orchestra.records.exports import Scalars
 from orchestra.records.report import MAX_SOURCES, Counters, CounterSeries
-from orchestra.settings.base import to_plain
+from orchestra.settings.base import setting, to_plain
 from orchestra.settings.reading import read_bytes, read_json
 from orchestra.trainer.checkpoints import writing
 from orchestra.worker.interception import Flow, Interceptor, Operation
@@ -59,7 +59,7 @@ class Totals:
 
     elapsed: float = 0.0
     spent: Spent = field(default_factory=Spent)
-    samples: int = 0
+    samples: int = setting(0, "that this rank has read", low=0)
     loss: float | None = None
 
 
