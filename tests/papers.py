@@ -381,6 +381,38 @@ def dc_asgd(
     return w
 
 
+def fedbuff(
+    gradient: Gradient,
+    workers: int,
+    order: Sequence[int],
+    x0: Vector,
+    eta: float,
+    size: int,
+    exponent: float,
+) -> Vector:
+    """FedBuff (Nguyen et al., AISTATS 2022, Algorithm 1), each update being one local gradient.
+
+    The server adds s(tau) g of each arrival to a buffer, with s(tau) = (1 + tau)^-exponent, and tau
+    the server's updates since the client got its model. Every `size` arrivals it takes a step with
+    the buffer over `size`. A client gets the server's model right after its upload. What is in the
+    buffer at the end is applied, too, over the number of its arrivals.
+    """
+    w = x0
+    clock, version = [0] * workers, 0
+    model, got = [x0] * workers, [0] * workers
+    buffer: list[Vector] = []
+    for place, i in enumerate(order):
+        g = gradient(i, clock[i], model[i])
+        buffer.append((1 + version - got[i]) ** -exponent * g)
+        if len(buffer) == size or place == len(order) - 1:
+            w = w - eta * sum(buffer, np.zeros_like(x0)) / len(buffer)
+            version += 1
+            buffer = []
+        clock[i] += 1
+        model[i], got[i] = w, version
+    return w
+
+
 def prague(
     gradient: Gradient,
     workers: int,

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from orchestra.optimizers.state import capture
 from orchestra.parameter_server.client import Client
-from orchestra.parameter_server.held_slice import DelayCompensation, HeldSlice
+from orchestra.parameter_server.held_slice import HeldSlice
+from orchestra.parameter_server.how import AdaptiveDelayCompensation, OptimizerStep
 from orchestra.parameter_server.messages import Push
 from orchestra.parameter_server.placement import Slice, place
 from orchestra.parameter_server.server import Server
-from orchestra.parameter_server.state import Consistency, ServerState, Synchronous
+from orchestra.parameter_server.state import ServerState
+from orchestra.parameter_server.when import Synchronous, When
 
 
 @dataclass
@@ -30,7 +32,7 @@ class Play:
     1 as well: the values count the pushes of each worker.
     """
 
-    consistency: Consistency
+    consistency: When
     workers: int
     servers: int
     beside: bool = False
@@ -112,18 +114,14 @@ class Play:
         values = torch.zeros(part.end - part.first)
         workers = set(range(self.workers))
         optimizer: torch.optim.Optimizer = torch.optim.SGD([values])
-        compensation = None
         if self.adam or self.compensated:
             optimizer = torch.optim.Adam([values])
-        if self.compensated:
-            compensation = DelayCompensation(2.0, 0.9, values, sorted(workers))
+        corrections = [AdaptiveDelayCompensation(2.0, 0.9)] if self.compensated else []
         return HeldSlice(
             ServerState(self.consistency, workers),
-            values,
-            {"x": (values, 0)},
-            optimizer,
+            OptimizerStep(values, {"x": (values, 0)}, optimizer),
             lambda kind, amount, function: function(),
-            compensation=compensation,
+            corrections=corrections,
         )
 
     def write_down(self, server: Server, held: Any) -> None:

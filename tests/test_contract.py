@@ -89,6 +89,8 @@ TABLE = [
     Row("rate divided", f'{SERVER}({ASYNCHRONOUS}, learning_rate="divided")', 2, variant=True),
     Row("rate by staleness", f'{SERVER}({ASYNCHRONOUS}, learning_rate="by_staleness")', 2,
         variant=True),
+    Row("buffered", f"{SERVER}(consistency=Buffered(2), learning_rate=PolynomialStaleness(0.5))", 2,
+        damped=True, exact=False),
     Row("replicas", f"{SERVER}(servers=2, replicas=1)", 3, variant=True),
     Row("backup workers", f'{SERVER}(placement="beside", backup=1)', 2, exact=False),
     Row("switch to bounded", f'Switch(AllReduce(), {SERVER}(consistency="bounded", staleness=2, '

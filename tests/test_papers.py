@@ -20,6 +20,8 @@ from tests.test_push_sum import PatientPush
 from torch import Tensor, nn
 
 from orchestra.optimizers.settings import Group, Optimizer, StepDecay
+from orchestra.parameter_server.how import PolynomialStaleness
+from orchestra.parameter_server.when import Buffered
 from orchestra.strategies.elastic_averaging import ElasticAveraging, ElasticAveragingState
 from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.strategies.outer import Elastic, Nesterov, SlowMo
@@ -229,6 +231,13 @@ def test_delay_compensation(kind: str, m: float | None) -> None:
         settings["mean_square"] = m
     w = papers.dc_asgd(fixed_gradient, WORKERS, ORDER, start(), RATE, 0.4, m)
     assert_equal(served(ORDER, consistency="asynchronous", **settings), w)
+
+
+@pytest.mark.parametrize(("size", "exponent"), [(1, 0.0), (3, 0.0), (3, 0.5), (4, 1.0)])
+def test_buffered_asynchronous_aggregation(size: int, exponent: float) -> None:
+    rate = PolynomialStaleness(exponent)
+    w = papers.fedbuff(fixed_gradient, WORKERS, ORDER, start(), RATE, size, exponent)
+    assert_equal(served(ORDER, consistency=Buffered(size), learning_rate=rate), w)
 
 
 class Turns:

@@ -80,9 +80,9 @@ def test_each_worker_resumes_with_the_parameters_that_it_had_read(
         server = resumed[rank][1]
         assert server["read"] == saved[rank]["strategy"]["server"]["read"]
         if strategy is ASYNCHRONOUS:
-            given = server["compensation"].state_dict()["given"]
             for worker in range(2):
-                assert torch.equal(given[str(worker)], saved[worker]["parameters"])
+                given = server["memory"][str(worker)]["given"]
+                assert torch.equal(given, saved[worker]["parameters"])
 
 
 def test_backup_workers_have_no_place_in_a_loop_of_the_users_own() -> None:

@@ -25,7 +25,7 @@ TIMES = ("train_seconds", "samples_per_second", "heterogeneous_efficiency", *TO_
 UNLIKE = ("setup", "setup_seconds", "wall_seconds", "folder", "seconds", "by_rank", *TIMES)
 BY_SPEED = {
     "partial all-reduce", "asynchronous", "asynchronous beside", "asynchronous servers", "bounded",
-    "delay compensation", "adaptive compensation", "rate divided", "rate by staleness",
+    "delay compensation", "adaptive compensation", "rate divided", "rate by staleness", "buffered",
     "backup workers", "switch to bounded", "overlapped push", "pairwise", "strategy-switch",
     "switch beside", "asynchronous first", "gossip, judged", "elastic server", "elastic, momentum",
     "elastic first", "hop", "hop, skipping", "groups", "auto",

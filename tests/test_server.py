@@ -13,12 +13,15 @@ from tests.threads import run_ranks
 from torch import Tensor
 
 from orchestra.errors import PeerLost
+from orchestra.optimizers.state import capture
 from orchestra.parameter_server.client import Client
 from orchestra.parameter_server.held_slice import HeldSlice
+from orchestra.parameter_server.how import GradientsBack, OptimizerStep
 from orchestra.parameter_server.messages import Answer, Pause, Push
 from orchestra.parameter_server.placement import Slice, place
 from orchestra.parameter_server.server import Server
-from orchestra.parameter_server.state import Asynchronous, Consistency, ServerState, Synchronous
+from orchestra.parameter_server.state import ServerState
+from orchestra.parameter_server.when import Asynchronous, Synchronous, When
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime
@@ -26,8 +29,8 @@ from orchestra.worker.runtime import Runtime
 SIZE = 100
 
 
-def charge(kind: str, amount: int, function: Callable[[], None]) -> None:
-    function()
+def charge(kind: str, amount: int, function: Callable[[], Any]) -> Any:
+    return function()
 
 
 def make_slices(servers: Sequence[int]) -> list[Slice]:
@@ -35,12 +38,13 @@ def make_slices(servers: Sequence[int]) -> list[Slice]:
     return [replace(part, rank=rank) for rank, part in zip(servers, slices, strict=True)]
 
 
-def make_server(part: Slice, consistency: Consistency, workers: set[int], **more: Any) -> Server:
+def make_server(part: Slice, consistency: When, workers: set[int], **more: Any) -> Server:
     """A server of its slice of zeros, with plain SGD."""
     values = torch.zeros(part.end - part.first)
     optimizer = torch.optim.SGD([values], lr=0.1)
     state = ServerState(consistency, workers)
-    return Server(HeldSlice(state, values, {"x": (values, 0)}, optimizer, charge, **more))
+    application = OptimizerStep(values, {"x": (values, 0)}, optimizer)
+    return Server(HeldSlice(state, application, charge, **more))
 
 
 def push(client: Client, gradient: Tensor, into: Tensor, samples: int = 1) -> list[Answer]:
@@ -88,7 +92,7 @@ def test_a_server_that_only_averages_returns_the_average() -> None:
         if runtime.rank == 2:
             values = torch.zeros(SIZE)
             state = ServerState(Synchronous(), {0, 1})
-            held = HeldSlice(state, values, {"x": (values, 0)}, None, charge)
+            held = HeldSlice(state, GradientsBack(values), charge)
             Server(held).serve_to_the_end(runtime.transport)
             return values
         client, vector = Client(runtime.transport, slices), gradient_of(runtime.rank, 0)
@@ -145,7 +149,7 @@ class Suspended:
 
 
 @pytest.mark.parametrize("consistency", [Asynchronous(), Synchronous()])
-def test_the_loss_of_a_worker(consistency: Consistency) -> None:
+def test_the_loss_of_a_worker(consistency: When) -> None:
     """An asynchronous server goes on; a synchronous one ends."""
     slices = make_slices([2])
 
@@ -205,7 +209,7 @@ def test_servers_and_clients_go_on_from_what_they_saved() -> None:
             if resumed:
                 server.load_state_dict(saved["server"])
             server.serve_to_the_end(runtime.transport)
-            saved["server"] = {**server.state_dict(), "optimizer": {}}
+            saved["server"] = capture(server)
             return server.own.values
         client, into = Client(runtime.transport, slices), torch.zeros(SIZE)
         if resumed:

@@ -25,7 +25,7 @@ from orchestra.optimizers.state import capture
 from orchestra.parameter_server.messages import Kind, Push, Request, encode_request
 from orchestra.parameter_server.placement import Slice
 from orchestra.parameter_server.server import Server
-from orchestra.parameter_server.state import Asynchronous, Bounded, Consistency, Synchronous
+from orchestra.parameter_server.when import Asynchronous, Bounded, Synchronous, When
 from orchestra.strategies.pairwise_averaging import PairwiseAveraging
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.switch import Switch
@@ -35,7 +35,7 @@ from orchestra.trainer.program import Session
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime
 
-CONSISTENCIES: list[Consistency] = [Synchronous(), Asynchronous(), Bounded(1)]
+CONSISTENCIES: list[When] = [Synchronous(), Asynchronous(), Bounded(1)]
 
 
 @settings(max_examples=100)
@@ -149,7 +149,7 @@ def test_who_takes_over_knows_of_workers_that_were_lost_before() -> None:
 
 
 @pytest.mark.parametrize("consistency", CONSISTENCIES, ids=lambda c: type(c).__name__)
-def test_the_death_of_both_servers_of_a_slice_is_told(consistency: Consistency) -> None:
+def test_the_death_of_both_servers_of_a_slice_is_told(consistency: When) -> None:
     """Whenever it is: an error that names one of them, and nobody waits for ever."""
     for seed in range(12):
         chance = random.Random(seed)

@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestra.parameter_server.messages import Push
-from orchestra.parameter_server.state import (
+from orchestra.parameter_server.state import Decision, ServerState, Update
+from orchestra.parameter_server.when import (
     Asynchronous,
     Bounded,
-    Consistency,
-    Decision,
+    Buffered,
     FirstArrivals,
-    ServerState,
     Synchronous,
+    When,
 )
 from orchestra.schedules.work_queue import Applied, Kind, WorkItem, WorkQueue
 
@@ -32,11 +32,13 @@ STEP_SAMPLES = 18
 class Books:
     """A second opinion: workers as they are, and every push by what became of it."""
 
-    consistency: Consistency
+    consistency: When
     workers: int
     state: ServerState = field(init=False)
     clocks: dict[int, int] = field(default_factory=dict)
     read: dict[int, int] = field(default_factory=dict)  # updates that had been applied
+    # What was read before each push, by worker and clock
+    read_of: dict[tuple[int, int], int] = field(default_factory=dict)
     answered: set[int] = field(default_factory=set)  # workers that may act
     paused: set[int] = field(default_factory=set)
     pushed: list[Push] = field(default_factory=list)
@@ -75,6 +77,7 @@ class Books:
         self.answered.remove(worker)
         self.pushed.append(push)
         self.pending.append(push)
+        self.read_of[_order(push)] = self.read[worker]
         return self.follow(self.state.push(push))
 
     def pause(self, worker: int) -> Decision:
@@ -83,7 +86,8 @@ class Books:
         return self.follow(self.state.pause(worker))
 
     def leave(self, worker: int) -> Decision:
-        self.settle(self.withdrawn, self.of(worker))
+        if not self.consistency.answers_on_arrival:
+            self.settle(self.withdrawn, self.of(worker))
         del self.clocks[worker]
         self.answered.discard(worker)
         self.paused.discard(worker)
@@ -92,11 +96,12 @@ class Books:
     def follow(self, decision: Decision) -> Decision:
         """Do what the server decided, and check it as far as every consistency promises it."""
         for update in decision.apply:
-            stale = {push.worker: self.updates - self.read[push.worker] for push in update.pushes}
-            assert update.staleness == max(stale.values())
-            self.settle(self.applied, update.pushes)
-            self.newest_staleness |= stale
-            self.staleness += [stale[push.worker] for push in update.pushes if push.samples]
+            for push in update.pushes:
+                key = _order(push)
+                assert push.staleness == self.updates - self.read_of.pop(key)
+                self.newest_staleness[push.worker] = push.staleness
+                self.staleness += [push.staleness] if push.samples else []
+            self.settle(self.applied, [push._replace(staleness=0) for push in update.pushes])
             self.updates += any(push.samples for push in update.pushes)
         for answer in decision.answers:
             assert answer.worker in self.live
@@ -104,10 +109,10 @@ class Books:
             if answer.dropped:
                 self.settle(self.dropped, self.of(answer.worker))
                 self.clocks[answer.worker] = self.newest
-            else:
+            elif not self.consistency.answers_on_arrival:
                 assert answer.staleness == self.newest_staleness[answer.worker]
             assert answer.clock == self.clocks[answer.worker]
-            assert not self.of(answer.worker)
+            assert self.consistency.answers_on_arrival or not self.of(answer.worker)
             assert answer.version == self.updates
             assert answer.consumed == self.consumed
             self.read[answer.worker] = self.updates
@@ -148,6 +153,10 @@ def _order(push: Push) -> tuple[int, int]:
     return push.worker, push.clock
 
 
+def _keys(update: Update) -> list[tuple[int, int]]:
+    return [_order(push) for push in update.pushes]
+
+
 def members_of(decision: Decision) -> list[int]:
     """The workers whose pushes became the one update of `decision`."""
     (update,) = decision.apply
@@ -180,9 +189,29 @@ def test_asynchronous_applies_each_push_at_once_and_alone(
             assert not decision.apply
             assert not decision.answers
             continue
-        assert [update.pushes for update in decision.apply] == [(push,)]
+        assert [_keys(update) for update in decision.apply] == [[_order(push)]]
         (answer,) = decision.answers
         assert answer.worker == push.worker
+    books.finish()
+    assert books.withdrawn == []
+
+
+@given(WORKERS, st.integers(1, 6), st.data())
+def test_a_buffer_is_applied_when_it_is_full_and_nobody_waits_for_it(
+    workers: int, size: int, data: st.DataObject
+) -> None:
+    """In order of arrival; with what is left of it once nobody works; an answered push stays."""
+    books = Books(Buffered(size), workers)
+    for push, decision in play(books, data):
+        if push is not None:
+            assert [answer.worker for answer in decision.answers] == [push.worker]
+        arrived = [_order(push) for push in books.pushed]
+        applied = [_order(push) for push in books.applied]
+        assert applied == arrived[: len(applied)]
+        working = books.live - books.paused
+        assert len(books.pending) < size if working else not books.pending
+        at_rest = decision.quiet or not working
+        assert at_rest or all(len(update.pushes) == size for update in decision.apply)
     books.finish()
     assert books.withdrawn == []
 
@@ -242,9 +271,7 @@ def test_synchronous_steps_hold_everybody_in_rank_order(
 
 @pytest.mark.parametrize("consistency", [Synchronous(), Asynchronous()])
 @pytest.mark.parametrize("samples", [(0, 0), (0, 4)])
-def test_a_push_without_samples_is_no_update(
-    consistency: Consistency, samples: tuple[int, int]
-) -> None:
+def test_a_push_without_samples_is_no_update(consistency: When, samples: tuple[int, int]) -> None:
     books = Books(consistency, 2)
     for worker, count in enumerate(samples):
         books.push(worker, count)
@@ -274,7 +301,7 @@ def test_a_worker_lost_with_its_push_takes_it_away() -> None:
 
 
 @pytest.mark.parametrize("consistency", [Synchronous(), Asynchronous(), Bounded(1)])
-def test_quiet_when_all_have_paused_and_again_after_resuming(consistency: Consistency) -> None:
+def test_quiet_when_all_have_paused_and_again_after_resuming(consistency: When) -> None:
     books = Books(consistency, 3)
     for _ in range(2):
         for worker in range(3):
@@ -326,7 +353,7 @@ def test_no_bounded_read_is_staler_than_the_bound_and_nobody_waits_in_vain(
     books = Books(Bounded(bound), workers)
     for push, decision in play(books, data):
         if push is not None:
-            assert [update.pushes for update in decision.apply] == [(push,)]
+            assert [_keys(update) for update in decision.apply] == [[_order(push)]]
         at_work = books.live - books.paused
         for answer in decision.answers:
             slowest = min(books.behind(worker) for worker in at_work)
@@ -407,7 +434,7 @@ def test_first_arrivals_make_each_step_once_and_late_ones_are_dropped(
             steps += 1
             assert members == sorted(members)
             assert {push.clock for push in decision.apply[0].pushes} == {steps}
-            assert decision.apply[0].staleness == 0
+            assert {push.staleness for push in decision.apply[0].pushes} == {0}
             if push is not None:
                 assert len(members) == min(count, len(books.live - books.paused))
         elif push is not None and push.clock <= steps:

@@ -14,6 +14,8 @@ from orchestra.data import SHARDINGS, Sharding
 from orchestra.experiments.experiment import Experiment
 from orchestra.experiments.file import load, to_yaml
 from orchestra.optimizers.settings import SCHEDULES, Optimizer, Schedule
+from orchestra.parameter_server.how import Correction
+from orchestra.parameter_server.when import When
 from orchestra.settings import Registry, Settings, write
 from orchestra.settings.base import Limits, settings_of, type_hints
 from orchestra.settings.reading import Entry
@@ -45,6 +47,11 @@ HOLDERS: dict[type, tuple[str, str]] = {
     Topology: ("Gossip({})", "topology"),
     Outer: ("LocalSGD(outer={})", "outer"),
     Compressor: ("AllReduce(compression={})", "compression"),
+    When: ("ParameterServer(consistency={})", "consistency"),
+    Correction: (
+        "ParameterServer(consistency='asynchronous', learning_rate={})",
+        "learning_rate",
+    ),
 }
 
 #: Settings that make no sense beside the defaults of the others.

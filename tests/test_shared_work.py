@@ -15,7 +15,8 @@ from tests.simulated import simulated
 from tests.training import settings, step_lines
 
 from orchestra.parameter_server.messages import Push
-from orchestra.parameter_server.state import Bounded, Decision, ServerState
+from orchestra.parameter_server.state import Decision, ServerState
+from orchestra.parameter_server.when import Bounded
 from orchestra.records.record import RunRecord
 from orchestra.schedules.work_queue import Applied, Kind, WorkItem, WorkQueue
 from orchestra.settings import parse

@@ -41,6 +41,7 @@ OPTIONS = st.text(st.characters(max_codepoint=127), max_size=6)  # JSON
         POSITION,
         RATES,
         OPTIONS,
+        staleness=st.just(0),  # which the server sets
     )
 )
 def test_push(push: Push) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from orchestra.collectives import Group, all_reduce, receive_object, send_object
 from orchestra.errors import PeerLost
@@ -22,19 +21,23 @@ from orchestra.exchange.agreement import agree_on_parameters, charge
 from orchestra.optimizers.spec import install_moments
 from orchestra.optimizers.state import capture, restore
 from orchestra.parameter_server.client import Client
-from orchestra.parameter_server.held_slice import DelayCompensation, HeldSlice
+from orchestra.parameter_server.held_slice import HeldSlice
+from orchestra.parameter_server.how import (
+    Application,
+    Correction,
+    OptimizerStep,
+)
 from orchestra.parameter_server.messages import Answer, Kind, Push, Request, encode_request
 from orchestra.parameter_server.placement import Part, Piece, Slice, cut_into_parts
 from orchestra.parameter_server.placement import place as place_slices
 from orchestra.parameter_server.server import Server
-from orchestra.parameter_server.state import Consistency, ServerState
+from orchestra.parameter_server.state import ServerState
+from orchestra.parameter_server.when import When
 from orchestra.schedules.work_queue import Applied
 from orchestra.transports.protocol import Handle, Task, Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.layout import Layout
 from orchestra.worker.worker import Worker
-
-Compensate = Callable[[Tensor, Sequence[int]], DelayCompensation]
 
 
 def slices_of(
@@ -52,18 +55,16 @@ def slices_of(
 class ServerRules:
     """What the servers of a strategy do with the pushes of its workers."""
 
-    consistency: Consistency  # when pushes are applied, and when pulls are answered
-    updates: bool  # servers run the optimizer on their slices; without it they only average
+    when: When
+    application: type[Application]
+    corrections: Sequence[Correction] = ()
     clips: bool = False  # an averaged gradient is clipped by the norm of all slices
-    rate_divisor: Callable[[int], int] = lambda staleness: 1  # of rates, by staleness
-    compensate: Compensate | None = None  # makes what corrects a push for its staleness
     # Where workers take batches from a queue, their shares of a step; the server of the first slice
     # hands the batches out.
     queue_shares: tuple[float, ...] | None = None
     replicas: bool = False  # each server also holds the slice of the one before it
     parts: Sequence[Part] = ()  # what pushes come in; none if they come slice by slice
-    early: bool = False  # a part is applied once all workers have pushed it
-    elastic: bool = False  # a slice is the centre of elastic averaging
+    apply_per_part: bool = False  # a part is applied once all workers have pushed it
     decode: Callable[[Slice, Push, Tensor], Tensor] | None = None  # of a push that was compressed
 
 
@@ -81,9 +82,9 @@ def make_server(
     before, after = ranks[place - 1], ranks[(place + 1) % len(ranks)]
     lost = worker.transport.lost()
     if after not in lost:
-        _hand_on_moments(worker.transport, own.optimizer, after)
+        _hand_on_moments(worker.transport, own, after)
     if before not in lost:
-        _take_over_moments(worker.transport, mirror.optimizer, before)
+        _take_over_moments(worker.transport, mirror, before)
 
     def alone(text: str) -> None:
         worker.reporter.expendable(False)
@@ -96,31 +97,33 @@ def _held_slice(
     worker: Worker, slices: Sequence[Slice], part: Slice, workers: Sequence[int], rules: ServerRules
 ) -> HeldSlice:
     """Make the server's side of `part`, one of `slices`, with its optimizer and its state."""
-    values = worker.parameters[part.first : part.end].clone()
-    tensors = tensors_of(worker.layout, part.pieces, values, part.first)
-    optimizer = clip = None
-    if rules.updates:
-        optimizer = worker.optimizer.build({name: each for name, (each, _) in tensors.items()})
-        install_moments(optimizer, tensors, worker.inherited)
+    clip = None
     if rules.clips and worker.clip_norm is not None:
         servers = Group(tuple(each.rank for each in slices))
         clip = partial(clip_together, worker.clip_norm, servers, "reduce_to_one")
     offer = partial(worker.snapshots.offer, offset=part.first, mirror=part.rank != worker.rank)
     return HeldSlice(
         _server_state(worker, workers, rules, hands_out=part == slices[0]),
-        values,
-        tensors,
-        optimizer,
+        _application(worker, part, rules.application),
         partial(charge, worker),
+        corrections=rules.corrections,
         clip=clip,
-        rate_divisor=rules.rate_divisor,
-        compensation=None if rules.compensate is None else rules.compensate(values, workers),
-        on_update=offer if rules.updates or rules.elastic else None,
+        on_update=offer if rules.application.holds_model else None,
         parts=[each for each in rules.parts if slices[each.place] == part],
-        early=rules.early,
-        elastic=rules.elastic,
+        apply_per_part=rules.apply_per_part,
         decode=None if rules.decode is None else partial(rules.decode, part),
     )
+
+
+def _application(worker: Worker, part: Slice, kind: type[Application]) -> Application:
+    """Make what applies updates to `part`; an optimizer gets the moments that were inherited."""
+    values = worker.parameters[part.first : part.end].clone()
+    if not issubclass(kind, OptimizerStep):
+        return kind(values)
+    tensors = tensors_of(worker.layout, part.pieces, values, part.first)
+    optimizer = worker.optimizer.build({name: each for name, (each, _) in tensors.items()})
+    install_moments(optimizer, tensors, worker.inherited)
+    return kind(values, tensors, optimizer)
 
 
 def _server_state(
@@ -128,7 +131,7 @@ def _server_state(
 ) -> ServerState:
     """Make the state of a slice; with `hands_out` its server has the queue of batches."""
     live = set(workers) - worker.transport.lost()
-    state = ServerState(rules.consistency, live, consumed=worker.step.consumed)
+    state = ServerState(rules.when, live, consumed=worker.step.consumed)
     if rules.queue_shares is None:
         return state
     queue = worker.make_queue(rules.queue_shares)
@@ -142,11 +145,12 @@ def _server_state(
     return state
 
 
-def _hand_on_moments(transport: Transport, optimizer: Optimizer | None, to: int) -> None:
+def _hand_on_moments(transport: Transport, held: HeldSlice, to: int) -> None:
     """Send the moments to the replica: ranks may have inherited different ones."""
     moments = [
         (index, name, value)
-        for index, state in capture(optimizer).items()
+        for part in held.application.optimizer_parts()
+        for index, state in capture(part.optimizer).items()
         for name, value in state.items()
     ]
     tensors = [value.contiguous() for _, _, value in moments if isinstance(value, Tensor)]
@@ -159,11 +163,12 @@ def _hand_on_moments(transport: Transport, optimizer: Optimizer | None, to: int)
         transport.send(tensor, to, Tag.AGREE).wait()
 
 
-def _take_over_moments(transport: Transport, optimizer: Optimizer | None, source: int) -> None:
+def _take_over_moments(transport: Transport, held: HeldSlice, source: int) -> None:
     state: dict[int, dict[str, Any]] = defaultdict(dict)
     for index, name, is_tensor, value in receive_object(transport, source):
         state[index][name] = transport.receive(source, Tag.AGREE).wait() if is_tensor else value
-    restore(optimizer, state)
+    for part in held.application.optimizer_parts():
+        restore(part.optimizer, state)
 
 
 def tensors_of(
@@ -215,7 +220,7 @@ def collect_slices(worker: Worker, slices: Sequence[Slice], server: Server | Non
             try:
                 handle.wait()
             except PeerLost as lost:
-                if not server.own.state.consistency.tolerates_loss:
+                if not server.own.state.when.tolerates_loss:
                     raise
                 worker.reporter.notice(f"rank {lost.rank} left before the end")
 
@@ -270,18 +275,25 @@ class PartsClient:
     over. Another flow takes in the values, while the next forward pass begins with the layers that
     are there.
 
-    With `early` gradients are weighted here, and servers send the values of a part once all workers
-    have pushed it; else once they have applied the push, those of the first layers first (P3:
-    Jayarajan et al., MLSys 2019). With `averages` they are averages that replace the gradients.
+    With `apply_per_part` gradients are weighted here, and servers send the values of a part once
+    all workers have pushed it; else once they have applied the push, those of the first layers
+    first (P3: Jayarajan et al., MLSys 2019). With `averages` they are averages that replace the
+    gradients.
     """
 
     def __init__(
-        self, worker: Worker, client: Client, parts: Sequence[Part], *, early: bool, averages: bool
+        self,
+        worker: Worker,
+        client: Client,
+        parts: Sequence[Part],
+        *,
+        apply_per_part: bool,
+        averages: bool,
     ) -> None:
         self._worker = worker
         self._client = client
         self._parts = parts
-        self._early = early
+        self._apply_per_part = apply_per_part
         self._there = [False] * len(worker.layout.slots)  # slots that have their gradient
         self._next = 0  # the first part that was not pushed yet
         self._pushed: dict[int, Task[None]] = {}  # the last part that was, by server
@@ -296,7 +308,7 @@ class PartsClient:
     @property
     def weight(self) -> float:
         """The factor by which gradients are multiplied before they are pushed."""
-        return self._worker.step.weight if self._early else 1.0
+        return self._worker.step.weight if self._apply_per_part else 1.0
 
     def push(self, push: Push) -> list[Answer]:
         """Push what is left of the gradient, and pull values, which become the parameters."""
@@ -307,7 +319,7 @@ class PartsClient:
         for pushed in self._pushed.values():
             pushed.wait()
         self._next, self._there = 0, [False] * len(self._there)
-        if not self._early:
+        if not self._apply_per_part:
             self._pull()
         answers = self._client.push(push)
         self._missing = len(self._parts)
@@ -355,7 +367,7 @@ class PartsClient:
     def _push_next(self) -> None:
         worker, step, part = self._worker, self._worker.step, self._parts[self._next]
         # Servers answer parts as they come: receives are posted before the first push.
-        if self._early and not self._next:
+        if self._apply_per_part and not self._next:
             self._pull()
         used = tuple(worker.gradients.used[part.tensors.start : part.tensors.stop])
         push = Push(
@@ -379,9 +391,10 @@ class PartsClient:
     def _pull(self) -> None:
         """Begin to receive the values of all parts, in the order in which they are sent."""
         parts, into, begin = self._parts, self._into, self._worker.transport.in_background
-        # Parts begin with the last layer. An early server answers in the order of pushes; others
+        # Parts begin with the last layer. A server that applies parts
+        # answers in the order of pushes; others
         # answer when they have all, beginning with the layers that forward needs first.
-        order = range(len(parts)) if self._early else range(len(parts))[::-1]
+        order = range(len(parts)) if self._apply_per_part else range(len(parts))[::-1]
         arriving: dict[int, Handle] = {}
 
         def post(transport: Transport) -> None:

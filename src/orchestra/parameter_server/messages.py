@@ -36,7 +36,8 @@ class Push(NamedTuple):
     `step_samples` are those of the step over all workers. `position`: where they begin in the
     global order, if they came from a queue. `report`: the input of a rule that ends
     the phase, from the step's loss on, where there is such a rule. `options`: of the optimizer's
-    groups, those that have changed since the start; see `changed_options`.
+    groups, those that have changed since the start; see `changed_options`. `staleness` is set by
+    the server: the updates between the worker's read and this push.
     """
 
     worker: int
@@ -50,6 +51,7 @@ class Push(NamedTuple):
     position: int | None = None
     report: tuple[float, ...] = ()
     options: str = ""
+    staleness: int = 0
 
 
 class Answer(NamedTuple):
@@ -276,9 +278,7 @@ class RequestLog:
     def _is_new(self, request: Request) -> bool:
         state, worker = self.state, request.worker
         if request.push is not None:
-            # The clock of a push tells whether it was applied, and `pending` whether it is held.
-            seen = request.push.clock <= state.clocks.get(worker, 0)
-            return not seen and worker not in state.pending
+            return request.push.clock > state.clocks.get(worker, 0)
         if request.kind is Kind.PAUSE:
             return request.points == self.points and worker not in state.paused
         if request.kind is Kind.WAIT:
@@ -336,10 +336,15 @@ class RequestLog:
             return Reply(worker, self.pause, request.values) if done else None
         if request.kind is Kind.LEAVE:
             return None if state.live else Reply(worker, None, values=True)
-        # Not decided yet.
-        if worker in state.pending or worker in state.waiting or worker in state.idle:
+        last = self._last.get(worker)
+        if request.push is None:
+            decided = worker not in state.idle
+        else:
+            decided = isinstance(last, Answer) and last.clock >= request.push.clock
+        if not decided:
             return None
-        return Reply(worker, self._last[worker], values=request.kind is Kind.PUSH)
+        assert last is not None
+        return Reply(worker, last, values=request.kind is Kind.PUSH)
 
     def confirmed(self) -> list[Reply]:
         """Note that the other server has taken one more request; return the replies due by that."""

@@ -157,7 +157,7 @@ class Server:
         for held in self.held if self._before in self._lost else [self.own]:
             # A loss is a request like others, which the replica takes at the same place.
             for worker in sorted(self._lost & held.state.live):
-                if not held.state.consistency.tolerates_loss:
+                if not held.state.when.tolerates_loss:
                     raise lost
                 request = Request(worker, Kind.LOST)
                 self._answer(transport, held, request, encode_request(request, held.place), None)
@@ -168,11 +168,7 @@ class Server:
 
     def optimizer_parts(self) -> list[OptimizerPart]:
         """Return the optimizers of the slices that are held here, replicas last."""
-        return [
-            OptimizerPart(held.optimizer, held.tensors)
-            for held in self.held
-            if held.optimizer is not None
-        ]
+        return [part for held in self.held for part in held.application.optimizer_parts()]
 
     def state_dict(self) -> Mapping[str, Any]:
         """State for a checkpoint, taken at a quiet point."""

@@ -1,29 +1,26 @@
 """How a server decides: messages in, decisions out, no input or output of its own.
 
-A `Consistency` says when pushes become updates (`ready`), and when pulls are answered
-(`may_answer`).
+A rule (`When`) says which pushes become updates, and which workers may go on.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from orchestra.parameter_server.messages import Answer, Push
+from orchestra.parameter_server.when import When
 from orchestra.schedules.work_queue import Applied, Report, WorkItem, WorkQueue
 
 
 class Update(NamedTuple):
     """Pushes that are applied together, as one update from their average.
 
-    `staleness` counts the updates applied between the oldest of their workers' reads and now.
     `samples` are those of all pushes, and `used` says which tensors any of them has used.
     """
 
     pushes: tuple[Push, ...]
-    staleness: int
     samples: int
     used: tuple[bool, ...]
 
@@ -37,106 +34,30 @@ class Decision(NamedTuple):
     quiet: bool = False
 
 
-class Consistency(ABC):
-    """Decides which pushes are applied now, and together, and which pulls may be answered yet."""
-
-    tolerates_loss: ClassVar[bool] = True
-    """True if the others can go on without a worker that is lost."""
-
-    drops_late: ClassVar[bool] = False
-    """True if a push for a step that is over is dropped."""
-
-    bounds: ClassVar[bool] = False
-    """True if a worker may have to wait for the slowest one."""
-
-    @abstractmethod
-    def ready(self, pending: Mapping[int, Push], live: frozenset[int]) -> list[list[int]]:
-        """Return groups of workers whose pending pushes are applied now, each as one update.
-
-        `pending` holds the pushes by worker, in the order in which they came.
-        """
-
-    def may_answer(self, ahead: int) -> bool:
-        """True if a worker that is `ahead` steps ahead of the slowest may go on."""
-        return True
-
-
-class Synchronous(Consistency):
-    """One update a step, from the average over all workers that are still there."""
-
-    tolerates_loss = False
-
-    def ready(self, pending: Mapping[int, Push], live: frozenset[int]) -> list[list[int]]:
-        """All pending pushes together, once every live worker has pushed."""
-        return [sorted(pending)] if pending and live <= pending.keys() else []
-
-
-class FirstArrivals(Consistency):
-    """One update a step, from the average of the first `count` pushes; later ones are dropped.
-
-    The others are backup workers (Chen et al., 2016): nobody waits for the slowest of them.
-    """
-
-    drops_late = True
-
-    def __init__(self, count: int) -> None:
-        assert count > 0
-        self.count = count
-
-    def ready(self, pending: Mapping[int, Push], live: frozenset[int]) -> list[list[int]]:
-        """The first to arrive, in rank order; everybody where fewer are left."""
-        needed = min(self.count, len(live))
-        return [sorted(pending)] if pending and len(pending) >= needed else []
-
-
-class Asynchronous(Consistency):
-    """One update a push, on arrival."""
-
-    def ready(self, pending: Mapping[int, Push], live: frozenset[int]) -> list[list[int]]:
-        """Each push alone."""
-        return [[worker] for worker in sorted(pending)]
-
-
-class Bounded(Asynchronous):
-    """One update a push, on arrival; nobody is more than `staleness` steps ahead of the slowest.
-
-    Stale synchronous parallel (Ho et al., NIPS 2013). Who reads with c steps behind it sees all
-    pushes of steps up to c - staleness, of every worker, and its own. Where workers take batches
-    from a queue, a step is a round of as many samples as all workers take together, in their global
-    order: the bounded delay of Li et al. (OSDI 2014).
-    """
-
-    bounds = True
-
-    def __init__(self, staleness: int) -> None:
-        self.staleness = staleness
-
-    def may_answer(self, ahead: int) -> bool:
-        """Once the slowest is near enough."""
-        return ahead <= self.staleness
-
-
 @dataclass
 class ServerState:
     """A server's knowledge about its workers.
 
     `live` workers are expected to push; `paused` ones wait for the quiet point, and nobody waits
-    for them. `clocks` holds the step that each worker has behind it, `read` the version of the
-    values that it was last given, `waiting` the answers held back. `dropped` is the number of
-    pushes that came too late.
+    for them. `clocks` holds the step of each worker's last push, or of the step that was applied
+    when it came too late; `read` the version of the values that it was last given. `pending` are
+    the pushes that were not applied yet, in order of arrival; `waiting` holds the answers that are
+    not given yet. `newest` is the last step that was applied, and `dropped` counts the pushes that
+    came too late.
 
     Where workers take batches from a queue, `applied` holds those that are, `positions` where
     the last one of each worker began, and `round` the samples that all workers take together. One
     server holds the `queue`.
     """
 
-    consistency: Consistency
+    when: When
     live: set[int]
     version: int = 0
     consumed: int = 0
+    newest: int = 0
     clocks: dict[int, int] = field(default_factory=dict)
     read: dict[int, int] = field(default_factory=dict)
-    pending: dict[int, Push] = field(default_factory=dict)
+    pending: list[Push] = field(default_factory=list)
     paused: set[int] = field(default_factory=set)
     waiting: dict[int, Answer] = field(default_factory=dict)
     dropped: int = 0
@@ -161,7 +82,7 @@ class ServerState:
     def push(self, push: Push) -> Decision:
         """Take a gradient that has arrived."""
         assert push.worker in self.live, f"push of worker {push.worker}, which is not live"
-        assert push.worker not in self.pending, f"second push of worker {push.worker}"
+        assert push.worker not in self.waiting, f"push of worker {push.worker}, which waits"
         expected = self.clocks.get(push.worker, 0) + 1
         assert push.clock == expected, f"worker {push.worker}: step {push.clock}, not {expected}"
         if self.queue is not None:
@@ -169,12 +90,19 @@ class ServerState:
                 self.queue.resume(push.worker)
             if push.stop:
                 self.queue.close()
+            # A further push for the batch before brings no further batch.
+            if push.position is None:
+                self._further.add(push.worker)
         self._resumed = False
-        drops = self.consistency.drops_late
-        if drops and push.clock <= (newest := max(self.clocks.values(), default=0)):
-            self._drop(push, newest)
-        else:
-            self.pending[push.worker] = push
+        if self.when.drops_late and push.clock <= self.newest:
+            self._drop(push)
+            return self._decide()
+        self.clocks[push.worker] = push.clock
+        # No update comes between the arrival of a push and its own: they are applied in order.
+        push = push._replace(staleness=self.version - self.read.get(push.worker, 0))
+        self.pending.append(push)
+        if self.when.answers_on_arrival:
+            self._hold(push, push.loss, push.stop, push.used)
         return self._decide()
 
     def pause(self, worker: int) -> Decision:
@@ -195,7 +123,8 @@ class ServerState:
         self.live.discard(worker)
         self._at_work = None
         self.paused.discard(worker)
-        self.pending.pop(worker, None)
+        if not self.when.answers_on_arrival:  # a push that was answered stays
+            self.pending = [push for push in self.pending if push.worker != worker]
         self.waiting.pop(worker, None)
         if self.queue is not None:
             self.queue.lose(worker)
@@ -217,8 +146,10 @@ class ServerState:
         if self._at_work is None:
             self._at_work = frozenset(self.live - self.paused - self.idle)
         at_work = self._at_work
-        for members in self.consistency.ready(self.pending, at_work):
-            updates.append(self._account(tuple(self.pending.pop(worker) for worker in members)))
+        for pushes in self.when.ready(self.pending, len(at_work)):
+            for push in pushes:
+                self.pending.remove(push)
+            updates.append(self._account(tuple(pushes)))
         answers = self._answers(at_work)
         self.read.update((answer.worker, answer.version) for answer in answers)
         # Nothing held, nobody unanswered, and all who are there have paused: nothing is in flight.
@@ -232,13 +163,11 @@ class ServerState:
     def _answers(self, at_work: frozenset[int]) -> list[Answer]:
         """Return the answers to workers that may go on."""
         released = sorted(self.waiting)
-        if released and self.consistency.bounds:
+        if released and self.when.waits_for_slowest:
             # Only those at work: to wait for a worker that has paused would be a deadlock.
             slowest = self._slowest(at_work)
             near = [
-                worker
-                for worker in released
-                if self.consistency.may_answer(self._steps(worker) - slowest)
+                worker for worker in released if self.when.may_go(self._steps(worker) - slowest)
             ]
             if not near and at_work <= self.waiting.keys():
                 # The batch that is missing was a lost worker's: somebody has to take it. Every
@@ -282,36 +211,32 @@ class ServerState:
             if push.used != used:
                 used = tuple(map(any, zip(used, push.used, strict=True)))
         loss = losses / samples if samples else 0.0
-        before = self.version
         # Pushes without samples change nothing, and make nobody's values stale.
         self.version += bool(samples)
         # A step's dropped samples are used up with it, and those that nobody came to compute.
-        self.consumed += pushes[0].step_samples if self.consistency.drops_late else samples
-        oldest = 0
+        self.consumed += pushes[0].step_samples if self.when.drops_late else samples
         for push in pushes:
-            staleness = before - self.read.get(push.worker, 0)
-            oldest = max(oldest, staleness)
-            self.clocks[push.worker] = push.clock
-            # A further push for the batch before brings no further batch (decision 102).
-            if push.position is None and self.queue is not None:
-                self._further.add(push.worker)
+            self.newest = max(self.newest, push.clock)
             if self.applied is not None and push.position is not None:
                 self.applied.add(push.position, push.position + push.step_samples)
                 self.positions[push.worker] = push.position
                 if push.report and self.queue is not None:
                     stop_at = push.position + push.samples
                     self.queue.report(Report(push.worker, push.position, stop_at, *push.report))
-            self.waiting[push.worker] = Answer(
-                push.worker, self.version, staleness, loss, stop, self.consumed, push.clock,
-                used=used,
-            )  # fmt: skip
-        return Update(pushes, oldest, samples, used)
+            if not self.when.answers_on_arrival:
+                self._hold(push, loss, stop, used)
+        return Update(pushes, samples, used)
 
-    def _drop(self, push: Push, newest: int) -> None:
+    def _hold(self, push: Push, loss: float, stop: bool, used: tuple[bool, ...]) -> None:
+        """Hold the answer to `push` until its worker may go on; `_answers` completes it."""
+        self.waiting[push.worker] = Answer(
+            push.worker, 0, push.staleness, loss, stop, 0, push.clock, used=used
+        )
+
+    def _drop(self, push: Push) -> None:
         """Drop a late `push`: its worker goes on with the step after the newest."""
         self.dropped += 1
-        self.clocks[push.worker] = newest
+        self.clocks[push.worker] = self.newest
         self.waiting[push.worker] = Answer(
-            push.worker, self.version, 0, push.loss, push.stop, self.consumed, newest,
-            dropped=True, used=push.used,
-        )  # fmt: skip
+            push.worker, 0, 0, push.loss, push.stop, 0, self.newest, dropped=True, used=push.used
+        )

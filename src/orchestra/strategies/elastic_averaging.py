@@ -107,8 +107,9 @@ class ElasticAveraging(ServerStrategy[ElasticAveragingState]):
         roles = self.roles(worker.budget_ranks)
         state = ElasticAveragingState(exchange.slices_of(worker, roles.servers, updates=False))
         if worker.rank in roles.servers:
-            on_arrival = parameter_server.Asynchronous()
-            rules = exchange.ServerRules(on_arrival, updates=False, elastic=True)
+            rules = exchange.ServerRules(
+                parameter_server.Asynchronous(), parameter_server.ElasticCentre
+            )
             state.server = exchange.make_server(worker, state.slices, roles.workers, rules)
         if worker.rank in roles.workers:
             state.client = parameter_server.Client(worker.transport, state.slices)

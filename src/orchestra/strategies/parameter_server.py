@@ -11,7 +11,23 @@ from typing import TYPE_CHECKING, Literal
 from orchestra import exchange, parameter_server
 from orchestra.compression.base import Compressor
 from orchestra.errors import InputError
+from orchestra.parameter_server.how import (
+    AdaptiveDelayCompensation,
+    Correction,
+    DelayCompensation,
+    DividedByStaleness,
+    DividedByWorkers,
+    GradientsBack,
+    OptimizerStep,
+)
 from orchestra.parameter_server.placement import parts_by_links
+from orchestra.parameter_server.when import (
+    Asynchronous,
+    Bounded,
+    FirstArrivals,
+    Synchronous,
+    When,
+)
 from orchestra.settings import MAX_RANKS, MAX_STEPS, setting
 from orchestra.strategies.base import Roles, replica_memory, roles_of
 from orchestra.strategies.server_strategy import (
@@ -28,8 +44,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from orchestra.exchange import SliceCodec
-    from orchestra.exchange.servers import Compensate, ServerRules
-    from orchestra.parameter_server import Client, Consistency
+    from orchestra.exchange.servers import ServerRules
+    from orchestra.parameter_server import Client
     from orchestra.parameter_server.placement import Part, Slice
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
@@ -68,6 +84,9 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
     bounded       as asynchronous, but nobody is more than `staleness` steps ahead of the slowest
                   (stale synchronous parallel; Ho et al., NIPS 2013). For speeds that change.
                   staleness=0 is synchronous, in everything
+    Buffered(K)   one update from every K pushes, whoever sent them, and nobody waits (FedBuff;
+                  Nguyen et al., AISTATS 2022). For many workers of unlike speed: an average of K
+                  stale gradients has less noise than each of them
 
     Against staleness, where each push is applied on arrival: learning_rate="divided" by the
     workers, which makes a round of pushes as large as one synchronous step; "by_staleness" (alpha /
@@ -115,6 +134,10 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
             'ParameterServer(consistency="asynchronous", delay_compensation="adaptive")',
             "the same, where gradients differ much in size; two more copies",
         ),
+        (
+            "ParameterServer(consistency=Buffered(2), learning_rate=PolynomialStaleness(0.5))",
+            "for unlike speeds: an update averages several stale gradients (FedBuff)",
+        ),
         ("ParameterServer(servers=2, replicas=1)", "for long runs, where a server may die"),
     )  # fmt: skip
 
@@ -127,8 +150,10 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
         "weight of each server's slice; links: by the bandwidth of its link, where the cluster is "
         "described; equal if none", low=1e-12, high=1e12, above=0,
     )  # fmt: skip
-    consistency: Literal["synchronous", "asynchronous", "bounded"] = setting(
-        "synchronous", "whether a pull waits for the pushes of all workers, or how far for them"
+    consistency: Literal["synchronous", "asynchronous", "bounded"] | When = setting(
+        "synchronous",
+        "whether a pull waits for the pushes of all workers, or how far for them; or a rule, as "
+        "Buffered(4)",
     )
     staleness: int | None = setting(
         None, "with bounded: steps a worker may be ahead of the slowest", low=0, high=MAX_STEPS
@@ -142,8 +167,10 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
     backup: int = setting(
         0, "workers not waited for: the first N - backup make the average", low=0, high=MAX_RANKS
     )
-    learning_rate: Literal["kept", "divided", "by_staleness"] = setting(
-        "kept", "of a push: divided by the number of workers, or by its staleness if above 0"
+    learning_rate: Literal["kept", "divided", "by_staleness"] | Correction = setting(
+        "kept",
+        "of a push: divided by the number of workers, or by its staleness if above 0; or a rule, "
+        "as PolynomialStaleness(0.5)",
     )
     delay_compensation: Literal["none", "constant", "adaptive"] = setting(
         "none", "what the gradient's square times the delay is weighted with"
@@ -171,11 +198,11 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
 
     @property
     def averages(self) -> bool:
-        """True if an update is an average over workers, not one push."""
-        return self.consistency == "synchronous" or self.staleness == 0
+        """True if a step has one update, an average over workers."""
+        return self.when(1).averages
 
     def traits(self, work: WorkMode = "shared") -> Traits:
-        beside, lockstep = self.placement == "beside", self.averages and not self.backup
+        beside, lockstep = self.placement == "beside", self.averages and not self.when(1).drops_late
         rehearsed = lockstep and beside and not self.replicas and self.compression is None
         queued = work == "shared" and not self.averages
         return Traits(
@@ -218,8 +245,8 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
         weights = self.slices if isinstance(self.slices, tuple) else (1.0,) * self.servers
         held = [weights[roles.servers.index(rank) - k] for k in range(1 + self.replicas)]
         part = sum(held) / sum(weights)
-        given = {"none": 0, "constant": 1, "adaptive": 2}[self.delay_compensation]
-        pushes = len(roles.workers) * (1 + given)
+        kept = sum(correction.copies for correction in self._corrections(len(roles.workers)))
+        pushes = len(roles.workers) * (1 + kept)
         served = Footprint(part, part, part if updates else 0.0, part * pushes, 0.0)
         return whole.joined(served, operator.add)
 
@@ -238,16 +265,21 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
         apart = self.replicas or codec is not None  # what is compressed goes slice by slice
         parts = [] if apart else exchange.parts_of(worker, slices)
         lockstep = self.traits().lockstep
-        early = lockstep and (worker.optimizer.elementwise or not updates) and bool(parts)
+        stepwise = worker.optimizer.elementwise or not updates
+        apply_per_part = lockstep and stepwise and bool(parts)
         state = ParameterServerState(slices, lockstep=lockstep)
         if is_server:
-            rules = self._rules(roles, codec, parts, early=early)
+            rules = self._rules(roles, codec, parts, apply_per_part=apply_per_part)
             state.server = exchange.make_server(worker, slices, roles.workers, rules)
         if worker.rank in roles.workers:
             state.client = self._make_client(worker, roles, state, codec)
             if parts:
                 state.parts = exchange.PartsClient(
-                    worker, state.client, parts, early=early, averages=not updates
+                    worker,
+                    state.client,
+                    parts,
+                    apply_per_part=apply_per_part,
+                    averages=not updates,
                 )
             state.optimizer = None if updates else worker.local_optimizer()
             if state.server is not None:
@@ -289,41 +321,46 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
         return parameter_server.Client(worker.transport, state.slices, queue, parameters, encode)
 
     def _rules(
-        self, roles: Roles, codec: SliceCodec | None, parts: list[Part], *, early: bool
+        self, roles: Roles, codec: SliceCodec | None, parts: list[Part], *, apply_per_part: bool
     ) -> ServerRules:
         updates, workers = self.returns == "parameters", len(roles.workers)
-        by_staleness = self.learning_rate == "by_staleness"
-        divisor = workers if self.learning_rate == "divided" else 1
         return exchange.ServerRules(
-            self._consistency(workers),
-            updates=updates,
+            self.when(workers),
+            OptimizerStep if updates else GradientsBack,
+            self._corrections(workers),
             clips=updates and self.averages,
-            rate_divisor=lambda staleness: max(staleness, 1) if by_staleness else divisor,
-            compensate=self._compensate(),
             queue_shares=None if self.averages else roles.shares,
             replicas=bool(self.replicas),
             decode=None if codec is None else codec.decode_push,
             parts=parts,
-            early=early,
+            apply_per_part=apply_per_part,
         )
 
-    def _consistency(self, workers: int) -> Consistency:
-        if self.backup:
-            return parameter_server.FirstArrivals(workers - self.backup)
-        if self.averages:
-            return parameter_server.Synchronous()
-        if self.staleness is None:
-            return parameter_server.Asynchronous()
-        return parameter_server.Bounded(self.staleness)
+    def when(self, workers: int) -> When:
+        """Return when servers apply the pushes of so many workers, and answer them."""
+        if isinstance(self.consistency, When):
+            return self.consistency
+        if self.consistency == "synchronous" or self.staleness == 0:
+            count = max(workers - self.backup, 1)
+            return FirstArrivals(count) if self.backup else Synchronous()
+        return Asynchronous() if self.staleness is None else Bounded(self.staleness)
 
-    def _compensate(self) -> Compensate | None:
-        """Make the compensation of a slice; defaults are the paper's strengths for CIFAR-10."""
-        if self.delay_compensation == "none":
-            return None
-        strength, keeps = (2.0, 0.95) if self.delay_compensation == "adaptive" else (0.04, None)
-        lambda0 = strength if self.lambda0 is None else self.lambda0
-        mean_square = keeps if self.mean_square is None else self.mean_square
-        return functools.partial(parameter_server.DelayCompensation, lambda0, mean_square)
+    def _corrections(self, workers: int) -> list[Correction]:
+        """Return how servers correct the pushes of so many workers for their staleness."""
+        corrections: list[Correction] = []
+        given = {"lambda0": self.lambda0, "mean_square": self.mean_square}
+        own = {name: value for name, value in given.items() if value is not None}
+        if self.delay_compensation == "constant":
+            corrections.append(DelayCompensation(**own))
+        elif self.delay_compensation == "adaptive":
+            corrections.append(AdaptiveDelayCompensation(**own))
+        if isinstance(self.learning_rate, Correction):
+            corrections.append(self.learning_rate)
+        elif self.learning_rate == "divided":
+            corrections.append(DividedByWorkers(workers))
+        elif self.learning_rate == "by_staleness":
+            corrections.append(DividedByStaleness())
+        return corrections
 
     def before_forward(self, worker: Worker, state: ParameterServerState) -> None:
         """Under synchronous servers everyone takes the first worker's buffers."""

@@ -49,6 +49,8 @@ STRATEGIES = Registry(
             "compression.power_sgd": "PowerSGD",
             "compression.quantization": "BF16 FP16 QSGD SignSGD",
             "compression.sparsification": "DGC RandomK Threshold TopK",
+            "parameter_server.how": "PolynomialStaleness",
+            "parameter_server.when": "Buffered",
             "strategies.outer": "Average Elastic Nesterov SlowMo",
             "strategies.switch_rules": "AfterDecay AfterFraction AfterSteps Both Either LossStable "
             "NoiseScale Straggler",
@@ -60,6 +62,8 @@ STRATEGIES = Registry(
         "DDP": 'AllReduce("native")',
         "DiLoCo": "LocalSGD(16, outer=Nesterov(0.7, 0.9))",
         "DistributedDataParallel": 'AllReduce("native")',
+        "FedBuff": "ParameterServer(consistency=Buffered(4), "
+        "learning_rate=PolynomialStaleness(0.5))",
         "FSDP": 'AllReduce(shard="parameters")',
         "DPSGD": "Gossip()",
         "EASGD": "ElasticAveraging()",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from orchestra import exchange, optimizers, parameter_server
 from orchestra.errors import InputError
+from orchestra.parameter_server.when import When
 from orchestra.strategies.base import Roles, Strategy
 from orchestra.strategies.traits import Footprint
 
@@ -205,7 +206,7 @@ def _wrong_consistency(given: ParameterServer) -> Iterator[str]:
             f"returns='gradients' needs consistency='synchronous': a server that is "
             f"{given.consistency} has no average to return"
         )
-    if given.backup and not given.averages:
+    if given.backup and (isinstance(given.consistency, When) or not given.averages):
         yield (
             f"backup needs consistency='synchronous': where it is {given.consistency!r}, no "
             "gradient comes too late"
