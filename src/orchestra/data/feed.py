@@ -101,7 +101,7 @@ class IterableSamples:
             self._stream, self._position = _epochs(self._dataset), 0
         if start > self._position:
             # Augmentation inside the dataset draws from the global generator, also for samples that
-            # are skipped (decision 9). Without devices: each GPU's state would be copied, too.
+            # are skipped. Without devices: each GPU's state would be copied, too.
             with torch.random.fork_rng(devices=[]):
                 # `islice` from n on draws what is before, and `next` the last of these.
                 next(islice(self._stream, start - self._position - 1, None))

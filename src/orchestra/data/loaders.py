@@ -384,7 +384,7 @@ class QueuedLoader:
         """Return the queue of `loader`; None if samples have no places, or are loaded early."""
         if not _is_standard(loader):
             return None
-        # Worker processes load batches before the queue has given them out (decision 45).
+        # Worker processes load batches before the queue has given them out.
         return None if loader.num_workers or not len(loader) else QueuedLoader(loader, seed)
 
     def queue(self, start: int, shares: tuple[float, ...]) -> WorkQueue | None:

@@ -88,7 +88,7 @@ def start_together(worker: Worker, leader: int) -> None:
     ranks one after the other; after a butterfly all are at the same place again (exactly, where
     ranks and links are alike, for powers of two).
     """
-    # First all tell the leader: what follows takes the same time, whenever each came (decision 36).
+    # First all tell the leader: what follows takes the same time, whenever each came.
     gather_objects(worker.transport, None, worker.everyone, leader)
     broadcast(worker.transport, torch.zeros(1), leader, worker.everyone, Tag.READY)
     wait_for_everyone(worker)
@@ -434,7 +434,7 @@ def gather_numbers(worker: Worker, numbers: Sequence[float]) -> list[list[float]
     table = torch.zeros(worker.runtime.ranks, len(numbers), dtype=torch.float64)
     # Each in a row of its own, and zeros elsewhere: the sum has everybody's numbers, bit for bit.
     table[worker.rank] = torch.tensor(numbers, dtype=torch.float64)
-    # The schedule with the fewest rounds: a decision costs a latency or two (decision 90).
+    # The schedule with the fewest rounds: a decision costs a latency or two.
     all_reduce(worker.transport, table.view(-1), "butterfly", worker.workers, Tag.AGREE)
     rows: list[list[float]] = table[list(worker.workers.ranks)].tolist()
     return rows

@@ -67,7 +67,7 @@ def stage_of(
     cut at.
     """
     # torch.fx replaces methods of `nn.Module` while it traces: no other rank of this process may
-    # call a module meanwhile (decision 20).
+    # call a module meanwhile.
     with ONE_AT_A_TIME:
         args, kwargs = inputs_of(loss_of)
         bound = inspect.signature(module.forward).bind(*args, **kwargs)

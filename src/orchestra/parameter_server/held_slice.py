@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from orchestra.errors import PeerLost
-from orchestra.parameter_server.how import Application, Correction, Memory, Span
+from orchestra.parameter_server.how import Application, Correction, SliceRange, WorkerMemory
 from orchestra.parameter_server.messages import (
     Answer,
     Kind,
@@ -59,14 +59,15 @@ class HeldSlice:
         self.place = 0
         self.values = self.application.values
         self._tags = Tag.ANSWER, Tag.VALUES
-        self._whole = Span(0, self.values.numel(), slice(None))
+        self._whole = SliceRange(0, self.values.numel(), slice(None))
         start = self.parts[0].first if self.parts else 0
         self._spans = [
-            Span(part.first - start, part.end - start, slice(*part.pieces)) for part in self.parts
+            SliceRange(part.first - start, part.end - start, slice(*part.pieces))
+            for part in self.parts
         ]
         self._gradients: dict[tuple[int, int], Tensor] = {}  # of pushes, by worker and clock
         self._clocks: dict[int, int] = {}  # of the last push of each worker
-        self._memory: dict[int, Memory] = defaultdict(Memory)
+        self._memory: dict[int, WorkerMemory] = defaultdict(WorkerMemory)
         self._needs_given = any(correction.needs_given for correction in self.corrections)
         self._copies: dict[int, Tensor] | None = None  # answers that are decided on
         self._agreed: Tensor | None = None
@@ -140,7 +141,7 @@ class HeldSlice:
                 handle = transport.send(values, worker, Tag.VALUES)
                 self._sending.setdefault(worker, []).append(handle)
 
-    def _apply_part(self, span: Span, arrived: Sequence[tuple[Push, Tensor]]) -> None:
+    def _apply_part(self, span: SliceRange, arrived: Sequence[tuple[Push, Tensor]]) -> None:
         size, gradient = span.end - span.first, arrived[0][1]
         pushes = [push for push, _ in arrived]
         if len(arrived) > 1:
@@ -312,7 +313,7 @@ class HeldSlice:
         for worker, memory in saved["memory"].items():
             given, own = memory["given"], memory["own"]
             given = None if given is None else given.to(device)
-            kept = Memory(given, {name: value.to(device) for name, value in own.items()})
+            kept = WorkerMemory(given, {name: value.to(device) for name, value in own.items()})
             self._memory[int(worker)] = kept
         self.values.copy_(saved["values"])
         self.state.version = saved["version"]

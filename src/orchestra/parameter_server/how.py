@@ -30,7 +30,7 @@ EPSILON = 1e-7
 
 
 @dataclass
-class Memory:
+class WorkerMemory:
     """What a slice keeps of one worker.
 
     `given` holds the values that the worker was last given, if a correction `needs_given`. `own`
@@ -46,13 +46,13 @@ class Correction(Settings, ABC):
     """Changes a push for the updates since its worker has read the values."""
 
     needs_given: ClassVar[bool] = False
-    """`Memory.given` is kept, one copy of the slice for each worker."""
+    """`WorkerMemory.given` is kept, one copy of the slice for each worker."""
 
     copies: ClassVar[int] = 0
     """Vectors of the slice's size kept for each worker, `given` included."""
 
     @abstractmethod
-    def correct(self, push: Push, gradient: Tensor, values: Tensor, memory: Memory) -> float:
+    def correct(self, push: Push, gradient: Tensor, values: Tensor, memory: WorkerMemory) -> float:
         """Change `gradient` in place; return what the push's learning rates are divided by.
 
         Args:
@@ -68,7 +68,7 @@ class DividedByWorkers(Correction):
 
     workers: int = setting(1, "number of workers", low=1)
 
-    def correct(self, push: Push, gradient: Tensor, values: Tensor, memory: Memory) -> float:
+    def correct(self, push: Push, gradient: Tensor, values: Tensor, memory: WorkerMemory) -> float:
         """Return the number of workers."""
         return self.workers
 
@@ -77,7 +77,7 @@ class DividedByWorkers(Correction):
 class DividedByStaleness(Correction):
     """Divide the learning rate by the staleness tau if above 1 (Zhang et al., IJCAI 2016)."""
 
-    def correct(self, push: Push, gradient: Tensor, values: Tensor, memory: Memory) -> float:
+    def correct(self, push: Push, gradient: Tensor, values: Tensor, memory: WorkerMemory) -> float:
         """Return max(tau, 1)."""
         return max(push.staleness, 1)
 
@@ -92,7 +92,7 @@ class PolynomialStaleness(Correction):
 
     exponent: float = setting(0.5, "a", low=0, high=10)
 
-    def correct(self, push: Push, gradient: Tensor, values: Tensor, memory: Memory) -> float:
+    def correct(self, push: Push, gradient: Tensor, values: Tensor, memory: WorkerMemory) -> float:
         """Return (1 + tau)^a."""
         return float((1 + push.staleness) ** self.exponent)
 
@@ -112,7 +112,7 @@ class DelayCompensation(Correction):
 
     lambda0: float = setting(0.04, "lambda; the paper's for CIFAR-10", low=0, high=1e9)
 
-    def correct(self, push: Push, gradient: Tensor, values: Tensor, memory: Memory) -> float:
+    def correct(self, push: Push, gradient: Tensor, values: Tensor, memory: WorkerMemory) -> float:
         """Change `gradient` to what it would be at `values`; the rate stays."""
         # Without a strength not even infinity times 0 may change it.
         if self.lambda0:
@@ -121,7 +121,7 @@ class DelayCompensation(Correction):
             gradient.addcmul_(strength, values - memory.given, value=self.lambda0)
         return 1.0
 
-    def strength(self, square: Tensor, memory: Memory) -> Tensor:
+    def strength(self, square: Tensor, memory: WorkerMemory) -> Tensor:
         """Return the diagonal of the Hessian over lambda; it may lie in `square`, which is g*g."""
         return square
 
@@ -140,7 +140,7 @@ class AdaptiveDelayCompensation(DelayCompensation):
     lambda0: float = setting(2.0, "lambda_0; the paper's for CIFAR-10", low=0, high=1e9)
     mean_square: float = setting(0.95, "m: what the mean square keeps in a push", low=0, high=1)
 
-    def strength(self, square: Tensor, memory: Memory) -> Tensor:
+    def strength(self, square: Tensor, memory: WorkerMemory) -> Tensor:
         """Return g*g / sqrt(MS + 1e-7)."""
         if "mean_square" not in memory.own:
             memory.own["mean_square"] = torch.zeros_like(square)
@@ -149,7 +149,7 @@ class AdaptiveDelayCompensation(DelayCompensation):
         return square.div_((mean + EPSILON).sqrt_())
 
 
-class Span(NamedTuple):
+class SliceRange(NamedTuple):
     """A part of a slice: its elements [first, end), and its `pieces` among the slice's tensors."""
 
     first: int
@@ -178,7 +178,7 @@ class Application(ABC):
 
     @abstractmethod
     def apply(
-        self, gradient: Tensor, span: Span, push: Push, used: Sequence[bool], divisor: float
+        self, gradient: Tensor, span: SliceRange, push: Push, used: Sequence[bool], divisor: float
     ) -> None:
         """Apply `gradient`, whose first element belongs to element `span.first` of the slice.
 
@@ -228,7 +228,7 @@ class OptimizerStep(Application):
         self._changed = ""  # of these options, by the last push that was applied
 
     def apply(
-        self, gradient: Tensor, span: Span, push: Push, used: Sequence[bool], divisor: float
+        self, gradient: Tensor, span: SliceRange, push: Push, used: Sequence[bool], divisor: float
     ) -> None:
         """Take one step with the rates and options of `push`."""
         if push.options != self._changed:
@@ -259,7 +259,7 @@ class GradientsBack(Application):
         self.answer = self.total
 
     def apply(
-        self, gradient: Tensor, span: Span, push: Push, used: Sequence[bool], divisor: float
+        self, gradient: Tensor, span: SliceRange, push: Push, used: Sequence[bool], divisor: float
     ) -> None:
         """Keep the gradient as the answer."""
         if gradient.data_ptr() != self.total[span.first : span.end].data_ptr():
@@ -277,7 +277,7 @@ class ElasticCentre(Application):
     answers_with_gradient = True
 
     def apply(
-        self, gradient: Tensor, span: Span, push: Push, used: Sequence[bool], divisor: float
+        self, gradient: Tensor, span: SliceRange, push: Push, used: Sequence[bool], divisor: float
     ) -> None:
         """Move the centre; `gradient` holds x before, and d after it."""
         self.values.add_(gradient.sub_(self.values).mul_(push.rates[0]))

@@ -59,7 +59,7 @@ def _checked(costs: Sequence[Sequence[float]]) -> Costs:
 def _best(costs: Costs) -> Order:
     """Return the order with the smallest slowest link and, among these, the smallest sum."""
     # Two passes: the best beginning of a path depends on whether a slow link follows, so that one
-    # dynamic program cannot find the smallest sum among the smallest maxima (decision 17).
+    # dynamic program cannot find the smallest sum among the smallest maxima.
     _, slowest = _shortest_cycle(costs, np.maximum)
     order, _ = _shortest_cycle(np.where(costs <= slowest, costs, np.inf), np.add)
     return order

@@ -261,7 +261,7 @@ class Stage:
         return len(covered) * all(taken == everything for taken in self.taken.values())
 
 
-# For 256 ranks on 32 nodes making them anew for each node took longer than all else (decision 82).
+# For 256 ranks on 32 nodes making them anew for each node took longer than all else.
 @functools.lru_cache(maxsize=1)
 def rounds_of(schedule: Schedule) -> Sequence[Round]:
     """Return all rounds, for callers that need them for each host."""

@@ -234,7 +234,7 @@ class IterationQueues:
         theirs = [iteration for iteration in known if iteration < CLOSED]
         furthest, slowest = max(theirs, default=-1), min(theirs, default=-1)
         # By the furthest target, as far as the tokens of the slowest allow. By the slowest alone
-        # two slow neighbours would never jump (decision 47).
+        # two slow neighbours would never jump.
         to = min(self.iteration + self._hop.skip, furthest, max(slowest, 0) + self._hop.max_gap)
         if furthest - (self.iteration - 1) <= self._hop.behind or to <= self.iteration:
             return

@@ -296,7 +296,7 @@ class GroupAverage:
             numbers = [number for group in groups for number in (len(group), *group)]
             with suppress(PeerLost):
                 # At once, before the other members are there: a worker waits inside the all-reduce,
-                # where the watcher sees for whom (decision 48).
+                # where the watcher sees for whom.
                 transport.send(torch.tensor([*numbers, 0]), worker, Tag.GROUP).wait()
 
     def state_dict(self) -> Mapping[str, Any]:

@@ -116,7 +116,7 @@ class LBBSP(Balancing):
 
     def predicted(self, before: Speeds, measured: Speeds) -> Speeds:
         """1/v <- (1 - newest) 1/v + newest 1/measured; what is measured first is taken as it is."""
-        # Times are averaged: an average of speeds follows a slow-down later (decision 90).
+        # Times are averaged: an average of speeds follows a slow-down later.
         pairs = zip(before, measured, strict=True)
         old, new = 1 - self.newest, self.newest
         return tuple(v * now / (old * now + new * v) if v else now for v, now in pairs)

@@ -274,7 +274,7 @@ def resume(worker: Worker, strategy: Strategy[Any], saved: Mapping[str, Any]) ->
         if name in saved["buffers"]:
             restore(buffer, saved["buffers"][name])
     # An average that is still on its way is applied at the rates of the last step, and a run that
-    # resumes at the end of its budget has no step any more (decision 52).
+    # resumes at the end of its budget has no step any more.
     worker.step.rates = tuple(saved.get("rates", ()))
     state = strategy.resume(worker, saved["strategy"])
     # After `resume`, as a strategy that starts a phase may scale the rates, too.

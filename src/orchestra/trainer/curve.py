@@ -36,7 +36,7 @@ from orchestra.worker.worker import Worker
 
 T = TypeVar("T")
 EVALUATION_BATCH = 512
-# To evaluate all of 64 ranks took a simulation 59 s in place of 37 (decision 42).
+# To evaluate all of 64 ranks took a simulation 59 s in place of 37.
 MAX_EVALUATED_REPLICAS = 16
 """The most replicas that are evaluated at each snapshot; the average is over all of them."""
 
@@ -354,7 +354,7 @@ def all_cores() -> Iterator[None]:
     ranks have nothing to do meanwhile."""
     threads = torch.get_num_threads()
     # Where cores are busy, threads that wait for each other take ten times as long as one thread
-    # (decision 33); OMP_NUM_THREADS is the user's way to say so.
+    # ; OMP_NUM_THREADS is the user's way to say so.
     torch.set_num_threads(max(threads, chosen_threads(os.environ) or len(usable_cores())))
     try:
         yield

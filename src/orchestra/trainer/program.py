@@ -102,10 +102,10 @@ class Session(Loop):
         training = run.training
         windows = len(list(phases(strategy)))
         # By the engine's clock: a replay has no timeline, so that these looks at the clock must not
-        # be in the record of the order (decision 32).
+        # be in the record of the order.
         self.trace = Trace(runtime.transport.now, training.trace_steps, windows)
         self.order = Order()
-        # The engine's own: what is measured with it is neither traced nor recorded (decision 43).
+        # The engine's own: what is measured with it is neither traced nor recorded.
         self.engine = runtime
         self.run, self.training = run, training
         if repeats is not None:
@@ -157,7 +157,7 @@ class Session(Loop):
         footprint = strategy.traits(self.training.work).memory(worker.rank, self.training.ranks)
         # A warm-up has a copy of the whole, with its gradients.
         warms_up = self.runtime.warms_up and not self.in_parts and not footprint.windows
-        # Before the stopwatch: lazy imports and first allocations are no strategy's (decision 1).
+        # Before the stopwatch: lazy imports and first allocations are no strategy's.
         if warms_up and worker.rank in self.roles.workers:
             setup.warm_up(worker, self._first_samples, footprint.optimizer)
         if not self.shares and self.run.measures_shares:
@@ -251,7 +251,7 @@ class Session(Loop):
             return self.worker.module
         self.state = None  # the optimizer makes room
         with undisturbed():
-            # No rank has the whole model: it is made again by the seed, and filled (decision 20).
+            # No rank has the whole model: it is made again by the seed, and filled.
             self.runtime.seed(self.run.seed)
             module = self._build(self.worker.layout.device)
         for part in gathered.parts(len(self.worker.snapshots.due)):  # one at a time: they are large

@@ -21,7 +21,7 @@ from orchestra.worker.worker import Worker
 
 T = TypeVar("T")
 
-# `orchestra watch` and the trackers read the file as it grows (decision 100).
+# `orchestra watch` and the trackers read the file as it grows.
 FLUSH_SECONDS = 1.0
 SECONDS = ("compute", "communicate", "wait")
 

@@ -18,11 +18,11 @@ from orchestra.strategies.traits import Partition
 from orchestra.trainer.balancing import Balancing
 
 DEFAULT_EPOCHS = 10
-# 50 time a target to 2 % of the run (decision 42).
+# 50 time a target to 2 % of the run.
 SNAPSHOTS, TO_TARGET = 10, 50
 MAX_SAMPLES = 2**24  # of a step of one worker
 MAX_SAMPLES_OF_A_RUN = 10**18  # samples are counted in 64 bits
-# Lest a default fill a machine: 50 copies of 25 million parameters are 5 GB a rank (decision 42).
+# Lest a default fill a machine: 50 copies of 25 million parameters are 5 GB a rank.
 _SNAPSHOT_BYTES = 4e9
 Device: TypeAlias = Literal["cpu", "cuda", "auto"]
 AUTO, NONE = "auto", "none"

@@ -119,7 +119,7 @@ class Gradients:
             )
         self._collected[index] = True
         parameter, view = self.parameters[index], self.views[index]
-        # Each slot is written once: the copy and the scaling are one pass (decision 7).
+        # Each slot is written once: the copy and the scaling are one pass.
         if parameter.grad is None:  # or no longer: the user has cleared it since
             view.zero_()
             self.used[index] = False

@@ -53,7 +53,7 @@ class Epochs(OwnRank):
         # The batches of another loop, which see to the order.
         self._source = source = None if before is None or before.ended else before
         self._queued: loaders.QueuedLoader | None = None
-        # Accumulation finds a short last step by `len(batches)`, unknown to a queue (decision 45).
+        # Accumulation finds a short last step by `len(batches)`, unknown to a queue.
         if work == "shared" and accumulation == 1 and source is None:
             self._queued = loaders.QueuedLoader.of(self.loader, seed)
         queue_of = None if self._queued is None else self._queued.queue

@@ -67,7 +67,7 @@ class OwnRank:
         if self.worker.layout.device.type != "meta":
             for parameter in self.worker.gradients.parameters:
                 # torch.save writes whole storages, of a view the whole model: each parameter gets a
-                # storage of its own in the memory of the flat vector (decision 50).
+                # storage of its own in the memory of the flat vector.
                 parameter.data = from_dlpack(parameter.data)
         self._prepare_start()
         self._agree_on_moments()
