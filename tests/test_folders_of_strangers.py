@@ -17,7 +17,7 @@ from tests.comparisons import experiment
 from orchestra.cli.main import main
 from orchestra.experiments.experiment import alone, runs
 from orchestra.experiments.run import claim
-from orchestra.records.record import RunRecord, run_folder, write_summary
+from orchestra.records.record import RunRecord, run_folder, write_planned, write_summary
 from orchestra.report.figures import frame
 from orchestra.settings.reading import yaml_text
 
@@ -46,6 +46,7 @@ def comparison(here: Path) -> Path:
         )  # fmt: skip
         write_summary(inner, "small", records[-1:])
     write_summary(folder, "small", records)
+    write_planned(folder, {run_folder(folder, run.name, 2, 0): run.name for run in runs(whole)})
     return folder
 
 
@@ -179,6 +180,19 @@ def damages(files: Iterable[str]) -> list[Any]:
     ]
 
 
+def escape(path: Path) -> None:
+    """Name a folder outside of the comparison's."""
+    path.write_text('{"runs/../../other": "other"}')
+
+
+def test_watch_shows_the_runs_of_a_comparison_without_a_plan(
+    comparison: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (comparison / "runs.json").unlink()
+    assert main(["watch", str(comparison)]) == 0
+    assert "2 of 2 runs are done" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("damage", "name"), damages((*OF_A_RUN, *OF_A_COMPARISON)))
 def test_report_names_the_damaged_file(
     damage: Callable[[Path], None],
@@ -201,8 +215,8 @@ def test_report_names_the_damaged_file(
 @pytest.mark.parametrize(
     ("damage", "name"),
     [
-        *damages(["experiment.yaml", "runs/ring/2-ranks/seed-0/summary.json"]),
-        (no_number, "experiment.yaml"),
+        *damages(["experiment.yaml", "runs.json", "runs/ring/2-ranks/seed-0/summary.json"]),
+        (escape, "runs.json"),
     ],
 )
 def test_watch_names_the_damaged_file(

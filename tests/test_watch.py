@@ -35,7 +35,7 @@ from orchestra.records.live import (
     read_live,
     write_live,
 )
-from orchestra.records.record import RunRecord, write_summary
+from orchestra.records.record import RunRecord, run_folder, write_planned, write_summary
 from orchestra.records.report import Counters
 from orchestra.report.watch_page import run_page, sparkline
 from orchestra.report.watching import RankTrack, RunWatch, switch_text
@@ -295,7 +295,10 @@ def comparison(tmp_path: Path) -> Iterator[Path]:
     whole = experiment(seeds=[0, 1])
     folder = tmp_path / "runs" / "small-1"
     with held(folder, whole):
-        first, second, third, _ = runs(whole)
+        planned = first, second, third, _ = runs(whole)
+        places = [run_folder(folder, run.name, 2, run.seed) for run in planned]
+        names = [f"{run.name}, 2 ranks, seed {run.seed}" for run in planned]
+        write_planned(folder, dict(zip(places, names, strict=True)))
         for number, run in enumerate((first, second)):
             inner = folder / "runs" / run.name / "2-ranks" / f"seed-{run.seed}"
             claim(inner, alone(whole, run))

@@ -20,10 +20,10 @@ from orchestra.engines.live import moments
 from orchestra.errors import InputError
 from orchestra.experiments.run import PARENT, finished
 from orchestra.records.live import read_live, under_way
-from orchestra.records.record import EXPERIMENT
+from orchestra.records.record import EXPERIMENT, read_planned
 from orchestra.records.terminal import Terminal
 from orchestra.report.watch_page import comparison_page, run_page
-from orchestra.report.watching import RunWatch, experiment_of, planned_in
+from orchestra.report.watching import RunWatch, experiment_of
 from orchestra.worker.runtime import usable_cores
 
 DESCRIPTION = """\
@@ -101,7 +101,7 @@ class ComparisonPage:
     def draw(self, now: float, console: Console, height: int | None) -> RenderableType:
         at_work = under_way(self._folder, None, now)
         current, done = None, []
-        places = planned_in(self._folder)
+        places = read_planned(self._folder)
         for folder, what in places:
             if records := finished(folder, failed=True):  # a stopped run is not over
                 done.append((what, records[0]))

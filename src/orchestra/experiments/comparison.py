@@ -49,7 +49,7 @@ from orchestra.experiments.techniques import (
     techniques,
     write_techniques,
 )
-from orchestra.records.record import RunRecord, run_folder, write_summary
+from orchestra.records.record import RunRecord, run_folder, write_planned, write_summary
 from orchestra.report.numbers import count
 from orchestra.trainer.settings import Run
 
@@ -153,6 +153,9 @@ class _Execution:
 
     def run(self) -> bool:
         """Make all runs that are missing; return whether Ctrl-C ended it early."""
+        named = {trial.folder(self._folder): f"tuning: {trial}" for trial in self._trials}
+        named |= {self._place(run): _what(run) for run in self.runs}
+        write_planned(self._folder, named)
         with self._progress:
             for row in self.not_run:
                 what = f"{row['name']}, {count('rank', row['ranks'])}"
@@ -231,7 +234,7 @@ class _Execution:
 
     def _one(self, run: Run) -> RunRecord:
         """Make a run with the settings that were chosen for it, or give it up without any."""
-        what = f"{on_ranks(run)}, seed {run.seed}"
+        what = _what(run)
         place, chosen = self._place(run), None
         if (choice := self._choices.get((run.name, run.training.ranks))) is not None:
             if choice.best is None:
@@ -310,3 +313,7 @@ class _Execution:
         """Raise the first error if every run so far was refused as bad input."""
         if self._bad_input and len(self._bad_input) == self._made:
             raise self._bad_input[0]
+
+
+def _what(run: Run) -> str:
+    return f"{on_ranks(run)}, seed {run.seed}"

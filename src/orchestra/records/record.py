@@ -22,11 +22,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Self
 
+from orchestra.errors import InputError
 from orchestra.records.report import NOTABLE, Point, RankReport, Straggler, Usage, busy_with_others
 from orchestra.settings.base import from_plain, to_plain
 from orchestra.settings.reading import plain_value, read_json
 
 SCHEMA = 1
+RUNS = "runs.json"  # of a comparison: the folders and names of its trials and runs
 EXPERIMENT = "experiment.yaml"  # a file in the folder of a run or comparison: what was asked for
 SUMMARY = "summary.json"
 CLUSTER = "cluster.yaml"  # a file in the folder of a run on a described cluster: the whole cluster
@@ -255,6 +257,26 @@ def read_summary(path: Path) -> list[RunRecord]:
         plain_value(list[Straggler], list(record.stragglers), str(path))
         plain_value(list[Part], list(record.by_rank), str(path))
     return [replace(record, folder=path.parent) for record in records]
+
+
+def write_planned(comparison: Path, runs: Mapping[Path, str]) -> None:
+    """Write down the folder of each trial and run of a comparison, with its name."""
+    names = {str(folder.relative_to(comparison)): name for folder, name in runs.items()}
+    write_atomically(comparison / RUNS, json.dumps(names, indent=2) + "\n")
+
+
+def read_planned(comparison: Path) -> list[tuple[Path, str]]:
+    """Return the folder of each trial and run of a comparison, with its name, in their order.
+    Raises `InputError` if the file is damaged."""
+    path = comparison / RUNS
+    try:
+        names = read_json(path, dict[str, str])
+    except FileNotFoundError:  # an older comparison, or one that begins: the runs that are there
+        there = sorted(comparison.glob("runs/*/*/*"))
+        names = {str(inner): str(inner) for inner in (at.relative_to(comparison) for at in there)}
+    if any(Path(inner).is_absolute() or ".." in Path(inner).parts for inner in names):
+        raise InputError(f"{path}: is damaged: it names a folder outside of this one")
+    return [(comparison / inner, name) for inner, name in names.items()]
 
 
 def read_not_run(path: Path) -> list[Mapping[str, Any]]:

@@ -6,8 +6,6 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, product
-from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,22 +29,17 @@ from orchestra.records.record import (
     Part,
     RunRecord,
     read_links,
-    read_not_run,
     read_summary,
-    run_folder,
-    trial_folder,
 )
 from orchestra.records.report import Straggler, changes_in
-from orchestra.report.numbers import count as count_text
 from orchestra.report.numbers import ranges
 from orchestra.settings.notation import Call, read
-from orchestra.settings.reading import plain_value, read_yaml
+from orchestra.settings.reading import read_yaml
 
 WINDOW_SECONDS, WINDOW_STEPS = 10.0, 10
 """Figures are means over at least this many seconds of the stopwatch and this many steps."""
 MAX_WINDOW = 5000
 HISTORY = 512
-MOST_RUNS = 100_000  # of a comparison that is watched
 SILENT_SECONDS = 5.0
 """How much older than another worker's a worker's last step is for it to count as silent."""
 
@@ -322,42 +315,6 @@ def experiment_of(folder: Path) -> Mapping[str, Any]:
             lacks = f"is not the folder of a run or comparison: it has no {EXPERIMENT}"
         raise InputError(f"{folder}: {lacks}") from None
     return value
-
-
-def planned_in(folder: Path) -> list[tuple[Path, str]]:
-    """Return the folder of each trial and run of the comparison in `folder`, with its name.
-
-    Nothing that experiment.yaml names is imported, as whoever watches need not trust the folder. So
-    the trials of settings that only some strategies have count once they have begun.
-    """
-    experiment, where = experiment_of(folder), str(folder / EXPERIMENT)
-    labels = [*map(str, plain_value(dict[Any, Any], experiment.get("strategies"), where))]
-    numbers, seeds = (
-        plain_value(list[int], value if isinstance(value, list) else [value], where)
-        for value in (experiment.get("ranks"), experiment.get("seeds"))
-    )
-    tune = plain_value(dict[str, Any] | None, experiment.get("tune"), where) or {}
-    tried = plain_value(dict[str, list[Any]], tune.get("settings", {}), where)
-    common = [len(values) for key, values in tried.items() if not key.startswith("strategy.")]
-    trials = prod(common) if tune else 0
-    if len(labels) * len(numbers) * (len(seeds) + trials) > MOST_RUNS:
-        raise InputError(f"{where}: is damaged: it has more than {MOST_RUNS:,} runs")
-    left_out = [(row.get("ranks"), row.get("name")) for row in read_not_run(folder / SUMMARY)]
-    rows = [row for row in product(numbers, labels) if row not in left_out]
-    planned = []
-    for trial in count() if tune else ():
-        places = [(trial_folder(folder, label, n, trial), n, label) for n, label in rows]
-        known = [place for place in places if trial < trials or place[0].exists()]
-        if not known:
-            break
-        planned += [(at, f"tuning: {_row(label, n)}, trial {trial}") for at, n, label in known]
-    for seed, (n, label) in product(seeds, rows):
-        planned.append((run_folder(folder, label, n, seed), f"{_row(label, n)}, seed {seed}"))
-    return planned
-
-
-def _row(label: str, ranks: int) -> str:
-    return f"{label}, {count_text('rank', ranks)}"
 
 
 def switch_text(strategy: str, step: int, known: int = 1) -> str:
