@@ -39,7 +39,6 @@ class Step:
         losses: the loss of each rank once they agree, 0 for a rank without data.
         stop: whether the user asked this rank to stop; any rank, once they agree.
         agreed: whether `loss`, `losses` and `stop` are those of the whole cluster.
-        made: in a loop of the user's own, whether the optimizer has made the step.
         rescale: what the scale of its gradients was multiplied by since the last exchange.
         staleness: of this step's push at each server, in updates.
         planned: samples consumed once every worker has done this step.
@@ -64,7 +63,6 @@ class Step:
     losses: tuple[float, ...] = ()
     stop: bool = False
     agreed: bool = False
-    made: bool = False
     rescale: float = 1.0
     staleness: tuple[int, ...] = ()
     planned: int = 0
@@ -120,12 +118,14 @@ class Worker(FlatModel):
     `parameters` and `gradients.vector` are flat: shape [layout.size], dtype of the model. Where
     `agrees` is set they are known to be equal on all ranks. `transport` is that of the main flow.
     Values of the parameters that are still `arriving` are awaited by the next forward pass.
-    `observe` is called now and then by a rank that only serves.
+    `observe` is called now and then by a rank that only serves. In a loop of the user's own,
+    `forget` undoes what an exchange has changed of what is kept, until its step is made.
     """
 
     agrees = False
     _told_if_compiled = False
     observe: Callable[[], None] = staticmethod(lambda: None)
+    forget: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -161,8 +161,6 @@ class Worker(FlatModel):
         self.inherited: Moments = {}
         self.queue_of: QueueOf | None = None
         self.check_loss: Callable[[float], None] = lambda _: None  # this rank's own, when it is new
-        # In a loop of the user's own: undoes what the last exchange has changed of what is kept.
-        self.forget: Callable[[], None] = lambda: None
         self.workers = _all_of(runtime.ranks)
         self.phase = 0  # how many have ended so far; the same on all ranks
         self.before_phase: list[Callable[[], None]] = []

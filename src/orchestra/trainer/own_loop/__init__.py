@@ -10,11 +10,13 @@ import functools
 import math
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from orchestra.data.loaders import Loader
 from orchestra.errors import InputError
@@ -24,7 +26,7 @@ from orchestra.trainer.own_loop import model as checks
 from orchestra.trainer.own_loop.epochs import ENDED, SAVING, Epochs
 from orchestra.worker.batches import digest
 from orchestra.worker.runtime import Runtime, Work
-from orchestra.worker.worker import Step
+from orchestra.worker.worker import Step, Worker
 
 
 class Batches(Epochs):
@@ -44,11 +46,6 @@ class Batches(Epochs):
         """What the scale of gradients was multiplied by since the last exchange."""
         now = 1.0 if self.scaler is None else self.scaler.get_scale()
         return now / (self.scale or 1.0)
-
-    @property
-    def lacks_step(self) -> bool:
-        """True if the gradient that was exchanged last, in `backward()`, has had no step."""
-        return self.worker.step.agreed and not self.worker.step.made
 
     # Saving and resuming
 
@@ -155,7 +152,7 @@ class Batches(Epochs):
         where = "batches.state_dict()"
         grads = (parameter.grad for parameter in self.worker.gradients.parameters)
         # A GradScaler that found infinities has lowered the scale, in place of a step.
-        if self.lacks_step and (self.rescale < 1.0 or all(grad is None for grad in grads)):
+        if self.passes.complete and (self.rescale < 1.0 or all(grad is None for grad in grads)):
             self.worker.forget()
             self.passes.complete = False
         if self.passes.under_way or self.passes.complete:
@@ -249,7 +246,7 @@ class OwnLoop:
             model.register_forward_pre_hook(checks.Hook(self.enter, checks.FORWARD)),
             model.register_state_dict_pre_hook(checks.Hook(self._may_be_saved, checks.STATE_DICT)),
         ]
-        checks.before_each_step(self._before_others_step)
+        _loops[id(self)] = self
         self._gradients.on_backward = self._backward_begins
         self._take_over_step()
 
@@ -291,7 +288,7 @@ class OwnLoop:
         if passes.under_way:
             return
         passes.backward()
-        if batches.lacks_step and (batches.rescale < 1.0 or self._cleared()):
+        if batches.rescale < 1.0 or self._cleared():
             self.worker.forget()
         if passes.ahead and not batches.synchronous:
             raise InputError(
@@ -321,9 +318,9 @@ class OwnLoop:
         self._left = [(grad, 0 if grad is None else grad._version) for grad in own]
 
     def _cleared(self) -> bool:
-        """Return whether gradients were cleared since the last backward. Called at the first one of
-        a backward: where they add up, that is the only one that has changed."""
-        return sum(self._changes()) > 1
+        """Return whether gradients were cleared after a backward that had no step. Called at the
+        first one of a backward: where they add up, that is the only one that has changed."""
+        return bool(self._left) and sum(self._changes()) > 1
 
     def _changes(self) -> Iterator[bool]:
         """Yield for each parameter whether its gradient is not what the last backward left."""
@@ -341,7 +338,7 @@ class OwnLoop:
 
     def _begin_exchange(self) -> None:
         worker, batches = self.worker, self.batches
-        self._gradients.digest = batches.ledger.digest(worker.phase)
+        self._gradients.digest = batches.ledger.digest(worker.phase) & 0xFFFF
         count, new = self._passes.exchange()
         rescale = batches.rescale
         item = batches.item
@@ -428,7 +425,7 @@ class OwnLoop:
         exact = self._averaged and not self.strategy.traits().phases
         return not (exact or self._stepping or self.batches.ended or len(self.worker.workers) == 1)
 
-    def _before_others_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_others_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before a step of any optimizer: refuse one that the strategy would not know of."""
         if optimizer is not self.optimizer and self._knows_only_steps:
             trained = {each for group in optimizer.param_groups for each in group["params"]}
@@ -520,10 +517,10 @@ class OwnLoop:
             self._passes.step()
         batches.item = None
         self._left = []
-        worker.step.made = True
         # A fused optimizer skips a step by itself, where a GradScaler has found infinities.
         if getattr(self.optimizer, "found_inf", False):
             worker.forget()
+        worker.forget = Worker.forget
         self._gradients.forget()
         batches.steps += 1
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers
@@ -572,3 +569,16 @@ class OwnLoop:
         for hook in self._model_hooks:
             hook.remove()
         self.batches.close()
+
+
+_loops: weakref.WeakValueDictionary[int, OwnLoop] = weakref.WeakValueDictionary()
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for held in _loops.valuerefs():
+        if (loop := held()) is not None:
+            loop.before_others_step(optimizer)
+
+
+# One hook for all, as torch lets no thread add one while another thread makes a step.
+register_optimizer_step_pre_hook(_before_step)

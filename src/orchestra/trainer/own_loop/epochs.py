@@ -174,8 +174,8 @@ class Epochs(OwnRank):
                 if self.source() is not None:
                     break
             else:
-                if self.averages_gradients:
-                    self._compare_turns()
+                if self.averages_gradients and not sharded.knows_totals:
+                    self._sum_counts(0, 0)
         if (source := self.source()) is not None:
             assert self._queued is not None
             self._queued.check_length()
@@ -219,21 +219,14 @@ class Epochs(OwnRank):
                 each.enter()
 
     def _sum_counts(self, samples: int, turn: int) -> int:
-        """Return the samples of all workers in this step, if all have this digest of its `turn`."""
+        """Return the samples of all workers in this step, if all have this digest of its `turn`.
+
+        At the end of an epoch both are 0: the batches of another worker may not be over.
+        """
         total, turns = self.sum_over_workers(torch.tensor([samples, turn])).tolist()
         if turns != turn * len(self.worker.workers):
             raise InputError(loaders.UNLIKE)
         return int(total)
-
-    def _compare_turns(self) -> None:
-        """Collective over the workers: refuse loaders that gave unlike batches in this epoch."""
-        # Those who became workers in mid-epoch have no part of it.
-        if self._sharded is None or self._sharded.knows_totals or self.roles != self._roles:
-            return
-        if self.averages_gradients:
-            self._sum_counts(0, 0)
-        elif not self.alike(self._turns & 0xFFFFFFFF):
-            raise InputError(loaders.UNLIKE)
 
     def weight(self, count: int) -> int:
         """Let the gradient of the batch, or group, that was taken last weigh `count`; return the
@@ -303,9 +296,6 @@ class Epochs(OwnRank):
         self.passes.end_epoch()
         if self.is_worker():
             self.rest(self.epoch)
-            # Not before: a worker that waits here would not answer those who average with it.
-            if not self.averages_gradients:
-                self._compare_turns()
         else:
             command = self._serve()
         self._take_part_in_agreement()
@@ -321,11 +311,13 @@ class Epochs(OwnRank):
         self.passes.rest()
 
     def _take_part_in_agreement(self) -> None:
-        pace = current_traits(self.strategy, self.worker, self.state).pace
-        steps_alike = self.source() is None and pace is not Pace.FREE
-        digest = self.ledger.digest(self.worker.phase)
-        if self.is_worker() and steps_alike and not self.alike(digest):
-            raise self.ledger.refusal(self.steps)
+        # Once nothing is in flight: a worker that waits here answers nobody who averages with it.
+        if self.is_worker() and self.source() is None and not self.worker.transport.lost():
+            if not self.alike(self._turns & 0xFFFFFFFF):
+                raise InputError(loaders.UNLIKE)
+            pace = current_traits(self.strategy, self.worker, self.state).pace
+            if pace is not Pace.FREE and not self.alike(self.ledger.digest(self.worker.phase)):
+                raise self.ledger.refusal(self.steps)
         self.strategy.agree(self.worker, self.state)
         if not self.ended:  # replicas that differ have averaged them; others take the first one's
             exchange.broadcast_buffers(self.worker, self.worker.everyone)

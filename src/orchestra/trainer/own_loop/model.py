@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from orchestra.errors import InputError
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.switch import phases
-from orchestra.worker.batches import leaves_of
+from orchestra.worker.batches import digest, leaves_of
 from orchestra.worker.layout import owner_of
 from orchestra.worker.worker import Worker
 
@@ -103,24 +101,6 @@ class Hook:
         return getattr, self.harmless
 
 
-_before_steps: dict[int, weakref.WeakMethod[Callable[[torch.optim.Optimizer], None]]] = {}
-
-
-def before_each_step(method: Callable[[torch.optim.Optimizer], None]) -> None:
-    """Call `method` before a step of any optimizer of this process, as long as its object lives."""
-    key = id(method.__self__)  # type: ignore[attr-defined]
-    _before_steps[key] = weakref.WeakMethod(method, lambda _: _before_steps.pop(key, None))
-
-
-def _step_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    # One hook for all, as torch lets no thread add one while another thread makes a step
-    for held in list(_before_steps.values()):
-        if (method := held()) is not None:
-            method(optimizer)
-
-
-register_optimizer_step_pre_hook(_step_begins)
-
 FORWARD: tuple[object, str] = ({}, "get")  # {}.get(module, inputs): the inputs, as they are
 STATE_DICT = ("", "format")  # "".format(module, prefix, keep): nothing that anybody reads
 LOADED: tuple[object, str] = (contextlib.nullcontext(), "__exit__")  # of any arguments: nothing
@@ -180,38 +160,28 @@ class Audit:
 
 
 class Ledger:
-    """A digest of what this worker's optimizer has done, which all workers have alike.
+    """A digest of the steps that this worker's optimizer has made, which all workers have alike.
 
-    At each step it takes in the place of the step among the batches, and the options of all groups.
+    It takes in the place of each step among the batches, and the options of all groups then.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._phase = self._past = 0
-        self._values: list[Any] = []
-        self._text = b""
+        self._phase = self._digest = 0
 
     def enter(self, phase: int, *place: int) -> None:
-        """Note a step at `place`. Before the `phase`, workers may have made unlike ones."""
-        past = self._past if phase == self._phase else 0
-        self._phase, self._past = phase, zlib.crc32(self._options() + str(place).encode(), past)
-
-    def digest(self, phase: int) -> int:
-        """Return a number of 16 bits for this phase's steps and the options as they are now."""
-        return zlib.crc32(self._options(), self._past if phase == self._phase else 0) & 0xFFFF
-
-    def _options(self) -> bytes:
-        values = [
-            value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        """Note a step at `place`."""
+        options = [
+            value
             for group in self._optimizer.param_groups
             for name, value in group.items()
             if name not in IMPLEMENTATION
         ]
-        # Made anew only where they have changed: there may be many groups
-        if values != self._values:
-            self._values, plain = values, (bool, int, float, str, tuple, list, type(None))
-            self._text = repr([each for each in values if isinstance(each, plain)]).encode()
-        return self._text
+        self._phase, self._digest = phase, digest([place, options], self.digest(phase))
+
+    def digest(self, phase: int) -> int:
+        """Return the digest of this phase's steps: before it, workers may have made unlike ones."""
+        return self._digest if phase == self._phase else 0
 
     def refusal(self, steps: int) -> InputError:
         """Return what to raise where workers have unlike digests."""
