@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -56,22 +57,14 @@ class CompressionState:
         return CompressionState(0, residual, memory, worker.parameters.new_zeros(len(slots)))
 
     def begin_sum(self, worker: Worker) -> None:
-        """Begin the sum of a step, which a loop of the user's own may `forget`."""
+        """Begin the sum of a step, which a loop of the user's own may undo."""
         if worker.own_loop:
-            tensors = [self.used, *chain(*self.memory)]
-            if self.residual is not None:
-                tensors.append(self.residual)
             if worker.step.rescale != 1.0:
-                for tensor in tensors[1:]:
+                kept = chain(*self.memory, () if self.residual is None else (self.residual,))
+                for tensor in kept:
                     tensor.mul_(worker.step.rescale)
-            steps, values = self.steps, [tensor.clone() for tensor in tensors]
-
-            def forget() -> None:
-                self.steps = steps
-                for tensor, value in zip(tensors, values, strict=True):
-                    tensor.copy_(value)
-
-            worker.forget = forget
+            before = copy.deepcopy(vars(self))
+            worker.undo_exchange = lambda: vars(self).update(before)
         self.steps += 1
 
     def note_used(self, flags: Tensor) -> None:

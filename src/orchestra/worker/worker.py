@@ -118,14 +118,14 @@ class Worker(FlatModel):
     `parameters` and `gradients.vector` are flat: shape [layout.size], dtype of the model. Where
     `agrees` is set they are known to be equal on all ranks. `transport` is that of the main flow.
     Values of the parameters that are still `arriving` are awaited by the next forward pass.
-    `observe` is called now and then by a rank that only serves. In a loop of the user's own,
-    `forget` undoes what an exchange has changed of what is kept, until its step is made.
+    `observe` is called now and then by a rank that only serves. `undo_exchange`, in a loop of the
+    user's own, takes back what the last exchange has changed, until its step is made.
     """
 
     agrees = False
     _told_if_compiled = False
     observe: Callable[[], None] = staticmethod(lambda: None)
-    forget: Callable[[], None] = staticmethod(lambda: None)
+    undo_exchange: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self,

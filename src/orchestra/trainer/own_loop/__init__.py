@@ -153,7 +153,7 @@ class Batches(Epochs):
         grads = (parameter.grad for parameter in self.worker.gradients.parameters)
         # A GradScaler that found infinities has lowered the scale, in place of a step.
         if self.passes.complete and (self.rescale < 1.0 or all(grad is None for grad in grads)):
-            self.worker.forget()
+            self.worker.undo_exchange()
             self.passes.complete = False
         if self.passes.under_way or self.passes.complete:
             raise InputError(f"{where}: gradients wait for their step: call it after that")
@@ -289,7 +289,7 @@ class OwnLoop:
             return
         passes.backward()
         if batches.rescale < 1.0 or self._cleared():
-            self.worker.forget()
+            self.worker.undo_exchange()
         if passes.ahead and not batches.synchronous:
             raise InputError(
                 f"the next batch was taken before backward(), but under {self.strategy!r} workers "
@@ -488,7 +488,7 @@ class OwnLoop:
         worker.reporter.progress(step=batches.steps + 1, samples=worker.step.consumed)
         # The hook of the whole model saw no forward pass in training mode: the loop trains in
         # evaluation mode, or a part of the model. From the next batch on steps begin with it.
-        batches.enters_early |= not self._passes.entered
+        batches.steps_begin_with_batches |= not self._passes.entered
         batches.enter()
         batches.begin_update()
         self._take_changes()
@@ -519,8 +519,8 @@ class OwnLoop:
         self._left = []
         # A fused optimizer skips a step by itself, where a GradScaler has found infinities.
         if getattr(self.optimizer, "found_inf", False):
-            worker.forget()
-        worker.forget = Worker.forget
+            worker.undo_exchange()
+        worker.undo_exchange = Worker.undo_exchange
         self._gradients.forget()
         batches.steps += 1
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers

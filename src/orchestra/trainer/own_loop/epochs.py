@@ -70,7 +70,7 @@ class Epochs(OwnRank):
         self._samples: int | None = 0  # of it, if they are known
         self._turns = 0  # the sum of all digests of turns
         self._seed = seed
-        self.enters_early = False  # steps begin as their batches are handed out
+        self.steps_begin_with_batches = False  # in place of a forward pass of the model
         self.ends_process = True  # of a rank that serves, once the workers' scripts are over
         self._goes_on = self._in_epoch = False
         self._resumed_at = self._passes_before = 0
@@ -215,7 +215,7 @@ class Epochs(OwnRank):
             each.taken += len(parts)
             count = Count(samples, total, total) if known else None
             each.passes.take(count, [part.batch for part in parts])
-            if each.enters_early and torch.is_grad_enabled():
+            if each.steps_begin_with_batches and torch.is_grad_enabled():
                 each.enter()
 
     def _sum_counts(self, samples: int, turn: int) -> int:
