@@ -7,7 +7,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from itertools import count, islice, zip_longest
 from typing import Any, NamedTuple, TypeGuard
 
@@ -318,7 +318,7 @@ class _EveryNth(ShardedLoader):
             self._items = loader.batch_sampler
             self._loader = _with_batches(loader, self._own_items)
         elif type(loader) is DataLoader and loader.batch_size is not None:
-            options = _options(loader) | {"collate_fn": _Counting(loader.collate_fn)}
+            options = _options(loader) | {"collate_fn": partial(_collate, loader.collate_fn)}
             self._items = DataLoader(
                 batch_size=loader.batch_size, drop_last=loader.drop_last, **options
             )
@@ -457,11 +457,5 @@ class _Collated(NamedTuple):
     batch: Any
 
 
-@dataclass(frozen=True)
-class _Counting:
-    """A collate function that counts its samples: no sampler tells the number in a stream."""
-
-    collate: Callable[[list[Any]], Any]
-
-    def __call__(self, samples: list[Any]) -> _Collated:
-        return _Collated(len(samples), self.collate(samples))
+def _collate(collate: Callable[[list[Any]], Any], samples: list[Any]) -> _Collated:
+    return _Collated(len(samples), collate(samples))

@@ -366,8 +366,7 @@ class Epochs(OwnRank):
         """
         while not self.is_worker() and not self.ended:
             self._end_epoch()
-        if self.ended and not self._goes_on and self.ends_process:
-            raise SystemExit(0)
+        self._is_over()
 
     def _serve(self, *, until_saved: bool = False) -> Command | None:
         """Serve to the end of the workers' epoch; return a command that ended the loop, if any."""
