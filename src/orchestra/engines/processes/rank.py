@@ -61,7 +61,7 @@ T = TypeVar("T")
 Program = Callable[[Runtime, Any], Any]
 
 HOST_VARIABLE = "ORCHESTRA_HOST"
-ANSWER_SECONDS = 10.0  # within which a store answers, once somebody listens on its port
+ANSWER_SECONDS = 10.0  # within which a store or a watcher answers, where one listens
 PROBE_SECONDS = 0.1  # after which a rank looks again whether there is a watcher
 
 
@@ -365,9 +365,8 @@ def _published(launched: Launched, store: Store, limits: Limits) -> dict[str, An
                 f"rank {launched.rank} waited {limits.joining:g} s for rank 0, which did not come"
             ) from error
         try:
-            left = max(deadline - time.monotonic(), PROBE_SECONDS)
-            socket.create_connection(tuple(published["address"]), left).close()
-        except ConnectionRefusedError:
+            socket.create_connection(tuple(published["address"]), ANSWER_SECONDS).close()
+        except (ConnectionRefusedError, TimeoutError):
             if time.monotonic() < deadline:
                 time.sleep(PROBE_SECONDS)
                 continue
