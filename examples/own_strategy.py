@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from orchestra import Strategy, exchange
 from orchestra.settings import setting
+from orchestra.strategies.ending import agree
 from orchestra.strategies.traits import Pace, Traits, WorkMode
 
 if TYPE_CHECKING:  # so that `orchestra list` need not import torch
@@ -50,10 +51,8 @@ class DynamicAveraging(Strategy[State]):
             far = ((worker.parameters - state.reference).square().sum() > self.drift).float()[None]
             exchange.all_reduce(worker.transport, far, "ring", worker.workers, tag=1024)
             if far.item():
-                self.agree(worker, state)
+                agree(self, worker, state)
         worker.snapshots.offer(worker.step.consumed, worker.parameters)
 
-    def agree(self, worker: Worker, state: State) -> None:
-        exchange.exact_mean(worker)
-        exchange.exact_mean_of_buffers(worker)
+    def rebase(self, worker: Worker, state: State) -> None:
         state.reference.copy_(worker.parameters)

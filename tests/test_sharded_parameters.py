@@ -183,7 +183,7 @@ def test_a_loop_of_ones_own_has_whole_gradients(level: Any) -> None:
 def test_gradients_are_sharded_in_a_phase(first: AllReduce, tmp_path: Path) -> None:
     """Before it, or after it, they are whole."""
     then = AllReduce() if first.shard == "gradients" else AllReduce(shard="gradients")
-    moments: Any = "kept" if first.traits().hands_over_moments else "reset"
+    moments: Any = "kept" if first.shard == "nothing" else "reset"
     ends = [
         trained_by(Switch(a, b, when=AfterSteps(3), moments=moments), 2, tmp_path / str(number))
         for number, (a, b) in enumerate([(first, then), (AllReduce(), AllReduce())])

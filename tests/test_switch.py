@@ -17,7 +17,7 @@ from tests.training import TASKS, Case, Trained, distance, equal, single_process
 from orchestra.data import Plan
 from orchestra.data.feed import Feed, open_samples
 from orchestra.errors import InputError
-from orchestra.exchange import hand_over_moments
+from orchestra.exchange import Kept, hand_over
 from orchestra.optimizers.settings import StepDecay
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.all_reduce import AllReduce
@@ -182,9 +182,9 @@ def test_averaged_moments_are_the_mean_over_the_workers() -> None:
         optimizer = worker.local_optimizer()
         state = optimizer.state[worker.gradients.parameters[0]]
         state["momentum_buffer"] = torch.full((130,), float(runtime.rank), dtype=torch.float64)
-        hand_over_moments(worker, optimizer, "kept")
+        hand_over(worker, Kept(optimizer), "kept")
         kept = float(worker.inherited["weight"]["momentum_buffer"].mean())
-        hand_over_moments(worker, optimizer, "averaged")
+        hand_over(worker, Kept(optimizer), "averaged")
         return float(worker.inherited["weight"]["momentum_buffer"].mean()), kept
 
     assert run_ranks(4, program) == [(1.5, 0.0), (1.5, 1.0), (1.5, 2.0), (1.5, 3.0)]

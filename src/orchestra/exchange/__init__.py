@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from orchestra.exchange.average import *  # noqa: F403
     from orchestra.exchange.common_step import *  # noqa: F403
     from orchestra.exchange.compression import *  # noqa: F403
+    from orchestra.exchange.consensus import *  # noqa: F403
     from orchestra.exchange.servers import *  # noqa: F403
     from orchestra.exchange.shards import *  # noqa: F403
     from orchestra.exchange.stages import *  # noqa: F403
 else:
     __getattr__ = lazy_package(
-        __name__, "agreement", "average", "compression", "servers", "shards", "common_step",
-        "stages",
+        __name__, "agreement", "average", "compression", "consensus", "servers", "shards",
+        "common_step", "stages",
     )  # fmt: skip

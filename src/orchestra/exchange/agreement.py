@@ -1,4 +1,4 @@
-"""Parameters, buffers, moments: how ranks agree on them, mix them with neighbours, average them.
+"""Parameters and buffers: how ranks agree on them, mix them with neighbours, average them.
 
 And what a worker's steps consist of, by which `Auto` compares.
 """
@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from orchestra.collectives import (
     Group,
@@ -23,7 +22,6 @@ from orchestra.collectives import (
 )
 from orchestra.errors import InputError
 from orchestra.exchange.average import note_buffer
-from orchestra.optimizers.spec import Moments, export_moments
 from orchestra.optimizers.state import require_alike
 from orchestra.parameter_server.placement import Slice
 from orchestra.settings.base import Mismatch
@@ -105,33 +103,6 @@ def agree_on_data(worker: Worker, data: Any, first: int) -> Any:
     return data
 
 
-def exact_mean(worker: Worker, weight: float = 1.0, part: slice = slice(None)) -> None:
-    """Replace all workers' parameters in `part` by their mean, weighted by `weight`. Summed in
-    float64, where a sum of float32 numbers is exact in practice."""
-    values = worker.parameters[part]
-    values.copy_(_mean(worker, values, weight))
-
-
-def exact_mean_of_buffers(worker: Worker, weight: float = 1.0) -> None:
-    """Replace floating buffers by their weighted mean, others by those of the first worker."""
-    workers = worker.workers
-    for packed in pack(worker.buffers):
-        if packed.values.is_floating_point():
-            packed.values.copy_(_mean(worker, packed.values, weight))
-        else:
-            broadcast(worker.transport, packed.values, workers.ranks[0], workers, Tag.BUFFERS)
-        packed.unpack()
-
-
-def _mean(worker: Worker, values: Tensor, weight: float) -> Tensor:
-    if len(worker.workers) == 1:
-        return values
-    # The weights travel behind the values: one collective in place of two.
-    total = torch.cat([weight * values.double(), values.new_tensor([weight]).double()])
-    ring_sum(worker, total, Tag.AGREE)
-    return total[:-1] / total[-1]
-
-
 class Packed:
     """Tensors of one dtype, copied end to end into `values`."""
 
@@ -158,72 +129,6 @@ def pack(named: list[tuple[str, Tensor]]) -> list[Packed]:
             )
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     return [Packed(tensors) for tensors in by_dtype.values()]
-
-
-def hand_over_moments(
-    worker: Worker, optimizer: Optimizer | None, how: Literal["kept", "averaged", "reset"]
-) -> None:
-    """Let the optimizers that this rank builds next inherit the moments of `optimizer`.
-
-    "averaged": the workers' mean of them, which all workers get. Without an optimizer here (the
-    servers kept it, in slices) there is nothing to inherit.
-    """
-    worker.inherited = {}
-    if optimizer is None:
-        return
-    if how != "reset":
-        worker.inherited = export_moments(optimizer, worker.named_parameters())
-    if how == "averaged":
-        worker.inherited = _mean_of_moments(worker, worker.inherited)
-    if worker.own_loop:  # the optimizer goes on, with what is inherited and nothing else
-        optimizer.state.clear()
-
-
-def _mean_of_moments(worker: Worker, moments: Moments) -> Moments:
-    """Collective over the workers: return the mean of their `moments`, counts of steps included.
-
-    A parameter that some worker has never updated gets none. Tensors are overwritten.
-    """
-    moments = {name: moments[name] for name in _updated_by_all(worker, moments, "ring")}
-    tensors: list[tuple[str, Tensor]] = []
-    numbers: list[tuple[dict[str, Any], str]] = []
-    for state in moments.values():
-        for key, value in sorted(state.items()):
-            if isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.dim()):
-                numbers.append((state, key))
-            elif isinstance(value, Tensor) and value.is_floating_point():
-                tensors.append((key, value))
-            else:
-                raise InputError(
-                    f"moments='averaged': {key!r} in the optimizer's state has no mean: set "
-                    "moments='reset'"
-                )
-    count = len(worker.workers)
-    for packed in pack(tensors):
-        ring_sum(worker, packed.values.div_(count), Tag.AGREE)
-        packed.unpack()
-    sums = torch.tensor([float(state[key]) for state, key in numbers], dtype=torch.float64)
-    ring_sum(worker, sums, Tag.AGREE)
-    for (state, key), total in zip(numbers, sums.tolist(), strict=True):
-        # Rounded down where the optimizer keeps a whole number.
-        value, mean = state[key], total / count
-        like = isinstance(value, Tensor)
-        state[key] = torch.full_like(value, mean) if like else type(value)(mean)
-    return moments
-
-
-def _updated_by_all(worker: Worker, moments: Moments, algorithm: str) -> list[str]:
-    """Collective over the workers: return the parameters of which each of them has `moments`.
-
-    A worker has none yet of a parameter that no batch of its has used.
-    """
-    names = list(worker.named_parameters())
-    there = torch.tensor([float(name in moments) for name in names])
-    all_reduce(worker.transport, there, algorithm, worker.workers, Tag.AGREE)
-    everybody = len(worker.workers)
-    return [
-        name for name, workers in zip(names, there.tolist(), strict=True) if workers == everybody
-    ]
 
 
 def keep_gradient(worker: Worker) -> None:
@@ -295,26 +200,6 @@ def part_of_samples(
         all_reduce(transport, counts, algorithm, worker.workers, Tag.REPLICAS)
         total = int(counts)
     return samples / total
-
-
-def average_moments(
-    worker: Worker, optimizer: Optimizer, algorithm: str, samples: int, total: int | None
-) -> None:
-    """Replace the moments in `optimizer` by their mean over the workers, as `average_replicas`.
-    Those of a parameter that some worker has not updated yet stay as they are."""
-    if len(worker.workers) == 1:
-        return
-    moments = export_moments(optimizer, worker.named_parameters())
-    tensors = [
-        value
-        for name in _updated_by_all(worker, moments, algorithm)
-        for _, value in sorted(moments[name].items())
-        if isinstance(value, Tensor) and value.dim()
-    ]
-    if tensors:
-        packed = Packed(tensors)
-        average_replicas(worker, worker.transport, packed.values, algorithm, samples, total)
-        packed.unpack()
 
 
 def charge(

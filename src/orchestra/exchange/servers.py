@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 from orchestra.collectives import Group, all_reduce, receive_object, send_object
 from orchestra.errors import PeerLost
 from orchestra.exchange.agreement import agree_on_parameters, charge
+from orchestra.exchange.consensus import Learnt
 from orchestra.optimizers.spec import install_moments
 from orchestra.optimizers.state import capture, restore
 from orchestra.parameter_server.client import Client
@@ -204,25 +205,17 @@ def clip_together(
             gradient.mul_(factor)
 
 
-def collect_slices(worker: Worker, slices: Sequence[Slice], server: Server | None) -> None:
-    """Collective over all that are there: copy the servers' values into everyone's parameters."""
+def learnt_slices(
+    worker: Worker, slices: Sequence[Slice], server: Server | None
+) -> Iterator[Learnt]:
+    """Yield the slices of the model, each of which its server owns."""
     for part in slices:
-        mine = worker.parameters[part.first : part.end]
-        if part.rank != worker.rank:
-            worker.transport.receive(part.rank, Tag.COLLECT, mine).wait()
-            continue
-        assert server is not None
-        with torch.no_grad():
-            mine.copy_(server.own.values)
-        server.own.all_have_read()
-        others = [rank for rank in worker.everyone.ranks if rank != worker.rank]
-        for handle in [worker.transport.send(mine, rank, Tag.COLLECT) for rank in others]:
-            try:
-                handle.wait()
-            except PeerLost as lost:
-                if not server.own.state.when.tolerates_loss:
-                    raise
-                worker.reporter.notice(f"rank {lost.rank} left before the end")
+        values = worker.parameters[part.first : part.end]
+        if part.rank == worker.rank:
+            assert server is not None
+            values = server.own.values
+            server.own.all_have_read()
+        yield Learnt(part.first, values, float(part.rank == worker.rank), part.rank)
 
 
 def tell_servers(worker: Worker, servers: Sequence[int], leader: int) -> None:

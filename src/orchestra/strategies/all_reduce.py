@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from orchestra.optimizers.spec import OptimizerPart
+    from orchestra.exchange import Kept
     from orchestra.transports.protocol import Group
     from orchestra.worker.batches import Batch
     from orchestra.worker.layout import Share
@@ -166,7 +166,7 @@ class AllReduce(Strategy[AllReduceState]):
             partition=Partition.SHARDED if self.shard == "parameters" else Partition.REPLICATED,
             depends_on_speed=self.backup > 0 or by_node,
             native=self.algorithm == "native",
-            hands_over_moments=self.shard == "nothing",  # else a worker has those of its slice
+            optimizer=Partition.REPLICATED if self.shard == "nothing" else Partition.SHARDED,
             exchange=Rehearsal(repr(self), self._rehearse) if plain else None,
         )
 
@@ -304,16 +304,14 @@ class AllReduce(Strategy[AllReduceState]):
         if self.shard == "parameters" or worker.rank == worker.workers.ranks[0]:
             worker.snapshots.offer(worker.step.consumed, worker.parameters)
 
-    def agree(self, worker: Worker, state: AllReduceState) -> None:
-        """Under `backup` take the first worker's buffers; all parameters are equal already."""
-        if self.backup:
-            exchange.broadcast_buffers(worker, worker.everyone)
-
     def stop(self, worker: Worker, state: AllReduceState) -> None:
         state.average.close()
         if state.shards is not None:
             state.shards.close()
-        self.agree(worker, state)
+        if self.backup:
+            exchange.broadcast_buffers(worker, worker.everyone)
 
-    def optimizer_parts(self, worker: Worker, state: AllReduceState) -> list[OptimizerPart]:
-        return [] if state.shards is None else [state.shards.part]
+    def kept(self, worker: Worker, state: AllReduceState) -> Kept:
+        if state.shards is None:
+            return super().kept(worker, state)
+        return exchange.Kept(parts=[state.shards.part])

@@ -11,6 +11,7 @@ from orchestra.errors import InputError
 from orchestra.settings import MAX_STEPS, setting
 from orchestra.settings.base import REQUIRED
 from orchestra.strategies.base import CHANGED, Roles, Strategy
+from orchestra.strategies.ending import hand_over
 from orchestra.strategies.phased import Phased
 from orchestra.strategies.traits import Footprint, Rehearsal, Traits, WorkMode
 
@@ -241,13 +242,9 @@ class Auto(Phased):
         """Come to rest, agree on parameters, hand over moments, and start the next phase."""
         old, then = self.phase(state), self.candidates[new]
         old.quiesce(worker, state.inner, CHANGED)
-        old.stop(worker, state.inner)
         before, after = old.traits(), then.traits()
-        if not before.lockstep:
-            exchange.exact_mean_of_buffers(worker)
         apart = after.lockstep and not before.lockstep
-        optimizer = old.optimizer_of(state.inner)
-        exchange.hand_over_moments(worker, optimizer, "averaged" if apart else "kept")
+        hand_over(old, worker, state.inner, "averaged" if apart else "kept")
         worker.measures.switched_at_step = state.steps
         worker.measures.switched_at_sample = worker.step.consumed
         worker.begin_phase(worker.workers.ranks)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     import torch as torch
     from torch import Tensor, nn, optim
 
-    from orchestra.exchange import SharedWork
-    from orchestra.optimizers.spec import OptimizerPart
+    from orchestra.exchange import Kept, Learnt, SharedWork
     from orchestra.parameter_server.messages import Pause
     from orchestra.schedules.work_queue import WorkSource
     from orchestra.worker.batches import Batch
@@ -159,12 +158,22 @@ class Strategy(Settings, ABC, Generic[S]):
         """
         return True
 
-    def agree(self, worker: Worker, state: S) -> None:
-        """Make `worker.parameters` of all ranks equal. Collective; nothing is in flight."""
-
     def stop(self, worker: Worker, state: S) -> None:
-        """End, and agree on the final parameters. Collective."""
-        self.agree(worker, state)
+        """Land what is in flight, and close. Collective; no step follows."""
+
+    def learnt(self, worker: Worker, state: S) -> Iterable[Learnt]:
+        """Return what this rank contributes to the model; nothing is in flight. Collective.
+
+        By default its replica, unless all workers are in lockstep and have equal ones.
+        """
+        return () if self.traits().lockstep else [exchange.Learnt.replica(worker.parameters)]
+
+    def rebase(self, worker: Worker, state: S) -> None:
+        """Go on from the parameters, which have become the model that all ranks have learnt."""
+
+    def kept(self, worker: Worker, state: S) -> Kept:
+        """Return where the optimizer's moments are; by default in `state.optimizer`, if any."""
+        return exchange.Kept(getattr(state, "optimizer", None))
 
     def resume(self, worker: Worker, saved: Mapping[str, Any]) -> S:
         """Start, then restore the state that a checkpoint kept. Collective.
@@ -189,23 +198,6 @@ class Strategy(Settings, ABC, Generic[S]):
         # does before what it answers from is restored.
         exchange.wait_for_everyone(worker)
         return state
-
-    def restart(self, worker: Worker, state: S, renew: Callable[[], None]) -> S:
-        """Stop, and start the current phase anew with what `renew` puts in place. Collective.
-
-        For loaded parameters or moments: all ranks take those of the first rank.
-        """
-        self.stop(worker, state)
-        renew()
-        return self.start(worker)
-
-    def optimizer_of(self, state: S) -> optim.Optimizer | None:
-        """Return the optimizer whose moments a next phase inherits: `state.optimizer`, if any."""
-        return getattr(state, "optimizer", None)
-
-    def optimizer_parts(self, worker: Worker, state: S) -> list[OptimizerPart]:
-        """Return this rank's parts of optimizers whose moments are spread over several ranks."""
-        return []
 
 
 _roles_of: Callable[[Strategy[Any], int], Roles] = lru_cache(256)(lambda each, n: each.roles(n))
@@ -294,18 +286,15 @@ class Replicas(Strategy[R]):
         # Left where autograd put it, not copied: optimizers read tensor by tensor.
         exchange.keep_gradient(worker)
 
-    def agree(self, worker: Worker, state: R) -> None:
-        """Set the parameters and buffers to the exact mean of the replicas."""
-        self.settle(worker, state)
-        exchange.exact_mean(worker)
-        exchange.exact_mean_of_buffers(worker)
-
     def stop(self, worker: Worker, state: R) -> None:
-        """Set the parameters to the exact mean of the replicas."""
+        """Land what is in flight, and close the queue."""
         self.settle(worker, state)
         # Closed before the last snapshot: the queue's last answer tells how much all have consumed,
         # and a due point may lie between this worker's last batch and that.
         if state.work is not None:
             state.work.close()
             worker.snapshots.offer(worker.step.consumed, worker.parameters)
-        exchange.exact_mean(worker)
+
+    def buffers_weight(self, state: R) -> float:
+        """Return the weight of this worker's buffers in their mean, where training goes on."""
+        return 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -21,6 +22,7 @@ from orchestra.strategies.traits import Dealing, Footprint, Pace, Traits, WorkMo
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from orchestra.exchange import Learnt
     from orchestra.worker.worker import Worker
 
 
@@ -182,11 +184,11 @@ class ElasticAveraging(ServerStrategy[ElasticAveragingState]):
         self._account(worker, state)
         return super().quiesce(worker, state, step)
 
-    def agree(self, worker: Worker, state: ElasticAveragingState) -> None:
-        """Show the centre as everybody's parameters, until a worker goes on from its own."""
+    def learnt(self, worker: Worker, state: ElasticAveragingState) -> Iterable[Learnt]:
+        """Return the centre, which everybody's model shows until a worker goes on from its own."""
         if state.client is not None:
             state.own = worker.parameters.clone()
-        super().agree(worker, state)
+        return super().learnt(worker, state)
 
     def stop(self, worker: Worker, state: ElasticAveragingState) -> None:
         if state.client is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from orchestra.strategies.traits import Footprint, Traits, WorkMode
 from orchestra.transports.tags import Tag
 
 if TYPE_CHECKING:
+    from orchestra.exchange import Learnt
     from orchestra.transports.protocol import SharedTensor
     from orchestra.worker.worker import Worker
 
@@ -94,10 +96,9 @@ class Hogwild(Replicas[HogwildState]):
         """Wait until all workers have made their updates."""
         exchange.wait_for_workers(worker)
 
-    def agree(self, worker: Worker, state: HogwildState) -> None:
-        """Replace buffers by their mean; all have the same parameters already."""
-        self.settle(worker, state)
-        exchange.exact_mean_of_buffers(worker)
+    def learnt(self, worker: Worker, state: HogwildState) -> Iterable[Learnt]:
+        """Return nothing: all have the same parameters already."""
+        return ()
 
     def stop(self, worker: Worker, state: HogwildState) -> None:
         """Let each worker take a copy of the parameters."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -18,6 +18,7 @@ from orchestra.strategies.traits import Footprint, Rehearsal, Traits, WorkMode
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from orchestra.exchange import Learnt
     from orchestra.transports.protocol import Task, Transport
     from orchestra.worker.worker import Worker
 
@@ -351,22 +352,26 @@ class LocalSGD(Replicas[LocalSGDState]):
         for fragment in state.fragments:
             fragment.land()
 
-    def agree(self, worker: Worker, state: LocalSGDState) -> None:
-        """Set parameters and buffers to the exact mean of what the workers have learnt."""
-        self._apply(worker, state)
-        self._average_exactly(worker, state)
-        exchange.exact_mean_of_buffers(worker, state.samples or NEGLIGIBLE_WEIGHT)
-        state.samples, state.ended = 0, []
-        for fragment in state.fragments:
-            fragment.samples = fragment.total = 0
-
     def stop(self, worker: Worker, state: LocalSGDState) -> None:
         self._apply(worker, state)
         consumed, renew = worker.step.consumed, worker.snapshots.renew
         for fragment in state.fragments:
             contribution, offset = self._contribution(worker, fragment), fragment.first
             renew(consumed, contribution, offset=offset, weight=fragment.weight)
-        self._average_exactly(worker, state)
+
+    def learnt(self, worker: Worker, state: LocalSGDState) -> Iterable[Learnt]:
+        """Close the round, which may be cut short here: late averages count, too."""
+        self._apply(worker, state)
+        for fragment in state.fragments:
+            yield exchange.Learnt.replica(fragment.replica(worker), fragment.weight, fragment.first)
+
+    def rebase(self, worker: Worker, state: LocalSGDState) -> None:
+        state.samples, state.ended = 0, []
+        for fragment in state.fragments:
+            fragment.samples = fragment.total = 0
+
+    def buffers_weight(self, state: LocalSGDState) -> float:
+        return state.samples or NEGLIGIBLE_WEIGHT
 
     def _apply(self, worker: Worker, state: LocalSGDState) -> None:
         """Apply averages that are on their way; replicas become what they contribute."""
@@ -375,8 +380,3 @@ class LocalSGD(Replicas[LocalSGDState]):
             if fragment.travelling is not None:
                 self._arrive(worker, fragment)
             fragment.replica(worker).copy_(self._contribution(worker, fragment))
-
-    def _average_exactly(self, worker: Worker, state: LocalSGDState) -> None:
-        """Close a round that is cut short here."""
-        for fragment in state.fragments:
-            exchange.exact_mean(worker, fragment.weight, slice(fragment.first, fragment.end))

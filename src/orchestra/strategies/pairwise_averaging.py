@@ -103,7 +103,6 @@ class PairwiseAveraging(Replicas[PairwiseState]):
         if state.work is not None:
             state.work.close()
         worker.snapshots.renew(worker.step.consumed, worker.parameters)
-        exchange.exact_mean(worker)
 
 
 def _partners(graph: Graph, rank: int) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -38,12 +38,20 @@ from orchestra.strategies.server_strategy import (
     contradictions_with,
     placed_roles,
 )  # fmt: skip
-from orchestra.strategies.traits import Dealing, Footprint, Pace, Rehearsal, Traits, WorkMode
+from orchestra.strategies.traits import (
+    Dealing,
+    Footprint,
+    Pace,
+    Partition,
+    Rehearsal,
+    Traits,
+    WorkMode,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from orchestra.exchange import SliceCodec
+    from orchestra.exchange import Learnt, SliceCodec
     from orchestra.exchange.servers import ServerRules
     from orchestra.parameter_server import Client
     from orchestra.parameter_server.placement import Part, Slice
@@ -210,7 +218,7 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
             Pace.LOCKSTEP if lockstep else Pace.FREE,
             Dealing.QUEUE if queued else Dealing.PLAN,
             answers_beside=beside and not lockstep,
-            hands_over_moments=self.returns == "gradients",  # else servers have them, in slices
+            optimizer=Partition.REPLICATED if self.returns == "gradients" else Partition.SHARDED,
             exchange=Rehearsal(repr(self), self._rehearse) if rehearsed else None,
         )
 
@@ -403,17 +411,19 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
         missed = state.client.clock - before - 1  # steps that a dropped push skips
         state.missed = Missed(missed, step.loss, step.consumed)
 
-    def agree(self, worker: Worker, state: ParameterServerState) -> None:
-        """Copy the servers' slices, or the first worker's replica, into everybody's parameters."""
+    def learnt(self, worker: Worker, state: ParameterServerState) -> Iterable[Learnt]:
+        """Return the slices; with `replicas`, as any server may be lost, workers ask for them."""
         if self.returns == "gradients":
-            exchange.agree_on_parameters(worker)
-            return
-        if not self.replicas:
-            super().agree(worker, state)
+            exchange.agree_on_parameters(worker)  # servers without data have no model
+        elif self.replicas:
+            self._ask_for_slices(worker, state)
+        else:
+            yield from super().learnt(worker, state)
             if state.lockstep:
                 exchange.broadcast_buffers(worker, worker.everyone)
-            return
-        # Any server may be lost: workers ask for the values, and one of them tells the servers.
+
+    def _ask_for_slices(self, worker: Worker, state: ParameterServerState) -> None:
+        """Let workers ask for the values, and one of them tell the servers."""
         if state.client is not None:
             state.client.agree()
             if state.lockstep:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,6 @@ from orchestra.strategies.switch_rules import Rule, RuleState
 from orchestra.strategies.traits import Dealing, Pace, Traits, WorkMode, combined
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
     from orchestra.schedules.work_queue import Report, WorkQueue
     from orchestra.worker.worker import QueueOf, Step, Worker
 
@@ -51,23 +49,22 @@ class Phased(Strategy[Any]):
     gradient = _by_phase("gradient")
     reduce = _by_phase("reduce")
     quiesce = _by_phase("quiesce")
-    agree = _by_phase("agree")
     stop = _by_phase("stop")
-    optimizer_parts = _by_phase("optimizer_parts")
+    learnt = _by_phase("learnt")
+    rebase = _by_phase("rebase")
+    kept = _by_phase("kept")
 
-    def restart(self, worker: Worker, state: Any, renew: Callable[[], None]) -> Any:
-        state.inner = self.phase(state).restart(worker, state.inner, renew)
-        return state
 
-    def optimizer_of(self, state: Any) -> Optimizer | None:
-        return self.phase(state).optimizer_of(state.inner)
+def innermost(strategy: Strategy[Any], state: Any) -> tuple[Strategy[Any], Any]:
+    """Return the strategy of the phase under way, and its state."""
+    while isinstance(strategy, Phased):
+        strategy, state = strategy.phase(state), state.inner
+    return strategy, state
 
 
 def under_way(strategy: Strategy[Any], state: Any) -> Strategy[Any]:
     """Return the strategy of the phase under way; `strategy` itself if it has no phases."""
-    while isinstance(strategy, Phased):
-        strategy, state = strategy.phase(state), state.inner
-    return strategy
+    return innermost(strategy, state)[0]
 
 
 def current_roles(strategy: Strategy[Any], worker: Worker, state: Any) -> Roles:

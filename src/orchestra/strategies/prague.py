@@ -94,13 +94,12 @@ class Prague(Replicas[PragueState]):
         return True
 
     def stop(self, worker: Worker, state: PragueState) -> None:
-        """Average with those who wait; then the exact mean of the replicas."""
+        """Average with those who wait."""
         state.groups.leave()
         if state.work is not None:
             state.work.close()
         state.groups.close()
         worker.snapshots.renew(worker.step.consumed, worker.parameters)
-        exchange.exact_mean(worker)
 
 
 @dataclass(eq=False)

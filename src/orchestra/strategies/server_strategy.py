@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from orchestra.optimizers.spec import OptimizerPart
+    from orchestra.exchange import Kept, Learnt
     from orchestra.parameter_server.placement import Slice
     from orchestra.strategies.parameter_server import ParameterServer
     from orchestra.transports.protocol import Task
@@ -97,10 +97,6 @@ class ServerStrategy(Strategy[V]):
             state.parts.settle()
         return state.client.pause(step)
 
-    def agree(self, worker: Worker, state: V) -> None:
-        """Copy the servers' slices into everybody's parameters."""
-        exchange.collect_slices(worker, state.slices, state.server)
-
     def stop(self, worker: Worker, state: V) -> None:
         if state.parts is not None:
             state.parts.close()
@@ -110,10 +106,14 @@ class ServerStrategy(Strategy[V]):
             state.flow.wait()
         elif state.server is not None:
             state.server.serve_to_the_end(worker.transport)
-        self.agree(worker, state)
 
-    def optimizer_parts(self, worker: Worker, state: V) -> list[OptimizerPart]:
-        return [] if state.server is None else state.server.optimizer_parts()
+    def learnt(self, worker: Worker, state: V) -> Iterable[Learnt]:
+        """Return the slices, each of which its server owns."""
+        return exchange.learnt_slices(worker, state.slices, state.server)
+
+    def kept(self, worker: Worker, state: V) -> Kept:
+        parts = () if state.server is None else state.server.optimizer_parts()
+        return exchange.Kept(state.optimizer, parts)
 
 
 def placed_roles(name: str, ranks: int, servers: int, placement: str, replicas: int = 0) -> Roles:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -20,6 +20,7 @@ from orchestra.transports.tags import Tag
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from orchestra.exchange import Learnt
     from orchestra.transports.protocol import Task, Transport
     from orchestra.worker.worker import Worker
 
@@ -161,22 +162,20 @@ class StochasticGradientPush(Replicas[PushState]):
         state.push.drain()
         worker.parameters.copy_(state.push.z())
 
-    def agree(self, worker: Worker, state: PushState) -> None:
-        self._agree(worker, state)
-        exchange.exact_mean_of_buffers(worker)
-
     def stop(self, worker: Worker, state: PushState) -> None:
         if state.work is not None:
             state.work.close()
-        self._agree(worker, state)
-
-    def _agree(self, worker: Worker, state: PushState) -> None:
-        """Set all parameters to the exact mean: sum of x / sum of w."""
         state.push.drain()
         z = state.push.x.double() / state.push.w  # in float32 its mean would not be the final one
         worker.snapshots.renew(worker.step.consumed, z, weight=state.push.w)
-        state.push.agree()
-        worker.parameters.copy_(state.push.x)
+        state.push.close()
+
+    def learnt(self, worker: Worker, state: PushState) -> Iterable[Learnt]:
+        """Return x and w: the model is the sum of x over the sum of w."""
+        return [exchange.Learnt(0, state.push.x.double(), state.push.w)]
+
+    def rebase(self, worker: Worker, state: PushState) -> None:
+        state.push.rebase()
 
 
 @dataclass
@@ -310,11 +309,13 @@ class PushSum:
                 sending.wait()
         self._leaving = [(step, sending) for step, sending in self._leaving if step > due]
 
-    def agree(self) -> None:
-        """With nothing on its way: set x to the exact mean, sum of x / sum of w, and w to 1."""
-        total = self.mass.double()
-        exchange.ring_sum(self.worker, total, Tag.AGREE)
-        self.mass.copy_(total / total[-1])
+    def rebase(self) -> None:
+        """With nothing on its way: set x to the worker's parameters, and w to 1."""
+        self.x.copy_(self.worker.parameters)
+        self.mass[-1] = 1.0
+
+    def close(self) -> None:
+        """With nothing on its way: end the background flows."""
         self.worker.transport.end_background()
 
     def _charged(self, function: Callable[[], Tensor]) -> Tensor:
@@ -358,14 +359,14 @@ class SelfPacedPushSum(PushSum):
         self._received = 0
         self._finish(self.step)
 
-    def agree(self) -> None:
-        """Cancel the posted receives, by messages to this rank itself; then agree."""
+    def close(self) -> None:
+        """Cancel the posted receives, by messages to this rank itself; then end the flows."""
         transport = self.worker.transport
         for arrival in self._arrivals:
             transport.send(torch.zeros(0), transport.rank, Tag.MIX).wait()
             arrival.wait()
         self._arrivals.clear()
-        super().agree()
+        super().close()
 
     def _expect(self, sources: Sequence[int]) -> None:
         """Do nothing: messages of any rank are awaited."""

@@ -13,6 +13,7 @@ from orchestra.settings import setting
 from orchestra.settings.base import REQUIRED
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.base import CHANGED, Roles, Strategy
+from orchestra.strategies.ending import hand_over
 from orchestra.strategies.phased import (
     Phased,
     SwitchState,
@@ -99,7 +100,7 @@ class Switch(Phased):
         return replace(
             of_phases,
             depends_on_speed=self._announced or of_phases.depends_on_speed,
-            hands_over_moments=self.then.traits().hands_over_moments,
+            optimizer=self.then.traits().optimizer,
             reads_loss=rule.reads_loss or of_phases.reads_loss,
             reads_values=reads_values,
         )
@@ -131,7 +132,7 @@ class Switch(Phased):
             )
         # Ranks that update later, and have had no optimizer until then.
         without = {*then.workers, *then.servers} - set(first.workers)
-        if without or not before.hands_over_moments:
+        if without or before.optimizer is not Partition.REPLICATED:
             raise InputError(
                 f"Switch: under first={self.first!r} not every rank that updates later has the "
                 f"optimizer's moments, so they cannot be {self.moments}: set moments='reset'"
@@ -280,9 +281,8 @@ class Switch(Phased):
         before = under_way(self, state)
         if worker.rank in worker.workers.ranks:
             self.first.quiesce(worker, state.inner, CHANGED - self.nesting)
-        self.first.stop(worker, state.inner)
+        hand_over(self.first, worker, state.inner, self.moments)
         self._leave_together(worker, state, position)
-        exchange.hand_over_moments(worker, self.first.optimizer_of(state.inner), self.moments)
         worker.measures.switched_at_step = state.before + state.steps
         worker.measures.switched_at_sample = worker.step.consumed
         self._begin_second(worker, state)
@@ -302,8 +302,6 @@ class Switch(Phased):
             own = state.steps if worker.rank == there else 0
             state.steps = exchange.wait_for_everyone(worker, own)
             return
-        if not roles.servers:
-            exchange.exact_mean_of_buffers(worker)
         if self._takes(worker, state):
             state.count_rounds(position)
         known = [position, state.steps]
@@ -329,7 +327,7 @@ class Switch(Phased):
         return complete
 
     def stop(self, worker: Worker, state: SwitchState) -> None:
-        super().stop(worker, state)
+        self.phase(state).stop(worker, state.inner)
         state.end_watch()
 
     def phase(self, state: SwitchState) -> Strategy[Any]:

@@ -33,7 +33,7 @@ class Dealing(enum.Enum):
 
 
 class Partition(enum.Enum):
-    """How the parameters are laid over the ranks."""
+    """How the parameters, or the optimizer's state, are laid over the ranks."""
 
     REPLICATED = enum.auto()  # each worker holds the whole model
     SHARDED = enum.auto()  # each worker holds a shard, and gathers the rest as needed (FSDP)
@@ -89,7 +89,9 @@ class Traits:
         reads_values: the timing of communication depends on losses, gradients or parameters.
         native: torch.distributed's own collectives (gloo, NCCL) are used.
         distributed: several processes train, given several ranks.
-        hands_over_moments: a following phase can inherit the optimizer's moments from the workers.
+        partition: how the parameters are laid over the ranks.
+        optimizer: how the optimizer's state is laid over the ranks: whole on each worker, or in
+            shards of workers or servers.
         exchange: None if it is not known how long an exchange takes.
         phases: of a strategy that trains in phases, the traits of each.
     """
@@ -104,7 +106,7 @@ class Traits:
     reads_values: bool = False
     native: bool = False
     distributed: bool = True
-    hands_over_moments: bool = True
+    optimizer: Partition = Partition.REPLICATED
     exchange: Rehearsal | None = None
     phases: tuple[Traits, ...] = ()
 
@@ -136,6 +138,7 @@ def combined(phases: Sequence[Traits]) -> Traits:
         each = (phase.memory(rank, ranks) for phase in phases)
         return functools.reduce(lambda one, other: one.joined(other, max), each)
 
+    owners = [phase.optimizer for phase in phases]
     return Traits(
         memory,
         max(phase.pace for phase in phases),
@@ -144,6 +147,6 @@ def combined(phases: Sequence[Traits]) -> Traits:
         reads_loss=any(phase.reads_loss for phase in phases),
         reads_values=any(phase.reads_values for phase in phases),
         native=any(phase.native for phase in phases),
-        hands_over_moments=all(phase.hands_over_moments for phase in phases),
+        optimizer=next((o for o in owners if o is not Partition.REPLICATED), Partition.REPLICATED),
         phases=tuple(phases),
     )

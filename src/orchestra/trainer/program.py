@@ -25,6 +25,7 @@ from orchestra.records.exports import Scalars, write_curve_events
 from orchestra.records.report import LeaderReport, Point, RankReport
 from orchestra.settings.base import REQUIRED, Mismatch, from_plain, setting
 from orchestra.strategies.base import ModelPart, Roles, Strategy
+from orchestra.strategies.ending import finish
 from orchestra.strategies.phased import current_roles, current_traits
 from orchestra.strategies.switch import phases
 from orchestra.strategies.traits import Partition
@@ -180,7 +181,7 @@ class Session(Loop):
         self._train_to_end()
         self.trace.close()
         reporter.phase("leaving")
-        strategy.stop(worker, self.state)
+        finish(strategy, worker, self.state)
         self._stop_looking()
         if not current_traits(strategy, worker, self.state).lockstep:
             leader = current_roles(strategy, worker, self.state).leader

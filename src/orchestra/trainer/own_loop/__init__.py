@@ -473,8 +473,7 @@ class OwnLoop:
         if frame is not None:
             self.batches.scaler = scaler = frame.f_locals["self"]
             self.batches.scale = scaler.get_scale()
-        steps_here = self.strategy.optimizer_of(self.batches.state) is self.optimizer
-        if hasattr(self.optimizer, "found_inf") and not steps_here:
+        if hasattr(self.optimizer, "found_inf") and not self.batches.whole:
             raise InputError(
                 "optimizer.step(): a GradScaler lets fused optimizers skip steps, but under "
                 f"{self.strategy!r} other ranks take the step, or parts of it: make the optimizer "

@@ -15,6 +15,7 @@ from orchestra.errors import InputError
 from orchestra.optimizers.state import random_state, restore_random_state, undisturbed
 from orchestra.schedules.work_queue import Kind, WorkItem, WorkSource
 from orchestra.strategies.base import Strategy
+from orchestra.strategies.ending import agree
 from orchestra.strategies.phased import current_traits
 from orchestra.strategies.traits import Dealing, Pace
 from orchestra.trainer.own_loop.model import BackwardPasses, Count
@@ -318,7 +319,7 @@ class Epochs(OwnRank):
             pace = current_traits(self.strategy, self.worker, self.state).pace
             if pace is not Pace.FREE and not self.alike(self.ledger.digest(self.worker.phase)):
                 raise self.ledger.refusal(self.steps)
-        self.strategy.agree(self.worker, self.state)
+        agree(self.strategy, self.worker, self.state)
         if not self.ended:  # replicas that differ have averaged them; others take the first one's
             exchange.broadcast_buffers(self.worker, self.worker.everyone)
         self.left = False

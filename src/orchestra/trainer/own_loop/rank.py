@@ -17,6 +17,7 @@ from orchestra.optimizers import spec
 from orchestra.optimizers.state import capture, restore
 from orchestra.schedules.work_queue import WorkSource
 from orchestra.strategies.base import Roles, Strategy
+from orchestra.strategies.ending import finish, restart
 from orchestra.strategies.phased import current_roles, current_traits
 from orchestra.trainer import checkpoints
 from orchestra.trainer.own_loop.model import LOADED, Hook, Ledger
@@ -165,7 +166,7 @@ class OwnRank:
     @property
     def whole(self) -> bool:
         """True if the user's optimizer has the moments, on a worker."""
-        return self.strategy.optimizer_of(self.state) is self.optimizer
+        return self.strategy.kept(self.worker, self.state).optimizer is self.optimizer
 
     def _release_moments(self) -> None:
         """Let the user's optimizer make room for moments that lie elsewhere."""
@@ -254,7 +255,7 @@ class OwnRank:
     def _restart(self, moments: spec.Moments | None) -> None:
         """Collective: start anew, with `moments`, or those that there were."""
         worker = self.worker
-        before = self.strategy.optimizer_parts(worker, self.state)
+        before = self.strategy.kept(worker, self.state).parts
         consumed, groups = worker.step.consumed, spec.get_options(self.optimizer)
         put_back = worker.keep()
 
@@ -266,13 +267,13 @@ class OwnRank:
             self._set_options(options)
             worker.inherited = moments or {}
 
-        self.state = self.strategy.restart(worker, self.state, renew)
+        self.state = restart(self.strategy, worker, self.state, renew)
         worker.inherited = {}
         if moments is not None:
             self._inherited = True
             self._release_moments()
             return
-        after = self.strategy.optimizer_parts(worker, self.state)
+        after = self.strategy.kept(worker, self.state).parts
         for old, new in zip(before, after, strict=True):
             restore(new.optimizer, capture(old.optimizer))
 
@@ -315,7 +316,7 @@ class OwnRank:
         }
 
     def _own_moments(self) -> list[dict[str, Any]]:
-        parts = self.strategy.optimizer_parts(self.worker, self.state)
+        parts = self.strategy.kept(self.worker, self.state).parts
         return [each for part in parts for each in part.moments()]
 
     def _joined(self, ranks: Iterable[Sequence[Any]]) -> spec.Moments:
@@ -340,7 +341,7 @@ class OwnRank:
 
     def _resume(self, ranks: Mapping[str, Any], common: Any) -> None:
         worker = self.worker
-        self.strategy.stop(worker, self.state)
+        finish(self.strategy, worker, self.state)
         exchange.wait_for_everyone(worker)
         own, (consumed, groups) = self._hand_out(lambda rank: [ranks[str(rank)], common])
         parameters = worker.named_parameters()
@@ -405,7 +406,7 @@ class OwnRank:
                 command = Command.HANDS_OVER
             self.tell(command)
         put_back = self.worker.keep() if self._loaded_model else None
-        self.strategy.stop(self.worker, self.state)
+        finish(self.strategy, self.worker, self.state)
         if put_back is not None:
             put_back()
         return command if works else self.hear()
