@@ -34,7 +34,7 @@ from orchestra.bench.timing import Progress, run_ranks
 from orchestra.cli.bench import bench_parser, print_remarks, read_options, write_figures
 from orchestra.cli.main import guarded
 from orchestra.cli.terminal import print_table, progress_line
-from orchestra.strategies.ending import finish
+from orchestra.strategies.life_cycle import finish
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.worker import Step

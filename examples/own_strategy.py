@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from orchestra import Strategy, exchange
 from orchestra.settings import setting
-from orchestra.strategies.ending import agree
+from orchestra.strategies.life_cycle import agree
 from orchestra.strategies.traits import Pace, Traits, WorkMode
 
 if TYPE_CHECKING:  # so that `orchestra list` need not import torch

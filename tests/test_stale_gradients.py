@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from orchestra.errors import InputError
 from orchestra.optimizers.state import capture
 from orchestra.parameter_server.messages import Kind
-from orchestra.strategies.ending import agree
+from orchestra.strategies.life_cycle import agree
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.trainer.checkpoints import commit, read_rank, write_rank
 

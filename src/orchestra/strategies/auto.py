@@ -11,7 +11,7 @@ from orchestra.errors import InputError
 from orchestra.settings import MAX_STEPS, setting
 from orchestra.settings.base import REQUIRED
 from orchestra.strategies.base import CHANGED, Roles, Strategy
-from orchestra.strategies.ending import hand_over
+from orchestra.strategies.life_cycle import hand_over, resume
 from orchestra.strategies.phased import Phased
 from orchestra.strategies.traits import Footprint, Rehearsal, Traits, WorkMode
 
@@ -141,7 +141,7 @@ class Auto(Phased):
         exchange.require_fit(worker, state, saved)
         plain = {name: value for name, value in saved.items() if name != "inner"}
         optimizers.restore(state, plain)
-        state.inner = self.phase(state).resume(worker, saved["inner"])
+        state.inner = resume(self.phase(state), worker, saved["inner"])
         return state
 
     def _begin(self, worker: Worker) -> AutoState:

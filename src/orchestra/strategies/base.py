@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import Settings
-from orchestra.settings.base import Mismatch
 from orchestra.settings.notation import LazyModule
 from orchestra.strategies.traits import Dealing, Footprint, Pace, Traits, WorkMode
 
@@ -119,12 +118,6 @@ class Strategy(Settings, ABC, Generic[S]):
         """Return the source of this worker's batches now; None if they follow the plan."""
         return None
 
-    def end_phase(self, worker: Worker, state: S, level: int) -> None:
-        """Begin the phase after the one that is over, the number `level` of nested ones.
-        Collective, called when `work` has ended before the budget.
-        """
-        raise AssertionError(f"{self!r} has no phases")
-
     @abstractmethod
     def start(self, worker: Worker) -> S:
         """Agree on the parameters, and return the state. Collective."""
@@ -174,30 +167,6 @@ class Strategy(Settings, ABC, Generic[S]):
     def kept(self, worker: Worker, state: S) -> Kept:
         """Return where the optimizer's moments are; by default in `state.optimizer`, if any."""
         return exchange.Kept(getattr(state, "optimizer", None))
-
-    def resume(self, worker: Worker, saved: Mapping[str, Any]) -> S:
-        """Start, then restore the state that a checkpoint kept. Collective.
-
-        Replicas may differ: each rank keeps the parameters and buffers that it has.
-
-        Raises:
-            Mismatch: `saved` does not fit, on some rank. No flow is left.
-        """
-        # Kept beside `start`, which gives everyone the first rank's parameters
-        put_back = worker.keep()
-        state = self.start(worker)
-        try:
-            exchange.require_fit(worker, state, saved)
-        except Mismatch:
-            self.stop(worker, state)
-            exchange.wait_for_everyone(worker)
-            raise
-        optimizers.restore(state, saved)
-        put_back()
-        # A flow in the background, as of a server beside a worker, answers whoever asks: nobody
-        # does before what it answers from is restored.
-        exchange.wait_for_everyone(worker)
-        return state
 
 
 _roles_of: Callable[[Strategy[Any], int], Roles] = lru_cache(256)(lambda each, n: each.roles(n))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +42,18 @@ class Phased(Strategy[Any]):
     def phase(self, state: Any) -> Strategy[Any]:
         """Return the phase under way, whose state is `state.inner`."""
 
+    @abstractmethod
+    def resume(self, worker: Worker, saved: Mapping[str, Any]) -> Any:
+        """Resume in the phase that the checkpoint was taken in; return the state. Collective."""
+
     def traits(self, work: WorkMode = "shared") -> Traits:
         return combined([phase.traits(work) for phase in self.phases])
+
+    def end_phase(self, worker: Worker, state: Any, level: int) -> None:
+        """Begin the phase after the one that is over, the number `level` of nested ones.
+        Collective, called when `work` has ended before the budget.
+        """
+        raise AssertionError(f"no queue ends a phase of {self!r}")
 
     before_forward = _by_phase("before_forward")
     gradient = _by_phase("gradient")

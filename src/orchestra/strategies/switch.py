@@ -13,7 +13,7 @@ from orchestra.settings import setting
 from orchestra.settings.base import REQUIRED
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.base import CHANGED, Roles, Strategy
-from orchestra.strategies.ending import hand_over
+from orchestra.strategies.life_cycle import hand_over, resume
 from orchestra.strategies.phased import (
     Phased,
     SwitchState,
@@ -156,10 +156,10 @@ class Switch(Phased):
         if saved["switched"]:
             state.queue_of = worker.queue_of
             self._begin_second(worker, state)
-            state.inner = self.then.resume(worker, saved["inner"])
+            state.inner = resume(self.then, worker, saved["inner"])
         else:
             state.begun, state.fired = saved["begun"], saved["fired"]
-            self._begin_first(worker, state, lambda: self.first.resume(worker, saved["inner"]))
+            self._begin_first(worker, state, lambda: resume(self.first, worker, saved["inner"]))
         return state
 
     def _begin_first(self, worker: Worker, state: SwitchState, start: Callable[[], Any]) -> None:
@@ -194,7 +194,9 @@ class Switch(Phased):
             self._switch(worker, state)
             return
         before = under_way(self, state)
-        self.phase(state).end_phase(worker, state.inner, level)
+        inner = self.phase(state)
+        assert isinstance(inner, Phased)
+        inner.end_phase(worker, state.inner, level)
         self._follow(worker, state, before)
 
     def _share_count(self, worker: Worker, state: SwitchState) -> None:

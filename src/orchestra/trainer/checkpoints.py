@@ -27,6 +27,7 @@ from orchestra.collectives import broadcast, receive_object, send_object
 from orchestra.errors import PeerLost, RunFailed
 from orchestra.optimizers.state import capture, random_state, restore, restore_random_state
 from orchestra.settings.base import Mismatch
+from orchestra.strategies import life_cycle
 from orchestra.strategies.base import Strategy
 from orchestra.transports.protocol import Transport, send_unless_lost
 from orchestra.transports.tags import Tag
@@ -276,7 +277,7 @@ def resume(worker: Worker, strategy: Strategy[Any], saved: Mapping[str, Any]) ->
     # An average that is still on its way is applied at the rates of the last step, and a run that
     # resumes at the end of its budget has no step any more.
     worker.step.rates = tuple(saved.get("rates", ()))
-    state = strategy.resume(worker, saved["strategy"])
+    state = life_cycle.resume(strategy, worker, saved["strategy"])
     # After `resume`, as a strategy that starts a phase may scale the rates, too.
     worker.rate_scale = saved["rate_scale"]
     restore_random_state(saved["random"])

@@ -14,7 +14,7 @@ from orchestra.exchange import CommonStep
 from orchestra.schedules.work_queue import Kind, WorkItem, WorkQueue, WorkSource
 from orchestra.settings.base import setting
 from orchestra.strategies.base import CHANGED, Strategy
-from orchestra.strategies.phased import current_roles, current_traits
+from orchestra.strategies.phased import Phased, current_roles, current_traits
 from orchestra.strategies.traits import Pace
 from orchestra.trainer.balancing import Balancer
 from orchestra.trainer.recorder import Recorder
@@ -174,6 +174,7 @@ class Loop(ABC):
         worker.step.consumed = position.consumed = item.start
         if item.kind is Kind.END:
             if item.start < self.budget:
+                assert isinstance(self.strategy, Phased)
                 self.strategy.end_phase(worker, self.state, item.level)
             return item.start < self.budget
         self.stopped = item.kind is Kind.STOP

@@ -25,7 +25,7 @@ from orchestra.records.exports import Scalars, write_curve_events
 from orchestra.records.report import LeaderReport, Point, RankReport
 from orchestra.settings.base import REQUIRED, Mismatch, from_plain, setting
 from orchestra.strategies.base import ModelPart, Roles, Strategy
-from orchestra.strategies.ending import finish
+from orchestra.strategies.life_cycle import finish
 from orchestra.strategies.phased import current_roles, current_traits
 from orchestra.strategies.switch import phases
 from orchestra.strategies.traits import Partition

@@ -15,7 +15,7 @@ from orchestra.errors import InputError
 from orchestra.optimizers.state import random_state, restore_random_state, undisturbed
 from orchestra.schedules.work_queue import Kind, WorkItem, WorkSource
 from orchestra.strategies.base import Strategy
-from orchestra.strategies.ending import agree
+from orchestra.strategies.life_cycle import agree
 from orchestra.strategies.phased import current_traits
 from orchestra.strategies.traits import Dealing, Pace
 from orchestra.trainer.own_loop.model import BackwardPasses, Count

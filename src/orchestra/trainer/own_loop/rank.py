@@ -17,7 +17,7 @@ from orchestra.optimizers import spec
 from orchestra.optimizers.state import capture, restore
 from orchestra.schedules.work_queue import WorkSource
 from orchestra.strategies.base import Roles, Strategy
-from orchestra.strategies.ending import finish, restart
+from orchestra.strategies.life_cycle import finish, restart
 from orchestra.strategies.phased import current_roles, current_traits
 from orchestra.trainer import checkpoints
 from orchestra.trainer.own_loop.model import LOADED, Hook, Ledger

@@ -1,16 +1,44 @@
-"""How a phase ends: all ranks agree on the model, and hand over what the next phase inherits."""
+"""What begins and ends the phases of every strategy alike: to resume, to agree, to hand over."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from orchestra import exchange
+from orchestra import exchange, optimizers
+from orchestra.settings.base import Mismatch
 from orchestra.strategies.base import Replicas, Strategy
 from orchestra.strategies.phased import Phased, current_roles, current_traits, innermost
 
 if TYPE_CHECKING:
     from orchestra.worker.worker import Worker
+
+
+def resume(strategy: Strategy[Any], worker: Worker, saved: Mapping[str, Any]) -> Any:
+    """Start, then restore the state that a checkpoint kept; return it. Collective.
+
+    Replicas may differ: each rank keeps the parameters and buffers that it has.
+
+    Raises:
+        Mismatch: `saved` does not fit, on some rank. No flow is left.
+    """
+    if isinstance(strategy, Phased):
+        return strategy.resume(worker, saved)
+    # Kept beside `start`, which gives everyone the first rank's parameters.
+    put_back = worker.keep()
+    state = strategy.start(worker)
+    try:
+        exchange.require_fit(worker, state, saved)
+    except Mismatch:
+        finish(strategy, worker, state)
+        exchange.wait_for_everyone(worker)
+        raise
+    optimizers.restore(state, saved)
+    put_back()
+    # A flow in the background, as of a server beside a worker, answers whoever asks: nobody
+    # does before what it answers from is restored.
+    exchange.wait_for_everyone(worker)
+    return state
 
 
 def agree(strategy: Strategy[Any], worker: Worker, state: Any) -> None:
