@@ -354,7 +354,7 @@ def all_cores() -> Iterator[None]:
     ranks have nothing to do meanwhile."""
     threads = torch.get_num_threads()
     # Where cores are busy, threads that wait for each other take ten times as long as one thread
-    # ; OMP_NUM_THREADS is the user's way to say so.
+    # does. OMP_NUM_THREADS is the user's way to say so.
     torch.set_num_threads(max(threads, chosen_threads(os.environ) or len(usable_cores())))
     try:
         yield
