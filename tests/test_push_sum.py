@@ -31,7 +31,7 @@ from tests.waiting import wait_until
 from torch import Tensor, nn
 
 from orchestra.errors import InputError
-from orchestra.exchange import Learnt, take_consensus
+from orchestra.exchange import take_consensus
 from orchestra.optimizers import capture, restore
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.single import Single
@@ -295,10 +295,8 @@ def test_mass_is_conserved(ranks: int, steps: int, overlap: int, seed: int, exch
 
 def agreed(push: PushSum) -> None:
     push.drain()
-    learnt = Learnt(0, push.x.double(), push.w)
-    take_consensus(push.worker, [learnt], tolerant=False)
+    take_consensus(push.worker, [push.learnt()], tolerant=False)
     push.rebase()
-    push.close()
 
 
 def saved_and_restored(push: PushSum) -> None:

@@ -162,7 +162,7 @@ class Strategy(Settings, ABC, Generic[S]):
         return () if self.traits().lockstep else [exchange.Learnt.replica(worker.parameters)]
 
     def rebase(self, worker: Worker, state: S) -> None:
-        """Go on from the parameters, which have become the model that all ranks have learnt."""
+        """Take over the parameters, which have become the model that all ranks have learnt."""
 
     def kept(self, worker: Worker, state: S) -> Kept:
         """Return where the optimizer's moments are; by default in `state.optimizer`, if any."""

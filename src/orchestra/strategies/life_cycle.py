@@ -46,12 +46,11 @@ def agree(strategy: Strategy[Any], worker: Worker, state: Any) -> None:
 
     Collective, with nothing in flight.
     """
+    phase, inner = innermost(strategy, state)
+    weight = phase.buffers_weight(inner) if isinstance(phase, Replicas) else 1.0
     _take_consensus(strategy, worker, state)
     if _has_own_buffers(strategy, worker, state):
-        phase, inner = innermost(strategy, state)
-        weight = phase.buffers_weight(inner) if isinstance(phase, Replicas) else 1.0
         exchange.exact_mean_of_buffers(worker, weight)
-    strategy.rebase(worker, state)
 
 
 def finish(strategy: Strategy[Any], worker: Worker, state: Any) -> None:
@@ -89,6 +88,7 @@ def restart(strategy: Strategy[Any], worker: Worker, state: Any, renew: Callable
 def _take_consensus(strategy: Strategy[Any], worker: Worker, state: Any) -> None:
     tolerant = not current_traits(strategy, worker, state).lockstep
     exchange.take_consensus(worker, strategy.learnt(worker, state), tolerant=tolerant)
+    strategy.rebase(worker, state)
 
 
 def _has_own_buffers(strategy: Strategy[Any], worker: Worker, state: Any) -> bool:

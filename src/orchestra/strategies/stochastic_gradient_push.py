@@ -168,11 +168,10 @@ class StochasticGradientPush(Replicas[PushState]):
         state.push.drain()
         z = state.push.x.double() / state.push.w  # in float32 its mean would not be the final one
         worker.snapshots.renew(worker.step.consumed, z, weight=state.push.w)
-        state.push.close()
 
     def learnt(self, worker: Worker, state: PushState) -> Iterable[Learnt]:
         """Return x and w: the model is the sum of x over the sum of w."""
-        return [exchange.Learnt(0, state.push.x.double(), state.push.w)]
+        return [state.push.learnt()]
 
     def rebase(self, worker: Worker, state: PushState) -> None:
         state.push.rebase()
@@ -309,13 +308,14 @@ class PushSum:
                 sending.wait()
         self._leaving = [(step, sending) for step, sending in self._leaving if step > due]
 
+    def learnt(self) -> Learnt:
+        """With nothing on its way: return x and w."""
+        return exchange.Learnt(0, self.x.double(), self.w)
+
     def rebase(self) -> None:
-        """With nothing on its way: set x to the worker's parameters, and w to 1."""
+        """After `learnt`: set x to the worker's parameters, and w to 1; end the background."""
         self.x.copy_(self.worker.parameters)
         self.mass[-1] = 1.0
-
-    def close(self) -> None:
-        """With nothing on its way: end the background flows."""
         self.worker.transport.end_background()
 
     def _charged(self, function: Callable[[], Tensor]) -> Tensor:
@@ -359,14 +359,14 @@ class SelfPacedPushSum(PushSum):
         self._received = 0
         self._finish(self.step)
 
-    def close(self) -> None:
-        """Cancel the posted receives, by messages to this rank itself; then end the flows."""
+    def learnt(self) -> Learnt:
+        """Cancel the posted receives, by messages to this rank itself; then return x and w."""
         transport = self.worker.transport
         for arrival in self._arrivals:
             transport.send(torch.zeros(0), transport.rank, Tag.MIX).wait()
             arrival.wait()
         self._arrivals.clear()
-        super().close()
+        return super().learnt()
 
     def _expect(self, sources: Sequence[int]) -> None:
         """Do nothing: messages of any rank are awaited."""
