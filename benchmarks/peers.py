@@ -171,7 +171,7 @@ def measure(runtime: Runtime, contest: Contest) -> Blocks:
         steps[ACCELERATE] = _accelerate(subject, runtime)
     for text in OURS:
         if text != ALONE:
-            strategy: Strategy[Any] = parse(text, STRATEGIES, where="benchmark")
+            strategy: Strategy = parse(text, STRATEGIES, where="benchmark")
             steps[text] = our_step(runtime, subject, strategy)
     blocks = {name: block_of(step, EVERY) for name, step in steps.items()}
     blocks[ALONE] = alone(runtime, contest, EVERY)

@@ -223,7 +223,7 @@ def step_on(runtime: Runtime, assignment: Assignment) -> RankSteps:
         return mean_output(model, batch)
 
     worker = make_worker(runtime, loss)
-    state = strategy.start(worker)
+    member = strategy.join(worker)
     started, used = time.perf_counter(), time.process_time()
     times: list[float] = []
     batch = torch.ones(1, 1_000)
@@ -231,13 +231,13 @@ def step_on(runtime: Runtime, assignment: Assignment) -> RankSteps:
     is_worker = worker.rank in strategy.roles(runtime.ranks).workers
     while is_worker and not (assignment.folder / END).exists() and not stop():
         worker.begin_step(Step(1, WORKERS, rates=(RATE,)))
-        strategy.gradient(worker, state, batch)
-        strategy.update(worker, state)
+        member.gradient(batch)
+        member.update()
         times.append(time.perf_counter())
         runtime.reporter.progress(step=len(times), samples=len(times))
         if len(times) == WARM_UP_STEPS:
             _arrive(assignment.folder, worker.rank)
-    finish(strategy, worker, state)
+    finish(member)
     busy = (time.process_time() - used) / (time.perf_counter() - started)
     return RankSteps(times, busy)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from orchestra import Strategy, exchange
 from orchestra.settings import setting
 from orchestra.strategies.life_cycle import agree
+from orchestra.strategies.member import Member
 from orchestra.strategies.traits import Pace, Traits, WorkMode
 
 if TYPE_CHECKING:  # so that `orchestra list` need not import torch
@@ -16,17 +17,8 @@ if TYPE_CHECKING:  # so that `orchestra list` need not import torch
     from orchestra.worker.worker import Worker
 
 
-@dataclass
-class State:
-    """`reference` is what the last average gave."""
-
-    optimizer: torch.optim.Optimizer
-    reference: torch.Tensor
-    steps: int = 0
-
-
 @dataclass(frozen=True, repr=False)
-class DynamicAveraging(Strategy[State]):
+class DynamicAveraging(Strategy):
     """Average once a replica has moved far since the last time (Kamp et al., ECML PKDD 2018)."""
 
     drift: float = setting(0.5, "Delta: the squared distance that is far", above=0.0)
@@ -35,24 +27,35 @@ class DynamicAveraging(Strategy[State]):
     def traits(self, work: WorkMode = "shared") -> Traits:
         return replace(super().traits(work), pace=Pace.ROUNDS)  # replicas differ
 
-    def start(self, worker: Worker) -> State:
+    def join(self, worker: Worker) -> DynamicMember:
         exchange.agree_on_parameters(worker)
         worker.reporter.expendable(False)
-        return State(worker.local_optimizer(), worker.parameters.clone())
+        return DynamicMember(self, worker, worker.local_optimizer(), worker.parameters.clone())
 
-    def reduce(self, worker: Worker, state: State) -> None:
-        exchange.keep_gradient(worker)
 
-    def update(self, worker: Worker, state: State) -> None:
+@dataclass(eq=False)
+class DynamicMember(Member[DynamicAveraging]):
+    """One worker's replica; `reference` is what the last average gave."""
+
+    optimizer: torch.optim.Optimizer
+    reference: torch.Tensor
+    steps: int = 0
+
+    def exchange(self) -> None:
+        exchange.keep_gradient(self.worker)
+
+    def update(self) -> None:
+        worker, settings = self.worker, self.strategy
         worker.clip()
-        worker.update_locally(state.optimizer)
-        state.steps += 1
-        if state.steps % self.every == 0:
-            far = ((worker.parameters - state.reference).square().sum() > self.drift).float()[None]
+        worker.update_locally(self.optimizer)
+        self.steps += 1
+        if self.steps % settings.every == 0:
+            distance = (worker.parameters - self.reference).square().sum()
+            far = (distance > settings.drift).float()[None]
             exchange.all_reduce(worker.transport, far, "ring", worker.workers, tag=1024)
             if far.item():
-                agree(self, worker, state)
+                agree(self)
         worker.snapshots.offer(worker.step.consumed, worker.parameters)
 
-    def rebase(self, worker: Worker, state: State) -> None:
-        state.reference.copy_(worker.parameters)
+    def rebase(self) -> None:
+        self.reference.copy_(self.worker.parameters)

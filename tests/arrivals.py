@@ -23,7 +23,7 @@ from orchestra.parameter_server.messages import (
     encode_request,
 )
 from orchestra.parameter_server.server import Server
-from orchestra.strategies.parameter_server import ParameterServer, ParameterServerState
+from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime
@@ -121,7 +121,7 @@ class Served:
         self.strategy = strategy
         self.gradient = gradient
         self.workers: list[Worker] = []
-        self.states: list[ParameterServerState] = []
+        self.members: list[Any] = []
         for rank in range(workers, workers + strategy.servers):
             module = model()
             names = [name for name, _ in module.named_parameters()]
@@ -131,7 +131,7 @@ class Served:
             runtime = Runtime(rank, ranks, transport, FreeCompute(), Notes(), lambda _: None)
             worker = Worker(runtime, module, spec)
             self.workers.append(worker)
-            self.states.append(strategy.start(worker))
+            self.members.append(strategy.join(worker))
             server = self.servers[-1]  # to all but which the workers are lost
             server.own.state.live.update(range(workers))
             server.own.all_have_read()
@@ -143,12 +143,17 @@ class Served:
         return [state.server for state in self.states if isinstance(state.server, Server)]
 
     @property
+    def states(self) -> list[Any]:
+        return [getattr(member, "state", member) for member in self.members]
+
+    @property
     def transports(self) -> list[Arrivals]:
         return [_arrivals(worker.transport) for worker in self.workers]
 
     def serve(self, order: Sequence[int], last: Kind = Kind.LEAVE) -> Tensor:
         """Let the pushes of `order` arrive; the parameters then."""
-        for worker, state in zip(self.workers, self.states, strict=True):
+        for member in self.members:
+            worker, state = member.worker, getattr(member, "state", member)
             part = next(part for part in state.slices if part.rank == worker.rank)
             first = part.first
             _arrivals(worker.transport).expect(
@@ -157,7 +162,7 @@ class Served:
                 lambda source, values, first=first: self.gradient(source, values, first),  # type: ignore[misc]
                 len(part.pieces),
             )
-            self.strategy.serve(worker, state)
+            member.serve()
         return torch.cat([server.own.values for server in self.servers])
 
     def resume(self, saved: Sequence[Mapping[str, Any]], others: Served) -> None:

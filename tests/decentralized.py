@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tests.training import Trained, settings
+from tests.training import Trained, settings, state_of
 from torch import Tensor, nn
 
 from orchestra.data import Plan
@@ -89,7 +89,7 @@ def each_batch_once(result: Trained, ranks: int, steps: int) -> bool:
 
 
 def train_quadratic(
-    strategy: Strategy[Any], ranks: int, steps: int, folder: Path, **training: Any
+    strategy: Strategy, ranks: int, steps: int, folder: Path, **training: Any
 ) -> Trained:
     """Train on threads; `replicas` are those before the agreement at the end."""
     training = {"batch_size": BATCH, "optimizer": "SGD(lr=0.1)", **training}
@@ -106,26 +106,22 @@ def train_recorded(run: Any, folder: Path) -> Trained:
     folder.mkdir(parents=True, exist_ok=True)
 
     def program(runtime: Runtime) -> tuple[dict[str, Tensor], RankReport, Any, nn.Module]:
-        session = Session(runtime, run, _noting(run.strategy), folder)
+        session = Session(runtime, run, run.strategy, folder)
+        last: list[dict[str, Tensor]] = []
+        stop = session.member.stop
+
+        def noting() -> None:
+            state = session.worker.module.state_dict()
+            last.append({k: v.detach().clone() for k, v in state.items()})
+            stop()
+
+        session.member.stop = noting  # type: ignore[method-assign]
         session.train()
-        return session.strategy.last, session.finish(), session.state, session.worker.module  # type: ignore[attr-defined]
+        return last[-1], session.finish(), state_of(session), session.worker.module
 
     results = run_ranks(len(run.strategy.roles(run.training.ranks).shares), program)
     final = load_file(folder / "parameters.safetensors")
     return Trained(folder, final, *zip(*results, strict=True))
-
-
-def _noting(strategy: Strategy[Any]) -> Strategy[Any]:
-    """A copy of `strategy` for one rank that keeps the module's state before `stop`, as `last`."""
-    copy = replace(strategy)
-
-    def stop(worker: Any, state: Any) -> None:
-        last = {k: v.detach().clone() for k, v in worker.module.state_dict().items()}
-        object.__setattr__(copy, "last", last)
-        type(strategy).stop(copy, worker, state)
-
-    object.__setattr__(copy, "stop", stop)
-    return copy
 
 
 def replicas_of(result: Trained) -> Matrix:

@@ -85,7 +85,7 @@ class Run:
     """A training on threads, and the gradients of its batches."""
 
     def __init__(
-        self, strategy: Strategy[Any], ranks: int, samples: int, folder: Path, **training: Any
+        self, strategy: Strategy, ranks: int, samples: int, folder: Path, **training: Any
     ) -> None:
         BATCHES.clear()
         run = settings(strategy, ranks, "", **{"work": "equal", **training})

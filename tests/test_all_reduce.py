@@ -125,7 +125,7 @@ def test_it_is_the_equation_of_synchronous_sgd(text: str, tmp_path: Path) -> Non
 
 
 def gradient_bytes(
-    strategy: Strategy[Any], ranks: int, folder: Path, local_ranks: Sequence[int] = ()
+    strategy: Strategy, ranks: int, folder: Path, local_ranks: Sequence[int] = ()
 ) -> Counter[tuple[int, int]]:
     """The bytes of gradient from each rank to each, for one step; those to itself left out."""
     run = settings(strategy, ranks, "images(samples=8)", batch_size=8 // ranks)
@@ -209,7 +209,7 @@ class SameCuts(AllReduce):
 
 
 def train_images(
-    strategy: Strategy[Any], ranks: int, folder: Path, optimizer: str = MOMENTUM, **training: Any
+    strategy: Strategy, ranks: int, folder: Path, optimizer: str = MOMENTUM, **training: Any
 ) -> Trained:
     task = f"images(samples={ranks * 64}, model={training.pop('model', 'cnn')!r})"
     return train_threads(strategy, ranks, folder, task, optimizer=optimizer, **training)

@@ -95,7 +95,7 @@ CALIBRATION = Calibration(
 )
 
 
-def run_of(strategy: Strategy[Any], ranks: int, task: str = TASK, **training: Any) -> Run:
+def run_of(strategy: Strategy, ranks: int, task: str = TASK, **training: Any) -> Run:
     return dataclasses.replace(settings(strategy, ranks, "images()", **training), task=task)
 
 
@@ -438,7 +438,7 @@ def test_a_run_is_simulated_by_the_figures_that_it_names(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("strategy", [ParameterServer(), Pipeline(microbatches=2), Single()])
-def test_every_family_is_simulated_by_them(strategy: Strategy[Any], tmp_path: Path) -> None:
+def test_every_family_is_simulated_by_them(strategy: Strategy, tmp_path: Path) -> None:
     path = kept(with_parameters_of(TASK), tmp_path)
     run = run_of(strategy, 2, steps=2, batch_size=4, calibration=str(path))
     record = simulated(run, tmp_path / "run")

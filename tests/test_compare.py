@@ -73,7 +73,7 @@ def settings() -> dict[str, Any]:
 
 
 def test_from_python(folder: Path) -> None:
-    strategies: dict[str, str | Strategy[Any]] = {
+    strategies: dict[str, str | Strategy] = {
         "mine": AllReduce("parallel"),
         "words": "AllReduce('ring')",
     }

@@ -91,6 +91,8 @@ TABLE = [
         variant=True),
     Row("buffered", f"{SERVER}(consistency=Buffered(2), learning_rate=PolynomialStaleness(0.5))", 2,
         damped=True, exact=False),
+    Row("own server rule", f"{SERVER}(consistency=examples.own_server_rule:Majority(), "
+        "learning_rate=examples.own_server_rule:Limited(9))", 2, damped=True, variant=True),
     Row("replicas", f"{SERVER}(servers=2, replicas=1)", 3, variant=True),
     Row("backup workers", f'{SERVER}(placement="beside", backup=1)', 2, exact=False),
     Row("switch to bounded", f'Switch(AllReduce(), {SERVER}(consistency="bounded", staleness=2, '

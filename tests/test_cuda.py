@@ -21,12 +21,12 @@ from orchestra.records.record import RunRecord, read_summary
 
 pytestmark = pytest.mark.cuda
 
-EXAMPLES: dict[str, Strategy[Any]] = dict(load(ROOT / "examples/strategies.yaml").strategies)
+EXAMPLES: dict[str, Strategy] = dict(load(ROOT / "examples/strategies.yaml").strategies)
 SETTINGS: dict[str, Any] = {"steps": 80, "batch_size": 16, "optimizer": "SGD(lr=0.05)"}
 RANKS = 4
 
 
-def needs_one_gpu_each(strategy: Strategy[Any]) -> bool:
+def needs_one_gpu_each(strategy: Strategy) -> bool:
     """NCCL takes no two ranks on one GPU."""
     return strategy == AllReduce("native")
 
@@ -59,7 +59,7 @@ def test_every_strategy_trains_on_a_gpu(label: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize("strategy", [AllReduce("native"), Single()])
-def test_one_rank_with_a_precision(strategy: Strategy[Any], precision: str, tmp_path: Path) -> None:
+def test_one_rank_with_a_precision(strategy: Strategy, precision: str, tmp_path: Path) -> None:
     record = orchestra.train(
         "digits", strategy, 1, out=tmp_path, device="cuda", precision=precision, quiet=True,
         epochs=15, batch_size=32, optimizer="SGD(lr=0.05, momentum=0.9)",

@@ -31,8 +31,8 @@ IMAGES = "images(samples=240, dtype='float64')"
 ASYNCHRONOUS = "ParameterServer(consistency='asynchronous')"
 
 
-def strategy(text: str) -> Strategy[Any]:
-    found: Strategy[Any] = parse(text, STRATEGIES, where="test")
+def strategy(text: str) -> Strategy:
+    found: Strategy = parse(text, STRATEGIES, where="test")
     return found
 
 

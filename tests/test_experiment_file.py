@@ -51,7 +51,7 @@ Write = Callable[[str], Path]
 
 
 @dataclass(frozen=True, repr=False)
-class OwnStrategy(Strategy[None]):
+class OwnStrategy(Strategy):
     """A strategy that the package does not know."""
 
     strength: float = setting(1.0, "how strong", low=0)
@@ -64,7 +64,7 @@ class OwnStrategy(Strategy[None]):
 
 
 @dataclass(frozen=True, repr=False)
-class Unfinished(Strategy[None]):
+class Unfinished(Strategy):
     """A strategy that lacks its two halves."""
 
 
@@ -318,7 +318,7 @@ def _training(**changes: Any) -> Callable[[Experiment], Experiment]:
     return lambda experiment: replace(experiment, training=replace(experiment.training, **changes))
 
 
-def _strategy(label: str, strategy: Strategy[Any]) -> Callable[[Experiment], Experiment]:
+def _strategy(label: str, strategy: Strategy) -> Callable[[Experiment], Experiment]:
     return lambda experiment: replace(
         experiment, strategies={**experiment.strategies, label: strategy}
     )

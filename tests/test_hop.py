@@ -345,11 +345,11 @@ faults:
 """
 
 
-def parsed(*texts: str) -> list[Strategy[Any]]:
+def parsed(*texts: str) -> list[Strategy]:
     return [parse(text, STRATEGIES, where="here") for text in texts]
 
 
-def on_four(strategy: Strategy[Any], folder: Path, cluster: str, **training: Any) -> Any:
+def on_four(strategy: Strategy, folder: Path, cluster: str, **training: Any) -> Any:
     """One gradient takes a fast node 0.8 s."""
     folder.mkdir(parents=True)
     file = folder / "four.yaml"

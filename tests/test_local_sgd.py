@@ -24,7 +24,7 @@ SAMPLES = 62  # the last step has 2 for 3 workers
 
 
 def train(
-    strategy: Strategy[Any],
+    strategy: Strategy,
     folder: Path,
     ranks: int = RANKS,
     samples: int = SAMPLES,

@@ -217,7 +217,7 @@ def model_of() -> nn.Module:
 
 def trained(
     runtime: Runtime,
-    strategy: Strategy[Any],
+    strategy: Strategy,
     kind: str,
     count: int,
     epochs: int = 2,

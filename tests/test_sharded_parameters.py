@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from tests.simulated import simulated
 from tests.threads import run_ranks
-from tests.training import State, equal, settings, step_lines, train_processes
+from tests.training import State, equal, settings, state_of, step_lines, train_processes
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -40,7 +40,7 @@ def trained(shard: Any, ranks: int, folder: Path, **training: Any) -> State:
     return trained_by(AllReduce(shard=shard), ranks, folder, **training)
 
 
-def trained_by(strategy: Strategy[Any], ranks: int, folder: Path, **training: Any) -> State:
+def trained_by(strategy: Strategy, ranks: int, folder: Path, **training: Any) -> State:
     task = training.pop("task", f"images(samples={ranks * 64}, model='deep')")
     run = settings(strategy, ranks, task, **{"optimizer": ADAM, **SMALL_UNITS, **training})
     folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def test_they_train_as_whole_ones_do(ranks: int, optimizer: str, tmp_path: Path)
     ],
 )
 def test_a_compiled_model_that_runs_eagerly_is_told_once(
-    strategy: Strategy[Any], told: int, tmp_path: Path
+    strategy: Strategy, told: int, tmp_path: Path
 ) -> None:
     run = settings(strategy, 2, "images(model='compiled')", steps=4, **SMALL_UNITS)
     notices = train_processes(run, tmp_path).notices
@@ -229,7 +229,7 @@ def kept(shard: Any, ranks: int, folder: Path) -> tuple[int, int]:
     def program(runtime: Runtime) -> tuple[int, int]:
         session = Session(runtime, run, strategy, folder)
         session.train()
-        worker, state = session.worker, session.state
+        worker, state = session.worker, state_of(session)
         moments = [v for each in state.optimizer.state.values() for v in each.values()]
         parts = [gradient for _, _, gradient in state.shards._parts] if state.shards else []
         tensors = [worker.parameters, *(parts or [worker.gradients.vector]), *moments]

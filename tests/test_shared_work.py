@@ -51,8 +51,8 @@ SELF_PACED = {
 }
 
 
-def strategy_of(text: str) -> Strategy[Any]:
-    strategy: Strategy[Any] = parse(text, STRATEGIES, where="test")
+def strategy_of(text: str) -> Strategy:
+    strategy: Strategy = parse(text, STRATEGIES, where="test")
     return strategy
 
 

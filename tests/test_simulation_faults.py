@@ -326,9 +326,7 @@ REPLICATED = ParameterServer(servers=2, consistency="asynchronous", replicas=1)
 class Trained:
     """A simulated training, and the same with something wrong half-way."""
 
-    def __init__(
-        self, strategy: Strategy[Any], folder: Path, ranks: int = 4, **training: Any
-    ) -> None:
+    def __init__(self, strategy: Strategy, folder: Path, ranks: int = 4, **training: Any) -> None:
         self.run = settings(strategy, ranks, "digits_in_one_thread()", steps=20, **training)
         self.folder = folder
         self.usual = self._train("usual", lan())
@@ -350,7 +348,7 @@ class Trained:
     ids=["asynchronous", "bounded", "bounded in parts", "elastic"],
 )
 def test_a_run_goes_on_without_a_dead_worker(
-    strategy: Strategy[Any], training: dict[str, Any], tmp_path: Path
+    strategy: Strategy, training: dict[str, Any], tmp_path: Path
 ) -> None:
     """As tests/test_failures.py has it of real processes."""
     trained = Trained(strategy, tmp_path, **training)
@@ -372,7 +370,7 @@ def test_a_run_goes_on_without_a_dead_worker(
          "member of a group"],
 )  # fmt: skip
 def test_a_dead_rank_that_all_need_ends_the_run_by_name(
-    strategy: Strategy[Any], victim: int, tmp_path: Path
+    strategy: Strategy, victim: int, tmp_path: Path
 ) -> None:
     trained = Trained(strategy, tmp_path, **IN_PARTS)
     with pytest.raises(RunFailed) as failed:
@@ -400,7 +398,7 @@ def test_a_replica_takes_the_place_of_a_dead_server(tmp_path: Path) -> None:
     ids=["ring", "native", "server", "gossip", "local"],
 )
 def test_what_passes_changes_times_and_no_synchronous_result(
-    strategy: Strategy[Any], tmp_path: Path
+    strategy: Strategy, tmp_path: Path
 ) -> None:
     trained = Trained(strategy, tmp_path)
     at = trained.half

@@ -222,7 +222,7 @@ def test_who_is_given_the_values_at_a_quiet_point_computes_there() -> None:
     strategy = ParameterServer(**ASYNCHRONOUS, delay_compensation="constant", lambda0=0.5)
     servers = Served(strategy, WORKERS, Point, arriving)
     servers.serve(ORDER[:9], Kind.PAUSE)
-    agree(strategy, servers.workers[0], servers.states[0])
+    agree(servers.members[0])
     (transport,), (server,) = servers.transports, servers.servers
     transport.given = {worker: server.own.values.clone() for worker in range(WORKERS)}
     w = server.own.values.numpy().copy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,9 @@ from orchestra.strategies.gossip import Gossip
 from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.strategies.pairwise_averaging import PairwiseAveraging
 from orchestra.strategies.parameter_server import ParameterServer
-from orchestra.strategies.phased import SwitchState
 from orchestra.strategies.single import Single
 from orchestra.strategies.stochastic_gradient_push import StochasticGradientPush
-from orchestra.strategies.switch import Switch
+from orchestra.strategies.switch import Switch, SwitchMember
 from orchestra.strategies.switch_rules import (
     AfterDecay,
     AfterFraction,
@@ -328,10 +328,27 @@ class Stopped(Switch):
 
     at: int = 1000
 
-    def update(self, worker: Worker, state: SwitchState) -> None:
-        super().update(worker, state)
-        if state.steps + 1 >= self.at + 2 * worker.rank:
-            ask_to_stop(worker)
+    def join(self, worker: Worker) -> SwitchMember:
+        return watched(super().join(worker), self._after)
+
+    def resume(self, worker: Worker, saved: Mapping[str, Any]) -> SwitchMember:
+        return watched(super().resume(worker, saved), self._after)
+
+    def _after(self, member: SwitchMember) -> None:
+        if member.steps + 1 >= self.at + 2 * member.worker.rank:
+            ask_to_stop(member.worker)
+
+
+def watched(member: SwitchMember, after: Callable[[SwitchMember], None]) -> SwitchMember:
+    """Call `after` at the end of each of its updates."""
+    update = member.update
+
+    def updated() -> None:
+        update()
+        after(member)
+
+    member.update = updated  # type: ignore[method-assign]
+    return member
 
 
 @pytest.mark.parametrize(("first", "at"), by_turns(APART, [3, 10]))
@@ -363,14 +380,18 @@ class Slowed(Switch):
 
     slow: tuple[int, ...] = ()
 
-    def start(self, worker: Worker) -> SwitchState:
+    def join(self, worker: Worker) -> SwitchMember:
         worker.compute = FreeCompute()
-        return super().start(worker)
+        member = super().join(worker)
+        update = member.update
 
-    def update(self, worker: Worker, state: SwitchState) -> None:
-        slow = worker.rank == 1 and worker.step.planned // 24 in self.slow
-        worker.compute.seconds += 3.0 if slow else 1.0  # type: ignore[misc]
-        super().update(worker, state)
+        def updated() -> None:
+            slow = worker.rank == 1 and worker.step.planned // 24 in self.slow
+            worker.compute.seconds += 3.0 if slow else 1.0  # type: ignore[misc]
+            update()
+
+        member.update = updated  # type: ignore[method-assign]
+        return member
 
 
 @pytest.mark.parametrize("first", [AllReduce(), Gossip()], ids=repr)

@@ -242,21 +242,19 @@ def alone(runtime: Runtime, contest: Contest, steps_of_block: int) -> Callable[[
     return block
 
 
-def our_step(
-    runtime: Runtime, subject: BenchmarkModel, strategy: Strategy[Any]
-) -> Callable[[], None]:
+def our_step(runtime: Runtime, subject: BenchmarkModel, strategy: Strategy) -> Callable[[], None]:
     torch.manual_seed(0)
     model = subject.build()
     names = frozenset(name for name, _ in model.named_parameters())
     spec = OptimizerSpec(torch.optim.SGD, {"lr": RATE}, ((names, {}),))
     worker = Worker(runtime, model, spec, loss=subject.loss)
-    state = strategy.start(worker)
+    member = strategy.join(worker)
     batch, samples = subject.batch(subject.batch_size), subject.batch_size
 
     def step() -> None:
         worker.begin_step(Step(samples, samples * runtime.ranks, rates=(RATE,)))
         # Without reading data and writing records, which the peers' loop lacks, too
-        strategy.gradient(worker, state, batch)
-        strategy.update(worker, state)
+        member.gradient(batch)
+        member.update()
 
     return step

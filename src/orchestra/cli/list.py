@@ -188,7 +188,7 @@ def _print_strategies() -> None:
     _print_indented(EXPLANATION.format(**remarks), 0)
 
 
-def variants_of(name: str, strategy: type[Strategy[Any]]) -> tuple[tuple[str, str], ...]:
+def variants_of(name: str, strategy: type[Strategy]) -> tuple[tuple[str, str], ...]:
     """Return notations with when to use them; without variants, the strategy as it is."""
     return strategy.variants or ((f"{name}()", strategy.use),)
 

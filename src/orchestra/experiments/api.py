@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def train(
     task: str | Settings | Callable[[], Task],
-    strategy: str | Strategy[Any],
+    strategy: str | Strategy,
     ranks: int = 4,
     *,
     seed: int = 0,
@@ -72,7 +72,7 @@ def train(
 
 def compare(
     task: str | Path | Settings | Callable[[], Task],
-    strategies: Mapping[str, str | Strategy[Any]] | None = None,
+    strategies: Mapping[str, str | Strategy] | None = None,
     ranks: int | Sequence[int] | None = None,
     *,
     seeds: Sequence[int] | None = None,

@@ -118,7 +118,7 @@ class Experiment(Settings):
 
     name: str = setting(REQUIRED, "of the experiment, and of its folders")
     task: str = setting(REQUIRED, "notation of the task, such as digits(channels=8)")
-    strategies: Mapping[str, Strategy[Any]] = setting(REQUIRED, "a strategy for each label")
+    strategies: Mapping[str, Strategy] = setting(REQUIRED, "a strategy for each label")
     ranks: tuple[int, ...] = setting(
         (4,),
         "processes, servers included: the budget of a run; one number or several",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from orchestra.engines.events import Event, Notice
 from orchestra.engines.processes.launch import launch
@@ -44,7 +44,7 @@ class Judged:
     text: str
 
 
-def techniques(strategies: Mapping[str, Strategy[Any]]) -> list[Technique]:
+def techniques(strategies: Mapping[str, Strategy]) -> list[Technique]:
     """Return all pairs of strategies of one kind that are equal but for one setting, which has
     its default in one of them.
     """
@@ -56,7 +56,7 @@ def techniques(strategies: Mapping[str, Strategy[Any]]) -> list[Technique]:
     ]
 
 
-def _one_more(strategy: Strategy[Any], plain: Strategy[Any]) -> str | None:
+def _one_more(strategy: Strategy, plain: Strategy) -> str | None:
     """Return the only setting that differs, where `plain` has its default."""
     # Settings of the same name mean other things in other strategies
     if type(strategy) is not type(plain):

@@ -63,7 +63,7 @@ class OrchestraStrategy(ParallelStrategy):
 
     def __init__(
         self,
-        strategy: Strategy[Any] | str,
+        strategy: Strategy | str,
         *,
         seed: int | None = None,
         bucket_megabytes: float = 25.0,

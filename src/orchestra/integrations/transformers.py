@@ -41,7 +41,7 @@ STATE_NAME = "orchestra.pt"
 
 def distribute(
     trainer: T,
-    strategy: Strategy[Any] | str,
+    strategy: Strategy | str,
     *,
     bucket_megabytes: float = 25.0,
     overlap: bool = True,
@@ -87,7 +87,7 @@ def distribute(
     return trainer
 
 
-def _refuse_collisions(trainer: Trainer, strategy: Strategy[Any]) -> None:
+def _refuse_collisions(trainer: Trainer, strategy: Strategy) -> None:
     args = trainer.args
     refused = {
         "deepspeed": bool(args.deepspeed),
@@ -117,7 +117,7 @@ def _refuse_collisions(trainer: Trainer, strategy: Strategy[Any]) -> None:
 class _Distribution:
     """The distribution of a Trainer; `loader` is set once training has begun."""
 
-    strategy: Strategy[Any]
+    strategy: Strategy
     workers: int
     options: dict[str, Any]
     loader: _Loader | None = None

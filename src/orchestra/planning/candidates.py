@@ -210,7 +210,7 @@ class Space:
         return Candidate(name, run, (node,), ONE_PROCESS, batch, rate)
 
     def _together(
-        self, label: str, each: Strategy[Any], count: int, batch: float, shares: Any = None
+        self, label: str, each: Strategy, count: int, batch: float, shares: Any = None
     ) -> list[Candidate]:
         """Return the strategy on the `count` fastest nodes, or ranks of one; none if it refuses."""
         nodes = self.fastest[:count] if self.several else self.fastest * count
@@ -231,7 +231,7 @@ class Space:
             self.refused.append(f"{name} is left out: {reason}")
         return []
 
-    def _run(self, name: str, each: Strategy[Any], training: Training) -> Run:
+    def _run(self, name: str, each: Strategy, training: Training) -> Run:
         return Run(name, self.experiment.task, each, self.experiment.seeds[0], training)
 
     def _only(self, names: tuple[str, ...]) -> str:

@@ -10,7 +10,8 @@ from orchestra import exchange, optimizers
 from orchestra.compression.base import Compressor
 from orchestra.errors import InputError
 from orchestra.settings import MAX_RANKS, setting
-from orchestra.strategies.base import Roles, Strategy, replica_memory
+from orchestra.strategies.base import Roles, replica_memory
+from orchestra.strategies.stateful import Stateful
 from orchestra.strategies.traits import Footprint, Partition, Rehearsal, Traits, WorkMode
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class AllReduceState:
 
 
 @dataclass(frozen=True, repr=False)
-class AllReduce(Strategy[AllReduceState]):
+class AllReduce(Stateful[AllReduceState]):
     """Average the gradient over the workers, then step the same optimizer everywhere.
 
     For N workers and n bytes of gradient a rank sends in a step

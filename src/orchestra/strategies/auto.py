@@ -12,10 +12,11 @@ from orchestra.settings import MAX_STEPS, setting
 from orchestra.settings.base import REQUIRED
 from orchestra.strategies.base import CHANGED, Roles, Strategy
 from orchestra.strategies.life_cycle import hand_over, resume
-from orchestra.strategies.phased import Phased
+from orchestra.strategies.phased import Phased, PhasedMember
 from orchestra.strategies.traits import Footprint, Rehearsal, Traits, WorkMode
 
 if TYPE_CHECKING:
+    from orchestra.exchange import Stopwatch
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
 
@@ -25,23 +26,6 @@ AFTER_CHANGE = 0.2
 """The same where the seconds of a step have changed by more than the margin."""
 FIRST = 3
 """Steps before the first decision, if `every` is more: on slow links ten of a ring are dear."""
-
-
-@dataclass
-class AutoState:
-    """The phase under way, and what is known of the candidates; times are seconds."""
-
-    current: int = 0  # the candidate under way
-    inner: Any = None  # its state
-    steps: int = 0  # of the run so far
-    walls: list[float] = field(default_factory=list)  # of own steps since the last decision
-    own: list[float] = field(default_factory=list)  # without communication and waiting
-    exchanges: list[float] = field(default_factory=list)  # of each candidate, as rehearsed last
-    ratios: list[float] = field(default_factory=list)  # measured over predicted; 1 if unknown
-    usual: float = 0.0  # of a step at the last decision; 0 if there was none in this phase
-    since: float = 0.0  # since the last rehearsal
-    cost: float = 0.0  # of that one
-    watch: exchange.Stopwatch | None = field(default=None, metadata=optimizers.TRANSIENT)
 
 
 @dataclass(frozen=True, repr=False)
@@ -75,7 +59,7 @@ class Auto(Phased):
         ),
     )
 
-    candidates: tuple[Strategy[Any], ...] = setting(
+    candidates: tuple[Strategy, ...] = setting(
         REQUIRED, "the strategies to choose from; the run begins with the first"
     )
     _: KW_ONLY
@@ -105,7 +89,7 @@ class Auto(Phased):
                 )
 
     @property
-    def phases(self) -> tuple[Strategy[Any], ...]:
+    def phases(self) -> tuple[Strategy, ...]:
         return self.candidates
 
     def traits(self, work: WorkMode = "shared") -> Traits:
@@ -127,73 +111,86 @@ class Auto(Phased):
         largest = super().traits().memory(rank, ranks)
         return replace(largest, copies=largest.copies + 1)
 
-    def phase(self, state: AutoState) -> Strategy[Any]:
-        return self.candidates[state.current]
+    def join(self, worker: Worker) -> AutoMember:
+        member = self._member(worker)
+        member.inner = self.candidates[0].join(worker)
+        return member
 
-    def start(self, worker: Worker) -> AutoState:
-        state = self._begin(worker)
-        state.inner = self.phase(state).start(worker)
-        return state
-
-    def resume(self, worker: Worker, saved: Mapping[str, Any]) -> AutoState:
-        """Resume in the phase that the checkpoint was taken in."""
-        state = self._begin(worker)
-        exchange.require_fit(worker, state, saved)
+    def resume(self, worker: Worker, saved: Mapping[str, Any]) -> AutoMember:
+        """Join in the phase that the checkpoint was taken in."""
+        member = self._member(worker)
+        exchange.require_fit(worker, member, saved)
         plain = {name: value for name, value in saved.items() if name != "inner"}
-        optimizers.restore(state, plain)
-        state.inner = resume(self.phase(state), worker, saved["inner"])
-        return state
+        optimizers.restore(member, plain)
+        member.inner = resume(self.candidates[member.current], worker, saved["inner"])
+        return member
 
-    def _begin(self, worker: Worker) -> AutoState:
+    def _member(self, worker: Worker) -> AutoMember:
         if worker.own_loop:
             raise InputError("Auto needs orchestra's own loop (orchestra train)")
-        return AutoState(ratios=[1.0] * len(self.candidates), watch=exchange.Stopwatch(worker))
+        ratios = [1.0] * len(self.candidates)
+        return AutoMember(self, worker, exchange.Stopwatch(worker), ratios=ratios)
 
-    def gradient(self, worker: Worker, state: AutoState, batch: Batch | None) -> None:
-        assert state.watch is not None
-        state.watch.begin()
-        super().gradient(worker, state, batch)
 
-    def update(self, worker: Worker, state: AutoState) -> None:
+@dataclass(eq=False)
+class AutoMember(PhasedMember[Auto]):
+    """One rank's end of the phase under way, and what is known of the candidates, in seconds."""
+
+    watch: Stopwatch = field(metadata=optimizers.TRANSIENT)
+    current: int = 0  # the candidate under way
+    steps: int = 0  # of the run so far
+    walls: list[float] = field(default_factory=list)  # of own steps since the last decision
+    own: list[float] = field(default_factory=list)  # without communication and waiting
+    exchanges: list[float] = field(default_factory=list)  # of each candidate, as rehearsed last
+    ratios: list[float] = field(default_factory=list)  # measured over predicted; 1 if unknown
+    usual: float = 0.0  # of a step at the last decision; 0 if there was none in this phase
+    since: float = 0.0  # since the last rehearsal
+    cost: float = 0.0  # of that one
+
+    def gradient(self, batch: Batch | None) -> None:
+        self.watch.begin()
+        super().gradient(batch)
+
+    def update(self) -> None:
         """Update as the candidate under way does; then, if it is time, decide which goes on."""
-        assert state.watch is not None
-        phase = self.phase(state)
-        phase.update(worker, state.inner)
-        wall, own = state.watch.lap()
-        state.walls.append(wall)
-        state.own.append(own)
-        state.steps += 1
-        steps, several = len(state.walls), len(worker.workers) > 1
-        least = self.every if state.exchanges else min(self.every, FIRST)
-        if several and steps >= least and steps % _exchange_of(phase).every == 0:
-            self._decide(worker, state)
-            state.watch.lap()  # what that took is nobody's step
+        worker, strategy = self.worker, self.strategy
+        self.inner.update()
+        wall, own = self.watch.lap()
+        self.walls.append(wall)
+        self.own.append(own)
+        self.steps += 1
+        steps, several = len(self.walls), len(worker.workers) > 1
+        least = strategy.every if self.exchanges else min(strategy.every, FIRST)
+        if several and steps >= least and steps % _exchange_of(self.inner.strategy).every == 0:
+            self._decide()
+            self.watch.lap()  # what that took is nobody's step
 
-    def _decide(self, worker: Worker, state: AutoState) -> None:
+    def _decide(self) -> None:
         """Collective over the workers, after a step of all: compare, and perhaps change."""
+        worker, strategy = self.worker, self.strategy
         # All decide by the same numbers of all workers: nobody has to announce the decision.
-        table = exchange.gather_numbers(worker, [sum(state.walls), *state.own])
-        steps = len(state.walls)
-        state.walls, state.own = [], []
+        table = exchange.gather_numbers(worker, [sum(self.walls), *self.own])
+        steps = len(self.walls)
+        self.walls, self.own = [], []
         seconds = max(row[0] for row in table) / steps
-        state.since += seconds * steps
-        slow, fast = max(state.usual, seconds), min(state.usual, seconds)
-        changed = state.usual > 0 and slow > (1 + self.margin) * fast
-        if not state.exchanges or state.cost <= (AFTER_CHANGE if changed else OFTEN) * state.since:
-            self._rehearse(worker, state)
-        state.usual = seconds
-        paces = self._paces(state, [row[1:] for row in table])
+        self.since += seconds * steps
+        slow, fast = max(self.usual, seconds), min(self.usual, seconds)
+        changed = self.usual > 0 and slow > (1 + strategy.margin) * fast
+        if not self.exchanges or self.cost <= (AFTER_CHANGE if changed else OFTEN) * self.since:
+            self._rehearse()
+        self.usual = seconds
+        paces = self._paces([row[1:] for row in table])
         if not changed:  # else some of these steps may be from before the change
-            own = paces[state.current]
-            if steps >= self.every:  # a few steps can be slow by chance
-                state.ratios[state.current] = seconds / own.predicted
-            paces[state.current] = replace(own, ratio=seconds / own.predicted)
-        new, reason = choose(paces, state.current, self.margin)
+            own = paces[self.current]
+            if steps >= strategy.every:  # a few steps can be slow by chance
+                self.ratios[self.current] = seconds / own.predicted
+            paces[self.current] = replace(own, ratio=seconds / own.predicted)
+        new, reason = choose(paces, self.current, strategy.margin)
         worker.measures.decisions.append(
             {
-                "step": state.steps,
+                "step": self.steps,
                 "sample": worker.step.consumed,
-                "under": paces[state.current].name,
+                "under": paces[self.current].name,
                 "then": paces[new].name,
                 "reason": reason,
                 "measured_step_seconds": seconds,
@@ -202,18 +199,19 @@ class Auto(Phased):
                         "strategy": pace.name,
                         "exchange_seconds": pace.exchange,
                         "step_seconds": pace.seconds,
-                        "to_target": pace.to_target / paces[state.current].to_target,
+                        "to_target": pace.to_target / paces[self.current].to_target,
                     }
                     for pace in paces
                 ],
             }
         )
-        if new != state.current:
-            self._change(worker, state, new)
+        if new != self.current:
+            self._change(new)
 
-    def _rehearse(self, worker: Worker, state: AutoState) -> None:
+    def _rehearse(self) -> None:
         """Collective: measure the exchange of each candidate; the slowest worker counts."""
-        kinds = [_exchange_of(each) for each in self.candidates]
+        worker, strategy = self.worker, self.strategy
+        kinds = [_exchange_of(each) for each in strategy.candidates]
         own: dict[str, float] = {}
         now, values = worker.transport.now, worker.parameters.clone()
         # Candidates with the same exchange, as LocalSGD and its all-reduce, share one.
@@ -225,41 +223,43 @@ class Auto(Phased):
             own[name] = now() - began
         table = exchange.gather_numbers(worker, [*own.values()])
         longest = dict(zip(own, map(max, zip(*table, strict=True)), strict=True))
-        state.exchanges = [longest[kind.name] for kind in kinds]
-        state.cost, state.since = sum(longest.values()), 0.0
+        self.exchanges = [longest[kind.name] for kind in kinds]
+        self.cost, self.since = sum(longest.values()), 0.0
 
-    def _paces(self, state: AutoState, own: Sequence[Sequence[float]]) -> list[PredictedPace]:
+    def _paces(self, own: Sequence[Sequence[float]]) -> list[PredictedPace]:
         """Predict the pace of each candidate, by the workers' `own` seconds of some steps."""
+        strategy = self.strategy
         paces = []
-        for number, each in enumerate(self.candidates):
-            samples = self.samples[number] if self.samples else 1.0
+        for number, each in enumerate(strategy.candidates):
+            samples = strategy.samples[number] if strategy.samples else 1.0
             every = _exchange_of(each).every
-            pace = PredictedPace.of(repr(each), samples, own, state.exchanges[number], every)
-            paces.append(replace(pace, ratio=state.ratios[number]))
+            pace = PredictedPace.of(repr(each), samples, own, self.exchanges[number], every)
+            paces.append(replace(pace, ratio=self.ratios[number]))
         return paces
 
-    def _change(self, worker: Worker, state: AutoState, new: int) -> None:
+    def _change(self, new: int) -> None:
         """Come to rest, agree on parameters, hand over moments, and start the next phase."""
-        old, then = self.phase(state), self.candidates[new]
-        old.quiesce(worker, state.inner, CHANGED)
-        before, after = old.traits(), then.traits()
+        worker, strategy = self.worker, self.strategy
+        old, then = self.inner, strategy.candidates[new]
+        old.quiesce(CHANGED)
+        before, after = old.traits, then.traits()
         apart = after.lockstep and not before.lockstep
-        hand_over(old, worker, state.inner, "averaged" if apart else "kept")
-        worker.measures.switched_at_step = state.steps
+        hand_over(old, "averaged" if apart else "kept")
+        worker.measures.switched_at_step = self.steps
         worker.measures.switched_at_sample = worker.step.consumed
         worker.begin_phase(worker.workers.ranks)
         worker.snapshots.skip(worker.step.consumed, buffers=before.lockstep)
-        state.current, state.usual = new, 0.0
+        self.current, self.usual = new, 0.0
         # Parameters are equal now: to broadcast them would take N - 1 times their size, and go on
         # in the background of the first steps, which would be measured as slow.
         exchange.broadcast_buffers(worker, worker.everyone)
         agreed, worker.agrees = worker.agrees, True
-        state.inner = then.start(worker)
+        self.inner = then.join(worker)
         worker.agrees, worker.inherited = agreed, {}
         exchange.wait_for_workers(worker)
 
 
-def _exchange_of(candidate: Strategy[Any]) -> Rehearsal:
+def _exchange_of(candidate: Strategy) -> Rehearsal:
     """Return the exchange of a candidate, which `check` has found to have one."""
     found = candidate.traits().exchange
     assert found is not None

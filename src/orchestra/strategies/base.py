@@ -1,18 +1,18 @@
-"""The base classes of strategies: their settings, and a method for each point of a run.
+"""The base classes of strategies, which are values: settings, roles, traits, and how to join.
 
-A strategy object has no state, because all ranks of a simulation share it; `start` returns one.
+A strategy object has no state, because all ranks of a simulation share it; `join` returns a member.
 """
 
 from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from orchestra import exchange, optimizers
+from orchestra import exchange
 from orchestra.errors import InputError
 from orchestra.settings import Settings
 from orchestra.settings.notation import LazyModule
@@ -20,19 +20,13 @@ from orchestra.strategies.traits import Dealing, Footprint, Pace, Traits, WorkMo
 
 if TYPE_CHECKING:
     import torch as torch
-    from torch import Tensor, nn, optim
+    from torch import Tensor, nn
 
-    from orchestra.exchange import Kept, Learnt, SharedWork
-    from orchestra.parameter_server.messages import Pause
-    from orchestra.schedules.work_queue import WorkSource
-    from orchestra.worker.batches import Batch
+    from orchestra.strategies.member import Member
     from orchestra.worker.layout import Share
     from orchestra.worker.worker import Worker
 else:
     torch = LazyModule("torch")  # for all strategies, which are settings, and load without it
-
-S = TypeVar("S")
-R = TypeVar("R", bound="ReplicaState")
 
 # Below 0, so that it is the number of no step
 CHANGED = -1
@@ -85,8 +79,8 @@ class ModelPart:
 
 
 @dataclass(frozen=True, repr=False)
-class Strategy(Settings, ABC, Generic[S]):
-    """A distribution strategy. The defaults are those of a worker that exchanges nothing."""
+class Strategy(Settings, ABC):
+    """A distribution strategy, as a value: settings, and what follows from them."""
 
     use: ClassVar[str] = ""  # when to use it: a line of `orchestra list`
     # Notable settings of it, in the notation, each with when to use them
@@ -114,65 +108,15 @@ class Strategy(Settings, ABC, Generic[S]):
         """
         return None
 
-    def work(self, state: S) -> WorkSource | None:
-        """Return the source of this worker's batches now; None if they follow the plan."""
-        return None
-
     @abstractmethod
-    def start(self, worker: Worker) -> S:
-        """Agree on the parameters, and return the state. Collective."""
-
-    def before_forward(self, worker: Worker, state: S) -> None:
-        """Called before the first forward pass of a step; the place to exchange buffers."""
-
-    def gradient(self, worker: Worker, state: S, batch: Batch | None) -> None:
-        """Compute the gradient of `batch` and exchange it. `batch` is None if this rank has no
-        samples in this step.
-        """
-        self.before_forward(worker, state)
-        worker.backward(batch)
-        self.reduce(worker, state)
-
-    def reduce(self, worker: Worker, state: S) -> None:
-        """Exchange the gradient. It is complete; what reads it, such as clipping, comes later."""
-
-    @abstractmethod
-    def update(self, worker: Worker, state: S) -> None:
-        """Update the parameters from the gradient."""
-
-    def serve(self, worker: Worker, state: S) -> Pause | None:
-        """On a rank without data, serve until a quiet point; return None once all have left."""
-        return None
-
-    def quiesce(self, worker: Worker, state: S, step: int) -> bool:
-        """Wait until nothing is in flight anywhere, on a worker after its step `step`.
-
-        Return False if some workers have finished or were lost.
-        """
-        return True
-
-    def stop(self, worker: Worker, state: S) -> None:
-        """Land what is in flight, and close. Collective; no step follows."""
-
-    def learnt(self, worker: Worker, state: S) -> Iterable[Learnt]:
-        """Return what this rank contributes to the model; nothing is in flight. Collective.
-
-        By default its replica, unless all workers are in lockstep and have equal ones.
-        """
-        return () if self.traits().lockstep else [exchange.Learnt.replica(worker.parameters)]
-
-    def rebase(self, worker: Worker, state: S) -> None:
-        """Take over the parameters, which have become the model that all ranks have learnt."""
-
-    def kept(self, worker: Worker, state: S) -> Kept:
-        """Return where the optimizer's moments are; by default in `state.optimizer`, if any."""
-        return exchange.Kept(getattr(state, "optimizer", None))
+    def join(self, worker: Worker) -> Member[Any]:
+        """Agree on the parameters, and return this rank's end of the strategy. Collective."""
 
 
-_roles_of: Callable[[Strategy[Any], int], Roles] = lru_cache(256)(lambda each, n: each.roles(n))
+_roles_of: Callable[[Strategy, int], Roles] = lru_cache(256)(lambda each, n: each.roles(n))
 
 
-def roles_of(strategy: Strategy[Any], ranks: int) -> Roles:
+def roles_of(strategy: Strategy, ranks: int) -> Roles:
     """Return `strategy.roles(ranks)`, cached because computing it takes a while for many ranks."""
     try:
         return _roles_of(strategy, ranks)
@@ -180,7 +124,7 @@ def roles_of(strategy: Strategy[Any], ranks: int) -> Roles:
         return strategy.roles(ranks)
 
 
-def refusal_of(strategy: Strategy[Any], ranks: int) -> str | None:
+def refusal_of(strategy: Strategy, ranks: int) -> str | None:
     """Return why `strategy` cannot run on `ranks` ranks; None if it can."""
     try:
         strategy.roles(ranks)
@@ -189,22 +133,14 @@ def refusal_of(strategy: Strategy[Any], ranks: int) -> str | None:
     return None
 
 
-def replica_memory(strategy: Strategy[Any], rank: int, ranks: int) -> Footprint:
+def replica_memory(strategy: Strategy, rank: int, ranks: int) -> Footprint:
     """Return the memory of a worker that trains a replica: a model and its optimizer."""
     roles = roles_of(strategy, ranks)
     return Footprint(batches=roles.shares[roles.part(rank)])
 
 
-@dataclass
-class ReplicaState:
-    """The state of a worker that trains a replica: `work` is its end of a queue of batches."""
-
-    optimizer: optim.Optimizer
-    work: SharedWork | None = field(default=None, kw_only=True, metadata=optimizers.TRANSIENT)
-
-
 @dataclass(frozen=True, repr=False)
-class Replicas(Strategy[R]):
+class Replicas(Strategy):
     """Each worker trains a replica of its own, and averages it with some or all others.
 
     The final parameters are the exact mean of the replicas.
@@ -223,47 +159,13 @@ class Replicas(Strategy[R]):
     def _memory(self, rank: int, ranks: int) -> Footprint:
         return replica_memory(self, rank, ranks)
 
-    def work(self, state: R) -> WorkSource | None:
-        """Return this worker's end of the queue, if workers take batches at their own pace."""
-        return state.work
-
-    def start(self, worker: Worker) -> R:
-        """Give all workers the parameters of the first rank, and allocate the state."""
+    def join(self, worker: Worker) -> Member[Any]:
+        """Give all workers the parameters of the first rank, and make the member."""
         exchange.agree_on_parameters(worker)
         # The final parameters are the exact mean, for which every replica is needed
         worker.reporter.expendable(False)
-        shares = roles_of(self, worker.budget_ranks).shares
-        # One queue for all who take batches at their own pace: whoever is free takes the next
-        queued = self.traits(worker.work).dealing is Dealing.QUEUE
-        work = exchange.share_work(worker, shares) if queued else None
-        return self.allocate(worker, work)
+        return self.member(worker)
 
     @abstractmethod
-    def allocate(self, worker: Worker, work: SharedWork | None) -> R:
-        """Return the state at the start."""
-
-    def settle(self, worker: Worker, state: R) -> None:
-        """Wait until nothing of the workers is in flight. Collective over the workers."""
-
-    def quiesce(self, worker: Worker, state: R, step: int) -> bool:
-        """Wait until nothing is in flight; all workers are present."""
-        self.settle(worker, state)
-        return True
-
-    def reduce(self, worker: Worker, state: R) -> None:
-        """Keep the gradient on this worker."""
-        # Left where autograd put it, not copied: optimizers read tensor by tensor.
-        exchange.keep_gradient(worker)
-
-    def stop(self, worker: Worker, state: R) -> None:
-        """Land what is in flight, and close the queue."""
-        self.settle(worker, state)
-        # Closed before the last snapshot: the queue's last answer tells how much all have consumed,
-        # and a due point may lie between this worker's last batch and that.
-        if state.work is not None:
-            state.work.close()
-            worker.snapshots.offer(worker.step.consumed, worker.parameters)
-
-    def buffers_weight(self, state: R) -> float:
-        """Return the weight of this worker's buffers in their mean, where training goes on."""
-        return 1.0
+    def member(self, worker: Worker) -> Member[Any]:
+        """Return this worker's end; all have equal parameters."""

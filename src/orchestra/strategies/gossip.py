@@ -11,7 +11,8 @@ from orchestra.compression.base import Compressor, Encoder
 from orchestra.errors import InputError
 from orchestra.parameter_server.placement import place
 from orchestra.settings import setting
-from orchestra.strategies.base import Replicas, ReplicaState, Roles, torch
+from orchestra.strategies.base import Roles, torch
+from orchestra.strategies.stateful import ReplicaState, StatefulReplicas
 from orchestra.strategies.traits import Footprint
 from orchestra.topologies import Ring, Topology, connected, doubly_stochastic, sources_of
 
@@ -53,7 +54,7 @@ class GossipState(ReplicaState):
 
 
 @dataclass(frozen=True, repr=False)
-class Gossip(Replicas[GossipState]):
+class Gossip(StatefulReplicas[GossipState]):
     """Mix parameters with those of a few neighbours in each step.
 
     D-PSGD (Lian et al., NeurIPS 2017), Algorithm 1, on worker i:

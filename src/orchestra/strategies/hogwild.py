@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
-from orchestra.strategies.base import Replicas, ReplicaState, torch
+from orchestra.strategies.base import torch
+from orchestra.strategies.stateful import ReplicaState, StatefulReplicas
 from orchestra.strategies.traits import Footprint, Traits, WorkMode
 from orchestra.transports.tags import Tag
 
@@ -32,7 +33,7 @@ class HogwildState(ReplicaState):
 
 
 @dataclass(frozen=True, repr=False)
-class Hogwild(Replicas[HogwildState]):
+class Hogwild(StatefulReplicas[HogwildState]):
     """All workers update the same parameters in shared memory, and nobody waits.
 
     Hogwild! (Niu, Recht, Re and Wright, NIPS 2011). Each worker, at its own pace:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import MAX_RANKS, MAX_STEPS, setting
-from orchestra.strategies.base import Replicas, ReplicaState, Roles, torch
+from orchestra.strategies.base import Roles, torch
+from orchestra.strategies.stateful import ReplicaState, StatefulReplicas
 from orchestra.strategies.traits import Footprint, Traits, WorkMode
 from orchestra.topologies import Ring, Topology, connected, doubly_stochastic, sources_of
 from orchestra.transports.tags import Tag
@@ -31,7 +32,7 @@ class HopState(ReplicaState):
 
 
 @dataclass(frozen=True, repr=False)
-class Hop(Replicas[HopState]):
+class Hop(StatefulReplicas[HopState]):
     """Mix parameters with neighbours that may be some iterations ahead or behind.
 
     Hop (Luo et al., ASPLOS 2019). Worker i in its iteration k:

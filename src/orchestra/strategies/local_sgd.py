@@ -11,8 +11,8 @@ from orchestra.compression.base import Compressor
 from orchestra.errors import InputError
 from orchestra.settings import MAX_STEPS, setting
 from orchestra.strategies.all_reduce import AllReduce, require_ring
-from orchestra.strategies.base import Replicas, ReplicaState
 from orchestra.strategies.outer import Average, Outer, OuterState, SlowMo
+from orchestra.strategies.stateful import ReplicaState, StatefulReplicas
 from orchestra.strategies.traits import Footprint, Rehearsal, Traits, WorkMode
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class LocalSGDState(ReplicaState):
 
 
 @dataclass(frozen=True, repr=False)
-class LocalSGD(Replicas[LocalSGDState]):
+class LocalSGD(StatefulReplicas[LocalSGDState]):
     """Each worker takes `every` steps of its own; then the replicas are averaged.
 
     Averages are weighted by the samples behind each replica since the last one; so is the one at

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import MAX_SEED, setting
-from orchestra.strategies.base import Replicas, ReplicaState, Roles, torch
+from orchestra.strategies.base import Roles, torch
+from orchestra.strategies.stateful import ReplicaState, StatefulReplicas
 from orchestra.strategies.traits import Footprint, Traits, WorkMode
 from orchestra.topologies import Complete, Graph, Topology, connected
 from orchestra.transports.tags import Tag
@@ -32,7 +33,7 @@ class PairwiseState(ReplicaState):
 
 
 @dataclass(frozen=True, repr=False)
-class PairwiseAveraging(Replicas[PairwiseState]):
+class PairwiseAveraging(StatefulReplicas[PairwiseState]):
     """Average parameters with one random worker at a time.
 
     AD-PSGD (Lian et al., ICML 2018), Algorithm 1. On worker i, at its own pace:

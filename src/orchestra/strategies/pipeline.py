@@ -13,7 +13,8 @@ from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import MAX_RANKS, setting
 from orchestra.settings.notation import LazyModule
-from orchestra.strategies.base import ModelPart, Roles, Strategy, torch
+from orchestra.strategies.base import ModelPart, Roles, torch
+from orchestra.strategies.stateful import Stateful
 from orchestra.strategies.traits import Footprint, Partition, Traits, WorkMode
 from orchestra.transports.tags import Tag
 
@@ -42,7 +43,7 @@ class PipelineState:
 
 
 @dataclass(frozen=True, repr=False)
-class Pipeline(Strategy[PipelineState]):
+class Pipeline(Stateful[PipelineState]):
     """The model is cut into stages, one a rank; activations go down, their gradients come back.
 
     For models that do not fit into the memory of one rank. A step's batch, which is that of all

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from orchestra import exchange
 from orchestra.errors import PeerLost
 from orchestra.settings import MAX_RANKS, MAX_SEED, MAX_STEPS, setting
-from orchestra.strategies.base import Replicas, ReplicaState, torch
+from orchestra.strategies.base import torch
+from orchestra.strategies.stateful import ReplicaState, StatefulReplicas
 from orchestra.strategies.traits import Traits, WorkMode
 from orchestra.transports.tags import Tag
 
@@ -31,7 +32,7 @@ class PragueState(ReplicaState):
 
 
 @dataclass(frozen=True, repr=False)
-class Prague(Replicas[PragueState]):
+class Prague(StatefulReplicas[PragueState]):
     """Average parameters with a group of workers after each step.
 
     Prague (Luo et al., ASPLOS 2020), called Ripples in arXiv:1909.08029. Worker i, at its own pace:

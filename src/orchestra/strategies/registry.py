@@ -116,7 +116,7 @@ class Standing:
         return _good_on(self.simulated, normal(notation))
 
 
-def strategy_of(strategy: Strategy[Any] | str) -> Strategy[Any]:
+def strategy_of(strategy: Strategy | str) -> Strategy:
     """Return a strategy as it is, or the one that a notation names; else raise InputError."""
     if isinstance(strategy, str):
         strategy = parse(strategy, STRATEGIES, where="strategy")

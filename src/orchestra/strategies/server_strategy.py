@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 from orchestra import exchange, optimizers, parameter_server
 from orchestra.errors import InputError
 from orchestra.parameter_server.when import When
-from orchestra.strategies.base import Roles, Strategy
+from orchestra.strategies.base import Roles
+from orchestra.strategies.stateful import Stateful
 from orchestra.strategies.traits import Footprint
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ V = TypeVar("V", bound=ServerStrategyState)
 
 
 @dataclass(frozen=True, repr=False)
-class ServerStrategy(Strategy[V]):
+class ServerStrategy(Stateful[V]):
     """Servers own slices of the parameters; they serve until all workers pause or have left."""
 
     def push_and_pull(self, worker: Worker, state: V, into: Tensor) -> None:

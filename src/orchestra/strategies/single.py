@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from orchestra.strategies.base import Roles, Strategy
+from orchestra.strategies.member import Member
 from orchestra.strategies.traits import Traits, WorkMode
 
 if TYPE_CHECKING:
@@ -14,15 +15,8 @@ if TYPE_CHECKING:
     from orchestra.worker.worker import Worker
 
 
-@dataclass
-class SingleState:
-    """The one optimizer."""
-
-    optimizer: Optimizer
-
-
 @dataclass(frozen=True, repr=False)
-class Single(Strategy[SingleState]):
+class Single(Strategy):
     """One process with the batch of all ranks: per-worker batch x ranks.
 
     `ranks` is its budget in a comparison, not a number of processes.
@@ -36,15 +30,23 @@ class Single(Strategy[SingleState]):
     def roles(self, ranks: int) -> Roles:
         return Roles((float(ranks),))
 
-    def start(self, worker: Worker) -> SingleState:
-        return SingleState(worker.local_optimizer())
+    def join(self, worker: Worker) -> SingleMember:
+        return SingleMember(self, worker, worker.local_optimizer())
 
-    def reduce(self, worker: Worker, state: SingleState) -> None:
+
+@dataclass(eq=False)
+class SingleMember(Member[Single]):
+    """The one process, with the one optimizer."""
+
+    optimizer: Optimizer
+
+    def exchange(self) -> None:
         """Nothing is exchanged."""
-        worker.gradients.leave_in_place()
+        self.worker.gradients.leave_in_place()
 
-    def update(self, worker: Worker, state: SingleState) -> None:
+    def update(self) -> None:
+        worker = self.worker
         worker.clip()
-        worker.update_locally(state.optimizer)
+        worker.update_locally(self.optimizer)
         worker.step.agreed = True
         worker.snapshots.offer(worker.step.consumed, worker.parameters)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Literal
 from orchestra import exchange, optimizers, topologies
 from orchestra.errors import InputError
 from orchestra.settings import MAX_SEED, MAX_STEPS, setting
-from orchestra.strategies.base import Replicas, ReplicaState, Roles, torch
+from orchestra.strategies.base import Roles, torch
+from orchestra.strategies.stateful import ReplicaState, StatefulReplicas
 from orchestra.strategies.traits import Footprint, Traits, WorkMode
 from orchestra.topologies import Exponential, Topology, sources_of
 from orchestra.transports.tags import Tag
@@ -39,7 +40,7 @@ class PushState(ReplicaState):
 
 
 @dataclass(frozen=True, repr=False)
-class StochasticGradientPush(Replicas[PushState]):
+class StochasticGradientPush(StatefulReplicas[PushState]):
     """Push shares of the parameters along one-way links.
 
     SGP (Assran et al., ICML 2019), Algorithm 1; with `overlap`, OSGP.

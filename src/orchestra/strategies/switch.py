@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, replace
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from orchestra import exchange, optimizers
@@ -14,20 +14,16 @@ from orchestra.settings.base import REQUIRED
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.base import CHANGED, Roles, Strategy
 from orchestra.strategies.life_cycle import hand_over, resume
-from orchestra.strategies.phased import (
-    Phased,
-    SwitchState,
-    current_roles,
-    current_traits,
-    under_way,
-)
-from orchestra.strategies.switch_rules import LossStable, Rule
-from orchestra.strategies.traits import Dealing, Partition, Traits, WorkMode
+from orchestra.strategies.phased import Phased, PhasedMember
+from orchestra.strategies.switch_rules import LossStable, Rule, RuleState
+from orchestra.strategies.traits import Dealing, Pace, Partition, Traits, WorkMode
 
 if TYPE_CHECKING:
+    from orchestra.exchange import CommonStep
     from orchestra.parameter_server.messages import Pause
-    from orchestra.schedules.work_queue import WorkSource
-    from orchestra.worker.worker import Worker
+    from orchestra.schedules.work_queue import Report, WorkQueue
+    from orchestra.strategies.member import Member
+    from orchestra.worker.worker import QueueOf, Step, Worker
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,8 +57,8 @@ class Switch(Phased):
          "for slow links, where local steps from the start lose accuracy (post-local SGD)"),
     )  # fmt: skip
 
-    first: Strategy[Any] = setting(REQUIRED, "the strategy of the first phase")
-    then: Strategy[Any] = setting(REQUIRED, "the strategy of the second phase")
+    first: Strategy = setting(REQUIRED, "the strategy of the first phase")
+    then: Strategy = setting(REQUIRED, "the strategy of the second phase")
     _: KW_ONLY
     when: Rule = setting(LossStable(), "the rule that ends the first phase")
     learning_rate: Literal["kept", "divided", "multiplied"] = setting(
@@ -91,7 +87,7 @@ class Switch(Phased):
             )
 
     @property
-    def phases(self) -> tuple[Strategy[Any], ...]:
+    def phases(self) -> tuple[Strategy, ...]:
         return self.first, self.then
 
     def traits(self, work: WorkMode = "shared") -> Traits:
@@ -99,14 +95,14 @@ class Switch(Phased):
         reads_values = rule.reads_loss or rule.reads_gradients or of_phases.reads_values
         return replace(
             of_phases,
-            depends_on_speed=self._announced or of_phases.depends_on_speed,
+            depends_on_speed=self.is_announced or of_phases.depends_on_speed,
             optimizer=self.then.traits().optimizer,
             reads_loss=rule.reads_loss or of_phases.reads_loss,
             reads_values=reads_values,
         )
 
     @property
-    def _announced(self) -> bool:
+    def is_announced(self) -> bool:
         """True if workers report, and one announces the change; elsewhere all decide alike."""
         alike = self.first.traits().lockstep and not self.when.compares_workers
         return not alike and not self.when.counts
@@ -138,205 +134,315 @@ class Switch(Phased):
                 f"optimizer's moments, so they cannot be {self.moments}: set moments='reset'"
             )
 
-    def work(self, state: SwitchState) -> WorkSource | None:
-        return self.phase(state).work(state.inner)
+    def join(self, worker: Worker) -> SwitchMember:
+        member = SwitchMember(self, worker, self.when.begin())
+        member.before = worker.measures.switched_at_step or 0
+        member.begin_first(lambda: self.first.join(worker))
+        return member
 
-    def start(self, worker: Worker) -> SwitchState:
-        before = worker.measures.switched_at_step or 0
-        state = SwitchState(self.when, self.nesting, self.when.begin(), before=before)
-        self._begin_first(worker, state, lambda: self.first.start(worker))
-        return state
-
-    def resume(self, worker: Worker, saved: Mapping[str, Any]) -> SwitchState:
-        """Resume in the phase that the checkpoint was taken in."""
-        state = SwitchState(self.when, self.nesting, self.when.begin())
-        exchange.require_fit(worker, state, saved)
-        state.steps, state.before = saved["steps"], saved.get("before", 0)
-        optimizers.restore(state.rule, saved["rule"])
+    def resume(self, worker: Worker, saved: Mapping[str, Any]) -> SwitchMember:
+        """Join in the phase that the checkpoint was taken in."""
+        member = SwitchMember(self, worker, self.when.begin())
+        exchange.require_fit(worker, member, saved)
+        member.steps, member.before = saved["steps"], saved.get("before", 0)
+        optimizers.restore(member.rule, saved["rule"])
         if saved["switched"]:
-            state.queue_of = worker.queue_of
-            self._begin_second(worker, state)
-            state.inner = resume(self.then, worker, saved["inner"])
+            member.queue_of = worker.queue_of
+            member.begin_second(lambda: resume(self.then, worker, saved["inner"]))
         else:
-            state.begun, state.fired = saved["begun"], saved["fired"]
-            self._begin_first(worker, state, lambda: resume(self.first, worker, saved["inner"]))
-        return state
-
-    def _begin_first(self, worker: Worker, state: SwitchState, start: Callable[[], Any]) -> None:
-        """Watch the steps, and be there where a phase inside the first one, or its queue, ends."""
-        state.queue_of = worker.queue_of
-        if worker.own_loop:  # whose epochs have ends of their own
-            worker.queue_of = None
-        elif worker.queue_of is not None:
-            worker.queue_of = state.make_queue
-        state.inner = start()
-        if isinstance(self.first, Switch):
-            worker.before_phase.append(functools.partial(self._share_count, worker, state))
-        self._watch(worker, state)
-
-    def _begin_second(self, worker: Worker, state: SwitchState) -> None:
-        first, roles = len(worker.workers), self.then.roles(worker.budget_ranks)
-        worker.begin_phase(roles.workers)
-        worker.queue_of = state.queue_of
-        if self.learning_rate == "divided":
-            worker.rate_scale /= len(roles.workers)
-        elif self.learning_rate == "multiplied":
-            worker.rate_scale *= first
-        state.switched = True
-
-    def _takes(self, worker: Worker, state: SwitchState) -> bool:
-        """Return whether workers take batches from a queue in the phase under way."""
-        return current_traits(self, worker, state).dealing is Dealing.QUEUE
-
-    def end_phase(self, worker: Worker, state: SwitchState, level: int) -> None:
-        """Switch, or let a switch inside the phase under way do so."""
-        if not state.switched and level == self.nesting:
-            self._switch(worker, state)
-            return
-        before = under_way(self, state)
-        inner = self.phase(state)
-        assert isinstance(inner, Phased)
-        inner.end_phase(worker, state.inner, level)
-        self._follow(worker, state, before)
-
-    def _share_count(self, worker: Worker, state: SwitchState) -> None:
-        """Collective over all ranks, where a phase inside the first one ends after a step.
-
-        Its workers have counted their steps, and observe this one. Other ranks have not, but may
-        have to in the phase that begins. Of batches from a queue all know the number.
-        """
-        if state.switched or self._takes(worker, state):
-            return
-        workers = worker.workers.ranks
-        if worker.rank in workers and not self.when.counts:
-            state.fired = state.is_over(worker, square=0.0)
-            if state.leaving is not None:
-                state.leaving.settle()
-        counted = (state.steps, state.fired, optimizers.capture(state.rule))
-        there = next(rank for rank in worker.everyone.ranks if rank in workers)
-        state.steps, state.fired, rule = exchange.agree_on_data(worker, counted, there)
-        optimizers.restore(state.rule, rule)
-
-    def _follow(self, worker: Worker, state: SwitchState, before: Strategy[Any]) -> None:
-        """Where the first phase has gone on from the phase `before` inside it, go on from there."""
-        if state.switched or under_way(self, state) is before:
-            return
-        state.end_watch()
-        if before.traits(worker.work).dealing is Dealing.QUEUE:
-            state.count_rounds(worker.step.consumed)
-        if not self._takes(worker, state):
-            state.begun = None
-        if state.fired:
-            self._switch(worker, state)
-        else:
-            self._watch(worker, state)
-
-    def _watch(self, worker: Worker, state: SwitchState) -> None:
-        """Begin to report, where workers do not decide alike."""
-        if self._takes(worker, state):
-            state.seconds = exchange.own_seconds(worker)
-            return
-        if not self.first.traits().lockstep and worker.rank == worker.workers.ranks[0]:
-            worker.reporter.expendable(False)  # it announces the step to leave after
-        if self._announced and worker.rank in worker.workers.ranks:
-            state.leaving = exchange.CommonStep(
-                worker, steps=state.steps, level=self.nesting + 1, observe=state.observe
-            )
-            state.seconds = exchange.own_seconds(worker)
-            worker.gradients.measures_square = self.when.reads_gradients
+            member.begun, member.fired = saved["begun"], saved["fired"]
+            member.begin_first(lambda: resume(self.first, worker, saved["inner"]))
+        return member
 
     @property
     def nesting(self) -> int:
         """How many switches may be waiting inside the phases of this one."""
         return max((p.nesting + 1 for p in self.phases if isinstance(p, Switch)), default=0)
 
-    def update(self, worker: Worker, state: SwitchState) -> None:
-        """Update as the phase under way does; then, in the first, see whether it is over."""
-        if state.switched:
-            self.then.update(worker, state.inner)
+
+@dataclass(eq=False)
+class SwitchMember(PhasedMember[Switch]):
+    """One rank's end of the phase under way, and what watches it.
+
+    Where the workers take batches from a queue in place of steps, `rule` and `steps` are those of
+    the sample number `begun`, at which that began. On the rank that holds the queue a rule that
+    observes goes on meanwhile, and has `fired` where the queue is to end. `queue` is a copy of it;
+    `queue_of` makes queues that end with the budget alone. `leaving` finds the step to switch at
+    where workers do not decide alike; `seconds` are this worker's own up to its last report.
+    """
+
+    rule: RuleState  # what `when` remembers
+    switched: bool = False
+    steps: int = 0  # that `rule` has observed
+    before: int = 0  # steps of another switch's first phase, if this one is in its second
+    begun: int | None = None
+    fired: bool = False
+    queue: WorkQueue | None = field(default=None, metadata=optimizers.TRANSIENT)
+    seconds: float = field(default=0.0, metadata=optimizers.TRANSIENT)
+    leaving: CommonStep | None = field(default=None, metadata=optimizers.TRANSIENT)
+    queue_of: QueueOf | None = field(default=None, metadata=optimizers.TRANSIENT)
+
+    @property
+    def traits(self) -> Traits:
+        """The traits of the phase under way; until the switch free workers count steps alike."""
+        traits = self.inner.traits
+        if not self.switched and traits.pace is Pace.FREE and traits.dealing is Dealing.PLAN:
+            return replace(traits, pace=Pace.ROUNDS)
+        return traits
+
+    def begin_first(self, join: Callable[[], Member[Any]]) -> None:
+        """Watch the steps, and be there where a phase inside the first one, or its queue, ends."""
+        worker, strategy = self.worker, self.strategy
+        self.queue_of = worker.queue_of
+        if worker.own_loop:  # whose epochs have ends of their own
+            worker.queue_of = None
+        elif worker.queue_of is not None:
+            worker.queue_of = self._make_queue
+        self.inner = join()
+        if isinstance(strategy.first, Switch):
+            worker.before_phase.append(self._share_count)
+        self._watch()
+
+    def begin_second(self, join: Callable[[], Member[Any]]) -> None:
+        """Begin the second phase; `join` makes its member."""
+        worker, strategy = self.worker, self.strategy
+        first, roles = len(worker.workers), strategy.then.roles(worker.budget_ranks)
+        worker.begin_phase(roles.workers)
+        worker.queue_of = self.queue_of
+        if strategy.learning_rate == "divided":
+            worker.rate_scale /= len(roles.workers)
+        elif strategy.learning_rate == "multiplied":
+            worker.rate_scale *= first
+        self.switched = True
+        self.inner = join()
+
+    def _takes(self) -> bool:
+        """Return whether workers take batches from a queue in the phase under way."""
+        return self.traits.dealing is Dealing.QUEUE
+
+    def end_phase(self, level: int) -> None:
+        """Switch, or let a switch inside the phase under way do so."""
+        strategy = self.strategy
+        if not self.switched and level == strategy.nesting:
+            self._switch()
             return
-        if self._takes(worker, state):
-            if self._announced:
-                worker.step.report = state.report(worker)
-            self.first.update(worker, state.inner)
+        before = self.innermost
+        assert isinstance(self.inner, PhasedMember)
+        self.inner.end_phase(level)
+        self._follow(before)
+
+    def _share_count(self) -> None:
+        """Collective over all ranks, where a phase inside the first one ends after a step.
+
+        Its workers have counted their steps, and observe this one. Other ranks have not, but may
+        have to in the phase that begins. Of batches from a queue all know the number.
+        """
+        worker, strategy = self.worker, self.strategy
+        if self.switched or self._takes():
+            return
+        workers = worker.workers.ranks
+        if worker.rank in workers and not strategy.when.counts:
+            self.fired = self._is_over(square=0.0)
+            if self.leaving is not None:
+                self.leaving.settle()
+        counted = (self.steps, self.fired, optimizers.capture(self.rule))
+        there = next(rank for rank in worker.everyone.ranks if rank in workers)
+        self.steps, self.fired, rule = exchange.agree_on_data(worker, counted, there)
+        optimizers.restore(self.rule, rule)
+
+    def _follow(self, before: Member[Any]) -> None:
+        """Where the first phase has gone on from the phase `before` inside it, go on from there."""
+        worker = self.worker
+        if self.switched or self.innermost is before:
+            return
+        self._end_watch()
+        if before.traits.dealing is Dealing.QUEUE:
+            self._count_rounds(worker.step.consumed)
+        if not self._takes():
+            self.begun = None
+        if self.fired:
+            self._switch()
+        else:
+            self._watch()
+
+    def _watch(self) -> None:
+        """Begin to report, where workers do not decide alike."""
+        worker, strategy = self.worker, self.strategy
+        if self._takes():
+            self.seconds = exchange.own_seconds(worker)
+            return
+        if not strategy.first.traits().lockstep and worker.rank == worker.workers.ranks[0]:
+            worker.reporter.expendable(False)  # it announces the step to leave after
+        if strategy.is_announced and worker.rank in worker.workers.ranks:
+            self.leaving = exchange.CommonStep(
+                worker, steps=self.steps, level=strategy.nesting + 1, observe=self._observe
+            )
+            self.seconds = exchange.own_seconds(worker)
+            worker.gradients.measures_square = strategy.when.reads_gradients
+
+    def update(self) -> None:
+        """Update as the phase under way does; then, in the first, see whether it is over."""
+        worker, strategy = self.worker, self.strategy
+        if self.switched:
+            self.inner.update()
+            return
+        if self._takes():
+            if strategy.is_announced:
+                worker.step.report = self._report()
+            self.inner.update()
             return
         square = 0.0
-        if self.when.reads_gradients:  # before it may be clipped
+        if strategy.when.reads_gradients:  # before it may be clipped
             square = float(worker.gradients.current().double().square().sum())
-        state.steps += 1
+        self.steps += 1
         # Rules that count do so before a phase inside may begin, and with it a queue, by them.
-        if self.when.counts:
-            state.fired = state.observe(worker.step)
-        before = under_way(self, state)
-        self.first.update(worker, state.inner)
-        if under_way(self, state) is not before:
-            self._follow(worker, state, before)
+        if strategy.when.counts:
+            self.fired = self._observe(worker.step)
+        before = self.innermost
+        self.inner.update()
+        if self.innermost is not before:
+            self._follow(before)
             return
-        if not self.when.counts:
-            state.fired = state.is_over(worker, square)
-        if state.fired:
-            self._switch(worker, state)
+        if not strategy.when.counts:
+            self.fired = self._is_over(square)
+        if self.fired:
+            self._switch()
 
-    def _switch(self, worker: Worker, state: SwitchState) -> None:
+    def _switch(self) -> None:
         """Come to rest, agree on parameters, hand over moments, and start the second phase."""
+        worker, strategy = self.worker, self.strategy
         position = max(worker.step.consumed, worker.step.planned)
-        before = under_way(self, state)
+        before = self.innermost
         if worker.rank in worker.workers.ranks:
-            self.first.quiesce(worker, state.inner, CHANGED - self.nesting)
-        hand_over(self.first, worker, state.inner, self.moments)
-        self._leave_together(worker, state, position)
-        worker.measures.switched_at_step = state.before + state.steps
+            self.inner.quiesce(CHANGED - strategy.nesting)
+        hand_over(self.inner, strategy.moments)
+        self._leave_together(position)
+        worker.measures.switched_at_step = self.before + self.steps
         worker.measures.switched_at_sample = worker.step.consumed
-        self._begin_second(worker, state)
         # Buffers of this step are offered once it is over, unless workers step together.
-        worker.snapshots.skip(worker.step.consumed, buffers=before.traits().lockstep)
-        state.inner = self.then.start(worker)
+        worker.snapshots.skip(worker.step.consumed, buffers=before.strategy.traits().lockstep)
+        self.begin_second(lambda: strategy.then.join(worker))
         worker.inherited = {}
 
-    def _leave_together(self, worker: Worker, state: SwitchState, position: int) -> None:
+    def _leave_together(self, position: int) -> None:
         """End the watch; agree on what workers at their own pace, or servers, cannot count."""
-        if state.leaving is not None:
-            state.end_watch()
+        worker, strategy = self.worker, self.strategy
+        if self.leaving is not None:
+            self._end_watch()
             worker.gradients.measures_square = False
-        roles = current_roles(self.first, worker, state.inner)
+        roles = self.inner.roles
         there = next(rank for rank in worker.everyone.ranks if rank in roles.workers)
-        if self.first.traits().lockstep:  # a server may still wait for one who is to leave
-            own = state.steps if worker.rank == there else 0
-            state.steps = exchange.wait_for_everyone(worker, own)
+        if strategy.first.traits().lockstep:  # a server may still wait for one who is to leave
+            own = self.steps if worker.rank == there else 0
+            self.steps = exchange.wait_for_everyone(worker, own)
             return
-        if self._takes(worker, state):
-            state.count_rounds(position)
-        known = [position, state.steps]
-        worker.step.consumed, state.steps = exchange.agree_on_data(worker, known, there)
+        if self._takes():
+            self._count_rounds(position)
+        known = [position, self.steps]
+        worker.step.consumed, self.steps = exchange.agree_on_data(worker, known, there)
 
-    def serve(self, worker: Worker, state: SwitchState) -> Pause | None:
+    def serve(self) -> Pause | None:
         """Serve as the phase under way does; where its workers switch, switch with them."""
-        before, switched = under_way(self, state), state.switched
-        paused = self.phase(state).serve(worker, state.inner)
+        strategy = self.strategy
+        before, switched = self.innermost, self.switched
+        paused = self.inner.serve()
         if switched or paused is None:
             return paused
-        if paused.step == CHANGED - self.nesting:
-            self._switch(worker, state)
+        if paused.step == CHANGED - strategy.nesting:
+            self._switch()
         else:
-            self._follow(worker, state, before)
+            self._follow(before)
         return paused
 
-    def quiesce(self, worker: Worker, state: SwitchState, step: int) -> bool:
+    def quiesce(self, step: int) -> bool:
         """Come to rest as the phase under way does, with all reports in the rule's state."""
-        complete: bool = super().quiesce(worker, state, step)
-        if complete and state.leaving is not None:
-            state.leaving.settle()
+        complete = self.inner.quiesce(step)
+        if complete and self.leaving is not None:
+            self.leaving.settle()
         return complete
 
-    def stop(self, worker: Worker, state: SwitchState) -> None:
-        self.phase(state).stop(worker, state.inner)
-        state.end_watch()
+    def stop(self) -> None:
+        self.inner.stop()
+        self._end_watch()
 
-    def phase(self, state: SwitchState) -> Strategy[Any]:
-        return self.then if state.switched else self.first
+    def _end_watch(self) -> None:
+        """Collective over the workers, where they report: report no more."""
+        if self.leaving is not None:
+            self.leaving.close()
+            self.leaving = None
+
+    def _observe(self, step: Step) -> bool:
+        """Let the rule take note of `step`; True to switch now."""
+        strategy = self.strategy
+        return strategy.when.observe(self.rule, step)
+
+    def _report(self) -> tuple[float, ...]:
+        """Return the fields of a `Report` of the step, from its loss on."""
+        worker = self.worker
+        step, before = worker.step, self.seconds
+        self.seconds = exchange.own_seconds(worker)
+        rate = step.rates[0] if step.rates else 0.0
+        return (step.loss, self.seconds - before, rate, step.epoch, step.fraction)
+
+    def _is_over(self, square: float) -> bool:
+        """Return after a step whether all are to switch; `square` is |g|^2 of the average."""
+        worker = self.worker
+        if self.leaving is None:
+            return self._observe(worker.step)
+        values = (*self._report(), worker.gradients.square, square)
+        self.leaving.report(self.steps, worker.step.samples, *values)
+        return self.leaving.reached(self.steps, wish=False)
+
+    def _make_queue(self, start: int, shares: tuple[float, ...]) -> WorkQueue:
+        """Make a queue of the first phase, or of one inside it that begins at sample `start`."""
+        strategy = self.strategy
+        assert self.queue_of is not None
+        queue = self.queue_of(start, shares)
+        assert queue is not None
+        self._count_rounds(start)
+        if self.begun is None:
+            self.begun = start
+        self.queue = queue
+        if strategy.when.counts:
+            queue.end_at(self._end(queue, self.begun), strategy.nesting)
+            return queue
+
+        def observe(reports: Sequence[Report], seconds: tuple[float, ...]) -> None:
+            """Called on the rank that holds the queue, when all batches of a round are done."""
+            if not self.fired and self._observe(exchange.step_of_round(reports, seconds)):
+                self.fired = True
+                queue.end(strategy.nesting)
+
+        queue.watch(observe)
+        if self.fired:
+            queue.end(strategy.nesting)
+        return queue
+
+    def _end(self, queue: WorkQueue, position: int) -> int:
+        """Find the sample before which a phase ends by a rule that counts, from `position` on."""
+        strategy = self.strategy
+        assert queue.budget is not None
+        # On a copy: the rule itself observes the rounds once they are done (`count_rounds`).
+        rule, over = copy.deepcopy(self.rule), False
+        while position < queue.budget and not over:
+            position = min(position + queue.round, queue.budget)
+            over = strategy.when.observe(rule, exchange.counted(position, queue.budget))
+        return position
+
+    def _count_rounds(self, position: int) -> None:
+        """Count the rounds of a queue that has ended at `position`, and go on from there."""
+        strategy = self.strategy
+        if self.begun is None or self.queue is None:
+            return
+        while self.begun < position:
+            self.begun = min(self.begun + self.queue.round, position)
+            self.steps += 1
+            if strategy.when.counts:
+                self._observe(exchange.counted(self.begun, self.queue.budget))
+        self.fired = False
 
 
-def phases(strategy: Strategy[Any]) -> list[Strategy[Any]]:
+def phases(strategy: Strategy) -> list[Strategy]:
     """Return the phases of a switch, also of switches in it, in order; else `strategy` itself."""
     if not isinstance(strategy, Switch):
         return [strategy]

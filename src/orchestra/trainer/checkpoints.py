@@ -29,6 +29,7 @@ from orchestra.optimizers.state import capture, random_state, restore, restore_r
 from orchestra.settings.base import Mismatch
 from orchestra.strategies import life_cycle
 from orchestra.strategies.base import Strategy
+from orchestra.strategies.member import Member
 from orchestra.transports.protocol import Transport, send_unless_lost
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
@@ -256,32 +257,32 @@ class CollectiveCheckpoints:
         return whole
 
 
-def rank_state(worker: Worker, state: Any, parameters: Any) -> dict[str, Any]:
-    """Return the state from which a rank can go on; `resume` puts it back, but for `parameters`.
-    `state` is that of the strategy."""
+def rank_state(member: Member[Any], parameters: Any) -> dict[str, Any]:
+    """Return the state from which a rank can go on; `resume` puts it back, but for `parameters`."""
+    worker = member.worker
     return {
         "parameters": parameters,
         "buffers": dict(worker.buffers),
-        "strategy": state,
+        "strategy": member,
         "rate_scale": worker.rate_scale,
         "rates": worker.step.rates,
         "random": random_state(),
     }
 
 
-def resume(worker: Worker, strategy: Strategy[Any], saved: Mapping[str, Any]) -> Any:
-    """Collective: put back a `rank_state`, but for the parameters; return the strategy's state."""
+def resume(worker: Worker, strategy: Strategy, saved: Mapping[str, Any]) -> Member[Any]:
+    """Collective: put back a `rank_state`, but for the parameters; return the member."""
     for name, buffer in worker.buffers:
         if name in saved["buffers"]:
             restore(buffer, saved["buffers"][name])
     # An average that is still on its way is applied at the rates of the last step, and a run that
     # resumes at the end of its budget has no step any more.
     worker.step.rates = tuple(saved.get("rates", ()))
-    state = life_cycle.resume(strategy, worker, saved["strategy"])
+    member = life_cycle.resume(strategy, worker, saved["strategy"])
     # After `resume`, as a strategy that starts a phase may scale the rates, too.
     worker.rate_scale = saved["rate_scale"]
     restore_random_state(saved["random"])
-    return state
+    return member
 
 
 # Files, and plain data with tensors in it

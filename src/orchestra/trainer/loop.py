@@ -14,7 +14,8 @@ from orchestra.exchange import CommonStep
 from orchestra.schedules.work_queue import Kind, WorkItem, WorkQueue, WorkSource
 from orchestra.settings.base import setting
 from orchestra.strategies.base import CHANGED, Strategy
-from orchestra.strategies.phased import Phased, current_roles, current_traits
+from orchestra.strategies.member import Member
+from orchestra.strategies.phased import PhasedMember
 from orchestra.strategies.traits import Pace
 from orchestra.trainer.balancing import Balancer
 from orchestra.trainer.recorder import Recorder
@@ -58,8 +59,8 @@ class Loop(ABC):
     """Steps on a worker, serving on a rank without data, until the budget is used up."""
 
     worker: Worker
-    strategy: Strategy[Any]
-    state: Any  # the strategy's
+    strategy: Strategy
+    member: Member[Any]  # this rank's end of it
     training: Training
     epoch_samples: int
     budget: int  # samples of the whole run
@@ -81,10 +82,10 @@ class Loop(ABC):
 
     def _begin_phase(self) -> None:
         """Deal out what is left of the data to those who have roles now."""
-        strategy, rank = self.strategy, self.worker.rank
+        member, rank = self.member, self.worker.rank
         self._phase, self._base_rates = self.worker.phase, self.worker.optimizer.base_rates
-        self._roles = roles = current_roles(strategy, self.worker, self.state)
-        self._traits = current_traits(strategy, self.worker, self.state)
+        self._roles = roles = member.roles
+        self._traits = member.traits
         together = self._traits.has_barriers
         # Elsewhere nobody waits for slow workers, and larger batches would weigh too little in
         # updates that are made one by one.
@@ -97,7 +98,7 @@ class Loop(ABC):
         own = self.training.sharding is not None
         self._feed = Feed(self._samples(plan.shares), plan, roles.part(rank), own)
         self._works = rank in roles.workers
-        self._queue = strategy.work(self.state)
+        self._queue = member.work
 
     def _train_to_end(self) -> None:
         """Train to the end of the budget, or to the step at which the user's stop is agreed."""
@@ -149,7 +150,7 @@ class Loop(ABC):
 
     def _serve(self) -> bool:
         self.worker.reporter.phase("serving")
-        paused = self.strategy.serve(self.worker, self.state)
+        paused = self.member.serve()
         self.position.consumed = self.worker.step.consumed
         self.worker.reporter.phase("training")
         if paused is not None and paused.step > CHANGED and paused.complete:
@@ -174,8 +175,8 @@ class Loop(ABC):
         worker.step.consumed = position.consumed = item.start
         if item.kind is Kind.END:
             if item.start < self.budget:
-                assert isinstance(self.strategy, Phased)
-                self.strategy.end_phase(worker, self.state, item.level)
+                assert isinstance(self.member, PhasedMember)
+                self.member.end_phase(item.level)
             return item.start < self.budget
         self.stopped = item.kind is Kind.STOP
         self._checkpoint_together()
@@ -215,7 +216,7 @@ class Loop(ABC):
 
     def _train(self, batch: Any, step: Step, *, done: int) -> None:
         """Do a step on `batch`, after `done` samples of the whole cluster."""
-        worker, strategy, state = self.worker, self.strategy, self.state
+        worker, member = self.worker, self.member
         lockstep = self._traits.lockstep
         factor = self.training.schedule.factor(done / self.budget)
         step.rates = tuple(rate * factor for rate in self._base_rates)
@@ -223,12 +224,12 @@ class Loop(ABC):
         step.fraction = step.planned / self.budget
         worker.begin_step(step)
         moved = to_device(batch, worker.layout.device) if step.samples else None
-        strategy.gradient(worker, state, moved)
+        member.gradient(moved)
         if lockstep:  # before the update, which may end the phase
             # The first worker's buffers are the model's, as under DistributedDataParallel.
             first = self._roles.part(worker.rank) == self._roles.workers[0]
             self._offer_buffers(1.0 if first else 0.0)
-        strategy.update(worker, state)
+        member.update()
         if not lockstep:
             self._offer_buffers(float(self.recorder.totals.samples + step.samples))
         position = self.position
@@ -254,7 +255,7 @@ class Loop(ABC):
 
     def _checkpoint_together(self) -> None:
         """Take a checkpoint with nothing in flight, unless some workers have left."""
-        if self.strategy.quiesce(self.worker, self.state, self.position.steps):
+        if self.member.quiesce(self.position.steps):
             self._take_checkpoint()
 
     def _all_stop(self) -> bool:

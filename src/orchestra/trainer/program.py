@@ -26,7 +26,7 @@ from orchestra.records.report import LeaderReport, Point, RankReport
 from orchestra.settings.base import REQUIRED, Mismatch, from_plain, setting
 from orchestra.strategies.base import ModelPart, Roles, Strategy
 from orchestra.strategies.life_cycle import finish
-from orchestra.strategies.phased import current_roles, current_traits
+from orchestra.strategies.member import Member
 from orchestra.strategies.switch import phases
 from orchestra.strategies.traits import Partition
 from orchestra.tasks.task import Task, evaluate, load_task
@@ -92,7 +92,7 @@ class Session(Loop):
         self,
         runtime: Runtime,
         run: Run,
-        strategy: Strategy[Any],
+        strategy: Strategy,
         folder: Path,
         repeats: Order | None = None,
     ) -> None:
@@ -120,7 +120,7 @@ class Session(Loop):
         self.held: ModelPart | Share | None = None  # of the model; None: all of it
         self._begin_anew()
         self._passed("task")
-        self.state = self._start()
+        self.member = self._start()
         self._passed("group")
         self.scalars: Scalars | None = None
         if training.tensorboard:
@@ -181,17 +181,17 @@ class Session(Loop):
         self._train_to_end()
         self.trace.close()
         reporter.phase("leaving")
-        finish(strategy, worker, self.state)
+        finish(self.member)
         self._stop_looking()
-        if not current_traits(strategy, worker, self.state).lockstep:
-            leader = current_roles(strategy, worker, self.state).leader
+        if not self.member.traits.lockstep:
+            leader = self.member.roles.leader
             curve.agree_on_buffers(worker, self.totals.samples, leader)
         self.recorder.pause()
 
     def finish(self) -> RankReport:
         """Evaluate on the leader, write the parameters, and report."""
-        worker, roles = self.worker, current_roles(self.strategy, self.worker, self.state)
-        lockstep = current_traits(self.strategy, worker, self.state).lockstep
+        worker, roles = self.worker, self.member.roles
+        lockstep = self.member.traits.lockstep
         tolerant = roles.replicas > 0 or not lockstep
         self._add_final_parts()
         report = self._report(roles)
@@ -250,7 +250,7 @@ class Session(Loop):
         """Return the final model, on the leader."""
         if not self.in_parts:
             return self.worker.module
-        self.state = None  # the optimizer makes room
+        del self.member  # the optimizer makes room
         with undisturbed():
             # No rank has the whole model: it is made again by the seed, and filled.
             self.runtime.seed(self.run.seed)
@@ -375,8 +375,8 @@ class Session(Loop):
 
     # Checkpoints
 
-    def _start(self) -> Any:
-        """Start the strategy, from the newest checkpoint that fits if there is one."""
+    def _start(self) -> Member[Any]:
+        """Join, from the newest checkpoint that fits if there is one."""
         leader, below = self.roles.leader, None
         while self.shared is None:
             saved = self.checkpoints.newest(leader, self._read_saved, below)
@@ -384,7 +384,7 @@ class Session(Loop):
                 break
             below = self.checkpoints.index
             try:
-                state = self._resume(saved)
+                member = self._resume(saved)
             except Mismatch as mismatch:  # on every rank
                 if str(mismatch):
                     self.checkpoints.refuse(below, mismatch)
@@ -399,8 +399,8 @@ class Session(Loop):
                 self.runtime.reporter.notice(
                     f"resumed from checkpoint {below}, step {self.position.steps}"
                 )
-            return state
-        return self.strategy.start(self.worker)
+            return member
+        return self.strategy.join(self.worker)
 
     def _read_saved(self, saved: Any) -> Saved:
         """Return a checkpoint's state of this rank; raise an exception if it does not fit the run.
@@ -422,8 +422,8 @@ class Session(Loop):
             restore_random_state(found.random)
         return found
 
-    def _resume(self, saved: Saved) -> Any:
-        """Collective: go on from this rank's state in a checkpoint; return the strategy's."""
+    def _resume(self, saved: Saved) -> Member[Any]:
+        """Collective: go on from this rank's state in a checkpoint; return the member."""
         worker = self.worker
         restore(worker.parameters, saved.parameters)
         self.position, self.totals, worker.measures = saved.position, saved.totals, saved.measures
@@ -432,20 +432,20 @@ class Session(Loop):
         if self.balancer is not None and saved.balance is not None:
             self.balancer.state = saved.balance
         worker.step.consumed = saved.position.consumed
-        self.state = checkpoints.resume(worker, self.strategy, vars(saved))
+        self.member = checkpoints.resume(worker, self.strategy, vars(saved))
         self.order.first_step, self.shares = saved.position.steps, saved.shares
-        return self.state
+        return self.member
 
     def _write_checkpoint(self) -> None:
         if self.shared is None:
             # A run of shapes has nothing to write.
-            leader = current_roles(self.strategy, self.worker, self.state).leader
+            leader = self.member.roles.leader
             self.checkpoints.take(self.checkpoint_state(), leader)
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Return the state from which a run resumes, without its settings."""
         worker = self.worker
-        return checkpoints.rank_state(worker, self.state, worker.parameters) | {
+        return checkpoints.rank_state(self.member, worker.parameters) | {
             "position": self.position,
             "totals": self.totals,
             "measures": worker.measures,

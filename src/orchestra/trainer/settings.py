@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, Literal, Self, TypeAlias
+from typing import Literal, Self, TypeAlias
 
 from orchestra.data import Sharding
 from orchestra.errors import InputError
@@ -263,7 +263,7 @@ class Run(Settings):
 
     name: str = setting(REQUIRED, "the strategy's label in the experiment")
     task: str = setting(REQUIRED, "notation of the task")
-    strategy: Strategy[Any] = setting(REQUIRED, "when and what the ranks exchange")
+    strategy: Strategy = setting(REQUIRED, "when and what the ranks exchange")
     seed: int = setting(0, "of parameters, shuffling and dropout", low=0, high=MAX_SEED)
     training: Training = setting(Training(), "everything else")
     judged_on: Literal["test", "validation"] = setting(

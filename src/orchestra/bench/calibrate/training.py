@@ -9,7 +9,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -225,7 +224,7 @@ class _Meter:
         clock = time.thread_time if threads == 1 else time.perf_counter
         # The step of one rank of several, which collects its gradient; with more threads that of
         # one process, which does not
-        strategy: Strategy[Any] = AllReduce() if threads == 1 else Single()
+        strategy: Strategy = AllReduce() if threads == 1 else Single()
         most, began = self.budget.share(), time.perf_counter()
         each = self._each.get((threads, size))
         if each is None:
@@ -247,7 +246,7 @@ class _Meter:
         return times
 
     def _train(
-        self, strategy: Strategy[Any], size: int, steps: int, profile: Profile
+        self, strategy: Strategy, size: int, steps: int, profile: Profile
     ) -> dict[str, list[float]]:
         order = self._order
         training = Training(

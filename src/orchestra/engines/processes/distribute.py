@@ -53,7 +53,7 @@ def distribute(
     model: Model,
     optimizer: Optimizer,
     batches: DataLoader[Any] | Iterable[Any] | Batches,
-    strategy: Strategy[Any] | str,
+    strategy: Strategy | str,
     *,
     accumulation: int = 1,
     seed: int = 0,
@@ -282,7 +282,7 @@ class _Process:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         batches: Any,
-        strategy: Strategy[Any],
+        strategy: Strategy,
         **settings: Any,
     ) -> OwnLoop:
         """Collective: end the loops that are over once `model` is distributed; begin one, with the

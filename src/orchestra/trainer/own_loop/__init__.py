@@ -222,7 +222,7 @@ class OwnLoop:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         loader: Loader | Batches,
-        strategy: Strategy[Any],
+        strategy: Strategy,
         *,
         accumulation: int = 1,
         seed: int = 0,
@@ -332,7 +332,7 @@ class OwnLoop:
             yield grad is not before or (grad is not None and grad._version != version)
 
     def _reduce(self) -> None:
-        self.strategy.reduce(self.worker, self.batches.state)
+        self.batches.member.exchange()
         if not self._gradients.alike:
             raise self.batches.ledger.refusal(self.batches.steps)
 
@@ -507,7 +507,7 @@ class OwnLoop:
             before = [options for _, options in worker.optimizer.groups]
             worker.step.options = changed_options(self.optimizer, before)
         try:
-            self.strategy.update(worker, batches.state)
+            batches.member.update()
         finally:
             # A strategy may scale rates for its update; the user's scheduler goes on from its own.
             set_rates(self.optimizer, rates)

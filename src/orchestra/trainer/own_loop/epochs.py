@@ -16,7 +16,6 @@ from orchestra.optimizers.state import random_state, restore_random_state, undis
 from orchestra.schedules.work_queue import Kind, WorkItem, WorkSource
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.life_cycle import agree
-from orchestra.strategies.phased import current_traits
 from orchestra.strategies.traits import Dealing, Pace
 from orchestra.trainer.own_loop.model import BackwardPasses, Count
 from orchestra.trainer.own_loop.rank import Command, OwnRank
@@ -41,7 +40,7 @@ class Epochs(OwnRank):
         runtime: Runtime,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        strategy: Strategy[Any],
+        strategy: Strategy,
         loader: loaders.Loader | Epochs,
         *,
         accumulation: int,
@@ -257,7 +256,7 @@ class Epochs(OwnRank):
         """Collective over the workers: begin a step, unless it has begun. Parameters may change."""
         if self.take_over() or not self.passes.entered:
             self.passes.entered = True
-            self.strategy.before_forward(self.worker, self.state)
+            self.member.begin()
 
     # Epochs
 
@@ -308,7 +307,7 @@ class Epochs(OwnRank):
 
     def rest(self, step: int) -> None:
         """Wait until nothing is in flight anywhere; servers learn why from `step`."""
-        self.strategy.quiesce(self.worker, self.state, step)
+        self.member.quiesce(step)
         self.passes.rest()
 
     def _take_part_in_agreement(self) -> None:
@@ -316,10 +315,10 @@ class Epochs(OwnRank):
         if self.is_worker() and self.source() is None and not self.worker.transport.lost():
             if not self.alike(self._turns & 0xFFFFFFFF):
                 raise InputError(loaders.UNLIKE)
-            pace = current_traits(self.strategy, self.worker, self.state).pace
+            pace = self.member.traits.pace
             if pace is not Pace.FREE and not self.alike(self.ledger.digest(self.worker.phase)):
                 raise self.ledger.refusal(self.steps)
-        agree(self.strategy, self.worker, self.state)
+        agree(self.member)
         if not self.ended:  # replicas that differ have averaged them; others take the first one's
             exchange.broadcast_buffers(self.worker, self.worker.everyone)
         self.left = False
@@ -375,7 +374,7 @@ class Epochs(OwnRank):
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers
         last = None
         while not self.is_worker():
-            paused = self.strategy.serve(self.worker, self.state)
+            paused = self.member.serve()
             if paused is None:
                 command = self.hear()
                 if command not in (Command.RESTART, Command.RESUME):

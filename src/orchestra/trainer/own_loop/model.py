@@ -61,12 +61,12 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, workers: int
                 )
 
 
-def may_serve(strategy: Strategy[Any], ranks: int) -> bool:
+def may_serve(strategy: Strategy, ranks: int) -> bool:
     """Return whether a rank has no data in some phase of `strategy`."""
     return any(len(phase.roles(ranks).workers) < ranks for phase in phases(strategy))
 
 
-def check_roles(strategy: Strategy[Any], ranks: int) -> None:
+def check_roles(strategy: Strategy, ranks: int) -> None:
     """Refuse another number of ranks, and one that serves first: it would not run the loop."""
     shares = len(strategy.roles(ranks).shares)
     if shares != ranks:

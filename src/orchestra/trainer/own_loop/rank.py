@@ -18,7 +18,6 @@ from orchestra.optimizers.state import capture, restore
 from orchestra.schedules.work_queue import WorkSource
 from orchestra.strategies.base import Roles, Strategy
 from orchestra.strategies.life_cycle import finish, restart
-from orchestra.strategies.phased import current_roles, current_traits
 from orchestra.trainer import checkpoints
 from orchestra.trainer.own_loop.model import LOADED, Hook, Ledger
 from orchestra.transports.protocol import send_unless_lost
@@ -50,7 +49,7 @@ class OwnRank:
         runtime: Runtime,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        strategy: Strategy[Any],
+        strategy: Strategy,
         queue_of: QueueOf | None,
         **options: Any,
     ) -> None:
@@ -72,7 +71,7 @@ class OwnRank:
                 parameter.data = from_dlpack(parameter.data)
         self._prepare_start()
         self._agree_on_moments()
-        self.state = strategy.start(self.worker)
+        self.member = strategy.join(self.worker)
         self._inherited = bool(self.worker.inherited)
         self._release_moments()
         self.worker.inherited = {}
@@ -123,7 +122,7 @@ class OwnRank:
     @property
     def roles(self) -> Roles:
         """The roles in the phase under way."""
-        return current_roles(self.strategy, self.worker, self.state)
+        return self.member.roles
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -137,14 +136,14 @@ class OwnRank:
     @property
     def synchronous(self) -> bool:
         """True if the workers step together now, on the average of their gradients."""
-        return current_traits(self.strategy, self.worker, self.state).lockstep
+        return self.member.traits.lockstep
 
     def source(self) -> WorkSource | None:
         """Return the queue from which workers take batches now, or None where these are dealt out.
 
         Workers that take batches from a queue have unlike numbers of them.
         """
-        return self.strategy.work(self.state)
+        return self.member.work
 
     def sum_over_workers(self, numbers: Tensor, tag: Tag = Tag.COUNT) -> Tensor:
         """Collective over the workers: return sums of their `numbers`, in float64 on the CPU."""
@@ -166,7 +165,7 @@ class OwnRank:
     @property
     def whole(self) -> bool:
         """True if the user's optimizer has the moments, on a worker."""
-        return self.strategy.kept(self.worker, self.state).optimizer is self.optimizer
+        return self.member.kept().optimizer is self.optimizer
 
     def _release_moments(self) -> None:
         """Let the user's optimizer make room for moments that lie elsewhere."""
@@ -255,7 +254,7 @@ class OwnRank:
     def _restart(self, moments: spec.Moments | None) -> None:
         """Collective: start anew, with `moments`, or those that there were."""
         worker = self.worker
-        before = self.strategy.kept(worker, self.state).parts
+        before = self.member.kept().parts
         consumed, groups = worker.step.consumed, spec.get_options(self.optimizer)
         put_back = worker.keep()
 
@@ -267,13 +266,13 @@ class OwnRank:
             self._set_options(options)
             worker.inherited = moments or {}
 
-        self.state = restart(self.strategy, worker, self.state, renew)
+        self.member = restart(self.member, renew)
         worker.inherited = {}
         if moments is not None:
             self._inherited = True
             self._release_moments()
             return
-        after = self.strategy.kept(worker, self.state).parts
+        after = self.member.kept().parts
         for old, new in zip(before, after, strict=True):
             restore(new.optimizer, capture(old.optimizer))
 
@@ -291,7 +290,7 @@ class OwnRank:
         """
         worker = self.worker
         parameters = worker.named_parameters() if self.is_worker() else {}
-        own = capture(checkpoints.rank_state(worker, self.state, parameters))
+        own = capture(checkpoints.rank_state(self.member, parameters))
         own |= {"moments": self._own_moments(), "order": order}
         if not self.is_worker():
             own["buffers"] = {}
@@ -316,7 +315,7 @@ class OwnRank:
         }
 
     def _own_moments(self) -> list[dict[str, Any]]:
-        parts = self.strategy.kept(self.worker, self.state).parts
+        parts = self.member.kept().parts
         return [each for part in parts for each in part.moments()]
 
     def _joined(self, ranks: Iterable[Sequence[Any]]) -> spec.Moments:
@@ -341,7 +340,7 @@ class OwnRank:
 
     def _resume(self, ranks: Mapping[str, Any], common: Any) -> None:
         worker = self.worker
-        finish(self.strategy, worker, self.state)
+        finish(self.member)
         exchange.wait_for_everyone(worker)
         own, (consumed, groups) = self._hand_out(lambda rank: [ranks[str(rank)], common])
         parameters = worker.named_parameters()
@@ -353,7 +352,7 @@ class OwnRank:
         self._restoring = True
         try:
             copied = map_tensors(own["strategy"], Tensor.clone)  # an optimizer goes on with them
-            self.state = checkpoints.resume(worker, self.strategy, own | {"strategy": copied})
+            self.member = checkpoints.resume(worker, self.strategy, own | {"strategy": copied})
         finally:
             self._restoring = False
         self._inherited = True
@@ -406,7 +405,7 @@ class OwnRank:
                 command = Command.HANDS_OVER
             self.tell(command)
         put_back = self.worker.keep() if self._loaded_model else None
-        finish(self.strategy, self.worker, self.state)
+        finish(self.member)
         if put_back is not None:
             put_back()
         return command if works else self.hear()
