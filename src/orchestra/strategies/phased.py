@@ -42,7 +42,7 @@ class PhasedMember(Member[P]):
     """A member that does what `inner`, the member of the phase under way, does."""
 
     # None until `join` has made it, because the inner `join` asks this member for a queue
-    inner: Member[Any] = field(init=False, default=None)  # type: ignore[assignment]
+    inner: Member[Any] = field(init=False, default=None)  # type: ignore[arg-type]
 
     def end_phase(self, level: int) -> None:
         """Begin the phase after the one that is over, the number `level` of nested ones.
