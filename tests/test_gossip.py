@@ -22,7 +22,7 @@ from tests.training import Trained, equal, train_threads
 
 from orchestra.errors import InputError
 from orchestra.settings import parse, write
-from orchestra.strategies.gossip import Gossip, GossipState
+from orchestra.strategies.gossip import DPSGDMember, Gossip
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.single import Single
 from orchestra.topologies import Complete, Exponential, RandomRegular, Ring, Star, Topology
@@ -98,9 +98,16 @@ class Stopped(Gossip):
 
     at: int = 1
 
-    def before_forward(self, worker: Worker, state: GossipState) -> None:
-        if state.step + 2 >= self.at + 3 * worker.rank:
-            ask_to_stop(worker)
+    def member(self, worker: Worker) -> StoppedMember:
+        return StoppedMember(self, worker, worker.local_optimizer())
+
+
+@dataclass(eq=False)
+class StoppedMember(DPSGDMember):
+    def begin(self) -> None:
+        assert isinstance(self.strategy, Stopped)
+        if self.step + 2 >= self.strategy.at + 3 * self.worker.rank:
+            ask_to_stop(self.worker)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])

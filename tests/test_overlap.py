@@ -17,7 +17,7 @@ from torch import nn
 
 from orchestra.engines.simulation.costs import FLOPS
 from orchestra.settings import parse
-from orchestra.strategies.gossip import Gossip, GossipState
+from orchestra.strategies.gossip import DPSGDMember, Gossip
 from orchestra.strategies.parameter_server import ParameterServer, ParameterServerState
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.single import Single
@@ -178,11 +178,17 @@ class HeldServer(OnTheWire, ParameterServer):
 
 
 @dataclass(frozen=True, repr=False)
-class HeldGossip(OnTheWire, Gossip):
-    def before_forward(self, worker: Worker, state: GossipState) -> None:
-        before = worker.transport.bytes_sent
-        super().before_forward(worker, state)
-        self.watch(worker, before)
+class HeldGossip(Gossip):
+    def member(self, worker: Worker) -> HeldGossipMember:
+        return HeldGossipMember(self, worker, worker.local_optimizer())
+
+
+@dataclass(eq=False)
+class HeldGossipMember(OnTheWire, DPSGDMember):
+    def begin(self) -> None:
+        before = self.worker.transport.bytes_sent
+        super().begin()
+        self.watch(self.worker, before)
 
 
 @pytest.mark.parametrize(

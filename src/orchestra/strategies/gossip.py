@@ -2,59 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from orchestra import exchange, optimizers
+from orchestra import exchange
 from orchestra.compression.base import Compressor, Encoder
 from orchestra.errors import InputError
+from orchestra.optimizers import TRANSIENT
 from orchestra.parameter_server.placement import place
 from orchestra.settings import setting
-from orchestra.strategies.base import Roles, torch
-from orchestra.strategies.stateful import ReplicaState, StatefulReplicas
+from orchestra.strategies.base import Replicas, Roles, torch
+from orchestra.strategies.member import ReplicaMember
 from orchestra.strategies.traits import Footprint
 from orchestra.topologies import Ring, Topology, connected, doubly_stochastic, sources_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
+    from orchestra.exchange import CompressionState, SliceCodec
     from orchestra.transports.protocol import Task, Transport
     from orchestra.worker.worker import Worker
 
 
-@dataclass
-class PublicCopies:
-    """CHOCO-SGD: what neighbours know of each other, all of it flat: shape [layout.size].
-
-    `own` is x^_i, what the others know of this worker's parameters; `mixed` is s_i = sum_j W_ij
-    x^_j, all that has to be known of the neighbours'. `compression`: what the compressor keeps.
-    """
-
-    own: Tensor
-    mixed: Tensor
-    compression: exchange.CompressionState
-
-    @staticmethod
-    def of(worker: Worker, compressor: Encoder) -> PublicCopies:
-        """Everyone knows the parameters that all begin with."""
-        kept = exchange.CompressionState.of(worker, compressor)
-        kept.residual = None  # x_i - x^_i takes its place
-        return PublicCopies(worker.parameters.clone(), worker.parameters.clone(), kept)
-
-
-@dataclass
-class GossipState(ReplicaState):
-    """`mixing` makes, in `mixed`, the parameters of the next step."""
-
-    step: int = 0  # steps done
-    copies: PublicCopies | None = None  # with compression
-    mixed: Tensor | None = field(default=None, metadata=optimizers.TRANSIENT)
-    mixing: Task[Tensor] | None = field(default=None, metadata=optimizers.TRANSIENT)
-
-
 @dataclass(frozen=True, repr=False)
-class Gossip(StatefulReplicas[GossipState]):
+class Gossip(Replicas):
     """Mix parameters with those of a few neighbours in each step.
 
     D-PSGD (Lian et al., NeurIPS 2017), Algorithm 1, on worker i:
@@ -122,80 +95,132 @@ class Gossip(StatefulReplicas[GossipState]):
         copies = float(arriving + 1) if self.compression is None else 3.0  # x^, s and a difference
         return replace(super()._memory(rank, ranks), copies=copies)
 
-    def allocate(self, worker: Worker, work: exchange.SharedWork | None) -> GossipState:
-        state = GossipState(worker.local_optimizer())
-        if self.compression is not None:
-            state.copies = PublicCopies.of(worker, self._contraction)
-        return state
+    def member(self, worker: Worker) -> DPSGDMember | ChocoMember:
+        """Return the member of D-PSGD, or with `compression` that of CHOCO-SGD."""
+        kind = DPSGDMember if self.compression is None else ChocoMember
+        return kind(self, worker, worker.local_optimizer())
 
-    @property
-    def _contraction(self) -> Encoder:
-        """Return the compressor in the form that error feedback asks for: not scaled up."""
-        assert isinstance(self.compression, Encoder)
-        return self.compression.with_setting("error_feedback", True)
 
-    def before_forward(self, worker: Worker, state: GossipState) -> None:
+@dataclass(eq=False)
+class DPSGDMember(ReplicaMember[Gossip]):
+    """D-PSGD: a background flow mixes the parameters while the gradient is computed."""
+
+    step: int = 0  # steps done
+    mixed: Tensor = field(init=False, metadata=TRANSIENT)  # sum_j W_ij x_j, once `mixing` is done
+    mixing: Task[Tensor] | None = field(default=None, metadata=TRANSIENT)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.mixed = torch.empty_like(self.worker.parameters)
+
+    def begin(self) -> None:
         """Begin to mix the parameters, while the gradient at them is computed."""
-        if len(worker.workers) > 1 and not worker.own_loop and state.copies is None:
-            state.mixing = worker.transport.in_background(self._mix(worker, state))
+        if len(self.worker.workers) > 1 and not self.worker.own_loop:
+            self.mixing = self.worker.transport.in_background(self._mix())
 
-    def _mix(self, worker: Worker, state: GossipState) -> Callable[[Transport], Tensor]:
-        if state.mixed is None:
-            state.mixed = torch.empty_like(worker.parameters)
-        mixed, step = state.mixed, state.step
-        mix = exchange.mix_with_neighbours
-        return lambda transport: mix(worker, transport, mixed, self.topology, step)
+    def update(self) -> None:
+        """x_i <- sum_j W_ij x_j - gamma g_i."""
+        worker = self.worker
+        worker.clip()
+        self._take_mixed()
+        worker.update_locally(self.optimizer)
+        worker.snapshots.offer(worker.step.consumed, worker.parameters)
+        self.step += 1
 
-    def _take_mixed(self, worker: Worker, state: GossipState) -> None:
+    def _take_mixed(self) -> None:
         """Replace the parameters by the mixed ones."""
-        if state.mixing is not None:
+        if self.mixing is not None:
             # The vectors change places: the old parameters are what the next step mixes into.
-            state.mixed = worker.move_parameters(state.mixing.wait())
-            state.mixing = None
-        elif len(worker.workers) > 1:
-            worker.parameters.copy_(self._mix(worker, state)(worker.transport))
+            self.mixed = self.worker.move_parameters(self.mixing.wait())
+            self.mixing = None
+        elif len(self.worker.workers) > 1:
+            self.worker.parameters.copy_(self._mix()(self.worker.transport))
 
-    def _mix_differences(self, worker: Worker, step: int, copies: PublicCopies) -> None:
+    def _mix(self) -> Callable[[Transport], Tensor]:
+        """Return the function that a flow calls to mix the parameters of this step."""
+        worker, topology, mixed, step = self.worker, self.strategy.topology, self.mixed, self.step
+        mix = exchange.mix_with_neighbours
+        return lambda transport: mix(worker, transport, mixed, topology, step)
+
+    def settle(self) -> None:
+        self.worker.transport.end_background()
+
+
+@dataclass
+class PublicCopies:
+    """CHOCO-SGD: what neighbours know of each other, all of it flat: shape [layout.size].
+
+    `own` is x^_i, what the others know of this worker's parameters; `mixed` is s_i = sum_j W_ij
+    x^_j, all that has to be known of the neighbours'. `compression`: what the compressor keeps.
+    """
+
+    own: Tensor
+    mixed: Tensor
+    compression: CompressionState
+
+    @staticmethod
+    def of(worker: Worker, compressor: Encoder) -> PublicCopies:
+        """Everyone knows the parameters that all begin with."""
+        kept = exchange.CompressionState.of(worker, compressor)
+        kept.residual = None  # x_i - x^_i takes its place
+        return PublicCopies(worker.parameters.clone(), worker.parameters.clone(), kept)
+
+
+@dataclass(eq=False)
+class ChocoMember(ReplicaMember[Gossip]):
+    """CHOCO-SGD: neighbours send each other compressed differences after the optimizer's step."""
+
+    step: int = 0  # steps done
+    copies: PublicCopies = field(init=False)
+    codec: SliceCodec = field(init=False, metadata=TRANSIENT)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        compressor = self.strategy.compression
+        assert isinstance(compressor, Encoder)
+        # In the form that error feedback asks for: a contraction, not scaled up
+        contraction = compressor.with_setting("error_feedback", True)
+        self.copies = PublicCopies.of(self.worker, contraction)
+        self.codec = exchange.SliceCodec(self.worker, contraction)
+
+    def update(self) -> None:
+        """x_i <- x_i - eta g_i;  then x_i <- x_i + gamma sum_j W_ij (x^_j - x^_i)."""
+        worker = self.worker
+        worker.clip()
+        worker.update_locally(self.optimizer)
+        self._mix_differences()
+        worker.snapshots.offer(worker.step.consumed, worker.parameters)
+        self.step += 1
+
+    def _mix_differences(self) -> None:
         """q_i = C(x_i - x^_i);  x^_j <- x^_j + q_j;  x_i <- x_i + gamma sum_j W_ij (x^_j - x^_i).
 
         Waits for the neighbours in the graph, which is the same in every step.
         """
+        worker, copies = self.worker, self.copies
         ranks, own = worker.workers.ranks, worker.workers.index(worker.rank)
-        graph = self.topology.graph(len(ranks), step)
+        graph = self.strategy.topology.graph(len(ranks), self.step)
         weights = doubly_stochastic(graph)[own]
         x, layout = worker.parameters, worker.layout
-        codec = exchange.SliceCodec(worker, self._contraction)
         spans = [(slot.offset, slot.size) for slot in layout.slots]
         (whole,) = place(spans, layout.size, 1, divisible=False)
 
-        (payload,) = codec.encode([whole], x - copies.own, copies.compression, step)
+        (payload,) = self.codec.encode([whole], x - copies.own, copies.compression, self.step)
         swap = exchange.swap_with_neighbours
         arrived = swap(worker, worker.transport, payload, graph, alike=False)
         # Its own difference as the others decode it, so that all copies of x^ stay equal.
         arrived[own] = payload
         # In a fixed order, so that the sum has the same bits in each run.
         for peer in sorted(arrived):
-            q = codec.decode(whole, arrived[peer], step, ranks[peer])
+            q = self.codec.decode(whole, arrived[peer], self.step, ranks[peer])
             copies.mixed.add_(q, alpha=weights[peer])
             if peer == own:
                 copies.own.add_(q)
 
         def mix() -> None:
-            x.add_(copies.mixed - copies.own, alpha=self.consensus)
+            x.add_(copies.mixed - copies.own, alpha=self.strategy.consensus)
 
         exchange.charge(worker, "mix", (len(arrived) + 2) * layout.size, mix)
 
-    def update(self, worker: Worker, state: GossipState) -> None:
-        """x_i <- sum_j W_ij x_j, then the optimizer's step; with compression the step is first."""
-        worker.clip()
-        if state.copies is not None:
-            worker.update_locally(state.optimizer)
-            self._mix_differences(worker, state.step, state.copies)
-        else:
-            self._take_mixed(worker, state)
-            worker.update_locally(state.optimizer)
-        worker.snapshots.offer(worker.step.consumed, worker.parameters)
-        state.step += 1
-
-    def settle(self, worker: Worker, state: GossipState) -> None:
-        worker.transport.end_background()
+    def settle(self) -> None:
+        self.worker.transport.end_background()
