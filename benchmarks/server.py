@@ -167,16 +167,16 @@ def measure(runtime: Runtime, assignment: Assignment) -> dict[str, dict[str, lis
 
 def _ours(runtime: Runtime, size: str, pushes: int) -> Callable[[], None]:
     worker = make_worker(runtime, shape=SHAPES[size])
-    state = OURS.start(worker)
+    member = OURS.join(worker)
     if worker.rank in OURS.roles(runtime.ranks).servers:
-        return lambda: _served(OURS.serve(worker, state))
-    OURS.gradient(worker, state, torch.ones(1, SHAPES[size][0]))
+        return lambda: _served(member.serve())
+    member.gradient(torch.ones(1, SHAPES[size][0]))
 
     def block() -> None:
         for _ in range(pushes):
             worker.begin_step(Step(1, runtime.ranks - 1, rates=(RATE,)))
-            OURS.update(worker, state)
-        OURS.quiesce(worker, state, pushes)
+            member.update()
+        member.quiesce(pushes)
 
     return block
 

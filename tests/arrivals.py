@@ -140,11 +140,8 @@ class Served:
 
     @property
     def servers(self) -> list[Server]:
-        return [state.server for state in self.states if isinstance(state.server, Server)]
-
-    @property
-    def states(self) -> list[Any]:
-        return [getattr(member, "state", member) for member in self.members]
+        servers = [member.channel.server for member in self.members]
+        return [server for server in servers if isinstance(server, Server)]
 
     @property
     def transports(self) -> list[Arrivals]:
@@ -153,8 +150,8 @@ class Served:
     def serve(self, order: Sequence[int], last: Kind = Kind.LEAVE) -> Tensor:
         """Let the pushes of `order` arrive; the parameters then."""
         for member in self.members:
-            worker, state = member.worker, getattr(member, "state", member)
-            part = next(part for part in state.slices if part.rank == worker.rank)
+            worker = member.worker
+            part = next(part for part in member.channel.slices if part.rank == worker.rank)
             first = part.first
             _arrivals(worker.transport).expect(
                 order,

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.members import wrapped
 from tests.quadratic import Vector, final, mean_samples, start
 from tests.threads import ask_to_stop
 from tests.training import train_threads
 
 from orchestra.errors import InputError
-from orchestra.strategies.elastic_averaging import ElasticAveraging, ElasticAveragingState
+from orchestra.strategies.elastic_averaging import ElasticAveraging
 from orchestra.worker.worker import Worker
 
 RATE, DECAY = 0.1, 0.05
@@ -42,11 +44,16 @@ class Stopped(ElasticAveraging):
 
     at: int = 1000
 
-    def before_forward(self, worker: Worker, state: ElasticAveragingState) -> None:
-        if state.clock + 1 == self.at:
-            ask_to_stop(worker)
-            worker.step.stop = True
-        super().before_forward(worker, state)
+    def join(self, worker: Worker) -> Any:
+        member: Any = super().join(worker)
+
+        def begin(usual: Callable[[], None]) -> None:
+            if member.clock + 1 == self.at:
+                ask_to_stop(worker)
+                worker.step.stop = True
+            usual()
+
+        return wrapped(member, "begin", begin)
 
 
 def train(strategy: ElasticAveraging, folder: Path, **training: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.members import wrapped
 from tests.simulated import simulated, simulated_here
 from tests.test_trace import read
 from tests.training import equal, settings, train_processes, train_threads
@@ -18,7 +20,7 @@ from torch import nn
 from orchestra.engines.simulation.costs import FLOPS
 from orchestra.settings import parse
 from orchestra.strategies.gossip import DPSGDMember, Gossip
-from orchestra.strategies.parameter_server import ParameterServer, ParameterServerState
+from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.single import Single
 from orchestra.trainer.settings import NONE, Run, Training
@@ -51,7 +53,7 @@ def test_pushed_in_parts_or_whole_the_parameters_are_the_same(
     options: dict[str, Any] = {"optimizer": "Adam(lr=0.01)", "epochs": 2, "checkpoint_every": 2}
     whole = train_threads(chosen(strategy), 4, tmp_path / "whole", TASK, **options, **WHOLE)
     parts = train_threads(chosen(strategy), 4, tmp_path / "parts", TASK, **options, **IN_PARTS)
-    assert (whole.states[0].parts, parts.states[0].parts is None) == (None, False)
+    assert (whole.states[0].channel.parts, parts.states[0].channel.parts is None) == (None, False)
     assert equal(parts.final, whole.final)
     simulated(settings(chosen(strategy), 4, TASK, **options, **IN_PARTS), tmp_path / "simulated")
     assert equal(load_file(tmp_path / "simulated" / "parameters.safetensors"), whole.final)
@@ -60,7 +62,9 @@ def test_pushed_in_parts_or_whole_the_parameters_are_the_same(
 @pytest.mark.parametrize("strategy", ON_ARRIVAL)
 def test_on_arrival_every_sample_counts_in_parts_too(strategy: str, tmp_path: Path) -> None:
     result = train_threads(chosen(strategy), 4, tmp_path, TASK, **IN_PARTS, checkpoint_every=2)
-    consumed = [s.server.own.state.consumed for s in result.states if s.server is not None]
+    consumed = [
+        s.channel.server.own.state.consumed for s in result.states if s.channel.server is not None
+    ]
     assert set(consumed) == {84}
 
 
@@ -69,7 +73,7 @@ def test_one_worker_of_an_asynchronous_server_equals_single(tmp_path: Path) -> N
     alone = train_threads(Single(), 1, tmp_path / "single", TASK, **options)
     strategy = chosen("ParameterServer(consistency='asynchronous')")
     served = train_threads(strategy, 2, tmp_path / "served", TASK, **options, **IN_PARTS)
-    assert served.states[0].parts is not None
+    assert served.states[0].channel.parts is not None
     assert equal(served.final, alone.final)
 
 
@@ -172,9 +176,12 @@ class OnTheWire:
 
 @dataclass(frozen=True, repr=False)
 class HeldServer(OnTheWire, ParameterServer):
-    def before_forward(self, worker: Worker, state: ParameterServerState) -> None:
-        super().before_forward(worker, state)
-        self.hold(worker)
+    def join(self, worker: Worker) -> Any:
+        def begin(usual: Callable[[], None]) -> None:
+            usual()
+            self.hold(worker)
+
+        return wrapped(super().join(worker), "begin", begin)
 
 
 @dataclass(frozen=True, repr=False)

@@ -22,8 +22,8 @@ from orchestra import exchange, optimizers
 from orchestra.engines.processes.distribute import Channel
 from orchestra.errors import InputError
 from orchestra.settings import parse
-from orchestra.strategies.parameter_server import ParameterServerState
 from orchestra.strategies.registry import STRATEGIES
+from orchestra.strategies.server_members import ServedMember
 from orchestra.trainer.own_loop import OwnLoop
 from orchestra.worker.interception import intercepted
 from orchestra.worker.runtime import Runtime
@@ -171,7 +171,8 @@ def test_nobody_goes_on_before_everybody_is_restored(monkeypatch: pytest.MonkeyP
     running, restore, slow_ones = threading.Event(), optimizers.restore, [True]
 
     def slow(value: Any, saved: Any) -> Any:
-        if isinstance(value, ParameterServerState) and value.server is not None and slow_ones:
+        served = isinstance(value, ServedMember) and value.channel.server is not None
+        if served and slow_ones:
             slow_ones.clear()
             assert not running.wait(0.3)
         return restore(value, saved)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ import pytest
 import torch
 from tests import papers
 from tests.arrivals import RATE, Served
+from tests.members import wrapped
 from tests.tanh_net import INPUTS, Run, Vector, gradient_of, start
 from tests.test_push_sum import PatientPush
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from orchestra.optimizers.settings import Group, Optimizer, StepDecay
 from orchestra.parameter_server.how import PolynomialStaleness
 from orchestra.parameter_server.when import Buffered
-from orchestra.strategies.elastic_averaging import ElasticAveraging, ElasticAveragingState
+from orchestra.strategies.elastic_averaging import ElasticAveraging
 from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.strategies.outer import Elastic, Nesterov, SlowMo
 from orchestra.strategies.parameter_server import ParameterServer
@@ -264,9 +265,12 @@ TURNS: dict[int, Turns] = {}
 class InTurns(ElasticAveraging):
     """Workers begin their steps in the order of the test, and end each exchange in their turn."""
 
-    def before_forward(self, worker: Worker, state: ElasticAveragingState) -> None:
-        with TURNS[self.every].of(worker.rank):
-            super().before_forward(worker, state)
+    def join(self, worker: Worker) -> Any:
+        def begin(usual: Callable[[], None]) -> None:
+            with TURNS[self.every].of(worker.rank):
+                usual()
+
+        return wrapped(super().join(worker), "begin", begin)
 
 
 @pytest.mark.parametrize("servers", [1, 2])

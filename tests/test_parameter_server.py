@@ -67,7 +67,7 @@ def test_each_worker_resumes_with_the_parameters_that_it_had_read(
 
     def program(runtime: Runtime) -> tuple[Tensor, Any]:
         session = Session(runtime, run, strategy, tmp_path)
-        server = state_of(session).server
+        server = state_of(session).channel.server
         return session.worker.parameters.clone(), server and server.state_dict()
 
     resumed = run_ranks(ranks, program)
@@ -78,7 +78,7 @@ def test_each_worker_resumes_with_the_parameters_that_it_had_read(
     assert not torch.equal(resumed[0][0], resumed[1][0]), "they had read different versions"
     for rank in range(2, ranks):
         server = resumed[rank][1]
-        assert server["read"] == saved[rank]["strategy"]["server"]["read"]
+        assert server["read"] == saved[rank]["strategy"]["channel"]["server"]["read"]
         if strategy is ASYNCHRONOUS:
             for worker in range(2):
                 given = server["memory"][str(worker)]["given"]

@@ -230,7 +230,7 @@ def test_replicas_change_nothing_but_bytes(tmp_path: Path) -> None:
     assert curves[0] == curves[1]
     assert len(curves[0]) == 3
     pushes = sum(line["step"] > 0 for rank in (0, 1) for line in runs[1].lines(rank))
-    for part in runs[1].states[0].client.slices:
+    for part in runs[1].states[0].channel.slices:
         one, other = (run.reports[part.rank].bytes_sent for run in runs)
         size = 4 * (part.end - part.first)
         assert (pushes - 1) * size <= other - one <= pushes * (size + 500)
@@ -246,7 +246,7 @@ def test_a_run_resumes_with_its_replicas(tmp_path: Path) -> None:
 
     def program(runtime: Runtime) -> Any:
         session = Session(runtime, run, strategy, tmp_path)
-        return session.position.steps, plain(capture(state_of(session).server))
+        return session.position.steps, plain(capture(state_of(session).channel.server))
 
     (steps, _), _, (_, first), (_, second) = run_ranks(4, program)
     assert steps > 0
@@ -260,7 +260,7 @@ def test_a_replica_begins_with_the_moments_of_the_other(tmp_path: Path) -> None:
     replicated = ParameterServer(servers=2, replicas=1, consistency="asynchronous")
     strategy = Switch(PairwiseAveraging(), replicated, when=AfterFraction(0.5))
     result = train_threads(strategy, 4, tmp_path, "images()", optimizer="Adam(lr=0.01)")
-    first, second = (plain(capture(state.inner.server)) for state in result.states[2:])
+    first, second = (plain(capture(state.inner.channel.server)) for state in result.states[2:])
     assert first["own"] == second["mirror"]
     assert second["own"] == first["mirror"]
 

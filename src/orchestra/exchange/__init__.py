@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from orchestra.collectives import broadcast as broadcast
     from orchestra.exchange.agreement import *  # noqa: F403
     from orchestra.exchange.average import *  # noqa: F403
+    from orchestra.exchange.channel import *  # noqa: F403
     from orchestra.exchange.common_step import *  # noqa: F403
     from orchestra.exchange.compression import *  # noqa: F403
     from orchestra.exchange.consensus import *  # noqa: F403
@@ -20,6 +21,6 @@ if TYPE_CHECKING:
     from orchestra.exchange.stages import *  # noqa: F403
 else:
     __getattr__ = lazy_package(
-        __name__, "agreement", "average", "compression", "consensus", "servers", "shards",
-        "common_step", "stages",
+        __name__, "agreement", "average", "compression", "consensus", "servers", "channel",
+        "shards", "common_step", "stages",
     )  # fmt: skip

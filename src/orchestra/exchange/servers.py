@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from orchestra.collectives import Group, all_reduce, receive_object, send_object
+from orchestra.compression.base import Compressor
 from orchestra.errors import PeerLost
 from orchestra.exchange.agreement import agree_on_parameters, charge
+from orchestra.exchange.compression import SliceCodec
 from orchestra.exchange.consensus import Learnt
 from orchestra.optimizers.spec import install_moments
 from orchestra.optimizers.state import capture, restore
@@ -66,7 +68,7 @@ class ServerRules:
     replicas: bool = False  # each server also holds the slice of the one before it
     parts: Sequence[Part] = ()  # what pushes come in; none if they come slice by slice
     apply_per_part: bool = False  # a part is applied once all workers have pushed it
-    decode: Callable[[Slice, Push, Tensor], Tensor] | None = None  # of a push that was compressed
+    compression: Compressor | None = None  # of pushes
 
 
 def make_server(
@@ -102,6 +104,9 @@ def _held_slice(
     if rules.clips and worker.clip_norm is not None:
         servers = Group(tuple(each.rank for each in slices))
         clip = partial(clip_together, worker.clip_norm, servers, "reduce_to_one")
+    decode = None
+    if rules.compression is not None:
+        decode = partial(SliceCodec(worker, rules.compression).decode_push, part)
     offer = partial(worker.snapshots.offer, offset=part.first, mirror=part.rank != worker.rank)
     return HeldSlice(
         _server_state(worker, workers, rules, hands_out=part == slices[0]),
@@ -112,7 +117,7 @@ def _held_slice(
         on_update=offer if rules.application.holds_model else None,
         parts=[each for each in rules.parts if slices[each.place] == part],
         apply_per_part=rules.apply_per_part,
-        decode=None if rules.decode is None else partial(rules.decode, part),
+        decode=decode,
     )
 
 

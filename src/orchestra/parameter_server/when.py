@@ -35,6 +35,11 @@ class When(Settings, ABC):
     drops_late: ClassVar[bool] = False
     """The server drops a push for a step that has been applied."""
 
+    @property
+    def lockstep(self) -> bool:
+        """True if all workers take every step together."""
+        return self.averages and not self.drops_late
+
     waits_for_slowest: ClassVar[bool] = False
     """The server holds an answer back until `may_go` says that its worker may go on."""
 

@@ -8,41 +8,27 @@ from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from orchestra import exchange, optimizers, parameter_server
+from orchestra import exchange, optimizers
+from orchestra.parameter_server.how import ElasticCentre
+from orchestra.parameter_server.messages import Push
+from orchestra.parameter_server.when import Asynchronous
 from orchestra.settings import MAX_RANKS, MAX_STEPS, setting
-from orchestra.strategies.base import Roles, replica_memory, roles_of
-from orchestra.strategies.server_strategy import (
-    NOTHING,
-    ServerStrategy,
-    ServerStrategyState,
-    placed_roles,
-)  # fmt: skip
+from orchestra.strategies.base import Roles, Strategy, replica_memory, roles_of, torch
+from orchestra.strategies.server_members import ServedMember
+from orchestra.strategies.server_strategy import NOTHING, placed_roles
 from orchestra.strategies.traits import Dealing, Footprint, Pace, Traits, WorkMode
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.optim import Optimizer
 
-    from orchestra.exchange import Learnt
+    from orchestra.exchange import Kept, Learnt, SharedWork
+    from orchestra.parameter_server import Answer
     from orchestra.worker.worker import Worker
 
 
-@dataclass
-class ElasticAveragingState(ServerStrategyState):
-    """The state of a worker; a server's is that of every `ServerStrategy`."""
-
-    clock: int = 0  # t
-    samples: int = 0  # since the last exchange
-    velocity: Tensor | None = None  # v (EAMSGD)
-    # alpha (x - c) of the step under way, where it has an exchange
-    force: Tensor | None = field(default=None, metadata=optimizers.TRANSIENT)
-    begun: bool = field(default=False, metadata=optimizers.TRANSIENT)  # a step
-    work: exchange.SharedWork | None = field(default=None, metadata=optimizers.TRANSIENT)
-    # x while the model shows the centre, between two epochs of a loop of the user's own
-    own: Tensor | None = field(default=None, metadata=optimizers.TRANSIENT)
-
-
 @dataclass(frozen=True, repr=False)
-class ElasticAveraging(ServerStrategy[ElasticAveragingState]):
+class ElasticAveraging(Strategy):
     """Each worker trains alone, and is pulled to a common centre that it pulls, too.
 
     Asynchronous EASGD and EAMSGD (Zhang, Choromanska and LeCun, NeurIPS 2015), Algorithms 1 and 2;
@@ -83,9 +69,6 @@ class ElasticAveraging(ServerStrategy[ElasticAveragingState]):
     def traits(self, work: WorkMode = "shared") -> Traits:
         return Traits(self._memory, Pace.FREE, Dealing.QUEUE if work == "shared" else Dealing.PLAN)
 
-    def work(self, state: ElasticAveragingState) -> exchange.SharedWork | None:
-        return state.work
-
     def roles(self, ranks: int) -> Roles:
         """Dedicated servers come out of the budget of ranks; servers beside workers do not."""
         return placed_roles("ElasticAveraging", ranks, self.servers, self.placement)
@@ -103,112 +86,145 @@ class ElasticAveraging(ServerStrategy[ElasticAveragingState]):
         served = Footprint(part, part, 0.0, part * len(roles.workers), 0.0)
         return own.joined(served, operator.add)
 
-    def start(self, worker: Worker) -> ElasticAveragingState:
+    def join(self, worker: Worker) -> ElasticServer | ElasticWorker:
         """Begin with the parameters of the first rank, on workers and in the centre."""
         exchange.agree_on_parameters(worker)
         roles = self.roles(worker.budget_ranks)
-        state = ElasticAveragingState(exchange.slices_of(worker, roles.servers, updates=False))
-        if worker.rank in roles.servers:
-            rules = exchange.ServerRules(
-                parameter_server.Asynchronous(), parameter_server.ElasticCentre
-            )
-            state.server = exchange.make_server(worker, state.slices, roles.workers, rules)
-        if worker.rank in roles.workers:
-            state.client = parameter_server.Client(worker.transport, state.slices)
-            state.optimizer = worker.local_optimizer()
-            if self.momentum:
-                state.velocity = worker.parameters.new_zeros(worker.parameters.shape)
-            if state.server is not None:
-                state.flow = worker.transport.spawn(state.server.serve_to_the_end)
-        holder = roles.servers[0]
-        state.work = exchange.share_work(worker, roles.shares, holder=holder, expendable=True)
-        worker.reporter.expendable(worker.rank not in roles.servers)
-        return state
+        slices = exchange.slices_of(worker, roles.servers, updates=False)
+        rules = exchange.ServerRules(Asynchronous(), ElasticCentre)
+        channel = exchange.ServerChannel(worker, slices, roles.workers, roles.leader, rules)
+        optimizer = worker.local_optimizer() if worker.rank in roles.workers else None
+        queue = exchange.share_work(worker, roles.shares, holder=roles.servers[0], expendable=True)
+        if optimizer is None:
+            return ElasticServer(self, worker, channel, queue)
+        member = ElasticWorker(self, worker, channel, queue, optimizer)
+        if self.momentum:
+            member.velocity = worker.parameters.new_zeros(worker.parameters.shape)
+        return member
 
-    def before_forward(self, worker: Worker, state: ElasticAveragingState) -> None:
+
+@dataclass(eq=False)
+class ElasticMember(ServedMember[ElasticAveraging]):
+    """`queue` is this rank's end of the queue of batches, which the first server holds."""
+
+    queue: SharedWork | None = field(metadata=optimizers.TRANSIENT)
+
+    @property
+    def work(self) -> SharedWork | None:
+        return self.queue
+
+    def stop(self) -> None:
+        if self.queue is not None:
+            self.queue.close()
+        super().stop()
+
+
+@dataclass(eq=False)
+class ElasticServer(ElasticMember):
+    """A server without data."""
+
+    def update(self) -> None:
+        raise AssertionError("a rank without data takes no steps")
+
+
+@dataclass(eq=False)
+class ElasticWorker(ElasticMember):
+    """A worker's replica x, which the centre pulls, and which pulls the centre."""
+
+    optimizer: Optimizer
+    clock: int = 0  # t
+    samples: int = 0  # since the last exchange
+    velocity: Tensor | None = None  # v (EAMSGD)
+    # alpha (x - c) of the step under way, where it has an exchange
+    force: Tensor | None = field(default=None, metadata=optimizers.TRANSIENT)
+    begun: bool = field(default=False, metadata=optimizers.TRANSIENT)  # a step
+    # x while the model shows the centre, between two epochs of a loop of the user's own
+    own: Tensor | None = field(default=None, metadata=optimizers.TRANSIENT)
+
+    def begin(self) -> None:
         """Exchange if it is time; then, under EAMSGD, move to where the gradient is taken."""
-        if state.own is not None:
-            worker.parameters.copy_(state.own)
-        state.own = state.force = None
-        state.begun = True
-        if state.clock % self.every == 0:
-            state.force = worker.parameters.new_empty(worker.parameters.shape)
-            answers = self._push(worker, state, self.beta / len(worker.workers), state.force)
+        worker = self.worker
+        if self.own is not None:
+            worker.parameters.copy_(self.own)
+        self.own = self.force = None
+        self.begun = True
+        if self.clock % self.strategy.every == 0:
+            self.force = torch.empty_like(worker.parameters)
+            answers = self._push(self.strategy.beta / len(worker.workers), self.force)
             step = worker.step
             step.consumed += step.total_samples  # as if all took the step that begins
             step.staleness = tuple(answer.staleness for answer in answers)
             worker.measures.count_staleness(step.staleness)
-        if (v := state.velocity) is not None:
-            x = worker.parameters
-            exchange.charge(worker, "mix", x.numel(), lambda: x.add_(v, alpha=self.momentum))
+        if (v := self.velocity) is not None:
+            x, delta = worker.parameters, self.strategy.momentum
+            exchange.charge(worker, "mix", x.numel(), lambda: x.add_(v, alpha=delta))
 
-    def _push(
-        self, worker: Worker, state: ElasticAveragingState, alpha: float, into: Tensor
-    ) -> list[parameter_server.Answer]:
+    def _push(self, alpha: float, into: Tensor) -> list[Answer]:
         """Let the servers set c <- c + alpha (x - c); write alpha (x - c) into flat `into`."""
-        assert state.client is not None
+        worker, client = self.worker, self.channel.client
+        assert client is not None
         step, used = worker.step, (True,) * len(worker.layout.slots)
-        push = parameter_server.Push(
-            worker.rank, state.client.clock + 1, state.samples, state.samples, step.loss, step.stop,
+        push = Push(
+            worker.rank, client.clock + 1, self.samples, self.samples, step.loss, step.stop,
             (alpha,), used,
         )  # fmt: skip
-        answers = state.client.push(push, worker.parameters, into)
-        state.samples = 0
+        answers = client.push(push, worker.parameters, into)
+        self.samples = 0
         worker.step.consumed = max(answer.consumed for answer in answers)
         return answers
 
-    def reduce(self, worker: Worker, state: ElasticAveragingState) -> None:
-        exchange.keep_gradient(worker)
+    def exchange(self) -> None:
+        """Keep the gradient on this worker."""
+        exchange.keep_gradient(self.worker)
 
-    def update(self, worker: Worker, state: ElasticAveragingState) -> None:
+    def update(self) -> None:
         """Take a local step, and add the elastic force of where it began."""
-        assert state.optimizer is not None
+        worker = self.worker
         worker.clip()
-        x, v, force = worker.parameters, state.velocity, state.force
+        x, v, force = worker.parameters, self.velocity, self.force
         charge = functools.partial(exchange.charge, worker, "mix", x.numel())
         if v is not None:  # x is at x + delta v: v becomes what x moves by without the force
-            charge(lambda: v.mul_(self.momentum).sub_(x))
-        worker.update_locally(state.optimizer)
+            charge(lambda: v.mul_(self.strategy.momentum).sub_(x))
+        worker.update_locally(self.optimizer)
         if v is not None:
             # v = delta v - (x + delta v) + (x + delta v - eta g) = delta v - eta g.
             charge(lambda: v.add_(x))
         if force is not None:
             charge(lambda: x.sub_(force))
-        state.force, state.begun = None, False
-        state.clock += 1
-        state.samples += worker.step.samples
+        self.force, self.begun = None, False
+        self.clock += 1
+        self.samples += worker.step.samples
 
-    def quiesce(self, worker: Worker, state: ElasticAveragingState, step: int) -> bool:
+    def quiesce(self, step: int) -> bool:
         """Wait until every exchange is over and every worker is here."""
-        self._take_back(worker, state)
-        self._account(worker, state)
-        return super().quiesce(worker, state, step)
+        self._take_back()
+        self._account()
+        return super().quiesce(step)
 
-    def learnt(self, worker: Worker, state: ElasticAveragingState) -> Iterable[Learnt]:
+    def learnt(self) -> Iterable[Learnt]:
         """Return the centre, which everybody's model shows until a worker goes on from its own."""
-        if state.client is not None:
-            state.own = worker.parameters.clone()
-        return super().learnt(worker, state)
+        self.own = self.worker.parameters.clone()
+        return super().learnt()
 
-    def stop(self, worker: Worker, state: ElasticAveragingState) -> None:
-        if state.client is not None:
-            self._account(worker, state)
-        if state.work is not None:
-            state.work.close()
-        super().stop(worker, state)
+    def stop(self) -> None:
+        self._account()
+        super().stop()
 
-    def _take_back(self, worker: Worker, state: ElasticAveragingState) -> None:
+    def _take_back(self) -> None:
         """End a step that has begun without an update: x keeps what it gave to the centre only."""
-        x = worker.parameters
-        if state.begun and state.velocity is not None:
-            x.sub_(state.velocity, alpha=self.momentum)
-        if state.force is not None:
-            x.sub_(state.force)
-        state.force, state.begun = None, False
+        x = self.worker.parameters
+        if self.begun and self.velocity is not None:
+            x.sub_(self.velocity, alpha=self.strategy.momentum)
+        if self.force is not None:
+            x.sub_(self.force)
+        self.force, self.begun = None, False
 
-    def _account(self, worker: Worker, state: ElasticAveragingState) -> None:
+    def _account(self) -> None:
         """Tell the servers of the samples since the last exchange, with alpha = 0."""
-        if state.samples:
-            nothing = worker.parameters.new_empty(worker.parameters.shape)
+        if self.samples:
+            nothing = torch.empty_like(self.worker.parameters)
             # Nothing moves, and servers and workers agree on what was consumed.
-            self._push(worker, state, 0.0, nothing)
+            self._push(0.0, nothing)
+
+    def kept(self) -> Kept:
+        return self.channel.kept(self.optimizer)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import operator
-from collections.abc import Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
-from orchestra import exchange, parameter_server
+from orchestra import exchange
 from orchestra.compression.base import Compressor
 from orchestra.errors import InputError
 from orchestra.parameter_server.how import (
@@ -29,15 +28,21 @@ from orchestra.parameter_server.when import (
     When,
 )
 from orchestra.settings import MAX_RANKS, MAX_STEPS, setting
-from orchestra.strategies.base import Roles, replica_memory, roles_of
+from orchestra.strategies.base import Roles, Strategy, replica_memory, roles_of
+from orchestra.strategies.server_members import (
+    AsynchronousWorker,
+    AveragingWorker,
+    BackupWorker,
+    DedicatedServer,
+    ServedMember,
+    SynchronousWorker,
+)
 from orchestra.strategies.server_strategy import (
     NOTHING,
-    ServerStrategy,
-    ServerStrategyState,
     contradictions,
     contradictions_with,
     placed_roles,
-)  # fmt: skip
+)
 from orchestra.strategies.traits import (
     Dealing,
     Footprint,
@@ -51,32 +56,13 @@ from orchestra.strategies.traits import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from orchestra.exchange import Learnt, SliceCodec
     from orchestra.exchange.servers import ServerRules
-    from orchestra.parameter_server import Client
-    from orchestra.parameter_server.placement import Part, Slice
-    from orchestra.worker.batches import Batch
+    from orchestra.parameter_server.placement import Slice
     from orchestra.worker.worker import Worker
 
 
-@dataclass
-class Missed:
-    """`steps` of its plan that a worker has still to pass over: the others took them without it."""
-
-    steps: int = 0
-    loss: float = 0.0  # of its last push, like `consumed`
-    consumed: int = 0
-
-
-@dataclass
-class ParameterServerState(ServerStrategyState):
-    """A worker has an optimizer of its own where the servers return gradients."""
-
-    missed: Missed = field(default_factory=Missed)
-
-
 @dataclass(frozen=True, repr=False)
-class ParameterServer(ServerStrategy[ParameterServerState]):
+class ParameterServer(Strategy):
     """Workers push gradients to servers, which update their slices, and pull parameters.
 
     What to use when (`consistency`):
@@ -210,7 +196,7 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
         return self.when(1).averages
 
     def traits(self, work: WorkMode = "shared") -> Traits:
-        beside, lockstep = self.placement == "beside", self.averages and not self.when(1).drops_late
+        beside, lockstep = self.placement == "beside", self.when(1).lockstep
         rehearsed = lockstep and beside and not self.replicas and self.compression is None
         queued = work == "shared" and not self.averages
         return Traits(
@@ -221,10 +207,6 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
             optimizer=Partition.REPLICATED if self.returns == "gradients" else Partition.SHARDED,
             exchange=Rehearsal(repr(self), self._rehearse) if rehearsed else None,
         )
-
-    def work(self, state: ParameterServerState) -> Client | None:
-        client = state.client
-        return None if client is None or client.work is None else client
 
     def roles(self, ranks: int) -> Roles:
         """Dedicated servers come out of the budget of ranks; servers beside workers do not."""
@@ -262,39 +244,24 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
         slices = self._slices(worker, self.roles(worker.budget_ranks))
         exchange.push_and_pull_once(worker, slices, values)
 
-    def start(self, worker: Worker) -> ParameterServerState:
+    def join(self, worker: Worker) -> ServedMember[Any]:
         """Begin with the parameters of the first rank; each server takes its slice."""
         for message in contradictions_with(self, worker):
             raise InputError(f"ParameterServer: {message}")
         exchange.agree_on_parameters(worker)
-        roles, updates = self.roles(worker.budget_ranks), self.returns == "parameters"
-        is_server, slices = worker.rank in roles.servers, self._slices(worker, roles)
-        codec = None if self.compression is None else exchange.SliceCodec(worker, self.compression)
-        apart = self.replicas or codec is not None  # what is compressed goes slice by slice
-        parts = [] if apart else exchange.parts_of(worker, slices)
-        lockstep = self.traits().lockstep
-        stepwise = worker.optimizer.elementwise or not updates
-        apply_per_part = lockstep and stepwise and bool(parts)
-        state = ParameterServerState(slices, lockstep=lockstep)
-        if is_server:
-            rules = self._rules(roles, codec, parts, apply_per_part=apply_per_part)
-            state.server = exchange.make_server(worker, slices, roles.workers, rules)
-        if worker.rank in roles.workers:
-            state.client = self._make_client(worker, roles, state, codec)
-            if parts:
-                state.parts = exchange.PartsClient(
-                    worker,
-                    state.client,
-                    parts,
-                    apply_per_part=apply_per_part,
-                    averages=not updates,
-                )
-            state.optimizer = None if updates else worker.local_optimizer()
-            if state.server is not None:
-                state.flow = worker.transport.spawn(state.server.serve_to_the_end)
-        replaceable = bool(self.replicas) if is_server else not lockstep
-        worker.reporter.expendable(replaceable and worker.rank != roles.leader)
-        return state
+        roles = self.roles(worker.budget_ranks)
+        slices = self._slices(worker, roles)
+        rules = self._rules(worker, roles, slices)
+        channel = exchange.ServerChannel(worker, slices, roles.workers, roles.leader, rules)
+        if worker.rank not in roles.workers:
+            return DedicatedServer(self, worker, channel)
+        if self.returns == "gradients":
+            return AveragingWorker(self, worker, channel, worker.local_optimizer())
+        if rules.when.lockstep:
+            return SynchronousWorker(self, worker, channel)
+        if rules.when.averages:
+            return BackupWorker(self, worker, channel)
+        return AsynchronousWorker(self, worker, channel)
 
     def _slices(self, worker: Worker, roles: Roles) -> list[Slice]:
         updates, weights = self.returns == "parameters", self._weights(worker, roles)
@@ -317,31 +284,23 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
             own, each = 1.0, max(workers - 2, 1)  # pushes and answers pass each other all the time
         return parts_by_links([bandwidths[rank] for rank in roles.servers], own, each, least)
 
-    def _make_client(
-        self, worker: Worker, roles: Roles, state: ParameterServerState, codec: SliceCodec | None
-    ) -> Client:
-        queue = None if self.averages else worker.make_queue(roles.shares)
-        parameters = worker.parameters if self.replicas else None
-        encode = None
-        if codec is not None and self.compression is not None:
-            state.compression = exchange.CompressionState.of(worker, self.compression)
-            encode = functools.partial(codec.encode_push, state.slices, state.compression)
-        return parameter_server.Client(worker.transport, state.slices, queue, parameters, encode)
-
-    def _rules(
-        self, roles: Roles, codec: SliceCodec | None, parts: list[Part], *, apply_per_part: bool
-    ) -> ServerRules:
+    def _rules(self, worker: Worker, roles: Roles, slices: Sequence[Slice]) -> ServerRules:
         updates, workers = self.returns == "parameters", len(roles.workers)
+        when = self.when(workers)
+        # Replicas take whole pushes, and what is compressed goes slice by slice.
+        whole = self.replicas or self.compression is not None
+        parts = [] if whole else exchange.parts_of(worker, slices)
+        stepwise = worker.optimizer.elementwise or not updates
         return exchange.ServerRules(
-            self.when(workers),
+            when,
             OptimizerStep if updates else GradientsBack,
             self._corrections(workers),
-            clips=updates and self.averages,
-            queue_shares=None if self.averages else roles.shares,
+            clips=updates and when.averages,
+            queue_shares=None if when.averages else roles.shares,
             replicas=bool(self.replicas),
-            decode=None if codec is None else codec.decode_push,
+            compression=self.compression,
             parts=parts,
-            apply_per_part=apply_per_part,
+            apply_per_part=when.lockstep and stepwise and bool(parts),
         )
 
     def when(self, workers: int) -> When:
@@ -369,67 +328,3 @@ class ParameterServer(ServerStrategy[ParameterServerState]):
         elif self.learning_rate == "by_staleness":
             corrections.append(DividedByStaleness())
         return corrections
-
-    def before_forward(self, worker: Worker, state: ParameterServerState) -> None:
-        """Under synchronous servers everyone takes the first worker's buffers."""
-        if state.lockstep:
-            exchange.broadcast_buffers(worker, worker.workers)
-
-    def gradient(self, worker: Worker, state: ParameterServerState, batch: Batch | None) -> None:
-        """Compute the gradient; in a step that the others have completed pass over the batch."""
-        step, missed = worker.step, state.missed
-        if not missed.steps:
-            super().gradient(worker, state, batch)
-        else:
-            missed.steps -= 1
-            step.samples, step.loss, step.consumed = 0, missed.loss, missed.consumed
-
-    def reduce(self, worker: Worker, state: ParameterServerState) -> None:
-        """Fetch averaged gradients before anybody reads them; else each worker has its own."""
-        worker.gradients.collect_rest(1.0 if state.parts is None else state.parts.weight)
-        if self.returns == "gradients":
-            if state.compression is not None:
-                state.compression.begin_sum(worker)
-            self.push_and_pull(worker, state, worker.gradients.vector)
-        worker.gradients.forget_unused()
-
-    def update(self, worker: Worker, state: ParameterServerState) -> None:
-        """Push the gradient and pull parameters; or step on the averaged gradient."""
-        assert state.client is not None
-        if state.optimizer is not None:
-            worker.clip()
-            worker.update_locally(state.optimizer)
-            if worker.rank == worker.workers.ranks[0]:
-                worker.snapshots.offer(worker.step.consumed, worker.parameters)
-            return
-        if not self.averages:
-            worker.clip()
-        if self.backup and not worker.step.samples:
-            return  # the step was passed over
-        before, step = state.client.clock, worker.step
-        self.push_and_pull(worker, state, worker.parameters)
-        missed = state.client.clock - before - 1  # steps that a dropped push skips
-        state.missed = Missed(missed, step.loss, step.consumed)
-
-    def learnt(self, worker: Worker, state: ParameterServerState) -> Iterable[Learnt]:
-        """Return the slices; with `replicas`, as any server may be lost, workers ask for them."""
-        if self.returns == "gradients":
-            exchange.agree_on_parameters(worker)  # servers without data have no model
-        elif self.replicas:
-            self._ask_for_slices(worker, state)
-        else:
-            yield from super().learnt(worker, state)
-            if state.lockstep:
-                exchange.broadcast_buffers(worker, worker.everyone)
-
-    def _ask_for_slices(self, worker: Worker, state: ParameterServerState) -> None:
-        """Let workers ask for the values, and one of them tell the servers."""
-        if state.client is not None:
-            state.client.agree()
-            if state.lockstep:
-                exchange.broadcast_buffers(worker, worker.workers)
-        elif state.server is not None:
-            state.server.serve(worker.transport)
-        roles = self.roles(worker.budget_ranks)
-        without_data = sorted(set(roles.servers) - set(roles.workers))
-        exchange.tell_servers(worker, without_data, roles.leader)

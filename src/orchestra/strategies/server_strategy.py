@@ -1,120 +1,21 @@
-"""The base of strategies with parameter servers, and which settings of these do not go together."""
+"""Where parameter servers are placed, and which settings of them do not go together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from orchestra import exchange, optimizers, parameter_server
 from orchestra.errors import InputError
 from orchestra.parameter_server.when import When
 from orchestra.strategies.base import Roles
-from orchestra.strategies.stateful import Stateful
 from orchestra.strategies.traits import Footprint
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.optim import Optimizer
-
-    from orchestra.exchange import Kept, Learnt
-    from orchestra.parameter_server.placement import Slice
     from orchestra.strategies.parameter_server import ParameterServer
-    from orchestra.transports.protocol import Task
     from orchestra.worker.worker import Worker
 
 NOTHING = Footprint(0.0, 0.0, 0.0, 0.0, 0.0)
 """Of a rank without data that serves nothing."""
-
-
-@dataclass
-class ServerStrategyState:
-    """A worker has a client, a server its slice; a rank that is both has both.
-
-    `flow` is the background flow of a server beside a worker. `optimizer` is the worker's own,
-    where the servers run none. `parts` pushes and pulls while the worker computes. Under
-    `lockstep` the servers' answers hold the mean loss of all workers.
-    """
-
-    slices: list[Slice] = field(metadata=optimizers.TRANSIENT)
-    client: parameter_server.Client | None = None
-    parts: exchange.PartsClient | None = field(default=None, metadata=optimizers.TRANSIENT)
-    server: parameter_server.Server | None = None
-    flow: Task[None] | None = field(default=None, metadata=optimizers.TRANSIENT)
-    optimizer: Optimizer | None = None
-    compression: exchange.CompressionState | None = None
-    lockstep: bool = field(default=False, metadata=optimizers.TRANSIENT)
-
-
-V = TypeVar("V", bound=ServerStrategyState)
-
-
-@dataclass(frozen=True, repr=False)
-class ServerStrategy(Stateful[V]):
-    """Servers own slices of the parameters; they serve until all workers pause or have left."""
-
-    def push_and_pull(self, worker: Worker, state: V, into: Tensor) -> None:
-        """Push this step's gradient; pull flat `into`; note what the servers say of the step.
-
-        `state.parts` knows by itself where to pull to.
-        """
-        step, gradients = worker.step, worker.gradients
-        client, kept = state.client, state.compression
-        assert client is not None
-        if kept is not None and step.samples and not kept.used.is_meta:
-            flags = kept.used.new_tensor(gradients.used)
-            kept.note_used(flags)
-            gradients.used = [flag > 0 for flag in flags.tolist()]
-        push = parameter_server.Push(
-            worker.rank, client.clock + 1, step.samples, step.total_samples, step.loss, step.stop,
-            step.rates, tuple(gradients.used), step.position, step.report,
-            step.options,
-        )  # fmt: skip
-        vector, parts = gradients.vector, state.parts
-        answers = parts.push(push) if parts else client.push(push, vector, into)
-        if state.lockstep:
-            step.loss, step.stop = answers[0].loss, any(answer.stop for answer in answers)
-            step.agreed = True
-        else:
-            step.consumed = max(answer.consumed for answer in answers)
-            step.staleness = tuple(answer.staleness for answer in answers if not answer.dropped)
-            worker.measures.count_staleness(step.staleness)
-            worker.measures.dropped += any(answer.dropped for answer in answers)
-        for part, answer in zip(client.slices, answers, strict=True):
-            # What any worker has used is used on all: each optimizer passes over the same ones.
-            for piece, used in zip(part.pieces, answer.used, strict=True):
-                gradients.used[piece.tensor] = used
-
-    def serve(self, worker: Worker, state: V) -> parameter_server.Pause | None:
-        assert state.server is not None
-        paused = state.server.serve(worker.transport, worker.observe)
-        worker.step.consumed = state.server.own.state.consumed
-        return paused
-
-    def quiesce(self, worker: Worker, state: V, step: int) -> bool:
-        """Wait until every push is applied and every worker is here."""
-        assert state.client is not None
-        if state.parts is not None:
-            state.parts.settle()
-        return state.client.pause(step)
-
-    def stop(self, worker: Worker, state: V) -> None:
-        if state.parts is not None:
-            state.parts.close()
-        if state.client is not None:
-            state.client.leave()
-        if state.flow is not None:
-            state.flow.wait()
-        elif state.server is not None:
-            state.server.serve_to_the_end(worker.transport)
-
-    def learnt(self, worker: Worker, state: V) -> Iterable[Learnt]:
-        """Return the slices, each of which its server owns."""
-        return exchange.learnt_slices(worker, state.slices, state.server)
-
-    def kept(self, worker: Worker, state: V) -> Kept:
-        parts = () if state.server is None else state.server.optimizer_parts()
-        return exchange.Kept(state.optimizer, parts)
 
 
 def placed_roles(name: str, ranks: int, servers: int, placement: str, replicas: int = 0) -> Roles:

@@ -1,0 +1,170 @@
+"""A rank's connection to the parameter servers: its client, the slice that it serves, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import Tensor, optim
+
+from orchestra import optimizers
+from orchestra.exchange.agreement import agree_on_parameters, broadcast_buffers
+from orchestra.exchange.compression import CompressionState, SliceCodec
+from orchestra.exchange.consensus import Kept, Learnt
+from orchestra.exchange.servers import (
+    PartsClient,
+    ServerRules,
+    learnt_slices,
+    make_server,
+    tell_servers,
+)
+from orchestra.parameter_server.client import Client
+from orchestra.parameter_server.messages import Answer, Pause, Push
+from orchestra.parameter_server.placement import Slice
+from orchestra.parameter_server.server import Server
+from orchestra.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from orchestra.transports.protocol import Task
+
+
+@dataclass(eq=False)
+class ServerChannel:
+    """A worker has a `client`, a server its slice; a rank that is both has both.
+
+    `flow` is the background flow of a server beside a worker. `parts` pushes and pulls while the
+    worker computes. `compression` keeps what pushes have left out. Checkpoints keep the state of
+    client, server and compression.
+    """
+
+    worker: Worker = field(metadata=optimizers.TRANSIENT)
+    slices: Sequence[Slice] = field(metadata=optimizers.TRANSIENT)
+    workers: tuple[int, ...] = field(metadata=optimizers.TRANSIENT)
+    leader: int = field(metadata=optimizers.TRANSIENT)
+    rules: ServerRules = field(metadata=optimizers.TRANSIENT)
+    client: Client | None = None
+    server: Server | None = None
+    compression: CompressionState | None = None
+    parts: PartsClient | None = field(default=None, metadata=optimizers.TRANSIENT)
+    flow: Task[None] | None = field(default=None, metadata=optimizers.TRANSIENT)
+
+    def __post_init__(self) -> None:
+        worker, rules = self.worker, self.rules
+        if worker.rank in self.servers:
+            self.server = make_server(worker, self.slices, self.workers, rules)
+        if worker.rank in self.workers:
+            self.client = self._make_client()
+            if rules.parts:
+                self.parts = PartsClient(
+                    worker,
+                    self.client,
+                    rules.parts,
+                    apply_per_part=rules.apply_per_part,
+                    averages=not rules.application.holds_model,
+                )
+            if self.server is not None:
+                self.flow = worker.transport.spawn(self.server.serve_to_the_end)
+        replaceable = rules.replicas if self.server is not None else not rules.when.lockstep
+        worker.reporter.expendable(replaceable and worker.rank != self.leader)
+
+    @property
+    def servers(self) -> list[int]:
+        """The ranks that own slices."""
+        return [part.rank for part in self.slices]
+
+    def _make_client(self) -> Client:
+        worker, rules, encode = self.worker, self.rules, None
+        queue = None if rules.queue_shares is None else worker.make_queue(rules.queue_shares)
+        if rules.compression is not None:
+            self.compression = CompressionState.of(worker, rules.compression)
+            codec = SliceCodec(worker, rules.compression)
+            encode = partial(codec.encode_push, self.slices, self.compression)
+        parameters = worker.parameters if rules.replicas else None
+        return Client(worker.transport, self.slices, queue, parameters, encode)
+
+    def collect(self) -> None:
+        """Gather the gradient into the flat vector, weighted if servers add it up by parts."""
+        self.worker.gradients.collect_rest(1.0 if self.parts is None else self.parts.weight)
+
+    def push(self, into: Tensor) -> list[Answer]:
+        """Push the gradient of this step; pull flat `into`; return the servers' answers.
+
+        `parts` knows by itself where to pull to.
+        """
+        step, gradients, kept = self.worker.step, self.worker.gradients, self.compression
+        assert self.client is not None
+        if kept is not None and step.samples and not kept.used.is_meta:
+            flags = kept.used.new_tensor(gradients.used)
+            kept.note_used(flags)
+            gradients.used = [flag > 0 for flag in flags.tolist()]
+        push = Push(
+            self.worker.rank, self.client.clock + 1, step.samples, step.total_samples, step.loss,
+            step.stop, step.rates, tuple(gradients.used), step.position, step.report,
+            step.options,
+        )  # fmt: skip
+        if self.parts is not None:
+            answers = self.parts.push(push)
+        else:
+            answers = self.client.push(push, gradients.vector, into)
+        for part, answer in zip(self.slices, answers, strict=True):
+            # What any worker has used is used on all: each optimizer passes over the same ones.
+            for piece, used in zip(part.pieces, answer.used, strict=True):
+                gradients.used[piece.tensor] = used
+        return answers
+
+    def serve(self) -> Pause | None:
+        """On a rank without data, serve until a quiet point; None once all workers have left."""
+        assert self.server is not None
+        paused = self.server.serve(self.worker.transport, self.worker.observe)
+        self.worker.step.consumed = self.server.own.state.consumed
+        return paused
+
+    def pause(self, step: int) -> bool:
+        """On a worker, wait until every push is applied and every worker is here.
+
+        Return False if some workers have left.
+        """
+        assert self.client is not None
+        if self.parts is not None:
+            self.parts.settle()
+        return self.client.pause(step)
+
+    def close(self) -> None:
+        """Land what is in flight, and leave. Collective over all ranks."""
+        if self.parts is not None:
+            self.parts.close()
+        if self.client is not None:
+            self.client.leave()
+        if self.flow is not None:
+            self.flow.wait()
+        elif self.server is not None:
+            self.server.serve_to_the_end(self.worker.transport)
+
+    def learnt(self) -> Iterator[Learnt]:
+        """Yield the slices of the model, each of which its server owns. Collective."""
+        worker, rules = self.worker, self.rules
+        if not rules.application.holds_model:
+            agree_on_parameters(worker)  # servers without data have no model
+        elif rules.replicas:
+            self._ask_for_slices()
+        else:
+            yield from learnt_slices(worker, self.slices, self.server)
+            if rules.when.lockstep:
+                broadcast_buffers(worker, worker.everyone)
+
+    def _ask_for_slices(self) -> None:
+        """Let workers ask for the values, since any server may be lost; one tells the servers."""
+        worker = self.worker
+        if self.client is not None:
+            self.client.agree()
+            if self.rules.when.lockstep:
+                broadcast_buffers(worker, worker.workers)
+        elif self.server is not None:
+            self.server.serve(worker.transport)
+        tell_servers(worker, sorted(set(self.servers) - set(self.workers)), self.leader)
+
+    def kept(self, optimizer: optim.Optimizer | None = None) -> Kept:
+        """Return the moments: those of this rank's slices, or of a worker's own `optimizer`."""
+        return Kept(optimizer, () if self.server is None else self.server.optimizer_parts())
