@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from orchestra import exchange, optimizers
@@ -94,8 +94,11 @@ class StatefulMember(Member[Stateful[Any]]):
     state: Any
 
     def state_dict(self) -> Mapping[str, Any]:
-        state: Mapping[str, Any] = optimizers.capture(self.state)
-        return state
+        return {
+            item.name: getattr(self.state, item.name)
+            for item in fields(self.state)
+            if not item.metadata.get("transient")
+        }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         optimizers.restore(self.state, saved)
