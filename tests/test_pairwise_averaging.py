@@ -25,10 +25,11 @@ from tests.training import equal, train_threads
 from torch import Tensor
 
 from orchestra.errors import InputError
+from orchestra.strategies.member import Member
 from orchestra.strategies.pairwise_averaging import (
     PairwiseAverage,
     PairwiseAveraging,
-    PairwiseState,
+    PairwiseMember,
 )
 from orchestra.strategies.single import Single
 from orchestra.topologies import Exponential, Ring, Star
@@ -179,10 +180,10 @@ class Repeatable(PairwiseAveraging):
     log: str = ""
     repeats: bool = False
 
-    def start(self, worker: Worker) -> PairwiseState:
+    def join(self, worker: Worker) -> Member[Any]:
         transport = Recorded(worker.transport, LOGS[self.log], self.repeats)
         worker.transport = cast(Transport, transport)
-        return super().start(worker)
+        return super().join(worker)
 
 
 def test_the_order_of_arrivals_gives_the_parameters_bit_for_bit(tmp_path: Path) -> None:
@@ -205,10 +206,17 @@ class Stopped(PairwiseAveraging):
 
     at: int = 1_000_000
 
-    def before_forward(self, worker: Worker, state: PairwiseState) -> None:
-        super().before_forward(worker, state)
-        if state.step + 2 >= self.at:
-            ask_to_stop(worker)
+    def member(self, worker: Worker) -> StoppedMember:
+        return StoppedMember(self, worker, worker.local_optimizer())
+
+
+@dataclass(eq=False)
+class StoppedMember(PairwiseMember):
+    def begin(self) -> None:
+        super().begin()
+        assert isinstance(self.strategy, Stopped)
+        if self.step + 2 >= self.strategy.at:
+            ask_to_stop(self.worker)
 
 
 MANY_STEPS = 1000

@@ -7,11 +7,12 @@ import random
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from orchestra import exchange, optimizers
+from orchestra import exchange
 from orchestra.errors import InputError
+from orchestra.optimizers import TRANSIENT
 from orchestra.settings import MAX_SEED, setting
-from orchestra.strategies.base import Roles, torch
-from orchestra.strategies.stateful import ReplicaState, StatefulReplicas
+from orchestra.strategies.base import Replicas, Roles, torch
+from orchestra.strategies.member import ReplicaMember
 from orchestra.strategies.traits import Footprint, Traits, WorkMode
 from orchestra.topologies import Complete, Graph, Topology, connected
 from orchestra.transports.tags import Tag
@@ -23,17 +24,8 @@ if TYPE_CHECKING:
     from orchestra.worker.worker import Worker
 
 
-@dataclass
-class PairwiseState(ReplicaState):
-    """`pair` averages with another worker; `partners`: the choices, for each step of a period."""
-
-    pair: PairwiseAverage = field(metadata=optimizers.TRANSIENT)
-    partners: list[tuple[int, ...]] = field(metadata=optimizers.TRANSIENT)
-    step: int = 0
-
-
 @dataclass(frozen=True, repr=False)
-class PairwiseAveraging(StatefulReplicas[PairwiseState]):
+class PairwiseAveraging(Replicas):
     """Average parameters with one random worker at a time.
 
     AD-PSGD (Lian et al., ICML 2018), Algorithm 1. On worker i, at its own pace:
@@ -72,38 +64,54 @@ class PairwiseAveraging(StatefulReplicas[PairwiseState]):
         """Add what is averaged meanwhile: x, and that of the other worker."""
         return replace(super()._memory(rank, ranks), copies=2.0)
 
-    def allocate(self, worker: Worker, work: exchange.SharedWork | None) -> PairwiseState:
-        own, graphs = worker.workers.index(worker.rank), self.topology.graphs(len(worker.workers))
-        partners = [_partners(graph, own) for graph in graphs]
-        return PairwiseState(worker.local_optimizer(), PairwiseAverage(worker), partners, work=work)
+    def member(self, worker: Worker) -> PairwiseMember:
+        return PairwiseMember(self, worker, worker.local_optimizer())
 
-    def before_forward(self, worker: Worker, state: PairwiseState) -> None:
+
+@dataclass(eq=False)
+class PairwiseMember(ReplicaMember[PairwiseAveraging]):
+    """A worker whose parameters are averaged with another one's while it computes gradients."""
+
+    step: int = 0  # steps done
+    pair: PairwiseAverage = field(init=False, metadata=TRANSIENT)
+    # The choices of a partner, for each step of the topology's period
+    partners: list[tuple[int, ...]] = field(init=False, metadata=TRANSIENT)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        workers = self.worker.workers
+        own, graphs = workers.index(self.worker.rank), self.strategy.topology.graphs(len(workers))
+        self.partners = [_partners(graph, own) for graph in graphs]
+        self.pair = PairwiseAverage(self.worker)
+
+    def begin(self) -> None:
         """Let the parameters be averaged while the gradient of the old ones is taken."""
-        state.pair.give(self._partner(worker, state) if state.pair.active else None)
+        self.pair.give(self._partner() if self.pair.active else None)
 
-    def _partner(self, worker: Worker, state: PairwiseState) -> int | None:
-        own = worker.workers.index(worker.rank)
-        choices = state.partners[state.step % len(state.partners)]
-        return random.Random(f"{self.seed}-{own}-{state.step}").choice(choices) if choices else None
+    def _partner(self) -> int | None:
+        own, seed = self.worker.workers.index(self.worker.rank), self.strategy.seed
+        choices = self.partners[self.step % len(self.partners)]
+        return random.Random(f"{seed}-{own}-{self.step}").choice(choices) if choices else None
 
-    def update(self, worker: Worker, state: PairwiseState) -> None:
+    def update(self) -> None:
         """Take the optimizer's step on the averaged parameters."""
+        worker = self.worker
         worker.clip()
-        worker.step.staleness = (state.pair.take(),)
+        worker.step.staleness = (self.pair.take(),)
         worker.measures.count_staleness(worker.step.staleness)
-        worker.update_locally(state.optimizer)
+        worker.update_locally(self.optimizer)
         worker.snapshots.offer(worker.step.consumed, worker.parameters)
-        state.step += 1
+        self.step += 1
 
-    def settle(self, worker: Worker, state: PairwiseState) -> None:
-        state.pair.settle()
+    def settle(self) -> None:
+        self.pair.settle()
 
-    def stop(self, worker: Worker, state: PairwiseState) -> None:
-        state.pair.settle()
-        state.pair.close()
-        if state.work is not None:
-            state.work.close()
-        worker.snapshots.renew(worker.step.consumed, worker.parameters)
+    def stop(self) -> None:
+        self.pair.settle()
+        self.pair.close()
+        if self.queue is not None:
+            self.queue.close()
+        self.worker.snapshots.renew(self.worker.step.consumed, self.worker.parameters)
 
 
 def _partners(graph: Graph, rank: int) -> tuple[int, ...]:
