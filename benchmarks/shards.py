@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 import orchestra
-from orchestra.strategies.all_reduce import SHARDS
+from orchestra.strategies.sharded_all_reduce import SHARDS
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MEGABYTE = 1e6

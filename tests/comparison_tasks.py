@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from orchestra.errors import InputError
 from orchestra.settings import setting
-from orchestra.strategies.all_reduce import AllReduce, AllReduceState
+from orchestra.strategies.all_reduce import AllReduce, AllReduceMember
 from orchestra.tasks import Task, TensorData
 from orchestra.tasks.classification import accuracy
 from orchestra.worker.worker import Worker
@@ -58,15 +58,22 @@ class Failing(AllReduce):
 
     mended: str = setting("/nowhere", "a path")
 
-    def update(self, worker: Worker, state: AllReduceState) -> None:
-        if not Path(self.mended).exists():
+    def join(self, worker: Worker) -> Any:
+        return FailingMember(**vars(super().join(worker)))
+
+
+class FailingMember(AllReduceMember):
+    def update(self) -> None:
+        strategy = self.strategy
+        assert isinstance(strategy, Failing)
+        if not Path(strategy.mended).exists():
             raise ValueError("broken on purpose")
-        super().update(worker, state)
+        super().update()
 
 
 @dataclass(frozen=True, repr=False)
 class Refusing(AllReduce):
     """All-reduce that takes no task."""
 
-    def start(self, worker: Worker) -> Any:
+    def join(self, worker: Worker) -> Any:
         raise InputError("Refusing: refuses everything; choose another strategy")

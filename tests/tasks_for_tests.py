@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from orchestra import exchange
 from orchestra.settings import setting
-from orchestra.strategies.all_reduce import AllReduce, AllReduceState
+from orchestra.strategies.all_reduce import AllReduce, AllReduceMember
 from orchestra.strategies.base import Roles
 from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.tasks import Digits, Task, TensorData
@@ -290,17 +290,27 @@ class FirstDecides(AllReduce):
 
     every: int = setting(1, "steps between two hand-overs", low=1)
 
-    def update(self, worker: Worker, state: AllReduceState) -> None:
-        if worker.rank == 0:
-            super().update(worker, state)
-        exchange.agree_on_parameters(worker)
+    def join(self, worker: Worker) -> Any:
+        return FirstDecidesMember(**vars(super().join(worker)))
+
+
+class FirstDecidesMember(AllReduceMember):
+    def update(self) -> None:
+        if self.worker.rank == 0:
+            super().update()
+        exchange.agree_on_parameters(self.worker)
 
 
 @dataclass(frozen=True, repr=False)
 class NeverUpdates(AllReduce):
     """Fails in the first step, with and without values."""
 
-    def update(self, worker: Worker, state: AllReduceState) -> None:
+    def join(self, worker: Worker) -> Any:
+        return NeverUpdatesMember(**vars(super().join(worker)))
+
+
+class NeverUpdatesMember(AllReduceMember):
+    def update(self) -> None:
         raise ValueError("no update")
 
 
@@ -317,14 +327,16 @@ class Signs(LocalSGD):
 class Logs(AllReduce):
     """All-reduce that logs numbers of its own."""
 
-    def start(self, worker: Worker) -> AllReduceState:
+    def join(self, worker: Worker) -> Any:
         worker.log(begun=True)
-        return super().start(worker)
+        return LogsMember(**vars(super().join(worker)))
 
-    def update(self, worker: Worker, state: AllReduceState) -> None:
-        super().update(worker, state)
-        worker.log(rank=-1, norm=worker.parameters.norm())
-        worker.log(rank=worker.rank)
+
+class LogsMember(AllReduceMember):
+    def update(self) -> None:
+        super().update()
+        self.worker.log(rank=-1, norm=self.worker.parameters.norm())
+        self.worker.log(rank=self.worker.rank)
 
 
 REFUSED: tuple[dict[str, Any], ...] = (
@@ -340,6 +352,6 @@ class LogsWrongly(AllReduce):
 
     which: int = setting(0, "place in REFUSED", low=0)
 
-    def start(self, worker: Worker) -> AllReduceState:
+    def join(self, worker: Worker) -> Any:
         worker.log(**REFUSED[self.which])
-        return super().start(worker)
+        return super().join(worker)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from orchestra import exchange
 from orchestra.errors import InputError
 from orchestra.settings import parse
-from orchestra.strategies.all_reduce import AllReduce, AllReduceState
+from orchestra.strategies.all_reduce import AllReduce, AllReduceMember
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.switch import Switch
@@ -191,7 +191,7 @@ def test_ranks_that_are_not_launched_host_by_host_are_refused(tmp_path: Path) ->
 class SameCuts(AllReduce):
     """Plain all-reduce, and a whole optimizer, with sums in the order of the slices' ring."""
 
-    def start(self, worker: Worker) -> AllReduceState:
+    def join(self, worker: Worker) -> AllReduceMember:
         exchange.agree_on_parameters(worker)
         shards = exchange.Shards(worker, worker.workers)
 
@@ -205,7 +205,7 @@ class SameCuts(AllReduce):
             return [*begun, gather]
 
         average = exchange.GradientAverage(worker, begin)
-        return AllReduceState(worker.local_optimizer(), average)
+        return AllReduceMember(self, worker, worker.local_optimizer(), average)
 
 
 def train_images(

@@ -14,7 +14,7 @@ from tests.training import Trained, distance, equal, settings, train_processes, 
 from tests.waiting import wait_until
 
 from orchestra.settings import setting
-from orchestra.strategies.all_reduce import AllReduce, AllReduceState
+from orchestra.strategies.all_reduce import AllReduce, BackupMember
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.switch import Switch
 from orchestra.strategies.switch_rules import AfterSteps
@@ -30,12 +30,18 @@ class Scripted(AllReduce):
 
     late: tuple[int, ...] = setting((), "of each step")
 
-    def reduce(self, worker: Worker, state: AllReduceState) -> None:
-        average: Any = state.average
-        if self.late[average._step % len(self.late)] == worker.rank:
+    def join(self, worker: Worker) -> Any:
+        return ScriptedMember(**vars(super().join(worker)))
+
+
+class ScriptedMember(BackupMember):
+    def exchange(self) -> None:
+        average: Any = self.average
+        late, step = self.strategy.late, self.worker.step  # type: ignore[attr-defined]
+        if late[average._step % len(late)] == self.worker.rank:
             average._outcome.wait()
-        super().reduce(worker, state)
-        _agreed.append((worker.step.loss, worker.step.losses))
+        super().exchange()
+        _agreed.append((step.loss, step.losses))
 
 
 _agreed: list[tuple[float, tuple[float, ...]]] = []
@@ -105,25 +111,28 @@ class Slow(AllReduce):
 
     slow: int = setting(0, "this one")
 
-    def start(self, worker: Worker) -> AllReduceState:
+    def join(self, worker: Worker) -> Any:
         if worker.rank == 0:
             _done.clear()
             _computed.clear()
         _all_here.wait()
-        return super().start(worker)
+        return SlowMember(**vars(super().join(worker)))
 
-    def before_forward(self, worker: Worker, state: AllReduceState) -> None:
-        super().before_forward(worker, state)
-        steps = _computed.setdefault(worker.rank, [])
-        steps.append(_done.get(worker.rank, 0))
-        if worker.rank == self.slow and len(steps) == 1:
-            others = [rank for rank in worker.workers.ranks if rank != self.slow]
+
+class SlowMember(BackupMember):
+    def begin(self) -> None:
+        super().begin()
+        rank, slow = self.worker.rank, self.strategy.slow  # type: ignore[attr-defined]
+        steps = _computed.setdefault(rank, [])
+        steps.append(_done.get(rank, 0))
+        if rank == slow and len(steps) == 1:
+            others = [rank for rank in self.worker.workers.ranks if rank != slow]
             end = steps[0] + 7
             wait_until(lambda: min(_done.get(rank, 0) for rank in others) >= end, "the others")
 
-    def update(self, worker: Worker, state: AllReduceState) -> None:
-        super().update(worker, state)
-        _done[worker.rank] = _done.get(worker.rank, 0) + 1
+    def update(self) -> None:
+        super().update()
+        _done[self.worker.rank] = _done.get(self.worker.rank, 0) + 1
 
 
 _done: dict[int, int] = {}
@@ -176,9 +185,10 @@ def test_all_workers_leave_the_phase_after_the_same_step(tmp_path: Path) -> None
 class Unlucky(AllReduce):
     """The background flow of the last rank fails in its third collective."""
 
-    def start(self, worker: Worker) -> AllReduceState:
-        state = super().start(worker)
-        average: Any = state.average
+    def join(self, worker: Worker) -> Any:
+        member = super().join(worker)
+        assert isinstance(member, BackupMember)
+        average: Any = member.average
         inner, calls = average._collective, []
 
         class Failing:
@@ -189,7 +199,7 @@ class Unlucky(AllReduce):
                 return inner.begin(*arguments)
 
         average._collective = Failing()
-        return state
+        return member
 
 
 def test_what_the_background_flow_raises_ends_the_run(tmp_path: Path) -> None:

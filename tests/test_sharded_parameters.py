@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from orchestra import AllReduce, ParameterServer
 from orchestra.errors import InputError
-from orchestra.strategies.all_reduce import SHARDS
 from orchestra.strategies.base import Strategy
+from orchestra.strategies.sharded_all_reduce import SHARDS
 from orchestra.strategies.switch import Switch
 from orchestra.strategies.switch_rules import AfterSteps
 from orchestra.trainer.own_loop import OwnLoop
@@ -231,7 +231,8 @@ def kept(shard: Any, ranks: int, folder: Path) -> tuple[int, int]:
         session.train()
         worker, state = session.worker, state_of(session)
         moments = [v for each in state.optimizer.state.values() for v in each.values()]
-        parts = [gradient for _, _, gradient in state.shards._parts] if state.shards else []
+        shards = getattr(state, "shards", None)
+        parts = [gradient for _, _, gradient in shards._parts] if shards else []
         tensors = [worker.parameters, *(parts or [worker.gradients.vector]), *moments]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
         own = sum(storage.nbytes() for storage in storages.values())

@@ -28,7 +28,7 @@ from orchestra.engines.simulation.kernel import Deadlock, Flow, Kernel
 from orchestra.engines.simulation.world import World
 from orchestra.errors import InputError, RunFailed
 from orchestra.records.record import RunRecord
-from orchestra.strategies.all_reduce import AllReduce, AllReduceState
+from orchestra.strategies.all_reduce import AllReduce, AllReduceMember
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.worker.runtime import Runtime, SilentReporter, Work
 from orchestra.worker.worker import Worker
@@ -45,10 +45,15 @@ SYNCHRONOUS = [
 class Doubling(AllReduce):
     """All-reduce, after which every other step counts twice."""
 
-    def update(self, worker: Worker, state: AllReduceState) -> None:
-        if worker.step.consumed // 10 % 2:
-            worker.gradients.vector.mul_(2)
-        super().update(worker, state)
+    def join(self, worker: Worker) -> Any:
+        return DoublingMember(**vars(super().join(worker)))
+
+
+class DoublingMember(AllReduceMember):
+    def update(self) -> None:
+        if self.worker.step.consumed // 10 % 2:
+            self.worker.gradients.vector.mul_(2)
+        super().update()
 
 
 def check_equal(real: RunRecord, virtual: RunRecord) -> None:

@@ -63,7 +63,7 @@ def contestant(runtime: Runtime, tracer: Trace | None, steps: int) -> Callable[[
     if tracer is not None:
         runtime = intercepted(runtime, tracer)
     worker = Worker(runtime, model, spec, loss=cross_entropy)
-    state = STRATEGY.start(worker)
+    member = STRATEGY.join(worker)
     batch, samples = SUBJECT.batch(SUBJECT.batch_size), SUBJECT.batch_size
     if tracer is not None:
         tracer.open_for_steps(1)
@@ -71,8 +71,8 @@ def contestant(runtime: Runtime, tracer: Trace | None, steps: int) -> Callable[[
     def block() -> None:
         for number in range(steps):
             worker.begin_step(Step(samples, samples * RANKS, rates=(0.01,)))
-            STRATEGY.gradient(worker, state, batch)
-            STRATEGY.update(worker, state)
+            member.gradient(batch)
+            member.update()
             if tracer is not None:
                 tracer.step_ended(number)
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from orchestra import exchange, optimizers
 from orchestra.compression.base import Compressor
 from orchestra.errors import InputError
 from orchestra.settings import MAX_RANKS, setting
-from orchestra.strategies.base import Roles, replica_memory
-from orchestra.strategies.stateful import Stateful
+from orchestra.strategies.base import Roles, Strategy, replica_memory
+from orchestra.strategies.member import Member
+from orchestra.strategies.sharded_all_reduce import join_sharded, sharded_footprint
 from orchestra.strategies.traits import Footprint, Partition, Rehearsal, Traits, WorkMode
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from orchestra.exchange import Kept
+    from orchestra.exchange import CompressionState, GradientAverage, PartialAverage
     from orchestra.transports.protocol import Group
     from orchestra.worker.batches import Batch
     from orchestra.worker.layout import Share
@@ -34,23 +35,8 @@ def require_ring(strategy: str, compressor: Compressor, algorithm: str) -> None:
         )
 
 
-SHARDS = ("nothing", "optimizer", "gradients", "parameters")  # the stages of ZeRO
-
-
-@dataclass
-class AllReduceState:
-    """Workers keep whole optimizers, equal since their gradients are; or the one of their slice."""
-
-    optimizer: Optimizer
-    average: exchange.GradientAverage | exchange.PartialAverage = field(
-        metadata=optimizers.TRANSIENT
-    )
-    shards: exchange.Shards | None = field(default=None, metadata=optimizers.TRANSIENT)
-    compression: exchange.CompressionState | None = None
-
-
 @dataclass(frozen=True, repr=False)
-class AllReduce(Stateful[AllReduceState]):
+class AllReduce(Strategy):
     """Average the gradient over the workers, then step the same optimizer everywhere.
 
     For N workers and n bytes of gradient a rank sends in a step
@@ -193,126 +179,117 @@ class AllReduce(Stateful[AllReduceState]):
         return super().roles(ranks)
 
     def _memory(self, rank: int, ranks: int) -> Footprint:
-        """Return a part of what is sharded, with the buckets in use and what compression keeps."""
-        level = SHARDS.index(self.shard) if ranks > 1 else 0
+        """Return a part of what is sharded, and add what compression keeps."""
         kept = 0.0 if self.compression is None else self.compression.footprint
-        return replace(
-            replica_memory(self, rank, ranks), optimizer=1 / ranks if level >= 1 else 1.0,
-            gradients=1 / ranks if level >= 2 else 1.0,
-            parameters=1 / ranks if level >= 3 else 1.0, copies=kept, windows=max(level - 1, 0),
-        )  # fmt: skip
+        whole = replace(replica_memory(self, rank, ranks), copies=kept)
+        return sharded_footprint(whole, self.shard, ranks)
 
     def _rehearse(self, worker: Worker, values: Tensor) -> None:
-        if self.compression is not None:
+        if self.compression is None:
+            begin_sum, _ = self._sums(worker)
+            begin_sum(values, False).wait()
+        else:
             kept = exchange.CompressionState.of(worker, self.compression)
             exchange.average_compressed(
                 worker, worker.transport, values, 0, self.compression, kept, self.algorithm, 0
             )
-        elif self.algorithm == "native":
-            exchange.native_sum(worker)(values, False).wait()
-        else:
-            self._collective(worker).begin(worker.transport, values).wait()
+
+    def _sums(self, worker: Worker) -> tuple[exchange.BeginSum, Group]:
+        """Return how the algorithm sums a vector, and the workers in the order of its ring."""
+        if self.algorithm == "native":
+            return exchange.native_sum(worker), worker.workers
+        collective = self._collective(worker)
+        return collective.sums(worker.transport), collective.group
 
     def _collective(self, worker: Worker) -> exchange.ScheduledGroup:
         return exchange.make_collective(worker, self.algorithm, self.order, self.ranks_per_node)
 
-    def start(self, worker: Worker) -> AllReduceState:
+    def join(self, worker: Worker) -> Member[Any]:
         """Begin with the parameters of rank 0."""
         if self.backup and worker.own_loop:
             raise InputError(
                 "AllReduce: backup needs orchestra's own loop (orchestra train): a late worker "
                 "leaves out forward and backward passes, which a loop of your own cannot"
             )
-        self._check_sharded(worker)
-        if self.shard == "parameters" and len(worker.workers) > 1:
-            exchange.broadcast_buffers(worker, worker.everyone)
-        else:
-            exchange.agree_on_parameters(worker)
+        if self.shard != "nothing":
+            return join_sharded(self, worker)
+        exchange.agree_on_parameters(worker)
         worker.reporter.expendable(False)
-        if self.algorithm == "native":
-            return self._averaging(worker, exchange.native_sum(worker), worker.workers)
-        collective = self._collective(worker)
         if self.backup:
-            # (N - b) of the first to come make the average (Chen et al., 2016).
             needed = len(worker.workers) - self.backup
-            partial = exchange.PartialAverage(worker, collective, needed)
-            return AllReduceState(worker.local_optimizer(), partial)
-        begin_sum = collective.sums(worker.transport)
-        if self.shard == "nothing":
-            return self._averaging(worker, begin_sum, collective.group)
-        several = len(collective.group) > 1
-        shards = exchange.Shards(
-            worker, collective.group, scatter=several and self.shard != "optimizer",
-            gather=several and self.shard == "parameters",
-        )  # fmt: skip
-        if worker.own_loop:  # it may read the gradient, to clip it: it gets the whole of it
-            average = exchange.GradientAverage(worker, collective.of_buckets(worker))
-        else:
-            average = shards.average()
-        return AllReduceState(shards.optimizer, average, shards)
+            partial = exchange.PartialAverage(worker, self._collective(worker), needed)
+            return BackupMember(self, worker, worker.local_optimizer(), partial)
+        begin_sum, ring = self._sums(worker)
+        if self.compression is None:
+            average = exchange.GradientAverage(worker, exchange.each_bucket(begin_sum))
+            return AllReduceMember(self, worker, worker.local_optimizer(), average)
+        kept = exchange.CompressionState.of(worker, self.compression)
+        compressed = exchange.CompressedSum(worker, self.compression, kept, begin_sum, ring)
+        average = exchange.GradientAverage(worker, compressed.begin)
+        return CompressedMember(self, worker, worker.local_optimizer(), average, kept)
 
-    def _check_sharded(self, worker: Worker) -> None:
-        if self.shard not in ("gradients", "parameters"):
-            return
-        if worker.own_loop:
-            raise InputError(
-                f"AllReduce: shard={self.shard!r} needs orchestra's own loop (orchestra train): a "
-                "loop of your own has whole gradients; set shard='optimizer'"
-            )
-        if not worker.overlap:
-            raise InputError(
-                f"AllReduce: shard={self.shard!r} sums gradients while backward goes on: set "
-                "overlap to true, or shard='optimizer'"
-            )
 
-    def _averaging(
-        self, worker: Worker, begin_sum: exchange.BeginSum, ring: Group
-    ) -> AllReduceState:
-        """Make the state with a whole optimizer, and averages by `begin_sum`."""
-        kept, begin = None, exchange.each_bucket(begin_sum)
-        if self.compression is not None:
-            kept = exchange.CompressionState.of(worker, self.compression)
-            begin = exchange.CompressedSum(worker, self.compression, kept, begin_sum, ring).begin
-        average = exchange.GradientAverage(worker, begin)
-        return AllReduceState(worker.local_optimizer(), average, compression=kept)
+@dataclass(eq=False)
+class AveragingMember(Member[AllReduce]):
+    """A worker with a whole optimizer, which equals all others because their gradients do."""
 
-    def before_forward(self, worker: Worker, state: AllReduceState) -> None:
-        """Take the first worker's buffers; but nobody waits for it under `backup`."""
-        if not self.backup:
-            exchange.broadcast_buffers(worker, worker.workers)
+    optimizer: Optimizer
+    average: GradientAverage | PartialAverage = field(metadata=optimizers.TRANSIENT)
 
-    def gradient(self, worker: Worker, state: AllReduceState, batch: Batch | None) -> None:
-        """Compute the gradient; under `backup`, pass over the batch if its average is there."""
-        if not isinstance(state.average, exchange.PartialAverage) or not state.average.is_late():
-            super().gradient(worker, state, batch)
-            return
-        worker.step.samples = 0
-        worker.gradients.clear()
-        state.average.take()
-
-    def reduce(self, worker: Worker, state: AllReduceState) -> None:
+    def exchange(self) -> None:
         """g <- sum over workers of (samples / all samples) g."""
-        state.average.finish()
+        self.average.finish()
 
-    def update(self, worker: Worker, state: AllReduceState) -> None:
-        """Take the same step of the same optimizer on every worker; or each on its slice."""
-        if state.shards is not None:
-            state.shards.update()
-        else:
-            worker.clip()
-            worker.update_locally(state.optimizer)
-        # Shards differ; whole parameters are equal, and one worker's copy is enough.
-        if self.shard == "parameters" or worker.rank == worker.workers.ranks[0]:
+    def update(self) -> None:
+        """Take the same step of the same optimizer on every worker."""
+        worker = self.worker
+        worker.clip()
+        worker.update_locally(self.optimizer)
+        if worker.rank == worker.workers.ranks[0]:
             worker.snapshots.offer(worker.step.consumed, worker.parameters)
 
-    def stop(self, worker: Worker, state: AllReduceState) -> None:
-        state.average.close()
-        if state.shards is not None:
-            state.shards.close()
-        if self.backup:
-            exchange.broadcast_buffers(worker, worker.everyone)
 
-    def kept(self, worker: Worker, state: AllReduceState) -> Kept:
-        if state.shards is None:
-            return super().kept(worker, state)
-        return exchange.Kept(parts=[state.shards.part])
+@dataclass(eq=False)
+class AllReduceMember(AveragingMember):
+    """Average the gradients of all workers, each bucket as soon as backward has filled it."""
+
+    average: GradientAverage = field(metadata=optimizers.TRANSIENT)
+
+    def begin(self) -> None:
+        """Take the first worker's buffers."""
+        exchange.broadcast_buffers(self.worker, self.worker.workers)
+
+    def stop(self) -> None:
+        self.average.close()
+
+
+@dataclass(eq=False)
+class CompressedMember(AllReduceMember):
+    """Average compressed gradients; `compression` keeps what is left out for later steps."""
+
+    compression: CompressionState
+
+
+@dataclass(eq=False)
+class BackupMember(AveragingMember):
+    """Average the N - b gradients that are complete first, and drop the others.
+
+    Backup workers (Chen et al., 2016), without a server. No worker waits for the buffers of the
+    first worker, which may be late.
+    """
+
+    average: PartialAverage = field(metadata=optimizers.TRANSIENT)
+
+    def gradient(self, batch: Batch | None) -> None:
+        """Compute the gradient of `batch`; pass over the batch if the step's average is there."""
+        if not self.average.is_late():
+            super().gradient(batch)
+            return
+        self.worker.step.samples = 0
+        self.worker.gradients.clear()
+        self.average.take()
+
+    def stop(self) -> None:
+        """End the background flows, and take the first worker's buffers."""
+        self.average.close()
+        exchange.broadcast_buffers(self.worker, self.worker.everyone)
