@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -34,11 +33,12 @@ from orchestra.errors import InputError
 from orchestra.exchange import take_consensus
 from orchestra.optimizers import capture, restore
 from orchestra.optimizers.spec import OptimizerSpec
+from orchestra.strategies.member import Member
 from orchestra.strategies.single import Single
 from orchestra.strategies.stochastic_gradient_push import (
     RECEIVING,
-    PushState,
-    PushSum,
+    OneAtATimePush,
+    PushMember,
     StochasticGradientPush,
 )
 from orchestra.topologies import (
@@ -124,9 +124,9 @@ class PatientHandle:
 class PatientPush(StochasticGradientPush):
     """All mass is added exactly `overlap` steps after it was sent."""
 
-    def start(self, worker: Worker) -> PushState:
+    def join(self, worker: Worker) -> Member[Any]:
         worker.transport = cast(Transport, Patient(worker.transport))
-        return super().start(worker)
+        return super().join(worker)
 
 
 def matrix_of(topology: Topology, ranks: int, step: int, shares: Any) -> Matrix:
@@ -220,6 +220,9 @@ def test_one_worker_equals_single_bit_for_bit(overlap: int, tmp_path: Path) -> N
     )
 
 
+SGD = OptimizerSpec(torch.optim.SGD, {"lr": 0.1}, ((frozenset({"weight"}), {}),))
+
+
 class Values(nn.Module):
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -229,9 +232,15 @@ class Values(nn.Module):
 Masses = list[tuple[Tensor, float, Tensor]]
 
 
-def pushing(topology: Topology, shares: Any, overlap: int, exchanges: str) -> Any:
-    """Settings of a push-sum, of shares that are none of the strategy's too."""
-    return SimpleNamespace(topology=topology, shares=shares, overlap=overlap, exchanges=exchanges)
+@dataclass(frozen=True, repr=False)
+class Divided(StochasticGradientPush):
+    """Each worker divides its mass as `division` says."""
+
+    division: Any = uniform_shares
+
+    def shares(self, targets: tuple[int, ...], rank: int, number: int) -> Mapping[int, float]:
+        shares: Mapping[int, float] = self.division(targets, rank, number)
+        return shares
 
 
 def pushed(
@@ -242,13 +251,16 @@ def pushed(
     overlap: int = 0,
     shares: Any = uniform_shares,
     exchanges: Any = "every_tau_steps",
-    then: Callable[[PushSum], None] = PushSum.drain,
+    then: Callable[[PushMember], None] = PushMember.settle,
 ) -> Masses:
     """Push-sum alone, from values that differ: x, w and z of each rank."""
 
+    exchanges = exchanges if overlap else "every_tau_steps"
+    strategy = Divided(topology, overlap=overlap, exchanges=exchanges, division=shares)
+
     def program(runtime: Runtime) -> tuple[Tensor, float, Tensor]:
-        worker = Worker(runtime, Values(runtime.rank), OptimizerSpec(torch.optim.SGD, {"lr": 0.1}))
-        push = PushSum(worker, pushing(topology, shares, overlap, exchanges))
+        worker = Worker(runtime, Values(runtime.rank), SGD)
+        push = strategy.member(worker)
         for _ in range(steps):
             push.mix()
         then(push)
@@ -282,7 +294,7 @@ def test_mass_is_conserved(ranks: int, steps: int, overlap: int, seed: int, exch
     topology = RandomRegular(2, seed=seed) if seed % 2 else Exponential(peers=1 + seed % 3)
     shares = partial(random_shares, seed=seed)
     mean = mean_of(ranks)
-    for then in (PushSum.drain, saved_and_restored, agreed):
+    for then in (PushMember.settle, saved_and_restored, agreed):
         result = pushed(
             topology, ranks, steps, overlap=overlap, shares=shares, exchanges=exchanges, then=then
         )
@@ -293,13 +305,13 @@ def test_mass_is_conserved(ranks: int, steps: int, overlap: int, seed: int, exch
             assert all(float((z - mean).abs().max()) < 1e-13 for _, _, z in result)
 
 
-def agreed(push: PushSum) -> None:
+def agreed(push: PushMember) -> None:
     push.drain()
-    take_consensus(push.worker, [push.learnt()], tolerant=False)
+    take_consensus(push.worker, push.learnt(), tolerant=False)
     push.rebase()
 
 
-def saved_and_restored(push: PushSum) -> None:
+def saved_and_restored(push: PushMember) -> None:
     """As across a checkpoint; then two steps more."""
     push.drain()
     saved: Mapping[str, Any] = {
@@ -316,7 +328,7 @@ def saved_and_restored(push: PushSum) -> None:
 def test_mass_on_its_way_is_missing_until_it_is_drained() -> None:
     """What a checkpoint would lose that did not drain."""
 
-    def late(push: PushSum) -> None:
+    def late(push: PushMember) -> None:
         push.worker.transport = cast(Transport, Patient(push.worker.transport))
         for _ in range(3):
             push.mix()
@@ -349,8 +361,9 @@ def test_a_rank_that_has_begun_more_exchanges_than_one_that_drains_does_not_wait
     def program(runtime: Runtime) -> tuple[float, int]:
         kind = Eager if runtime.rank == 0 else Patient
         runtime = replace(runtime, transport=cast(Transport, kind(runtime.transport)))
-        worker = Worker(runtime, Values(runtime.rank), OptimizerSpec(torch.optim.SGD, {"lr": 0.1}))
-        push = PushSum(worker, StochasticGradientPush(overlap=3, exchanges="one_at_a_time"))
+        worker = Worker(runtime, Values(runtime.rank), SGD)
+        push = StochasticGradientPush(overlap=3, exchanges="one_at_a_time").member(worker)
+        assert isinstance(push, OneAtATimePush)
         for _ in range(8):
             push.mix()
         push.drain()
@@ -395,16 +408,21 @@ class Gated(StochasticGradientPush):
 
     gate: int = 0
 
-    def start(self, worker: Worker) -> PushState:
-        watched = Watched(worker.transport, GATES[self.gate])
-        worker.transport = cast(Transport, watched)
-        return super().start(worker)
-
-    def before_forward(self, worker: Worker, state: PushState) -> None:
+    def join(self, worker: Worker) -> Member[Any]:
         gate = GATES[self.gate]
-        gate.done[worker.rank] = state.push.step
-        if worker.rank == 0 and state.push.step == gate.at:
-            assert gate.open.wait(60)
+        worker.transport = cast(Transport, Watched(worker.transport, gate))
+        return super().join(worker)
+
+    def member(self, worker: Worker) -> PushMember:
+        gate, member = GATES[self.gate], super().member(worker)
+
+        def begin() -> None:
+            gate.done[worker.rank] = member.step
+            if worker.rank == 0 and member.step == gate.at:
+                assert gate.open.wait(60)
+
+        member.begin = begin  # type: ignore[method-assign]
+        return member
 
 
 @pytest.mark.parametrize(
@@ -438,7 +456,7 @@ def test_receivers_of_a_suspended_peer_advance_by_the_overlap_and_resume(
         run.join(60)
     (result,) = results
     assert [len(result.lines(rank)) for rank in range(3)] == [20, 20, 20]
-    assert sum(state.push.w for state in result.states) == pytest.approx(3, abs=1e-12)
+    assert sum(state.w for state in result.states) == pytest.approx(3, abs=1e-12)
 
 
 # Whole trainings
@@ -450,9 +468,15 @@ class Stopped(PatientPush):
 
     at: int = 1000
 
-    def before_forward(self, worker: Worker, state: PushState) -> None:
-        if state.push.step + 2 >= self.at:
-            ask_to_stop(worker)
+    def member(self, worker: Worker) -> PushMember:
+        member = super().member(worker)
+
+        def begin() -> None:
+            if member.step + 2 >= self.at:
+                ask_to_stop(worker)
+
+        member.begin = begin  # type: ignore[method-assign]
+        return member
 
 
 def stopped_at(step: int, overlap: int = 0) -> Stopped:
@@ -468,8 +492,8 @@ def test_a_resumed_run_has_all_its_mass(tmp_path: Path) -> None:
     assert 5 <= steps.pop() < 16
     resumed = train_quadratic(stopped_at(1000, overlap=3), 4, 40, tmp_path, **options)
     assert {len(resumed.lines(rank)) for rank in range(4)} == {40}
-    assert resumed.states[0].push.step == 40
-    assert [state.push.w for state in resumed.states] == [1.0] * 4
+    assert resumed.states[0].step == 40
+    assert [state.w for state in resumed.states] == [1.0] * 4
     (leader,) = (report.leader for report in resumed.reports if report.leader is not None)
     assert [point.samples for point in leader.curve] == [80, 160, 240, 320]
 
@@ -503,7 +527,7 @@ def test_who_is_free_takes_the_next_batch_and_no_mass_is_lost(tmp_path: Path) ->
     (result,) = results
     assert each_batch_once(result, 3, 20)
     assert len(result.lines(0)) == gate.at + 2
-    assert sum(state.push.w for state in result.states) == pytest.approx(3, abs=1e-12)
+    assert sum(state.w for state in result.states) == pytest.approx(3, abs=1e-12)
 
 
 def test_a_stopped_queue_is_resumed_where_it_was_with_all_mass(tmp_path: Path) -> None:
@@ -511,7 +535,7 @@ def test_a_stopped_queue_is_resumed_where_it_was_with_all_mass(tmp_path: Path) -
     assert 5 <= sum(len(stopped.lines(rank)) for rank in range(4)) < 160
     resumed = train_quadratic(stopped_at(1000, overlap=3), 4, 40, tmp_path)
     assert each_batch_once(resumed, 4, 40)
-    assert [state.push.w for state in resumed.states] == [1.0] * 4
+    assert [state.w for state in resumed.states] == [1.0] * 4
 
 
 def test_when_to_send_is_a_question_of_overlap() -> None:

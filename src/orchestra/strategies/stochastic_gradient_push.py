@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -12,9 +13,9 @@ from typing import TYPE_CHECKING, Literal
 from orchestra import exchange, optimizers, topologies
 from orchestra.errors import InputError
 from orchestra.settings import MAX_SEED, MAX_STEPS, setting
-from orchestra.strategies.base import Roles, torch
-from orchestra.strategies.stateful import ReplicaState, StatefulReplicas
-from orchestra.strategies.traits import Footprint, Traits, WorkMode
+from orchestra.strategies.base import Replicas, Roles, torch
+from orchestra.strategies.member import ReplicaMember
+from orchestra.strategies.traits import Dealing, Footprint, Traits, WorkMode
 from orchestra.topologies import Exponential, Topology, sources_of
 from orchestra.transports.tags import Tag
 
@@ -22,25 +23,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from orchestra.exchange import Learnt
-    from orchestra.transports.protocol import Task, Transport
+    from orchestra.transports.protocol import Task
     from orchestra.worker.worker import Worker
 
 SENDING, RECEIVING = 0, 1
 """Lanes of background flows: neither waits for the other."""
 
 AWAITED = 4
-"""Messages of any rank that a background flow takes in before they are asked for."""
-
-
-@dataclass
-class PushState(ReplicaState):
-    """`push` holds this worker's mass, x and w."""
-
-    push: PushSum
+"""Messages of any rank that a background flow receives before the worker asks for them."""
 
 
 @dataclass(frozen=True, repr=False)
-class StochasticGradientPush(StatefulReplicas[PushState]):
+class StochasticGradientPush(Replicas):
     """Push shares of the parameters along one-way links.
 
     SGP (Assran et al., ICML 2019), Algorithm 1; with `overlap`, OSGP.
@@ -131,9 +125,15 @@ class StochasticGradientPush(StatefulReplicas[PushState]):
         copies = 1.0 + moving * (1 + self.overlap) + (self.overlap > 0)  # the mass before its parts
         return replace(super()._memory(rank, ranks), copies=copies)
 
-    def allocate(self, worker: Worker, work: exchange.SharedWork | None) -> PushState:
-        push = PushSum(worker, self) if work is None else SelfPacedPushSum(worker, self)
-        return PushState(worker.local_optimizer(), push, work=work)
+    def member(self, worker: Worker) -> PushMember:
+        mixes_first = self.exchanges == "one_at_a_time"
+        rule: type[PushMember] = SynchronousPush
+        if self.traits(worker.work).dealing is Dealing.QUEUE:
+            rule = MixFirstAsynchronousPush if mixes_first else AsynchronousPush
+        elif self.overlap:
+            rule = OneAtATimePush if mixes_first else OverlappedPush
+        mass = torch.cat([worker.parameters, worker.parameters.new_ones(1)])
+        return rule(self, worker, worker.local_optimizer(), mass)
 
     def shares(self, targets: tuple[int, ...], rank: int, number: int) -> Mapping[int, float]:
         """Return the shares that `rank` sends to targets in exchange `number`, and keeps; sum 1."""
@@ -141,67 +141,17 @@ class StochasticGradientPush(StatefulReplicas[PushState]):
             return topologies.uniform_shares(targets, rank, number)
         return topologies.random_shares(targets, rank, number, seed=self.seed)
 
-    def before_forward(self, worker: Worker, state: PushState) -> None:
-        """Follow the authors' code: add what has arrived, begin an exchange, then show z."""
-        if self.exchanges == "one_at_a_time":
-            state.push.mix()
-            worker.parameters.copy_(state.push.z())
 
-    def update(self, worker: Worker, state: PushState) -> None:
-        """Step the optimizer on x, take a step of push-sum, and show z."""
-        worker.clip()
-        worker.parameters.copy_(state.push.x)
-        worker.update_locally(state.optimizer)
-        state.push.x.copy_(worker.parameters)
-        if self.exchanges != "one_at_a_time":
-            state.push.mix()
-        worker.parameters.copy_(state.push.z())
-        worker.snapshots.offer(worker.step.consumed, worker.parameters, weight=state.push.w)
-
-    def settle(self, worker: Worker, state: PushState) -> None:
-        """Take in all mass that was sent until this step."""
-        state.push.drain()
-        worker.parameters.copy_(state.push.z())
-
-    def stop(self, worker: Worker, state: PushState) -> None:
-        if state.work is not None:
-            state.work.close()
-        state.push.drain()
-        z = state.push.x.double() / state.push.w  # in float32 its mean would not be the final one
-        worker.snapshots.renew(worker.step.consumed, z, weight=state.push.w)
-
-    def learnt(self, worker: Worker, state: PushState) -> Iterable[Learnt]:
-        """Return x and w: the model is the sum of x over the sum of w."""
-        return [state.push.learnt()]
-
-    def rebase(self, worker: Worker, state: PushState) -> None:
-        state.push.rebase()
-
-
-@dataclass
-class PushSum:
-    """This rank's `mass`: x and behind it w, in one flat vector, [layout.size + 1].
+@dataclass(eq=False)
+class PushMember(ReplicaMember[StochasticGradientPush]):
+    """A worker with a mass: x and behind it w, in one flat vector, [layout.size + 1].
 
     An exchange sends a share of the mass along every link and keeps the rest, so that the sums of
     x and of w over all ranks, messages included, never change. z = x / w tends to the mean.
-    Messages of a step may be added up to `push.overlap` steps later; `push.exchanges` tells in
-    which steps an exchange begins. The graph of an exchange is that of its number.
     """
 
-    worker: Worker = field(metadata=optimizers.TRANSIENT)
-    push: StochasticGradientPush = field(metadata=optimizers.TRANSIENT)
-    mass: Tensor = field(init=False)
+    mass: Tensor
     step: int = 0
-    exchanges: int = 0
-
-    def __post_init__(self) -> None:
-        worker, push = self.worker, self.push
-        self.mass = torch.cat([worker.parameters, worker.parameters.new_ones(1)])
-        self._period = max(push.overlap, 1) if push.exchanges == "every_tau_steps" else 1
-        self._one_at_a_time = push.exchanges == "one_at_a_time" and push.overlap > 0
-        self._leaving: list[tuple[int, Task[Tensor]]] = []  # since which step, and what
-        self._arriving: list[tuple[int, int, Task[Tensor]]] = []  # and from whom
-        self._closed: dict[int, int] = {}  # ranks that drain, and the exchanges that they began
 
     @property
     def x(self) -> Tensor:
@@ -215,65 +165,219 @@ class PushSum:
     def z(self) -> Tensor:
         return self.x / self.mass[-1]
 
+    def update(self) -> None:
+        """Take a local step on x and a step of push-sum; show z."""
+        self.descend()
+        self.mix()
+        self.offer()
+
+    def descend(self) -> None:
+        """x_i <- x_i - gamma g_i, by the worker's optimizer."""
+        worker = self.worker
+        worker.clip()
+        worker.parameters.copy_(self.x)
+        worker.update_locally(self.optimizer)
+        self.x.copy_(worker.parameters)
+
+    @abstractmethod
     def mix(self) -> None:
-        """Send, if an exchange begins, and add what is here; wait for what is due."""
-        due = self.step - self.push.overlap
-        if self._one_at_a_time:
-            self._finish(due)
-            if not self._arriving:
-                self._send()
-        else:
-            if self.step % self._period == 0:
-                self._send()
-            self._finish(due)
+        """x_i, w_i <- sum_j p_ij (x_j, w_j), as far as messages have arrived."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Add all mass that was sent until this step. Collective over the workers."""
+
+    def show(self) -> None:
+        """Set the parameters, at which the next gradient is computed, to z."""
+        self.worker.parameters.copy_(self.z())
+
+    def offer(self) -> None:
+        """Show z, for the next gradient and for a snapshot."""
+        worker = self.worker
+        self.show()
+        worker.snapshots.offer(worker.step.consumed, worker.parameters, weight=self.w)
+
+    def links(self, number: int) -> tuple[list[int], dict[int, float], float]:
+        """Return the ranks that send to this one in exchange `number`, the share that it sends to
+        each of its targets, and the share that it keeps.
+        """
+        ranks, own = self.worker.workers.ranks, self.worker.workers.index(self.worker.rank)
+        graph = self.strategy.topology.graph(len(ranks), number)
+        shares = self.strategy.shares(graph[own], own, number)
+        sources = [ranks[peer] for peer in sources_of(graph)[own]]
+        return sources, {ranks[peer]: shares[peer] for peer in graph[own]}, shares[own]
+
+    def add(self, arrived: Tensor) -> None:
+        self.charged(partial(self.mass.add_, arrived.to(self.mass.device)))
+
+    def charged(self, function: Callable[[], Tensor]) -> Tensor:
+        """Run `function`, and charge it as work on the whole mass."""
+        return exchange.charge(self.worker, "mix", self.mass.numel(), function)
+
+    def settle(self) -> None:
+        self.drain()
+        self.show()
+
+    def stop(self) -> None:
+        if self.queue is not None:
+            self.queue.close()
+        self.drain()
+        z = self.x.double() / self.w  # in float32 its mean would not be the final one
+        self.worker.snapshots.renew(self.worker.step.consumed, z, weight=self.w)
+
+    def learnt(self) -> Iterable[Learnt]:
+        """Return x and w: the model is the sum of x over the sum of w."""
+        return [exchange.Learnt(0, self.x.double(), self.w)]
+
+    def rebase(self) -> None:
+        self.x.copy_(self.worker.parameters)
+        self.mass[-1] = 1.0
+
+
+@dataclass(eq=False)
+class SynchronousPush(PushMember):
+    """SGP, Algorithm 1: the messages of a step are added in that step."""
+
+    def mix(self) -> None:
+        transport = self.worker.transport
+        sources, shares, kept = self.links(self.step)
+        arriving = [transport.receive(source, Tag.MIX) for source in sources]
+        leaving = [
+            transport.send(self.charged(partial(torch.mul, self.mass, share)), peer, Tag.MIX)
+            for peer, share in shares.items()
+        ]
+        self.charged(lambda: self.mass.mul_(kept))
+        for message in arriving:
+            self.add(message.wait())
+        for message in leaving:
+            message.wait()
         self.step += 1
 
-    def _send(self) -> tuple[int, ...]:
-        """Begin the next exchange; return the workers that are sent to."""
-        ranks, mass = self.worker.workers.ranks, self.mass
-        own = self.worker.workers.index(self.worker.rank)
-        graph = self.push.topology.graph(len(ranks), self.exchanges)
-        shares = self.push.shares(graph[own], own, self.exchanges)
-        self._expect([ranks[peer] for peer in sources_of(graph)[own]])
-        for peer in graph[own]:
-            make = partial(self._charged, partial(torch.mul, mass, shares[peer]))
-            self._begin_send(make, ranks[peer])
-        if self.push.overlap:  # the flow that sends shares of it reads it still
-            self.mass = self._charged(lambda: mass * shares[own])
-        else:
-            self._charged(lambda: mass.mul_(shares[own]))
+    def drain(self) -> None:
+        """Return at once: nothing is in flight after a step."""
+
+
+@dataclass(eq=False)
+class BackgroundPush(PushMember):
+    """A worker whose messages are made, sent and received by background flows.
+
+    `leaving` are the messages that it sends, each with the step in which it began to.
+    """
+
+    exchanges: int = 0  # begun so far
+    leaving: list[tuple[int, Task[Tensor]]] = field(
+        default_factory=list, metadata=optimizers.TRANSIENT
+    )
+
+    def send_shares(self, shares: Mapping[int, float], kept: float) -> None:
+        """Begin to send the shares of an exchange, and keep the rest."""
+        for peer, share in shares.items():
+            self.send(partial(self.charged, partial(torch.mul, self.mass, share)), peer)
+        # A new tensor: the flow that sends shares of the old one still reads it.
+        self.mass = self.charged(lambda: self.mass * kept)
         self.exchanges += 1
-        return graph[own]
 
-    def _begin(self, message: Callable[[Transport], Task[Tensor]], lane: int) -> Task[Tensor]:
-        """Begin to send or receive a message; with overlap in the background."""
-        transport = self.worker.transport
-        if not self.push.overlap:
-            return message(transport)
-        return transport.in_background(lambda flow: message(flow).wait(), lane)
+    def send(self, make: Callable[[], Tensor], to: int) -> None:
+        """Begin to send what `make` returns."""
+        sending = self.worker.transport.in_background(
+            lambda flow: flow.send(make(), to, Tag.MIX).wait(), SENDING
+        )
+        self.leaving.append((self.step, sending))
 
-    def _begin_send(self, make: Callable[[], Tensor], to: int) -> None:
-        sending = self._begin(lambda transport: transport.send(make(), to, Tag.MIX), SENDING)
-        self._leaving.append((self.step, sending))
-
-    def _begin_receive(self, source: int | None) -> Task[Tensor]:
+    def receive(self, source: int | None) -> Task[Tensor]:
         """Begin to receive the next message of `source`, or of any rank."""
-        return self._begin(lambda transport: transport.receive(source, Tag.MIX), RECEIVING)
+        return self.worker.transport.in_background(
+            lambda flow: flow.receive(source, Tag.MIX).wait(), RECEIVING
+        )
 
-    def _expect(self, sources: Sequence[int]) -> None:
-        """Begin to receive what the ranks `sources` send in this exchange."""
-        for source in sources:
-            if source not in self._closed:
-                self._arriving.append((self.step, source, self._begin_receive(source)))
+    def wait_for_sends(self, due: int) -> None:
+        """Wait until the messages sent in the steps up to `due` have left."""
+        for step, sending in self.leaving:
+            if step <= due:
+                sending.wait()
+        self.leaving = [(step, sending) for step, sending in self.leaving if step > due]
+
+    def rebase(self) -> None:
+        super().rebase()
+        self.worker.transport.end_background()
+
+
+@dataclass(eq=False)
+class OverlappedPush(BackgroundPush):
+    """OSGP, Algorithm 2: a worker adds what has arrived, and waits for messages of tau steps ago.
+
+    `arriving` are the expected messages: the step in which each was sent, its source and itself.
+    """
+
+    arriving: list[tuple[int, int, Task[Tensor]]] = field(
+        default_factory=list, metadata=optimizers.TRANSIENT
+    )
+
+    def mix(self) -> None:
+        """Send in the steps that the period divides; add what is here, wait for what is due."""
+        settings = self.strategy
+        period = settings.overlap if settings.exchanges == "every_tau_steps" else 1
+        if self.step % period == 0:
+            self.begin_exchange()
+        self.add_arrived(due=self.step - settings.overlap)
+        self.step += 1
 
     def drain(self) -> None:
-        """Collective, after a step of all: take in all that is on its way."""
-        if self._one_at_a_time:
-            self._drain_one_at_a_time()
-        else:
-            self._finish(self.step)
+        self.add_arrived(due=self.step)
 
-    def _drain_one_at_a_time(self) -> None:
+    def begin_exchange(self) -> None:
+        sources, shares, kept = self.links(self.exchanges)
+        self.expect(sources)
+        self.send_shares(shares, kept)
+
+    def expect(self, sources: list[int]) -> None:
+        """Begin to receive a message of each of `sources`."""
+        self.arriving += [(self.step, source, self.receive(source)) for source in sources]
+
+    def add_arrived(self, due: int) -> None:
+        """Add what has arrived, and wait for the messages of the steps up to `due`."""
+        late = []
+        for step, source, message in self.arriving:
+            if step > due and not message.done():
+                late.append((step, source, message))
+            else:
+                self.take(source, message.wait())
+        self.arriving = late
+        self.wait_for_sends(due)
+
+    def take(self, source: int, arrived: Tensor) -> None:
+        """Add a message of `source`."""
+        self.add(arrived)
+
+
+class MixFirst(PushMember):
+    """A worker that mixes before the gradient of a step, as the authors' code does."""
+
+    def begin(self) -> None:
+        self.mix()
+        self.show()
+
+    def update(self) -> None:
+        self.descend()
+        self.offer()
+
+
+@dataclass(eq=False)
+class OneAtATimePush(MixFirst, OverlappedPush):
+    """The authors' code: an exchange begins once all messages of the last one have been added.
+
+    `closed` are the ranks that drain, and how many exchanges each has begun.
+    """
+
+    closed: dict[int, int] = field(default_factory=dict, metadata=optimizers.TRANSIENT)
+
+    def mix(self) -> None:
+        self.add_arrived(due=self.step - self.strategy.overlap)
+        if not self.arriving:
+            self.begin_exchange()
+        self.step += 1
+
+    def drain(self) -> None:
         """Tell the others how many exchanges this rank began, as the last of its messages.
 
         A rank that is in an earlier step, and has begun more exchanges, would wait for ever for
@@ -282,104 +386,89 @@ class PushSum:
         begun = torch.tensor([self.exchanges])
         others = [rank for rank in self.worker.workers.ranks if rank != self.worker.rank]
         for peer in others:
-            self._begin_send(lambda: begun, peer)
-        self._finish(self.step)
+            self.send(lambda: begun, peer)
+        self.add_arrived(due=self.step)
         for peer in others:
-            while peer not in self._closed:
-                self._expect([peer])
-                self._finish(self.step)
-        self.exchanges = max(self.exchanges, *self._closed.values(), 0)
-        self._closed.clear()
+            while peer not in self.closed:
+                self.expect([peer])
+                self.add_arrived(due=self.step)
+        self.exchanges = max(self.exchanges, *self.closed.values(), 0)
+        self.closed.clear()
 
-    def _finish(self, due: int) -> None:
-        """Add what has arrived, and wait for the messages of the steps up to `due`."""
-        late = []
-        for step, source, task in self._arriving:
-            if step > due and not task.done():
-                late.append((step, source, task))
-                continue
-            arrived = task.wait()
-            if arrived.dtype == torch.int64:  # no mass: the last message of a rank that drains
-                self._closed[source] = int(arrived)
-            else:
-                self._charged(partial(self.mass.add_, arrived.to(self.mass.device)))
-        self._arriving = late
-        for step, sending in self._leaving:
-            if step <= due:
-                sending.wait()
-        self._leaving = [(step, sending) for step, sending in self._leaving if step > due]
+    def expect(self, sources: list[int]) -> None:
+        super().expect([source for source in sources if source not in self.closed])
 
-    def learnt(self) -> Learnt:
-        """With nothing on its way: return x and w."""
-        return exchange.Learnt(0, self.x.double(), self.w)
-
-    def rebase(self) -> None:
-        """After `learnt`: set x to the worker's parameters, and w to 1; end the background."""
-        self.x.copy_(self.worker.parameters)
-        self.mass[-1] = 1.0
-        self.worker.transport.end_background()
-
-    def _charged(self, function: Callable[[], Tensor]) -> Tensor:
-        return exchange.charge(self.worker, "mix", self.mass.numel(), function)
+    def take(self, source: int, arrived: Tensor) -> None:
+        if arrived.dtype == torch.int64:  # no mass: the last message of a rank that drains
+            self.closed[source] = int(arrived)
+        else:
+            self.add(arrived)
 
 
-class SelfPacedPushSum(PushSum):
-    """Push-sum among workers that take as many steps as they can.
+@dataclass(eq=False)
+class AsynchronousPush(BackgroundPush):
+    """Asynchronous gradient push: a worker adds what has arrived, and waits for nobody.
 
-    A worker adds whatever has arrived, and waits for nobody. One that has sent keeps the rest of
-    its mass until it has heard of somebody: its w would become arbitrarily small otherwise, and its
-    steps in z arbitrarily long.
+    A worker that has sent keeps the rest of its mass until it has heard of somebody: its w would
+    become arbitrarily small otherwise, and its steps in z arbitrarily long.
     """
+
+    sent: Tensor = field(init=False, metadata=optimizers.TRANSIENT)  # to each since the last drain
+    received: int = field(default=0, metadata=optimizers.TRANSIENT)
+    heard: bool = field(default=True, metadata=optimizers.TRANSIENT)  # since it sent
+    arriving: deque[Task[Tensor]] = field(  # the next messages, of whatever rank
+        default_factory=deque, metadata=optimizers.TRANSIENT
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ranks = len(self.worker.workers)
-        self._sent = torch.zeros(ranks, dtype=torch.float64)  # since the last drain
-        self._received = 0
-        self._heard = True  # of somebody, since it last sent
-        self._arrivals: deque[Task[Tensor]] = deque()  # of whatever comes next
+        self.sent = torch.zeros(len(self.worker.workers), dtype=torch.float64)
 
     def mix(self) -> None:
-        """Add what is here; send."""
-        while self._next_arrival().done():
-            self._add_next()
-        if self._heard:  # else w would shrink with each send, and steps in z grow
-            for peer in self._send():
-                self._sent[peer] += 1
-            self._heard = False
-        self._finish(self.step - self.push.overlap)
+        """Add what is here; send, if this worker has heard of somebody."""
+        while self.next_message().done():
+            self.take_next()
+        if self.heard:
+            _, shares, kept = self.links(self.exchanges)
+            self.send_shares(shares, kept)
+            for peer in shares:
+                self.sent[self.worker.workers.index(peer)] += 1
+            self.heard = False
+        self.wait_for_sends(due=self.step - self.strategy.overlap)
         self.step += 1
 
     def drain(self) -> None:
-        """Collective: take in all that is on its way. Nobody may send before all have done so."""
-        sent, own = self._sent.clone(), self.worker.workers.index(self.worker.rank)
+        """Add all mass that was sent. No worker may send before all have done so."""
+        sent, own = self.sent.clone(), self.worker.workers.index(self.worker.rank)
         exchange.ring_sum(self.worker, sent, Tag.COUNT)
-        while self._received < int(sent[own]):
-            self._add_next()
-        self._sent.zero_()
-        self._received = 0
-        self._finish(self.step)
+        while self.received < int(sent[own]):
+            self.take_next()
+        self.sent.zero_()
+        self.received = 0
+        self.wait_for_sends(due=self.step)
 
-    def learnt(self) -> Learnt:
+    def next_message(self) -> Task[Tensor]:
+        while len(self.arriving) < AWAITED:
+            self.arriving.append(self.receive(None))
+        return self.arriving[0]
+
+    def take_next(self) -> None:
+        """Wait for the next message, and add it."""
+        arrived = self.next_message().wait()
+        self.arriving.popleft()
+        self.received += 1
+        self.heard = True
+        self.add(arrived)
+
+    def learnt(self) -> Iterable[Learnt]:
         """Cancel the posted receives, by messages to this rank itself; then return x and w."""
         transport = self.worker.transport
-        for arrival in self._arrivals:
+        for message in self.arriving:
             transport.send(torch.zeros(0), transport.rank, Tag.MIX).wait()
-            arrival.wait()
-        self._arrivals.clear()
+            message.wait()
+        self.arriving.clear()
         return super().learnt()
 
-    def _expect(self, sources: Sequence[int]) -> None:
-        """Do nothing: messages of any rank are awaited."""
 
-    def _next_arrival(self) -> Task[Tensor]:
-        while len(self._arrivals) < AWAITED:
-            self._arrivals.append(self._begin_receive(None))
-        return self._arrivals[0]
-
-    def _add_next(self) -> None:
-        arrived = self._next_arrival().wait().to(self.mass.device)
-        self._arrivals.popleft()
-        self._received += 1
-        self._heard = True
-        self._charged(lambda: self.mass.add_(arrived))
+class MixFirstAsynchronousPush(MixFirst, AsynchronousPush):
+    """Asynchronous gradient push in the order of the authors' code."""
