@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestra.cluster import Cluster, Link, Node, Switch
+from orchestra.cluster import Cluster, Link, NetworkSwitch, Node
 from orchestra.experiments.experiment import Experiment
 from orchestra.planning.api import planned
 from orchestra.settings.reading import Entry as Given
@@ -81,7 +81,7 @@ class Pair:
             )
             for place, speed in enumerate(speeds)
         )  # fmt: skip
-        return Cluster(f"pair-{self.number}", nodes, (Switch("switch"),), placement="spread")
+        return Cluster(f"pair-{self.number}", nodes, (NetworkSwitch("switch"),), placement="spread")
 
     def experiment(self, calibration: str) -> Experiment:
         settings = dict(TASKS[self.task])

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tests.training import Trained, settings, state_of
 from torch import Tensor, nn
 
-from orchestra.data import Plan
+from orchestra.data import DataPlan
 from orchestra.data.feed import Feed, open_samples
 from orchestra.records.report import RankReport
 from orchestra.strategies.base import Strategy
@@ -54,7 +54,7 @@ Gradient = Callable[[int, int, Matrix], Matrix]
 def gradients(ranks: int, steps: int) -> Gradient:
     """gradient(rank, step, x) of the task `quadratic` with as many samples as there are steps."""
     task = quadratic(ranks * steps * BATCH)
-    plan = Plan(0, ranks * steps * BATCH, ranks * BATCH, (1.0,) * ranks)
+    plan = DataPlan(0, ranks * steps * BATCH, ranks * BATCH, (1.0,) * ranks)
     samples = open_samples(task.train, 0, task.collate)
     curvature = CURVATURE.numpy()
 

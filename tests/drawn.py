@@ -10,7 +10,7 @@ from typing import Any
 
 from orchestra.records.exports import write_trace
 from orchestra.records.record import RunRecord, run_folder, write_curve, write_summary
-from orchestra.records.report import Message, Point, RankReport, Slice, Timeline
+from orchestra.records.report import Message, Point, RankReport, Timeline, TimelineSlice
 from orchestra.report.figures import figures
 from orchestra.report.figures.frame import Figure
 from orchestra.report.rows import Row, Source, collect
@@ -153,18 +153,22 @@ def _write_steps(path: Path, run: RunRecord, rank: int) -> None:
 
 def traced_reports(ranks: int, steps: int = 7) -> list[RankReport]:
     """Each rank computes for 1 ms, sends to the next, and receives from the one before."""
-    slices: list[list[Slice]] = [[] for _ in range(ranks)]
+    slices: list[list[TimelineSlice]] = [[] for _ in range(ranks)]
     for step in range(1, steps + 1):
         at, args = step * 0.003, {"step": step}
         for rank in range(ranks):
             there, back = (rank + 1) % ranks, (rank - 1) % ranks
             out, into = Message(rank, there, 1, step), Message(back, rank, 1, step)
             slices[rank] += [
-                Slice(0, "step", f"step {step}", at, at + 0.003, args),
-                Slice(1, "compute", "gradient", at, at + 0.001, args),
-                Slice(1, "send", f"send 1 kB to rank {there}", at + 0.001, at + 0.0012, args, out),
-                Slice(1, "wait", f"wait for rank {back}", at + 0.0012, at + 0.002, args),
-                Slice(1, "receive", f"from rank {back}", at + 0.002, at + 0.0022, args, into),
+                TimelineSlice(0, "step", f"step {step}", at, at + 0.003, args),
+                TimelineSlice(1, "compute", "gradient", at, at + 0.001, args),
+                TimelineSlice(
+                    1, "send", f"send 1 kB to rank {there}", at + 0.001, at + 0.0012, args, out
+                ),
+                TimelineSlice(1, "wait", f"wait for rank {back}", at + 0.0012, at + 0.002, args),
+                TimelineSlice(
+                    1, "receive", f"from rank {back}", at + 0.002, at + 0.0022, args, into
+                ),
             ]
     return [
         RankReport(

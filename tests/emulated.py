@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestra.cluster import Cluster, Fault, Link, Node, Switch, cluster_text
+from orchestra.cluster import Cluster, Fault, Link, NetworkSwitch, Node, cluster_text
 from orchestra.engines.emulation.network import Namespace
 from orchestra.engines.emulation.nodes import require_emulation
 from orchestra.errors import InputError
@@ -41,7 +41,7 @@ def small_cluster(
                  loopback=Link(3e9, 1e-5))
             for i, each in enumerate(speeds)
         ),
-        (Switch("switch"),),
+        (NetworkSwitch("switch"),),
         placement="spread",
         faults=tuple(faults),
     )  # fmt: skip

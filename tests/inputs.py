@@ -22,7 +22,7 @@ from orchestra.cluster.units import Unit
 from orchestra.compression.base import Compressor
 from orchestra.data import SHARDINGS, Sharding
 from orchestra.experiments.experiment import Experiment, Tune
-from orchestra.optimizers.settings import SCHEDULES, Schedule
+from orchestra.optimizers.settings import SCHEDULES, RateSchedule
 from orchestra.settings import Call, Registry, Settings, write
 from orchestra.settings.base import REQUIRED, Limits, default_of, settings_of, type_hints
 from orchestra.settings.reading import yaml_text
@@ -40,7 +40,7 @@ KINDS: Mapping[type, Registry] = {
     Topology: STRATEGIES,
     Outer: STRATEGIES,
     Compressor: STRATEGIES,
-    Schedule: SCHEDULES,
+    RateSchedule: SCHEDULES,
     Sharding: SHARDINGS,
     Jitter: CLUSTERS,
     Preset: CLUSTERS,
@@ -142,7 +142,7 @@ def named(kind: type) -> list[str]:
     found = []
     for name in registry.names():
         cls = registry.resolve(name, where="test")
-        if kind is Schedule or (issubclass(cls, kind) and not inspect.isabstract(cls)):
+        if kind is RateSchedule or (issubclass(cls, kind) and not inspect.isabstract(cls)):
             found.append(name)
     return found
 

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from orchestra.data import Plan
+from orchestra.data import DataPlan
 from orchestra.data.feed import Feed, open_samples
 from orchestra.tasks import Task, TensorData
 
@@ -57,7 +57,7 @@ def mean_samples(
     The gradient of x there is x minus that mean.
     """
     task = quadratic(samples)
-    plan = Plan(0, samples, ranks * batch_size, shares or (1.0,) * ranks)
+    plan = DataPlan(0, samples, ranks * batch_size, shares or (1.0,) * ranks)
     feeds = [Feed(open_samples(task.train, 0, task.collate), plan, rank) for rank in range(ranks)]
     steps = []
     for step in range(plan.steps):

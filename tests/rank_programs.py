@@ -20,7 +20,7 @@ from torch import Tensor
 from orchestra.collectives import Group
 from orchestra.engines.live import print_notice
 from orchestra.engines.processes import Outcome, launch
-from orchestra.engines.processes.system import Place
+from orchestra.engines.processes.system import RankPlace
 from orchestra.transports import compiled
 from orchestra.transports.protocol import CollectiveCall, Task, Transport
 from orchestra.worker.runtime import Runtime, Work, chosen_threads, cpu_quota
@@ -31,7 +31,7 @@ COMPILED = pytest.mark.parametrize("compiled", ["0", pytest.param("1", marks=WHE
 """ORCHESTRA_COMPILED of the ranks."""
 
 
-class StopsAtTheDoor(Place):
+class StopsAtTheDoor(RankPlace):
     """Stops the process of its rank after the fork, before the rank introduces itself."""
 
     def enter(self) -> None:

@@ -15,7 +15,7 @@ from orchestra.cluster import Cluster, load_cluster
 from orchestra.cluster.nodes import Line, MemoryCosts, Overhead, Tcp
 from orchestra.engines.run import train_run
 from orchestra.engines.simulation.costs import Costs, CostSource
-from orchestra.engines.simulation.simulate import Outcome, Simulation
+from orchestra.engines.simulation.simulate import Simulation, SimulationOutcome
 from orchestra.engines.simulation.training import Assignment, program
 from orchestra.records.record import RunRecord
 from orchestra.trainer.settings import AUTO, NONE, Run
@@ -53,7 +53,7 @@ def _launch_here(program: Callable[..., Any], argument: Any, ranks: int, **_: An
     return SimpleNamespace(results=(program(runtime, argument),))
 
 
-def simulated_here(run: Run, folder: Path) -> Outcome:
+def simulated_here(run: Run, folder: Path) -> SimulationOutcome:
     """The same in this process: what the ranks told of a `run` whose engine is the simulation."""
     ranks = len(run.strategy.roles(run.training.ranks).shares)
     runtime = cast(Runtime, SimpleNamespace(reporter=SilentReporter()))
@@ -96,7 +96,7 @@ def run_ranks(
     on: str | Cluster = "lan_1gbit(nodes=32)",
     overhead: Overhead = FREE,
     costs: Costs | None = None,
-) -> Outcome:
+) -> SimulationOutcome:
     """Simulate `program` on every rank, in this process."""
     there = cluster(on) if isinstance(on, str) else on
     return Simulation(there, ranks, costs or Second(), overhead, SilentReporter()).run(program)

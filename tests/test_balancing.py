@@ -16,7 +16,7 @@ from tests.simulated import simulated
 from tests.training import Trained, distance, equal, settings, train_threads
 
 import orchestra
-from orchestra.data import Plan
+from orchestra.data import DataPlan
 from orchestra.errors import InputError
 from orchestra.experiments.file import load
 from orchestra.records.record import RunRecord
@@ -95,7 +95,7 @@ def test_bounds_that_cross_are_refused() -> None:
 def test_every_sample_is_read_once_whenever_batches_change(
     start: int, samples: int, batch: int, changes: list[tuple[int, list[float]]]
 ) -> None:
-    plan = Plan(start, start + samples, batch, (1.0,) * 4)
+    plan = DataPlan(start, start + samples, batch, (1.0,) * 4)
     batches, at = LBBSP().fitted(plan.shares, batch), dict(changes)
     read: list[int] = []
     for step in range(plan.steps):

@@ -27,11 +27,11 @@ from orchestra.cluster import (
     LinkCut,
     LinkSlow,
     LogNormal,
+    NetworkSwitch,
     Node,
     Normal,
     Pause,
     SlowDown,
-    Switch,
 )
 from orchestra.cluster.faults import FAULTS, Lasting
 from orchestra.errors import InputError
@@ -51,24 +51,27 @@ def node(name: str, switch: str = "switch", cores: int = 2, devices: int = 0) ->
 
 def star(*faults: Fault, nodes: int = 3, cores: int = 2, placement: object = "spread") -> Cluster:
     return Cluster(
-        "star", tuple(node(f"w-{i}", cores=cores) for i in range(nodes)), (Switch("switch"),),
+        "star", tuple(node(f"w-{i}", cores=cores) for i in range(nodes)),
+        (NetworkSwitch("switch"),),
         placement=placement, faults=faults,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
 def random_tree(seed: int) -> Cluster:
     stream = random.Random(seed)
-    switches = [Switch("s0", shared=1e9)]
+    switches = [NetworkSwitch("s0", shared=1e9)]
     for i in range(1, stream.randint(1, 7)):
         links = {"up": Link(i * 1e7, i * 1e-3), "down": Link(i * 2e7, i * 2e-3)}
         shared = stream.choice([None, i * 1e5])
-        switches.append(Switch(f"s{i}", to=f"s{stream.randrange(i)}", shared=shared, **links))
+        switches.append(
+            NetworkSwitch(f"s{i}", to=f"s{stream.randrange(i)}", shared=shared, **links)
+        )
     stream.shuffle(switches)
     nodes = [node(f"n{i}", stream.choice(switches).name) for i in range(stream.randint(2, 9))]
     return Cluster("tree", tuple(nodes), tuple(switches), placement="spread")
 
 
-def parts(cluster: Cluster) -> list[Node | Switch]:
+def parts(cluster: Cluster) -> list[Node | NetworkSwitch]:
     return [*cluster.nodes, *cluster.switches]
 
 
@@ -141,7 +144,7 @@ def test_placement(placement: object, ranks: int, names: str) -> None:
 
 def test_ranks_of_a_node_with_devices_take_one_each() -> None:
     nodes = (node("gpus", cores=16, devices=2), node("cpu", cores=3))
-    cluster = Cluster("mixed", nodes, (Switch("switch"),), placement="packed")
+    cluster = Cluster("mixed", nodes, (NetworkSwitch("switch"),), placement="packed")
     assert [each.name for each in cluster.nodes_of(5)] == ["gpus"] * 2 + ["cpu"] * 3
 
 
@@ -316,8 +319,8 @@ GOOD = node("w-0")
         (lambda: Node("a", 1, loopback=LOOPBACK), "node a lacks a speed; give speed: 1 or flops"),
         (lambda: Node("a", 1, speed=1, flops=1, loopback=LOOPBACK), "both speed and flops"),
         (lambda: Node("a", 1, speed=1, switch="s", loopback=LOOPBACK), "needs all of switch, up"),
-        (lambda: Switch("s", up=LOOPBACK), "switch s has a link, but not to what; give to"),
-        (lambda: Switch("s", to="t", up=LOOPBACK), "lacks a link to t; give up and down"),
+        (lambda: NetworkSwitch("s", up=LOOPBACK), "switch s has a link, but not to what; give to"),
+        (lambda: NetworkSwitch("s", to="t", up=LOOPBACK), "lacks a link to t; give up and down"),
         (lambda: Cluster("c", (), placement="spread"), "needs at least one node"),
         (lambda: star(placement="sperad"), "did you mean 'spread'?"),
         (lambda: star(placement=("w-7",)), "there is no node 'w-7'; did you mean"),
@@ -327,16 +330,18 @@ GOOD = node("w-0")
         (lambda: star(LinkCut("switch", at=0)), "no link of 'switch'; known: w-0, w-1, w-2"),
         (lambda: star(Death("switch", at=0)), "there is no node 'switch'"),
         (
-            lambda: Cluster("c", (GOOD, GOOD), (Switch("switch"),), placement="spread"),
+            lambda: Cluster("c", (GOOD, GOOD), (NetworkSwitch("switch"),), placement="spread"),
             "the name w-0 is given twice",
         ),
         (
-            lambda: Cluster("c", (node("switch"),), (Switch("switch"),), placement="spread"),
+            lambda: Cluster("c", (node("switch"),), (NetworkSwitch("switch"),), placement="spread"),
             "the name switch is given twice",
         ),
         (lambda: Cluster("c", (GOOD,), placement="spread"), "no switch 'switch'; there is none"),
         (
-            lambda: Cluster("c", (GOOD,), (Switch("switch"), Switch("b")), placement="spread"),
+            lambda: Cluster(
+                "c", (GOOD,), (NetworkSwitch("switch"), NetworkSwitch("b")), placement="spread"
+            ),
             "b and switch have no switch above; join them",
         ),
         (
@@ -344,9 +349,9 @@ GOOD = node("w-0")
                 "c",
                 (GOOD,),
                 (
-                    Switch("switch"),
-                    Switch("a", to="b", up=LOOPBACK, down=LOOPBACK),
-                    Switch("b", to="a", up=LOOPBACK, down=LOOPBACK),
+                    NetworkSwitch("switch"),
+                    NetworkSwitch("a", to="b", up=LOOPBACK, down=LOOPBACK),
+                    NetworkSwitch("b", to="a", up=LOOPBACK, down=LOOPBACK),
                 ),
                 placement="spread",
             ),
@@ -356,7 +361,7 @@ GOOD = node("w-0")
             lambda: Cluster(
                 "c",
                 (GOOD, Node("lone", 1, speed=1, loopback=LOOPBACK)),
-                (Switch("switch"),),
+                (NetworkSwitch("switch"),),
                 placement="spread",
             ),
             "lone has no link to a switch",

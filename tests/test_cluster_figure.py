@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from orchestra.cli.main import main
-from orchestra.cluster import Cluster, Death, Link, Node, Switch, load_cluster
+from orchestra.cluster import Cluster, Death, Link, NetworkSwitch, Node, load_cluster
 from orchestra.cluster.file import cluster_text
 from orchestra.report.figures.cluster import cluster_figure
 
@@ -101,8 +101,8 @@ def test_a_switch_without_nodes_and_a_node_without_switch_are_drawn() -> None:
     assert "loopback 24 Gbit/s, 15 us" in words(load("one_host"))
     link = Link(1e6, 0)
     node = Node("n", 1, speed=1, switch="root", up=link, down=link, loopback=link)
-    empty = Switch("empty", to="root", up=link, down=Link(2e6, 1e-3))
-    cluster = Cluster("c", (node,), (Switch("root"), empty), placement="spread")
+    empty = NetworkSwitch("empty", to="root", up=link, down=Link(2e6, 1e-3))
+    cluster = Cluster("c", (node,), (NetworkSwitch("root"), empty), placement="spread")
     shown = words(cluster)
     assert {"root", "empty"} <= {*shown}
     assert "8 Mbit/s, 0 s up; 16 Mbit/s, 1 ms down" in shown

@@ -21,11 +21,11 @@ from orchestra.cluster import (
     LinkCut,
     LinkSlow,
     LogNormal,
+    NetworkSwitch,
     Node,
     Normal,
     Pause,
     SlowDown,
-    Switch,
     load_cluster,
 )
 from orchestra.cluster.faults import FAULTS
@@ -125,7 +125,10 @@ def everything() -> Cluster:
     return Cluster(
         "everything",
         (*workers, gpu),
-        (Switch("core"), Switch("rack", to="core", up=GBIT, down=GBIT, shared=22.5e6)),
+        (
+            NetworkSwitch("core"),
+            NetworkSwitch("rack", to="core", up=GBIT, down=GBIT, shared=22.5e6),
+        ),
         placement=("gpu", "worker-1"),
         overhead=Overhead(
             Line(20e-6, 2e-10), Line(30e-6, 3e-10), 1e-10, 128 * 1024, 1.06, Line(9e-6, 0.0)
@@ -162,7 +165,7 @@ def test_a_small_file_has_one_switch_and_the_name_of_its_file(load: Load) -> Non
         Node(f"worker-{i}", 4, speed=1, switch="switch", up=GBIT, down=GBIT, loopback=LOOPBACK)
         for i in range(2)
     )
-    assert cluster == Cluster("c", nodes, (Switch("switch"),), placement="spread")
+    assert cluster == Cluster("c", nodes, (NetworkSwitch("switch"),), placement="spread")
 
 
 def test_a_node_that_has_a_flops_of_its_own_has_no_speed_of_all(load: Load) -> None:
@@ -340,7 +343,7 @@ CLUSTERS_TO_WRITE: dict[str, Callable[[], Cluster]] = {
             for cores, names in enumerate(("a-0 a-1", "a", "b-1 b-0", "c-0", "d-0 e-1", "x-0-0"), 1)
             for name in names.split()
         ),
-        (Switch("s"),),
+        (NetworkSwitch("s"),),
         placement="packed",
     ),
 } | {name: lambda name=name: load_cluster(name, where="test", folder=ROOT) for name in PRESETS}

@@ -23,7 +23,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from orchestra.data import Plan, apportion
+from orchestra.data import DataPlan, apportion
 from orchestra.data.feed import Feed, GlobalOrder, epoch_samples, open_samples
 from orchestra.data.loaders import shard_loader
 from orchestra.errors import InputError
@@ -31,7 +31,7 @@ from orchestra.errors import InputError
 SHARE = st.sampled_from([0.0, 0.3, 1.0, 1.0, 1.0, 2.5])
 SHARES = st.lists(SHARE, min_size=1, max_size=7).filter(any)
 PLANS = st.builds(
-    lambda start, samples, batch, shares: Plan(start, start + samples, batch, tuple(shares)),
+    lambda start, samples, batch, shares: DataPlan(start, start + samples, batch, tuple(shares)),
     st.integers(0, 50),
     st.integers(0, 400),
     st.integers(1, 9),
@@ -115,7 +115,7 @@ def test_apportioned_counts_are_the_exact_proportion_rounded(
 
 
 @given(PLANS)
-def test_parts_cover_the_budget_once_and_in_order(plan: Plan) -> None:
+def test_parts_cover_the_budget_once_and_in_order(plan: DataPlan) -> None:
     read = [
         position
         for step in range(plan.steps)
@@ -138,8 +138,8 @@ def test_equal_workers_read_the_same_whatever_the_other_ranks(
         return
     ranks = [rank for rank, yes in enumerate(working) if yes]
     global_batch = batch_size * len(ranks)
-    plan = Plan(0, samples, global_batch, tuple(float(yes) for yes in working))
-    alone = Plan(0, samples, global_batch, (1.0,) * len(ranks))
+    plan = DataPlan(0, samples, global_batch, tuple(float(yes) for yes in working))
+    alone = DataPlan(0, samples, global_batch, (1.0,) * len(ranks))
     for step in range(plan.steps):
         parts = [plan.part(step, rank) for rank in ranks]
         assert parts == [alone.part(step, worker) for worker in range(len(ranks))]
@@ -148,17 +148,17 @@ def test_equal_workers_read_the_same_whatever_the_other_ranks(
 
 
 def test_the_last_global_batch_is_spread_and_some_may_get_nothing() -> None:
-    plan = Plan(0, 10, 8, (1.0, 1.0, 0.0, 1.0, 1.0))
+    plan = DataPlan(0, 10, 8, (1.0, 1.0, 0.0, 1.0, 1.0))
     assert [plan.counts(step) for step in range(plan.steps)] == [(2, 2, 0, 2, 2), (1, 1, 0, 0, 0)]
-    assert Plan(0, 20, 10, (1.0, 3.0)).counts(0) == (
+    assert DataPlan(0, 20, 10, (1.0, 3.0)).counts(0) == (
         3,
         7,
     )  # of 2.5 and 7.5, the first is rounded up
-    assert Plan(5, 5, 2, (1.0,)).steps == 0
+    assert DataPlan(5, 5, 2, (1.0,)).steps == 0
 
 
 @given(PLANS, st.integers(0, 8), SHARES)
-def test_a_plan_goes_on_with_other_roles(plan: Plan, step: int, shares: list[float]) -> None:
+def test_a_plan_goes_on_with_other_roles(plan: DataPlan, step: int, shares: list[float]) -> None:
     position = plan.position(min(step, plan.steps))
     rest = replace(plan, start=position, shares=tuple(shares))
     assert (rest.start, rest.stop) == (position, plan.stop)
@@ -171,13 +171,13 @@ def test_a_plan_goes_on_with_other_roles(plan: Plan, step: int, shares: list[flo
 # The feed
 
 
-def feeds(dataset: Dataset[Any], plan: Plan) -> list[Feed]:
+def feeds(dataset: Dataset[Any], plan: DataPlan) -> list[Feed]:
     return [Feed(open_samples(dataset, 3, None), plan, rank) for rank in range(len(plan.shares))]
 
 
 def test_feeds_of_all_ranks_read_each_sample_once_an_epoch() -> None:
     dataset = Numbers(23)
-    plan = Plan(0, 46, 8, (1.0, 0.0, 1.0))
+    plan = DataPlan(0, 46, 8, (1.0, 0.0, 1.0))
     first, server, last = feeds(dataset, plan)
     assert server.next(0) == (None, 0)
     read: list[float] = []
@@ -190,7 +190,7 @@ def test_feeds_of_all_ranks_read_each_sample_once_an_epoch() -> None:
 
 
 def test_a_feed_of_a_map_style_dataset_starts_at_any_step_without_drawing() -> None:
-    plan = Plan(0, 60, 10, (1.0, 1.0))
+    plan = DataPlan(0, 60, 10, (1.0, 1.0))
     through, jumping = feeds(Numbers(23), plan)[1], feeds(Numbers(23), plan)[1]
     batches = [through.next(step)[0] for step in range(plan.steps)]
     before = torch.get_rng_state()
@@ -203,17 +203,17 @@ def test_a_feed_reads_whole_batches_where_the_dataset_can() -> None:
         def __getitems__(self, indices: list[int]) -> list[Tensor]:
             return [torch.tensor(-float(index)) for index in indices]
 
-    (feed,) = feeds(Batches(7), Plan(0, 7, 7, (1.0,)))
+    (feed,) = feeds(Batches(7), DataPlan(0, 7, 7, (1.0,)))
     assert sorted((-feed.next(0)[0]).tolist()) == list(range(7))
 
 
 def test_a_feed_collates_as_told() -> None:
-    feed = Feed(open_samples(Numbers(4), 0, len), Plan(0, 3, 4, (1.0,)), 0)
+    feed = Feed(open_samples(Numbers(4), 0, len), DataPlan(0, 3, 4, (1.0,)), 0)
     assert feed.next(0) == (3, 3)
 
 
 def test_ranks_share_an_iterable_dataset_by_blocks_over_its_epochs() -> None:
-    plan = Plan(0, 13, 4, (1.0, 1.0))
+    plan = DataPlan(0, 13, 4, (1.0, 1.0))
     ranks = feeds(Stream(5), plan)[:1] + feeds(Stream(5), plan)[1:]
     read = [
         [None if (batch := feed.next(step)[0]) is None else batch.tolist() for feed in ranks]
@@ -228,7 +228,7 @@ def test_ranks_share_an_iterable_dataset_by_blocks_over_its_epochs() -> None:
 
 
 def test_skipping_leaves_the_global_generator_alone() -> None:
-    plan = Plan(0, 40, 4, (1.0, 1.0))
+    plan = DataPlan(0, 40, 4, (1.0, 1.0))
     for feed, step in ((feeds(Stream(50), plan)[1], 0), (feeds(Stream(50), plan)[0], 6)):
         torch.manual_seed(1)
         feed.next(step)
@@ -239,7 +239,7 @@ def test_skipping_leaves_the_global_generator_alone() -> None:
 
 
 def test_an_iterable_dataset_goes_on_after_a_switch_of_roles() -> None:
-    plan = Plan(0, 20, 4, (1.0, 1.0))
+    plan = DataPlan(0, 20, 4, (1.0, 1.0))
     feed = feeds(Stream(100), plan)[1]
     assert feed.next(0)[0].tolist() == [2, 3]
     then = Feed(feed.samples, replace(plan, start=plan.position(1), shares=(0.0, 1.0)), 1)
@@ -262,7 +262,7 @@ def test_an_iterable_dataset_that_ends_for_good_is_refused() -> None:
         def __iter__(self) -> Iterator[int]:
             return self.numbers
 
-    (feed,) = feeds(Once(), Plan(0, 4, 2, (1.0,)))
+    (feed,) = feeds(Once(), DataPlan(0, 4, 2, (1.0,)))
     feed.next(0)
     with pytest.raises(InputError, match="Once gave no samples in epoch 1"):
         feed.next(1)

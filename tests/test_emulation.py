@@ -23,10 +23,10 @@ from orchestra.cluster import (
     Death,
     LinkCut,
     LinkSlow,
+    NetworkSwitch,
     Node,
     Pause,
     SlowDown,
-    Switch,
 )
 from orchestra.cluster import Delay as DelayFault
 from orchestra.engines.emulation.check import connected
@@ -182,8 +182,8 @@ def test_switches_form_a_tree_and_share(tmp_path: Path) -> None:
     small = small_cluster(4, speed=0.1)
     racks = [replace(node, switch="far" if node.name in "cd" else "near") for node in small.nodes]
     tree = (
-        Switch("near", shared=25e6),
-        Switch("far", to="near", up=LINK, down=replace(LINK, bandwidth=10e6)),
+        NetworkSwitch("near", shared=25e6),
+        NetworkSwitch("far", to="near", up=LINK, down=replace(LINK, bandwidth=10e6)),
     )
     cluster = replace(small, nodes=tuple(racks), switches=tree)
     size = 200_000
@@ -250,7 +250,7 @@ def test_ranks_know_their_node(tmp_path: Path) -> None:
         "wide",
         (Node("a", 2, speed=0.25, switch="s", up=LINK, down=LINK, loopback=LINK),
          Node("b", 1, speed=0.25, switch="s", up=LINK, down=LINK, loopback=LINK)),
-        (Switch("s"),),
+        (NetworkSwitch("s"),),
         placement=("a", "b", "b"),
     )  # fmt: skip
     with EmulatedCluster(cluster, 3, threads=None) as there:

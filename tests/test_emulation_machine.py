@@ -22,7 +22,7 @@ from tests.waiting import wait_until
 
 from orchestra.cluster import (
     Cluster,
-    Switch,
+    NetworkSwitch,
     read_cluster,
 )
 from orchestra.engines.emulation import nodes as emulation_nodes
@@ -284,7 +284,7 @@ def test_a_container_shapes_both_directions() -> None:
 def test_what_compose_cannot_say_is_refused(changes: dict[str, Any], message: str) -> None:
     small = small_cluster()
     further = replace(small.nodes[0], name="apart", switch="below")
-    tree = (*small.switches, Switch("below", to="switch", up=LINK, down=LINK))
+    tree = (*small.switches, NetworkSwitch("below", to="switch", up=LINK, down=LINK))
     cluster = replace(small, nodes=(*small.nodes, further), switches=tree, **changes)
     with pytest.raises(InputError, match=message):
         compose_text(cluster, 2, ["true"])

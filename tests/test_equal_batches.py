@@ -15,7 +15,7 @@ from tests.test_report_answer import fair, headline, source, study, timed, told
 from tests.training import Trained, distance, equal, settings, train_threads
 
 import orchestra
-from orchestra.data import Plan, shares_of
+from orchestra.data import DataPlan, shares_of
 from orchestra.errors import InputError
 from orchestra.records.record import RunRecord
 from orchestra.report.table import table
@@ -47,7 +47,7 @@ def trained(folder: Path, text: str, ranks: int, **training: Any) -> Trained:
 def test_beside_a_server_workers_have_more_so_that_all_take_as_many_steps() -> None:
     training = Training(ranks=4, batch_size=32, steps=180)
     shares = (1.0, 1.0, 1.0, 0.0)
-    plan = Plan(0, 180 * 128, training.global_batch(shares), shares)
+    plan = DataPlan(0, 180 * 128, training.global_batch(shares), shares)
     assert plan.counts(0) == (43, 43, 42, 0)
     assert plan.steps == 180
     each = training.with_setting("equal", "worker_batch")

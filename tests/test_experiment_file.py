@@ -15,7 +15,7 @@ from orchestra.errors import InputError
 from orchestra.experiments.experiment import Experiment, Tune, runs
 from orchestra.experiments.file import load, to_yaml
 from orchestra.experiments.run import claim, finished, fresh_folder
-from orchestra.optimizers.settings import Cosine, Group, Optimizer
+from orchestra.optimizers.settings import Cosine, Optimizer, ParameterGroup
 from orchestra.records.record import RunRecord, write_summary
 from orchestra.settings import setting
 from orchestra.settings.base import settings_of
@@ -104,7 +104,7 @@ def test_a_file_becomes_an_experiment(write: Write) -> None:
         optimizer=Optimizer(
             "SGD",
             {"lr": 0.01, "momentum": 0.9},
-            (Group("bias|bn", arguments={"weight_decay": 0.0}),),
+            (ParameterGroup("bias|bn", arguments={"weight_decay": 0.0}),),
         ),
         schedule=Cosine(warmup=0.1),
         target=Target("accuracy", at_least=0.9),
@@ -151,7 +151,7 @@ def test_names_and_values_that_yaml_could_mistake_load_back(write: Write) -> Non
             optimizer=Optimizer(
                 "SGD",
                 {"lr": 1e-7, "x": "a'b", "y": None},
-                (Group("'\"#: \\d", arguments={"betas": (0.9, 0.99), "flag": True}),),
+                (ParameterGroup("'\"#: \\d", arguments={"betas": (0.9, 0.99), "flag": True}),),
             )
         ),
     )
@@ -280,7 +280,7 @@ ERRORS = [
     (SMALL + "parameter_groups: [{lr: 1}]\n", "exp.yaml:3 parameter_groups: has to be a list"),
     (
         SMALL + "parameter_groups: [{match: (}]\n",
-        "exp.yaml:3 parameter_groups: Group.match: '(' is not a regular",
+        "exp.yaml:3 parameter_groups: ParameterGroup.match: '(' is not a regular",
     ),
     (
         "task: digits\nranks: 1\nstrategies: {ps: ParameterServer}\n",
@@ -325,7 +325,7 @@ def _strategy(label: str, strategy: Strategy) -> Callable[[Experiment], Experime
 
 
 RATES = Tune({"optimizer.lr": (1, 2)})
-GROUPS = (Group("bias|bn", arguments={"weight_decay": 0.0}),)
+GROUPS = (ParameterGroup("bias|bn", arguments={"weight_decay": 0.0}),)
 ASYNCHRONOUS = ParameterServer(consistency="asynchronous")
 
 

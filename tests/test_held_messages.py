@@ -12,7 +12,7 @@ import torch
 from tests.meshes import exchange_randomly, make_tls, mesh, on_ranks
 from torch import Tensor
 
-from orchestra.engines.processes.system import Delay, Place
+from orchestra.engines.processes.system import Delay, RankPlace
 from orchestra.errors import PeerLost
 from orchestra.transports.sockets import SocketTransport
 
@@ -112,7 +112,7 @@ def test_random_messages_arrive_whole_and_in_order(seed: int) -> None:
 
 def test_delays_count_from_the_stopwatch() -> None:
     delays = (Delay(1, 0.5, begin=10.0, end=20.0), Delay(1, 0.25, begin=15.0, end=math.inf))
-    place = Place("a", "10.0.0.1", "eth0", "", "", 1, 0, (0.0, 0.125, 0.125), delays)
+    place = RankPlace("a", "10.0.0.1", "eth0", "", "", 1, 0, (0.0, 0.125, 0.125), delays)
     latencies = place.held()
     assert latencies is not None
     assert latencies.seconds(1, now=112.0) == 0.125
@@ -124,5 +124,5 @@ def test_delays_count_from_the_stopwatch() -> None:
 
 
 def test_without_latencies_nothing_is_held() -> None:
-    place = Place("a", "10.0.0.1", "eth0", "", "", 1, 0, (0.0, 0.0))
+    place = RankPlace("a", "10.0.0.1", "eth0", "", "", 1, 0, (0.0, 0.0))
     assert place.held() is None

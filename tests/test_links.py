@@ -17,7 +17,7 @@ from tests.training import settings, step_lines
 from orchestra.cluster import load_cluster
 from orchestra.collectives import Group, all_reduce
 from orchestra.engines.simulation.network import Meter
-from orchestra.engines.simulation.simulate import Outcome, Simulation
+from orchestra.engines.simulation.simulate import Simulation, SimulationOutcome
 from orchestra.engines.simulation.training import links_of
 from orchestra.errors import InputError
 from orchestra.records.exports import read_trace, write_trace
@@ -109,7 +109,7 @@ def trained(strategy: str, ranks: int, folder: Path, on: str, **training: Any) -
     return record(run, simulated_here(run, folder), folder)
 
 
-def record(run: Run, outcome: Outcome, folder: Path) -> RunRecord:
+def record(run: Run, outcome: SimulationOutcome, folder: Path) -> RunRecord:
     return combine(
         outcome.results, name="", strategy=repr(run.strategy), engine="simulation",
         ranks=run.training.ranks, workers=0, servers=0, seed=0, folder=folder,

@@ -11,7 +11,7 @@ from tests.emulated import needs_emulation, small_cluster, written
 
 from orchestra.bench.calibrate.machines import Links, Machine, as_cluster, names_of
 from orchestra.cli.main import main
-from orchestra.cluster import Cluster, Link, Node, Switch, load_cluster
+from orchestra.cluster import Cluster, Link, NetworkSwitch, Node, load_cluster
 from orchestra.engines.processes.environment import latencies_of
 from orchestra.errors import InputError
 
@@ -38,7 +38,7 @@ def star(*links: tuple[Link, Link]) -> Cluster:
         Node(f"host{n}", 2, speed=1, switch="switch", up=up, down=down, loopback=Link(3e9, 15e-6))
         for n, (up, down) in enumerate(links)
     )
-    return Cluster("star", nodes, (Switch("switch"),), placement="spread")
+    return Cluster("star", nodes, (NetworkSwitch("switch"),), placement="spread")
 
 
 def test_a_star_is_found_again_from_its_pairs() -> None:

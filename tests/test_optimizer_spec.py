@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from orchestra.errors import InputError
 from orchestra.optimizers import TRANSIENT, capture, restore
-from orchestra.optimizers.settings import Group, Optimizer
+from orchestra.optimizers.settings import Optimizer, ParameterGroup
 from orchestra.optimizers.spec import (
     ELEMENTWISE,
     REFUSED,
@@ -164,8 +164,8 @@ def test_a_tensor_of_adafactor_must_not_be_cut() -> None:
 
 def test_a_parameter_belongs_to_the_first_group_that_matches() -> None:
     groups = (
-        Group("bias$", arguments={"weight_decay": 0.0}),
-        Group("head", arguments={"lr": 0.5}),
+        ParameterGroup("bias$", arguments={"weight_decay": 0.0}),
+        ParameterGroup("head", arguments={"lr": 0.5}),
     )
     settings = Optimizer("SGD", {"lr": 0.1, "weight_decay": 0.01}, groups)
     names = ["body.weight", "body.bias", "head.weight", "head.bias"]
@@ -183,7 +183,7 @@ def test_a_parameter_belongs_to_the_first_group_that_matches() -> None:
 
 
 def test_groups_keep_their_numbers_where_none_of_their_parameters_is() -> None:
-    settings = Optimizer("SGD", {"lr": 0.1}, (Group("b", arguments={"lr": 0.2}),))
+    settings = Optimizer("SGD", {"lr": 0.1}, (ParameterGroup("b", arguments={"lr": 0.2}),))
     spec = OptimizerSpec.from_settings(settings, ["a", "b"])
     for present in ({"b": torch.zeros(2)}, {"a": torch.zeros(2)}, {}):
         optimizer = spec.build(present)
@@ -194,7 +194,7 @@ def test_groups_keep_their_numbers_where_none_of_their_parameters_is() -> None:
 
 @pytest.mark.parametrize("patterns", [["nothing"], ["weight", "head.weight"]])
 def test_a_pattern_without_a_parameter_is_refused(patterns: list[str]) -> None:
-    settings = Optimizer("SGD", {"lr": 0.1}, tuple(Group(pattern) for pattern in patterns))
+    settings = Optimizer("SGD", {"lr": 0.1}, tuple(ParameterGroup(pattern) for pattern in patterns))
     with pytest.raises(InputError, match=f"'{patterns[-1]}' matches no parameter") as refusal:
         OptimizerSpec.from_settings(settings, ["head.weight", "head.bias"])
     assert "head.weight, head.bias" in str(refusal.value)

@@ -20,7 +20,7 @@ from tests.tanh_net import INPUTS, Run, Vector, gradient_of, start
 from tests.test_push_sum import PatientPush
 from torch import Tensor, nn
 
-from orchestra.optimizers.settings import Group, Optimizer, StepDecay
+from orchestra.optimizers.settings import Optimizer, ParameterGroup, StepDecay
 from orchestra.parameter_server.how import PolynomialStaleness
 from orchestra.parameter_server.when import Buffered
 from orchestra.strategies.elastic_averaging import ElasticAveraging
@@ -127,7 +127,7 @@ def test_slowmo_has_the_rate_of_each_parameters_group(
     rates: tuple[float, float], tmp_path: Path
 ) -> None:
     """Parameters whose rate is 0 stay where they are."""
-    groups = (Group("bias", arguments={"lr": rates[1]}),)
+    groups = (ParameterGroup("bias", arguments={"lr": rates[1]}),)
     optimizer = Optimizer("SGD", {"lr": rates[0], "momentum": 0.9}, groups)
     strategy = LocalSGD(4, outer=SlowMo(0.6, rate=0.7))
     run = trained(strategy, tmp_path, optimizer=optimizer)

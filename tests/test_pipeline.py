@@ -18,7 +18,7 @@ from tests.training import State, Trained, settings, train_threads
 from orchestra.data import Contiguous
 from orchestra.errors import InputError
 from orchestra.exchange import stage_of
-from orchestra.optimizers.settings import Group, Optimizer
+from orchestra.optimizers.settings import Optimizer, ParameterGroup
 from orchestra.settings import parse
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.base import ModelPart
@@ -119,7 +119,7 @@ def test_tied_weights_stay_equal_and_get_both_gradients(
     optimizer = Optimizer(
         "SGD",
         {"lr": 0.05, "momentum": 0.9},
-        (Group("into.weight", arguments={"weight_decay": 0.5}),),
+        (ParameterGroup("into.weight", arguments={"weight_decay": 0.5}),),
     )
     strategy = Pipeline(cuts=cuts) if cuts else Pipeline(2)
     split = pipeline(strategy, ranks, tmp_path, task, optimizer=optimizer)

@@ -26,8 +26,8 @@ from orchestra.records.report import (
     Message,
     Point,
     RankReport,
-    Slice,
     Timeline,
+    TimelineSlice,
     Usage,
 )
 from orchestra.settings.base import from_plain, to_plain
@@ -96,7 +96,10 @@ def report(rank: int, **changes: Any) -> RankReport:
 def test_a_report_is_plain_data_on_its_way() -> None:
     """Under another launcher nothing that arrives is unpickled."""
     sent = Message(0, 1, 7, 3)
-    slices = [Slice(0, "send", "x", 1.0, 2.0, {"bytes": 8}, sent), Slice(0, "step", "1", 0, 3, {})]
+    slices = [
+        TimelineSlice(0, "send", "x", 1.0, 2.0, {"bytes": 8}, sent),
+        TimelineSlice(0, "step", "1", 0, 3, {}),
+    ]
     told = report(
         1,
         staleness={"0": 4},

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 
 from orchestra.errors import InputError
-from orchestra.optimizers.settings import Constant, Cosine, Group, Optimizer, StepDecay
+from orchestra.optimizers.settings import Constant, Cosine, Optimizer, ParameterGroup, StepDecay
 from orchestra.settings import REQUIRED, Settings, describe, setting
 from orchestra.trainer.settings import Target, Training
 
@@ -196,7 +196,7 @@ def test_an_optimizer_takes_only_what_a_file_can_say() -> None:
 
 def test_a_group_needs_a_regular_expression() -> None:
     with pytest.raises(InputError, match="is not a regular expression"):
-        Group("(")
+        ParameterGroup("(")
 
 
 def test_constant_schedule() -> None:

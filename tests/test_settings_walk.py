@@ -13,7 +13,7 @@ from orchestra.compression.base import Compressor
 from orchestra.data import SHARDINGS, Sharding
 from orchestra.experiments.experiment import Experiment
 from orchestra.experiments.file import load, to_yaml
-from orchestra.optimizers.settings import SCHEDULES, Optimizer, Schedule
+from orchestra.optimizers.settings import SCHEDULES, Optimizer, RateSchedule
 from orchestra.parameter_server.how import Correction
 from orchestra.parameter_server.when import When
 from orchestra.settings import Registry, Settings, write
@@ -127,7 +127,7 @@ def another_object(hint: Any, value: object) -> object:
         return Optimizer("AdamW", {"lr": 0.25, "betas": (0.5, 0.75)})
     if kind is Target:
         return Target("loss", at_most=0.375)
-    if kind is Schedule:
+    if kind is RateSchedule:
         return resolved(SCHEDULES, "Cosine" if type(value).__name__ != "Cosine" else "Constant")
     if kind is Sharding:
         return resolved(SHARDINGS, "IID")

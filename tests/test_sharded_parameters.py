@@ -26,7 +26,7 @@ from orchestra.trainer.own_loop import OwnLoop
 from orchestra.trainer.program import Session
 from orchestra.trainer.settings import MEASURED
 from orchestra.trainer.setup import kept_bytes, sizes_of
-from orchestra.worker.layout import Unit, UnitMemory
+from orchestra.worker.layout import ShardUnit, UnitMemory
 from orchestra.worker.runtime import Runtime
 
 LEVELS = ["gradients", "parameters"]
@@ -200,15 +200,15 @@ class Held(UnitMemory):
     now: ClassVar[dict[int, int]] = {}
     most: ClassVar[dict[int, int]] = {}
 
-    def hold(self, unit: Unit) -> Tensor:
+    def hold(self, unit: ShardUnit) -> Tensor:
         self._count(unit, +1, when=False)
         return super().hold(unit)
 
-    def free(self, unit: Unit) -> None:
+    def free(self, unit: ShardUnit) -> None:
         self._count(unit, -1, when=True)
         super().free(unit)
 
-    def _count(self, unit: Unit, sign: int, *, when: bool) -> None:
+    def _count(self, unit: ShardUnit, sign: int, *, when: bool) -> None:
         thread = threading.get_ident()
         if self._held[unit.number] is when:
             self.now[thread] = self.now.get(thread, 0) + sign * self.parts[unit.number].nbytes

@@ -15,7 +15,7 @@ from tests.training import train_threads
 from torch.utils.data import Dataset, IterableDataset
 
 from orchestra import AllReduce
-from orchestra.data import IID, Contiguous, Dirichlet, Plan, Sharding, Stratified
+from orchestra.data import IID, Contiguous, DataPlan, Dirichlet, Sharding, Stratified
 from orchestra.data.feed import Feed, labels_of, open_shard
 from orchestra.errors import InputError
 from orchestra.tasks import TensorData
@@ -75,7 +75,7 @@ def numbers(samples: int = 40) -> TensorData:
 
 
 def reads(shares: tuple[float, ...], rank: int, steps: range) -> list[int]:
-    data, plan = numbers(), Plan(0, 400, 4 * len(shares), shares)
+    data, plan = numbers(), DataPlan(0, 400, 4 * len(shares), shares)
     shard = open_shard(data, 0, data.collate, Stratified(), shares, rank)
     feed = Feed(shard, plan, rank, own=True)
     return [int(place) for step in steps for place in feed.next(step)[0][0]]

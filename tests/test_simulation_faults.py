@@ -17,7 +17,7 @@ from orchestra.cluster import Cluster
 from orchestra.cluster.faults import Death, Delay, Fault, LinkCut, LinkSlow, Pause, SlowDown
 from orchestra.cluster.file import cluster_text
 from orchestra.cluster.nodes import Overhead, Sharing
-from orchestra.engines.simulation.simulate import Outcome, Simulation
+from orchestra.engines.simulation.simulate import Simulation, SimulationOutcome
 from orchestra.errors import PeerLost, RunFailed
 from orchestra.records.record import RunRecord
 from orchestra.settings import parse
@@ -42,7 +42,7 @@ def lan(*faults: Fault, nodes: int = 4) -> Cluster:
     return replace(cluster(f"lan_1gbit(nodes={nodes})"), faults=faults)
 
 
-def ends(outcome: Outcome) -> list[Any]:
+def ends(outcome: SimulationOutcome) -> list[Any]:
     assert outcome.failure is None, outcome.failure
     return list(outcome.results)
 

@@ -22,7 +22,7 @@ from tests.training import settings
 from orchestra.cli.main import main
 from orchestra.cluster.nodes import Line, Overhead
 from orchestra.engines.simulation.costs import OVERHEAD, assumed_costs
-from orchestra.engines.simulation.simulate import Outcome, Simulation
+from orchestra.engines.simulation.simulate import Simulation, SimulationOutcome
 from orchestra.engines.simulation.transport import SimulatedTransport
 from orchestra.engines.simulation.world import World
 from orchestra.errors import InputError
@@ -261,7 +261,7 @@ def test_what_reads_values_is_refused(
 def test_a_strategy_of_the_users_that_reads_values_is_refused(tmp_path: Path) -> None:
     built = parse("examples.own_strategy:DynamicAveraging(0.1)", STRATEGIES, where="test")
     run = in_shapes(settings(built, 3, "images()", steps=9))
-    outcome: Outcome = Simulation(
+    outcome: SimulationOutcome = Simulation(
         cluster("lan_1gbit"), 3, assumed_costs(run), OVERHEAD, SilentReporter(), values=False,
     ).run(lambda runtime: train(runtime, (run, tmp_path)))  # fmt: skip
     assert outcome.bad_input is not None

@@ -17,7 +17,7 @@ import torch
 from tests.simulated import FREE, Second, run_ranks
 from tests.virtual_clock import VirtualClock
 
-from orchestra.cluster import Cluster, Jitter, Link, Node, Switch
+from orchestra.cluster import Cluster, Jitter, Link, NetworkSwitch, Node
 from orchestra.cluster.nodes import LogNormal, Tcp
 from orchestra.collectives import Group, all_reduce
 from orchestra.engines.simulation.fluid import Fluid, Resource
@@ -46,7 +46,7 @@ def nodes(count: int, latency: float = LATENCY, **more: object) -> Cluster:
         )
         for i in range(count)
     )  # fmt: skip
-    return Cluster("test", each, (Switch("s"),), placement="spread", **more)  # type: ignore[arg-type]
+    return Cluster("test", each, (NetworkSwitch("s"),), placement="spread", **more)  # type: ignore[arg-type]
 
 
 def seconds(ranks: int, messages: Sequence[tuple[int, int]], on: Cluster) -> list[float]:
@@ -359,7 +359,7 @@ def test_flows_with_unlike_latencies_share_unequally() -> None:
     ]
     last = Link(5e6, 0.0)
     target = replace(far[0], name="n-2", up=last, down=last)
-    on = Cluster("test", (*far, target), (Switch("s"),), placement="spread")
+    on = Cluster("test", (*far, target), (NetworkSwitch("s"),), placement="spread")
     tcp = replace(FREE.tcp, queue=20537)
 
     def program(runtime: Runtime) -> list[float]:

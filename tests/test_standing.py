@@ -15,7 +15,7 @@ from orchestra.cluster import CLUSTERS
 from orchestra.experiments.file import load
 from orchestra.settings import write
 from orchestra.strategies.base import Strategy
-from orchestra.strategies.registry import STRATEGIES, Standing, normal
+from orchestra.strategies.registry import STRATEGIES, MeasuredStanding, normal
 from orchestra.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
@@ -25,7 +25,7 @@ COMPARED = [
 ]
 KNOWN = [(name, STRATEGIES.resolve(name, where="here")) for name in STRATEGIES.names()]
 SHIPPED = {name: target for name, target in KNOWN if issubclass(target, Strategy)}
-TABLE = Standing(
+TABLE = MeasuredStanding(
     {
         "one": {"Single()": 2.0, "AllReduce('ring')": 2.1, "LocalSGD(8)": 2.11, "Gossip()": None},
         "other": {"Single()": None, "AllReduce('ring')": 3.2, "PairwiseAveraging(Complete())": 3.1},
@@ -73,7 +73,7 @@ def test_every_strategy_says_when_to_use_it_and_what_is_compared_is_listed() -> 
 def test_the_strategies_with_their_variants_and_where_each_was_fast(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Standing, "shipped", lambda: TABLE)
+    monkeypatch.setattr(MeasuredStanding, "shipped", lambda: TABLE)
     monkeypatch.setenv("COLUMNS", "200")  # so that no line is broken
     assert main(["list", "strategies"]) == 0
     text = capsys.readouterr().out
@@ -101,7 +101,7 @@ def test_the_shipped_table_is_of_the_strategies_and_tasks_that_there_are() -> No
         assert list(measured["seconds"]) == COMPARED
         assert any(measured["seconds"].values())
         assert measured["seeds"]
-    assert Standing.shipped().good_on("Single()")
+    assert MeasuredStanding.shipped().good_on("Single()")
 
 
 def test_the_study_takes_the_median_and_knows_every_task(study: dict[str, Any]) -> None:

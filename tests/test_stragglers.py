@@ -29,7 +29,13 @@ from orchestra.engines.events import Heartbeat
 from orchestra.engines.live import Display, SlowRanks
 from orchestra.engines.processes import launch
 from orchestra.records.record import RunRecord
-from orchestra.records.report import MAX_POINTS, Counters, CounterSeries, RankReport, Straggler
+from orchestra.records.report import (
+    MAX_POINTS,
+    Counters,
+    CounterSeries,
+    RankReport,
+    StragglerFinding,
+)
 from orchestra.records.stragglers import find
 from orchestra.report.page import write_report
 from orchestra.settings import parse
@@ -474,7 +480,7 @@ def test_the_line_of_a_run_says_who_is_slow(capsys: pytest.CaptureFixture[str]) 
 def test_the_page_has_a_sentence_and_a_table(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("orchestra.report.page.save", lambda figure, folder: None)
     monkeypatch.setattr("orchestra.report.page.library", lambda: "")
-    first = Straggler((2,), ("node-c",), "compute", 3.96, 10.0, 11, 20.0, 14, 41.2)
+    first = StragglerFinding((2,), ("node-c",), "compute", 3.96, 10.0, 11, 20.0, 14, 41.2)
     nobody = replace(first, cause="link", until_seconds=None, lost_seconds=0.0)
     texts = list[str]()
     for found in ([first], [nobody], [first, nobody]):

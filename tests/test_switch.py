@@ -15,7 +15,7 @@ from tests.tasks_for_tests import Weight
 from tests.threads import FreeCompute, ask_to_stop, run_ranks
 from tests.training import TASKS, Case, Trained, distance, equal, single_process, train_threads
 
-from orchestra.data import Plan
+from orchestra.data import DataPlan
 from orchestra.data.feed import Feed, open_samples
 from orchestra.errors import InputError
 from orchestra.exchange import Kept, hand_over
@@ -471,7 +471,7 @@ def test_a_rule_learns_the_squares_of_gradients_before_and_after_averaging(
     steps = NOTED[log]
     loaded = load_task(TASKS + task)
     module = loaded.model()
-    plan = Plan(0, 240, 24, (1.0,) * 3)
+    plan = DataPlan(0, 240, 24, (1.0,) * 3)
     samples = open_samples(loaded.train, 0, loaded.collate)
     assert len(steps) == plan.steps
     for number, step in enumerate(steps):

@@ -17,7 +17,7 @@ from tests.training import settings, step_lines, train_processes
 
 from orchestra.engines.processes.system import TimedCompute
 from orchestra.records.exports import FILE, THREADS, trace_events, write_trace
-from orchestra.records.report import Instant, Message, RankReport, Slice, Timeline
+from orchestra.records.report import Instant, Message, RankReport, Timeline, TimelineSlice
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.trace import STEPS
@@ -339,8 +339,10 @@ def sending(rank: int, clock: str, began: float) -> RankReport:
     """One message to the other of two ranks, and one from it, 2 ms after the stopwatch began."""
     at, other = began + 0.002, 1 - rank
     slices = [
-        Slice(1, "send", "send", at, at + 0.001, {}, Message(rank, other, 1, 0)),
-        Slice(1, "receive", "receive", at + 0.001, at + 0.003, {}, Message(other, rank, 1, 0)),
+        TimelineSlice(1, "send", "send", at, at + 0.001, {}, Message(rank, other, 1, 0)),
+        TimelineSlice(
+            1, "receive", "receive", at + 0.001, at + 0.003, {}, Message(other, rank, 1, 0)
+        ),
     ]
     return report(rank, Timeline(clock, began, ("steps", "main"), slices))
 
@@ -366,8 +368,8 @@ def test_a_message_whose_other_end_was_not_traced_has_no_arrow() -> None:
 
 def test_what_was_moved_before_a_message_was_sent_was_another() -> None:
     message = Message(0, 1, 1, 0)
-    send = Slice(1, "send", "send", 1.002, 1.003, {}, message)
-    receive = Slice(1, "receive", "receive", 1.001, 1.004, {"step": 3, "tag": "x"}, message)
+    send = TimelineSlice(1, "send", "send", 1.002, 1.003, {}, message)
+    receive = TimelineSlice(1, "receive", "receive", 1.001, 1.004, {"step": 3, "tag": "x"}, message)
     ends = [(0, [send]), (1, [receive])]
     reports = [report(r, Timeline("", 1.0, ("steps", "main"), slices)) for r, slices in ends]
     trace = Trace(trace_events(reports))
@@ -380,7 +382,9 @@ def test_what_was_moved_before_a_message_was_sent_was_another() -> None:
 
 
 def test_an_outer_slice_comes_before_one_that_begins_with_it() -> None:
-    inner, outer = (Slice(1, "compute", name, 1.0, end, {}) for name, end in (("a", 2), ("b", 3)))
+    inner, outer = (
+        TimelineSlice(1, "compute", name, 1.0, end, {}) for name, end in (("a", 2), ("b", 3))
+    )
     timeline = Timeline("", 0.0, ("steps", "main"), [inner, outer], [Instant("x", 1.0, True)])
     events = trace_events([report(0, timeline)])
     assert [event["name"] for event in events if event["ph"] == "X"] == ["b", "a"]

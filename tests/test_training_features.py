@@ -27,7 +27,7 @@ from tests.training import (
 
 from orchestra.data.feed import GlobalOrder
 from orchestra.errors import InputError, RunFailed
-from orchestra.optimizers.settings import Constant, Cosine, Group, Optimizer, StepDecay
+from orchestra.optimizers.settings import Constant, Cosine, Optimizer, ParameterGroup, StepDecay
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.single import Single
@@ -194,7 +194,7 @@ def test_bf16_runs_and_makes_a_difference(strategy: Any, ranks: int, tmp_path: P
 
 @table(REPEATABLE)
 def test_parameter_groups_keep_their_arguments(strategy: Any, ranks: int, tmp_path: Path) -> None:
-    groups = (Group(r"bias$", arguments={"weight_decay": 0.0, "lr": 0.2}),)
+    groups = (ParameterGroup(r"bias$", arguments={"weight_decay": 0.0, "lr": 0.2}),)
     optimizer = Optimizer("SGD", {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.3}, groups=groups)
     result = train_threads(strategy, ranks, tmp_path, images(8), optimizer=optimizer)
     if "alone" in label_of(strategy, ranks):

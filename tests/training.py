@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from orchestra.bench.timing import join_gloo
-from orchestra.data import Plan
+from orchestra.data import DataPlan
 from orchestra.data.feed import Feed, epoch_samples, open_samples
 from orchestra.engines.processes import launch
 from orchestra.engines.processes.training import train_run
-from orchestra.optimizers.settings import Group, Optimizer
+from orchestra.optimizers.settings import Optimizer, ParameterGroup
 from orchestra.optimizers.spec import OptimizerSpec, set_rates
 from orchestra.records.record import RunRecord
 from orchestra.records.report import RankReport
@@ -98,13 +98,13 @@ def train_processes(run: Run, folder: Path) -> RunRecord:
 
 @dataclass(frozen=True)
 class Case:
-    """A training of one epoch without orchestra's strategies, its batches dealt by a `Plan`."""
+    """A training of one epoch without orchestra's strategies, its batches dealt by a `DataPlan`."""
 
     task: str
     optimizer: str
     batch_size: int = 8
     clip_norm: float | None = None
-    groups: tuple[Group, ...] = ()
+    groups: tuple[ParameterGroup, ...] = ()
     reset_after: int | None = None  # steps after which the optimizer begins anew
     divide_after: int | None = None  # steps after which the learning rate is halved
 
@@ -120,7 +120,7 @@ def _trained(
     spec = OptimizerSpec.from_settings(chosen, names)
     optimizer = spec.build(dict(module.named_parameters()))
     global_batch = case.batch_size * len(shares)
-    plan = Plan(0, epoch_samples(task.train), global_batch, tuple(shares))
+    plan = DataPlan(0, epoch_samples(task.train), global_batch, tuple(shares))
     feed = Feed(open_samples(task.train, 0, task.collate), plan, rank)
     for step in range(plan.steps):
         if step == case.reset_after:

@@ -24,7 +24,7 @@ from orchestra.records.terminal import Terminal
 from orchestra.settings import Described, Registry, Settings, describe
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.outer import Outer
-from orchestra.strategies.registry import STRATEGIES, Standing
+from orchestra.strategies.registry import STRATEGIES, MeasuredStanding
 from orchestra.strategies.switch_rules import Rule
 from orchestra.tasks import TASKS
 from orchestra.topologies import Topology
@@ -171,7 +171,7 @@ def _is_of(name: str, title: str) -> bool:
 
 def _print_strategies() -> None:
     """Print the first line of each, its use, and its variants with their use and standing."""
-    standing = Standing.shipped()
+    standing = MeasuredStanding.shipped()
     for name, strategy in _resolved(STRATEGIES).items():
         if not _is(strategy, Strategy):
             continue
@@ -193,7 +193,7 @@ def variants_of(name: str, strategy: type[Strategy]) -> tuple[tuple[str, str], .
     return strategy.variants or ((f"{name}()", strategy.use),)
 
 
-def _seen(notation: str, standing: Standing) -> str:
+def _seen(notation: str, standing: MeasuredStanding) -> str:
     """Return where a variant was among the fastest, in words; empty if nowhere."""
     real, simulated = standing.good_on(notation), standing.good_in_simulation(notation)
     parts = [f"on {', '.join(real)} in real runs"] if real else []

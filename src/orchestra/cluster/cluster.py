@@ -22,7 +22,7 @@ from orchestra.cluster.faults import (
     joined,
     rank_of,
 )
-from orchestra.cluster.nodes import Channel, Link, Node, Overhead, Path, Switch
+from orchestra.cluster.nodes import Channel, Link, NetworkSwitch, Node, Overhead, Path
 from orchestra.errors import InputError, nearest
 from orchestra.settings import REQUIRED, Settings, setting
 
@@ -43,7 +43,9 @@ class Cluster(Settings):
 
     name: str = setting(REQUIRED, "in records and figures")
     nodes: tuple[Node, ...] = setting(REQUIRED, "the machines")
-    switches: tuple[Switch, ...] = setting((), "the tree that joins them; one node needs none")
+    switches: tuple[NetworkSwitch, ...] = setting(
+        (), "the tree that joins them; one node needs none"
+    )
     _: KW_ONLY
     placement: Literal["spread", "packed"] | tuple[str, ...] = setting(
         REQUIRED, "of ranks: one a node in turn, node by node as cores last, or names of nodes"
@@ -162,7 +164,7 @@ class Cluster(Settings):
         """Every capacity that there is, by its name: "worker-3 up", "worker-3 loopback"."""
         links: dict[str, Link | None] = {}
         for part in self._parts:
-            if isinstance(part, Switch) and part.shared is not None:
+            if isinstance(part, NetworkSwitch) and part.shared is not None:
                 links[f"{part.name} shared"] = Link(part.shared, 0.0)
             links |= {f"{part.name} up": part.up, f"{part.name} down": part.down}
             if isinstance(part, Node):
@@ -242,7 +244,7 @@ class Cluster(Settings):
     # Names
 
     @cached_property
-    def _parts(self) -> list[Node | Switch]:
+    def _parts(self) -> list[Node | NetworkSwitch]:
         return [*self.nodes, *self.switches]
 
     @cached_property
@@ -250,7 +252,7 @@ class Cluster(Settings):
         return {node.name: node for node in self.nodes}
 
     @cached_property
-    def _by_switch(self) -> dict[str, Switch]:
+    def _by_switch(self) -> dict[str, NetworkSwitch]:
         return {switch.name: switch for switch in self.switches}
 
     @cached_property

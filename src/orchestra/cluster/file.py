@@ -10,7 +10,7 @@ from typing import Any
 
 from orchestra.cluster.cluster import Cluster, Part, Unfit
 from orchestra.cluster.faults import FAULTS, Fault
-from orchestra.cluster.nodes import Jitter, Line, Link, Node, Switch
+from orchestra.cluster.nodes import Jitter, Line, Link, NetworkSwitch, Node
 from orchestra.cluster.presets import CLUSTERS, Preset
 from orchestra.errors import InputError
 from orchestra.settings import MAX_RANKS, Settings, parse, write
@@ -159,17 +159,17 @@ def _nodes(document: Mapping[str, Entry], places: dict[Part, str]) -> Iterator[N
             yield each
 
 
-def _switches(entry: Entry | None, places: dict[Part, str]) -> Iterator[Switch]:
+def _switches(entry: Entry | None, places: dict[Part, str]) -> Iterator[NetworkSwitch]:
     if entry is None:
         places["switches", ROOT] = "switches"  # it stands nowhere in the file
-        yield Switch(ROOT)
+        yield NetworkSwitch(ROOT)
         return
     for name, switch in mapping(entry, "switches", "{core: {}, rack: {to: core}}").items():
         key = f"switches.{name}"
         inside = mapping(switch, key, f"{{to: core, link: {LINK}}}")
         given = {"name": str(name), **_links(inside, key)}
         places["switches", str(name)] = switch.at(key)
-        yield READER.read_settings(Switch, switch, key, inside, given, also=("link",))
+        yield READER.read_settings(NetworkSwitch, switch, key, inside, given, also=("link",))
 
 
 def _links(inside: Mapping[Any, Entry], key: str) -> dict[str, Link | None]:
@@ -257,7 +257,7 @@ def _plain(settings: Settings) -> dict[str, Any]:
         elif isinstance(value, Settings):
             value = write(value, CLUSTERS) if isinstance(value, Jitter) else _plain(value)
         found[field.name] = value
-    if isinstance(settings, Node | Switch) and settings.up is not None:
+    if isinstance(settings, Node | NetworkSwitch) and settings.up is not None:
         up, down = found.pop("up"), found.pop("down")
         found["link"] = up if up == down else {"up": up, "down": down}
     return found

@@ -12,7 +12,7 @@ from typing import Any
 
 from orchestra.cluster.cluster import Cluster
 from orchestra.cluster.file import READER
-from orchestra.cluster.nodes import Link, Node, Switch
+from orchestra.cluster.nodes import Link, NetworkSwitch, Node
 from orchestra.cluster.presets import GPU_OVERHEAD, LOOPBACK, NVLINK, PCIE_LATENCY, gpu_nodes
 from orchestra.errors import InputError, nearest
 from orchestra.settings import MAX_RANKS
@@ -45,7 +45,7 @@ def cluster_of(sources: Sequence[str], name: str) -> Cluster:
     if total > MAX_RANKS:
         raise InputError(f"{sources[0]}: {total} machines are more than {MAX_RANKS}")
     nodes: list[Node] = []
-    switches = [Switch("network")] if total > 1 else []
+    switches = [NetworkSwitch("network")] if total > 1 else []
     for machine in machines:
         for label in machine.labels():
             one = replace(machine.node, name=label)
@@ -54,7 +54,7 @@ def cluster_of(sources: Sequence[str], name: str) -> Cluster:
             if machine.gpus > 1:
                 inside = machine.link("gpu_link", "gpu_latency")
                 nodes += gpu_nodes(label, machine.gpus, one, inside)
-                switches.append(Switch(label, to=to, up=link, down=link))
+                switches.append(NetworkSwitch(label, to=to, up=link, down=link))
             else:
                 nodes.append(replace(one, switch=to, up=link, down=link))
     every_gpu = all(node.devices for node in nodes)

@@ -162,7 +162,7 @@ class Path:
 
 
 @dataclass(frozen=True, repr=False)
-class Switch(Settings):
+class NetworkSwitch(Settings):
     """Joins nodes and further switches; never the bottleneck itself, unless `shared` says so."""
 
     name: str = setting(REQUIRED, "a word")

@@ -20,9 +20,9 @@ from orchestra.cluster.nodes import (
     Line,
     Link,
     LogNormal,
+    NetworkSwitch,
     Node,
     Overhead,
-    Switch,
 )
 from orchestra.cluster.units import BANDWIDTH, BYTES, FLOPS, SECONDS, Unit, read_price
 from orchestra.errors import InputError
@@ -143,7 +143,10 @@ class Lan(Preset):
             for index, speed in enumerate(speeds or [self.speed] * self.nodes)
         )  # fmt: skip
         return Cluster(
-            write(self, CLUSTERS), nodes, (Switch("switch", shared=shared),), placement="spread"
+            write(self, CLUSTERS),
+            nodes,
+            (NetworkSwitch("switch", shared=shared),),
+            placement="spread",
         )
 
 
@@ -209,7 +212,7 @@ class Wifi(Lan):
 class Containers10Mbit(Lan):
     """Containers on one host of 16 cores, one processor each, their sending shaped to 10 Mbit/s.
 
-    The set-up that the report of the O.N.O. project states for its study of Strategy-Switch
+    The set-up that the report of the O.N.O. project states for its study of Strategy-NetworkSwitch
     (Docker with one CPU a node, Pumba at 10 Mbit/s). Pumba shapes what a container sends (netem on
     its own interface); what it receives comes at the bridge's pace. 3.1 Gbit/s for that were
     measured between two network namespaces over veth on 2 cores of an AMD EPYC; the latency of a
@@ -273,7 +276,10 @@ class TwoSites(Lan1Gbit):
             for index, node in enumerate(star.nodes)
             for site, number in [("a", index) if index < here else ("b", index - here)]
         )
-        switches = (Switch("site-a"), Switch("site-b", to="site-a", up=line, down=line))
+        switches = (
+            NetworkSwitch("site-a"),
+            NetworkSwitch("site-b", to="site-a", up=line, down=line),
+        )
         return Cluster(write(self, CLUSTERS), nodes, switches, placement="spread")
 
 
@@ -321,9 +327,9 @@ class GpuMachines(Preset):
         network = self._link("bandwidth", "latency")
         names = [f"node-{index}" for index in range(self.machines)]
         nodes = [each for name in names for each in gpu_nodes(name, self.gpus, machine, inside)]
-        switches = [Switch(name, to="network", up=network, down=network) for name in names]
+        switches = [NetworkSwitch(name, to="network", up=network, down=network) for name in names]
         return Cluster(
-            write(self, CLUSTERS), tuple(nodes), (Switch("network"), *switches),
+            write(self, CLUSTERS), tuple(nodes), (NetworkSwitch("network"), *switches),
             placement="packed", overhead=GPU_OVERHEAD,
         )  # fmt: skip
 

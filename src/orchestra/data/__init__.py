@@ -32,7 +32,7 @@ Shares: TypeAlias = tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class Plan:
+class DataPlan:
     """Positions `start` to `stop` of the global order, dealt out in global batches.
 
     The parts of a global batch are disjoint, lie in the order of the ranks, and cover it exactly.
@@ -92,7 +92,7 @@ class Plan:
         return first, first + self.counts(step)[rank]
 
 
-plan_of = lru_cache(maxsize=8)(Plan)
+plan_of = lru_cache(maxsize=8)(DataPlan)
 """Return the plan of these arguments, which is made once."""
 
 

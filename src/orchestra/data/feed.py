@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 
-from orchestra.data import Plan, Sharding
+from orchestra.data import DataPlan, Sharding
 from orchestra.errors import InputError
 
 T = TypeVar("T")
@@ -199,7 +199,7 @@ class Feed:
     """
 
     samples: Samples
-    plan: Plan
+    plan: DataPlan
     rank: int
     own: bool = False
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 from torch.utils.data.sampler import BatchSampler, RandomSampler, SequentialSampler
 
-from orchestra.data import Plan
+from orchestra.data import DataPlan
 from orchestra.data.feed import GlobalOrder
 from orchestra.errors import InputError
 from orchestra.optimizers.state import AlikeStreams
@@ -259,7 +259,7 @@ class _Dealt(ShardedLoader):
         self._order = _order_of(loader, self._seed)
         samples, global_batch = self._order.samples, loader.batch_size * self._workers
         stop = samples - samples % global_batch if loader.drop_last else samples
-        self._plan = Plan(0, stop, global_batch, (1.0,) * self._workers)
+        self._plan = DataPlan(0, stop, global_batch, (1.0,) * self._workers)
 
     def compare(self) -> None:
         assert _is_standard(self._given)

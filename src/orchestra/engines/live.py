@@ -17,7 +17,7 @@ from orchestra.cluster.units import clock_text
 from orchestra.engines.events import Event, Heartbeat, Interrupted, Joined, Notice
 from orchestra.errors import tell, visible
 from orchestra.records.live import Live, RankNow, Waiting, remove_live, write_live
-from orchestra.records.report import CounterSeries, Straggler
+from orchestra.records.report import CounterSeries, StragglerFinding
 from orchestra.records.stragglers import find
 from orchestra.strategies.base import Roles
 from orchestra.strategies.traits import Partition
@@ -59,7 +59,7 @@ class SlowRanks:
         alike: bool = True,
     ) -> None:
         self.hosts: dict[int, str] = {}  # of the ranks, as they join
-        self.present: list[Straggler] = []  # of this moment
+        self.present: list[StragglerFinding] = []  # of this moment
         self._servers = servers
         self._alike = alike
         self._tell = tell

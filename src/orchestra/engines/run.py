@@ -16,7 +16,7 @@ from orchestra.data import apportion
 from orchestra.errors import InputError, RunFailed
 from orchestra.records.exports import write_trace
 from orchestra.records.record import RunRecord, combine, environment, write_atomically, write_curve
-from orchestra.records.report import RankReport, Straggler
+from orchestra.records.report import RankReport, StragglerFinding
 from orchestra.records.stragglers import LEAST_SECONDS, find
 from orchestra.settings.base import to_plain
 from orchestra.strategies.base import roles_of
@@ -101,7 +101,7 @@ def record_of(
     return on_machines(record, nodes, alone)
 
 
-def stragglers_of(run: Run, reports: Sequence[RankReport]) -> list[Straggler]:
+def stragglers_of(run: Run, reports: Sequence[RankReport]) -> list[StragglerFinding]:
     """Find the stragglers of a run; stages of a model have unlike work and are not compared."""
     if run.strategy.traits().partition is Partition.STAGED:
         return []

@@ -236,7 +236,7 @@ LEAVE = -1
 """In place of a step: this worker's main flow has finished."""
 
 
-class Outcome(enum.IntEnum):
+class StepOutcome(enum.IntEnum):
     """What a step's average is to a worker."""
 
     TOOK_PART = 0  # its gradient is in it, and the average is in the place of the gradient
@@ -288,9 +288,9 @@ class PartialAverage:
         handle = self._outcome or worker.transport.receive(worker.rank, Tag.DONE)
         self._outcome = None
         outcome, samples = handle.wait().tolist()
-        if outcome == Outcome.FAILED:
+        if outcome == StepOutcome.FAILED:
             self._flow.wait()
-        if outcome == Outcome.LATE:
+        if outcome == StepOutcome.LATE:
             worker.transport.receive(worker.rank, Tag.AVERAGE, gradients.storage).wait()
             worker.measures.dropped += step.samples > 0
         # Gradients were weighted by samples over those of the whole step; some are missing now.
@@ -324,14 +324,14 @@ class PartialAverage:
                 values = storage if chosen[own] else stand_in.zero_()
                 buffer = self._collective.begin(transport, values).wait()
                 note_buffer(self._worker, buffer + stand_in.nbytes)
-                outcome = Outcome.TOOK_PART if chosen[own] else Outcome.LATE
+                outcome = StepOutcome.TOOK_PART if chosen[own] else StepOutcome.LATE
                 transport.send(torch.tensor([outcome, int(chosen.sum())]), transport.rank, Tag.DONE)
-                if outcome is Outcome.LATE:
+                if outcome is StepOutcome.LATE:
                     transport.send(values, transport.rank, Tag.AVERAGE)
                 step += 1
         except BaseException:
             # Else the main flow would wait for ever; it raises the error as it joins this flow.
-            transport.send(torch.tensor([Outcome.FAILED, 0]), transport.rank, Tag.DONE)
+            transport.send(torch.tensor([StepOutcome.FAILED, 0]), transport.rank, Tag.DONE)
             raise
 
     def _next_choice(self, transport: Transport, step: int) -> Tensor:

@@ -27,7 +27,7 @@ from orchestra.schedules import ALL_REDUCE, ring_all_gather, ring_reduce_scatter
 from orchestra.transports.protocol import CollectiveCall, Task
 from orchestra.transports.tags import Tag
 from orchestra.worker.gathering import Gathering, ShardedWorker, through_layout
-from orchestra.worker.layout import Share, Unit, cut_into_units
+from orchestra.worker.layout import ShardUnit, Share, cut_into_units
 from orchestra.worker.runtime import Work
 from orchestra.worker.worker import Worker
 
@@ -76,7 +76,7 @@ class Shards:
         """Make what gathers the parameters of this worker when they are used."""
         worker, transport = self._worker, self._worker.transport
 
-        def gather(unit: Unit, values: Tensor) -> Task[int]:
+        def gather(unit: ShardUnit, values: Tensor) -> Task[int]:
             ring = self._all_gather  # on the flow that sums gradients: in the same order everywhere
             call = CollectiveCall(ring.schedule, values, ring.group, Tag.SHARDS, unit.edges)
             return transport.in_background(lambda flow: flow.execute(call))
@@ -105,7 +105,7 @@ class Shards:
         # N sum(x^2) = (sum x)^2 only if all x are equal (Cauchy and Schwarz).
         return bool(len(group) * squares == total**2)
 
-    def _own(self, unit: Unit) -> dict[str, tuple[Tensor, int]]:
+    def _own(self, unit: ShardUnit) -> dict[str, tuple[Tensor, int]]:
         """Return, by name, the tensors of `unit` that this worker updates; see `tensors_of`."""
         worker, first = self._worker, unit.first
         pieces = [
@@ -174,7 +174,7 @@ class Scattering:
     """The reduce-scatter of `unit` under way; `wait` frees what other workers own of the sum."""
 
     worker: Worker
-    unit: Unit
+    unit: ShardUnit
     task: Task[int]
     over: bool = False
 

@@ -14,7 +14,7 @@ from orchestra.cluster.file import is_file, load_cluster
 from orchestra.data import SHARDINGS, shares_of
 from orchestra.errors import InputError, nearest
 from orchestra.experiments.experiment import Experiment
-from orchestra.optimizers.settings import SCHEDULES, Group, Optimizer
+from orchestra.optimizers.settings import SCHEDULES, Optimizer, ParameterGroup
 from orchestra.records.record import SUMMARY, read_summary
 from orchestra.settings import Settings, parse, read, write
 from orchestra.settings.base import settings_of, to_plain
@@ -169,7 +169,7 @@ def _strategies(entry: Entry, key: str) -> dict[str, object]:
     return strategies
 
 
-def _groups(entry: Entry) -> tuple[Group, ...]:
+def _groups(entry: Entry) -> tuple[ParameterGroup, ...]:
     groups = []
     items = [] if entry.value is None else entry.value
     for item in items if isinstance(items, list) else [None]:
@@ -179,7 +179,7 @@ def _groups(entry: Entry) -> tuple[Group, ...]:
             raise InputError(f"{where}: has to be a list such as {example}")
         arguments = {str(key): value for key, value in item.items() if key != "match"}
         try:
-            groups.append(Group(item["match"], arguments=arguments))
+            groups.append(ParameterGroup(item["match"], arguments=arguments))
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
     return tuple(groups)

@@ -31,7 +31,7 @@ def _require_literals(arguments: Mapping[str, object], name: str) -> None:
 
 
 @dataclass(frozen=True, repr=False)
-class Group(Settings):
+class ParameterGroup(Settings):
     """The parameters whose name matches a pattern, with arguments of their own.
 
     A parameter belongs to the first group that matches it.
@@ -45,9 +45,9 @@ class Group(Settings):
         try:
             re.compile(self.match)
         except re.error as error:
-            message = f"Group.match: {self.match!r} is not a regular expression: {error}"
+            message = f"ParameterGroup.match: {self.match!r} is not a regular expression: {error}"
             raise InputError(message) from None
-        _require_literals(self.arguments, "Group")
+        _require_literals(self.arguments, "ParameterGroup")
         # YAML has lists only: what is written as a tuple has to compare equal when it comes back.
         tuples = {k: tuple(v) if isinstance(v, list) else v for k, v in self.arguments.items()}
         object.__setattr__(self, "arguments", tuples)
@@ -59,7 +59,7 @@ class Optimizer(Settings):
 
     name: str = setting("SGD", "a class of torch.optim")
     arguments: Mapping[str, object] = setting({}, "its arguments, by name")
-    groups: tuple[Group, ...] = setting((), "parameters with arguments of their own")
+    groups: tuple[ParameterGroup, ...] = setting((), "parameters with arguments of their own")
 
     def check(self) -> None:
         # Whether torch has such a class is known only where torch is imported: in the ranks
@@ -92,7 +92,7 @@ class Optimizer(Settings):
 
 
 @runtime_checkable
-class Schedule(Protocol):
+class RateSchedule(Protocol):
     """The learning rate as a function of the samples that the whole cluster has consumed."""
 
     def factor(self, fraction: float) -> float:

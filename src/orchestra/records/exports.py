@@ -2,7 +2,7 @@
 
 The timeline, `trace.json.gz`, is in the trace format of Chrome, which Perfetto opens too: each rank
 is a process of the trace, each of its flows a thread; times are in microseconds. The format is
-described in "Trace Event Format", a document of the Chromium project.
+described in "TraceFile Event Format", a document of the Chromium project.
 
 Trackers are libraries that may be installed. Event files for TensorBoard are written here; its
 writer is imported where they are asked for.
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestra.errors import InputError
 from orchestra.records.record import write_atomically
-from orchestra.records.report import Message, Point, RankReport, Slice, Timeline
+from orchestra.records.report import Message, Point, RankReport, Timeline, TimelineSlice
 from orchestra.settings.reading import read_json
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _sent(timelines: Iterable[Timeline]) -> dict[Message, float]:
     return {message: at for message, at in ends["send"].items() if message in ends["receive"]}
 
 
-def _without_others(piece: Slice, sent: Mapping[Message, float]) -> Iterator[Slice]:
+def _without_others(piece: TimelineSlice, sent: Mapping[Message, float]) -> Iterator[TimelineSlice]:
     """Yield the slice, split where a receive began before its message was sent: until then the rank
     moved something else."""
     at = piece.start if piece.message is None else sent.get(piece.message, piece.start)
@@ -127,7 +127,9 @@ def _where(rank: int, flow: int) -> Event:
     return {"pid": rank, "tid": THREADS * (rank + 1) + flow}
 
 
-def _slice_events(rank: int, piece: Slice, numbers: Mapping[Message, int]) -> Iterator[Event]:
+def _slice_events(
+    rank: int, piece: TimelineSlice, numbers: Mapping[Message, int]
+) -> Iterator[Event]:
     """Yield the slice, and the end of an arrow that is bound to it by lying inside."""
     where, start, end = _where(rank, piece.flow), _micros(piece.start), _micros(piece.end)
     yield {
@@ -149,7 +151,7 @@ def _micros(seconds: float) -> float:
 
 
 @dataclass(frozen=True)
-class Trace:
+class TraceFile:
     """A timeline, as its file has it; times are microseconds of the stopwatch.
 
     `parts` are the steps of the lowest rank that has any, in runs of consecutive numbers: a run has
@@ -163,7 +165,7 @@ class Trace:
     parts: Sequence[Sequence[Event]]
 
 
-def read_trace(path: Path) -> Trace:
+def read_trace(path: Path) -> TraceFile:
     """Read the timeline in the file at `path`; raise `InputError` if it is damaged."""
     events: list[Event] = read_json(path, dict[str, Any]).get("traceEvents", [])
     try:
@@ -172,7 +174,7 @@ def read_trace(path: Path) -> Trace:
         raise InputError(f"{path}: is damaged: an event lacks {error}") from None
 
 
-def _trace(events: Sequence[Event]) -> Trace:
+def _trace(events: Sequence[Event]) -> TraceFile:
     slices: list[Event] = []
     ends: dict[int, dict[str, Event]] = defaultdict(dict)
     roles: dict[int, str] = {}
@@ -187,7 +189,7 @@ def _trace(events: Sequence[Event]) -> Trace:
         elif event["ph"] == "M" and event["name"] == "thread_name":
             flows[event["pid"], event["tid"]] = event["args"]["name"]
     arrows = [(both["s"], both["f"]) for both in ends.values() if len(both) == 2]
-    return Trace(slices, arrows, roles, flows, _parts(slices))
+    return TraceFile(slices, arrows, roles, flows, _parts(slices))
 
 
 def _parts(slices: Sequence[Event]) -> list[list[Event]]:

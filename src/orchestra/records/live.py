@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, cast
 
 from orchestra.errors import InputError
 from orchestra.records.record import partial_of
-from orchestra.records.report import Straggler
+from orchestra.records.report import StragglerFinding
 from orchestra.settings.base import to_plain
 from orchestra.settings.reading import open_file, read_json
 
@@ -70,7 +70,7 @@ class Live:
     training_since: float | None = None  # when the first step began
     fraction: float | None = None  # of the budget, used up; None as long as it is not known
     fraction_then: float = 0.0  # at the first step
-    stragglers: tuple[Straggler, ...] = ()
+    stragglers: tuple[StragglerFinding, ...] = ()
     notices: tuple[str, ...] = ()
 
     @property

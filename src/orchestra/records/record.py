@@ -23,7 +23,14 @@ from statistics import fmean
 from typing import Any, Self
 
 from orchestra.errors import InputError
-from orchestra.records.report import NOTABLE, Point, RankReport, Straggler, Usage, busy_with_others
+from orchestra.records.report import (
+    NOTABLE,
+    Point,
+    RankReport,
+    StragglerFinding,
+    Usage,
+    busy_with_others,
+)
 from orchestra.settings.base import from_plain, to_plain
 from orchestra.settings.reading import plain_value, read_json
 
@@ -43,7 +50,7 @@ PACKAGES = ("neural-orchestra", "torch", "numpy", "safetensors", "scikit-learn")
 
 
 @dataclass(frozen=True)
-class Part:
+class RankTotals:
     """What a rank reported: an entry of `by_rank`."""
 
     rank: int
@@ -148,9 +155,9 @@ class RunRecord:
         return {name: value for name, value in figures.items() if value is not None}
 
     @property
-    def slow_ranks(self) -> list[Straggler]:
+    def slow_ranks(self) -> list[StragglerFinding]:
         """The stragglers, those first that cost most."""
-        found: list[Straggler] = from_plain(list[Straggler], list(self.stragglers))
+        found: list[StragglerFinding] = from_plain(list[StragglerFinding], list(self.stragglers))
         return found
 
     @property
@@ -185,7 +192,7 @@ def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
     stale: Counter[int] = Counter()
     for report in reports:
         stale.update({int(value): count for value, count in report.staleness.items()})
-    of_rank = [field.name for field in fields(Part)]
+    of_rank = [field.name for field in fields(RankTotals)]
     return RunRecord(
         status="stopped" if any(report.stopped for report in reports) else "completed",
         train_seconds=seconds,
@@ -254,8 +261,8 @@ def read_summary(path: Path) -> list[RunRecord]:
         entry.setdefault("switches", name == "Switch")
     records: list[RunRecord] = plain_value(list[RunRecord], entries, str(path))
     for record in records:
-        plain_value(list[Straggler], list(record.stragglers), str(path))
-        plain_value(list[Part], list(record.by_rank), str(path))
+        plain_value(list[StragglerFinding], list(record.stragglers), str(path))
+        plain_value(list[RankTotals], list(record.by_rank), str(path))
     return [replace(record, folder=path.parent) for record in records]
 
 

@@ -109,7 +109,7 @@ class Message(NamedTuple):
     number: int
 
 
-class Slice(NamedTuple):
+class TimelineSlice(NamedTuple):
     """Something that took from `start` to `end`, in seconds of the rank's clock."""
 
     flow: int  # the index of the one that did it
@@ -136,7 +136,7 @@ class Timeline:
     clock: str  # equal for ranks that read the same clock
     began: float  # when the stopwatch began, on this clock
     flows: tuple[str, ...]  # the names of the threads of work, by index
-    slices: list[Slice] = field(default_factory=list)
+    slices: list[TimelineSlice] = field(default_factory=list)
     instants: list[Instant] = field(default_factory=list)
 
 
@@ -260,7 +260,7 @@ Cause = Literal["compute", "link", "input"]
 
 
 @dataclass(frozen=True)
-class Straggler:
+class StragglerFinding:
     """A rank slower than its peers, and what that cost; docs/records.md has the fields."""
 
     ranks: tuple[int, ...]

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from orchestra.records.report import Cause, Counters, Straggler
+from orchestra.records.report import Cause, Counters, StragglerFinding
 from orchestra.settings.notation import LazyModule
 
 _Pair = tuple[int, int]  # the source and the target of messages
@@ -45,7 +45,7 @@ def find(
     servers: Collection[int] = (),
     nodes: Mapping[int, str] | None = None,
     least_seconds: float = 0.0,
-) -> list[Straggler]:
+) -> list[StragglerFinding]:
     """Return the stragglers among the ranks of `by_rank`, the one that cost most first.
 
     `by_rank` has the points of each rank, `nodes` the node of each where they are known. `servers`
@@ -355,14 +355,14 @@ def _told(
     edges: Sequence[float],
     by_rank: Mapping[int, Sequence[Counters]],
     nodes: Mapping[int, str],
-) -> Straggler:
+) -> StragglerFinding:
     own = by_rank[found.ranks[0]]
     to_the_end = found.last >= len(edges) - 2  # the last window may hold no more than the end
     # Servers have no steps
     moments = [edges[found.first]] if to_the_end else [edges[found.first], edges[found.last]]
     steps = [int(_steps_at(own, at)) + 1 if own[-1].steps else None for at in moments]
     named = dict.fromkeys(nodes[rank] for rank in found.ranks if rank in nodes)
-    return Straggler(
+    return StragglerFinding(
         ranks=found.ranks,
         nodes=tuple(named),
         cause=found.cause,

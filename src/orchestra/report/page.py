@@ -18,7 +18,7 @@ from markupsafe import Markup, escape
 
 from orchestra.errors import InputError, visible
 from orchestra.records.record import write_atomically
-from orchestra.records.report import Straggler, changes_in
+from orchestra.records.report import StragglerFinding, changes_in
 from orchestra.report.answer import answer
 from orchestra.report.fairness import conditions, fairness, machine_text, worker_batch
 from orchestra.report.figures import figures
@@ -222,7 +222,7 @@ def _moment(seconds: float | None, step: int | None) -> str:
     return figure_text(seconds, "s") + (f", step {step}" if step is not None else "")
 
 
-def _lost(found: Sequence[Straggler]) -> str:
+def _lost(found: Sequence[StragglerFinding]) -> str:
     lost = sum(each.lost_seconds for each in found)
     return figure_text(lost, "s") if lost else "nothing"
 

@@ -26,12 +26,12 @@ from orchestra.records.live import (
 from orchestra.records.record import (
     EXPERIMENT,
     SUMMARY,
-    Part,
+    RankTotals,
     RunRecord,
     read_links,
     read_summary,
 )
-from orchestra.records.report import Straggler, changes_in
+from orchestra.records.report import StragglerFinding, changes_in
 from orchestra.report.numbers import ranges
 from orchestra.settings.notation import Call, read
 from orchestra.settings.reading import read_yaml
@@ -88,7 +88,7 @@ class RunView:
     staleness: Mapping[str, float] | None = None
     rows: Sequence[Row] = ()
     balances: bool = False
-    stragglers: Sequence[Straggler] = ()
+    stragglers: Sequence[StragglerFinding] = ()
     switches: Sequence[str] = ()
     links: Sequence[str] = ()
     notices: Sequence[str] = ()
@@ -249,7 +249,7 @@ class RunWatch:
         # Read once: a timeline takes seconds to read, and no longer changes
         if self._waits is None:
             self._waits = longest_waits(self.folder)
-        rows = [self._whole_run(Part(**each), record) for each in record.by_rank]
+        rows = [self._whole_run(RankTotals(**each), record) for each in record.by_rank]
         return self._view(
             "completed" if record.status == "completed" else "stopped",
             rows,
@@ -264,7 +264,7 @@ class RunWatch:
             notices=record.notices,
         )
 
-    def _whole_run(self, said: Part, record: RunRecord) -> Row:
+    def _whole_run(self, said: RankTotals, record: RunRecord) -> Row:
         track = self._tracks.get(said.rank)
         serves = said.role == "server"
         last: Line = track.window[-1] if track and track.window and not serves else {}

@@ -240,7 +240,7 @@ Rounds = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Stage:
+class SumStage:
     """Consecutive rounds that `ranks` carry out among themselves, as sums of what each holds."""
 
     ranks: tuple[int, ...]
@@ -269,7 +269,7 @@ def rounds_of(schedule: Schedule) -> Sequence[Round]:
 
 
 @functools.lru_cache(maxsize=256)
-def local_stages(schedule: Schedule, local: frozenset[int]) -> tuple[Stage | Rounds, ...]:
+def local_stages(schedule: Schedule, local: frozenset[int]) -> tuple[SumStage | Rounds, ...]:
     """Divide the rounds into those that the ranks `local` carry out among themselves, and others.
 
     A stage gives these ranks what later rounds, and the result, depend on; other pieces may keep
@@ -323,7 +323,7 @@ def _live(schedule: Schedule, wanted: frozenset[int]) -> Mapping[int, NDArray[np
 
 def _local(
     schedule: Schedule, rounds: Sequence[Round], span: Rounds, live: NDArray[np.bool_]
-) -> Stage | Rounds:
+) -> SumStage | Rounds:
     """Return the rounds of `span` as a stage, where it can be one."""
     within = rounds[span[0] : span[1]]
     ranks = sorted({int(rank) for transfers in within for rank in transfers[:, :2].flat})
@@ -339,7 +339,7 @@ def _local(
     return _stage(ends, span) if ends else span
 
 
-def _stage(ends: Mapping[int, Sequence[Tree | None]], rounds: Rounds) -> Stage:
+def _stage(ends: Mapping[int, Sequence[Tree | None]], rounds: Rounds) -> SumStage:
     """Return the stage that gives each rank the trees `ends`, one a piece (None: it keeps its own).
 
     Of the sums of one piece that several ranks end with, the first is formed by all together.
@@ -362,7 +362,7 @@ def _stage(ends: Mapping[int, Sequence[Tree | None]], rounds: Rounds) -> Stage:
                 leaves[leaf].update(range(first, end))
     for rank in ranks:
         shown[rank] = _true(piece in leaves[rank] for piece in range(len(shared)))
-    return Stage(ranks, rounds, Sums(_tree_runs(shared)), taken, alone, whole, shown)
+    return SumStage(ranks, rounds, Sums(_tree_runs(shared)), taken, alone, whole, shown)
 
 
 def _leaves(tree: Tree | None) -> Iterator[int]:

@@ -211,7 +211,7 @@ class GroupGenerator:
                 self._buffer[member].append(group)
 
 
-class _Request(enum.IntEnum):
+class _GroupRequest(enum.IntEnum):
     """What a worker asks of the generator; each is answered with the groups to perform."""
 
     ASK = 0  # my step is done
@@ -236,23 +236,23 @@ class GroupAverage:
 
     def average(self) -> None:
         """Ask after a step, and average with each group of the answer: wait for its members."""
-        self._perform(_Request.ASK)
+        self._perform(_GroupRequest.ASK)
 
     def settle(self) -> None:
         """Collective over the workers: return when all groups have been averaged."""
-        self._perform(_Request.REST)
+        self._perform(_GroupRequest.REST)
         exchange.wait_for_workers(self._worker)
 
     def leave(self) -> None:
         """Average with those who wait for this worker; nobody does afterwards."""
-        self._perform(_Request.LEAVE)
+        self._perform(_GroupRequest.LEAVE)
 
     def close(self) -> None:
         """After `leave`: wait until all have left."""
         if self._flow is not None:
             self._flow.wait()
 
-    def _perform(self, request: _Request) -> None:
+    def _perform(self, request: _GroupRequest) -> None:
         if self._alone:
             return
         transport = self._worker.transport
@@ -276,21 +276,21 @@ class GroupAverage:
         """In the background of the first worker, answer at once until all workers have left."""
         generator = self._generator
         answers = {
-            _Request.ASK: generator.ask,
-            _Request.REST: generator.rest,
-            _Request.LEAVE: generator.leave,
+            _GroupRequest.ASK: generator.ask,
+            _GroupRequest.REST: generator.rest,
+            _GroupRequest.LEAVE: generator.leave,
         }
         there = set(self._worker.workers.ranks) - transport.lost()
         while there:
             message = transport.receive(None, Tag.GROUP_REQUEST)
             try:
-                request, worker = _Request(int(message.wait())), message.source
+                request, worker = _GroupRequest(int(message.wait())), message.source
             except PeerLost as lost:
                 there.discard(lost.rank)
                 # The run ends by name: nobody is put into groups with it meanwhile.
                 generator.leave(lost.rank)
                 continue
-            if request is _Request.LEAVE:
+            if request is _GroupRequest.LEAVE:
                 there.discard(worker)
             groups = answers[request](worker)
             numbers = [number for group in groups for number in (len(group), *group)]

@@ -88,7 +88,7 @@ Of all seeds the median; None: not reached.
 
 
 @dataclass(frozen=True)
-class Standing:
+class MeasuredStanding:
     """Seconds of real runs on each task, and of simulated ones on each cluster that comes along.
 
     `remark` and `simulated_remark` say how these were measured.
@@ -100,7 +100,7 @@ class Standing:
     simulated_remark: str = "not done"
 
     @classmethod
-    def shipped(cls) -> Standing:
+    def shipped(cls) -> MeasuredStanding:
         """Read the table that comes with Orchestra."""
         table = json.loads(Path(__file__).with_name("standing.json").read_text())
         simulated = table.get("simulated", {"clusters": {}, "remark": cls.simulated_remark})

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from orchestra.cluster import Cluster
-from orchestra.cluster.nodes import Link, LogNormal, Node, Switch
+from orchestra.cluster.nodes import Link, LogNormal, NetworkSwitch, Node
 from orchestra.cluster.presets import LOOPBACK
 from orchestra.errors import InputError, nearest
 from orchestra.settings import Settings, setting
@@ -64,7 +64,7 @@ class Situation(Settings):
             )
             for index in range(nodes)
         )  # fmt: skip
-        return Cluster("studio", parts, (Switch("switch"),), placement="spread")
+        return Cluster("studio", parts, (NetworkSwitch("switch"),), placement="spread")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from orchestra.engines.simulation.costs import FLOPS, OVERHEAD, assumed_costs
 from orchestra.engines.simulation.simulate import Simulation
 from orchestra.errors import OrchestraError
 from orchestra.optimizers.settings import Optimizer
-from orchestra.records.report import Message, RankReport, Slice
+from orchestra.records.report import Message, RankReport, TimelineSlice
 from orchestra.strategies.base import roles_of
 from orchestra.strategies.registry import strategy_of
 from orchestra.studio.menu import BATCH, Entry, Situation
@@ -206,7 +206,7 @@ def course(simulated: Simulated, first: int, count: int) -> dict[str, Any]:
     last = min(first + count, len(moments)) - 1
     begin, end = moments[min(first, last) - 1].seconds, moments[last].seconds
     ranks: list[dict[str, Any]] = []
-    ends: dict[str, dict[Message, Slice]] = {"send": {}, "receive": {}}
+    ends: dict[str, dict[Message, TimelineSlice]] = {"send": {}, "receive": {}}
     for trace, role in zip(simulated.traces, simulated.roles, strict=True):
         timeline = trace.timeline("virtual")
         assert timeline is not None
@@ -230,7 +230,7 @@ def course(simulated: Simulated, first: int, count: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _spans(pieces: Iterable[Slice], begin: float, end: float) -> list[list[Any]]:
+def _spans(pieces: Iterable[TimelineSlice], begin: float, end: float) -> list[list[Any]]:
     """Return the spans of `pieces`; adjacent ones of a category and name are merged."""
     found: list[list[Any]] = []
     for piece in sorted(pieces, key=lambda piece: piece.start):
@@ -247,7 +247,10 @@ def _spans(pieces: Iterable[Slice], begin: float, end: float) -> list[list[Any]]
 
 
 def _messages(
-    sent: dict[Message, Slice], received: dict[Message, Slice], begin: float, end: float
+    sent: dict[Message, TimelineSlice],
+    received: dict[Message, TimelineSlice],
+    begin: float,
+    end: float,
 ) -> Iterable[tuple[float, float, int, int, int]]:
     """Yield the messages between ranks that were under way in the window."""
     for message, piece in sent.items():

@@ -14,7 +14,7 @@ from math import fsum, inf
 from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers
-from orchestra.data import Plan, apportion, plan_of
+from orchestra.data import DataPlan, apportion, plan_of
 from orchestra.errors import InputError
 from orchestra.settings import MAX_STEPS, Registry, Settings, setting
 
@@ -191,7 +191,7 @@ class Balancer:
         data = exchange.agree_on_data(self._worker, optimizers.capture(self.state), first)
         optimizers.restore(self.state, data)
 
-    def begin(self, plan: Plan, steps: int) -> Plan:
+    def begin(self, plan: DataPlan, steps: int) -> DataPlan:
         """Return the `plan` of a phase, with batches by the speeds known after `steps` steps.
 
         A rank whose speed is not known counts as the mean of the others. Batches that fit the
@@ -210,7 +210,7 @@ class Balancer:
             self._set(there, self._rule.fitted(wanted, plan.global_batch), steps)
         return self._plan(plan)
 
-    def after_step(self, plan: Plan, plan_step: int, steps: int) -> Plan:
+    def after_step(self, plan: DataPlan, plan_step: int, steps: int) -> DataPlan:
         """Collective over the workers, after step `plan_step`: return the plan of the next step.
 
         `steps` are those of the run so far.
@@ -246,7 +246,7 @@ class Balancer:
         table = exchange.gather_numbers(self._worker, own)
         return [samples / spent if spent > 0 else 0.0 for samples, spent in table]
 
-    def _plan(self, plan: Plan) -> Plan:
+    def _plan(self, plan: DataPlan) -> DataPlan:
         """Return the one that differs from `plan` by the batches alone; ranks here share it."""
         shares = tuple(map(float, self.state.batches))
         return plan_of(plan.start, plan.stop, plan.global_batch, shares)

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any
 
-from orchestra.data import Plan, Shares, apportion, plan_of
+from orchestra.data import DataPlan, Shares, apportion, plan_of
 from orchestra.data.feed import Feed, Samples
 from orchestra.errors import RunFailed
 from orchestra.exchange import CommonStep
@@ -39,7 +39,7 @@ class Position:
 
 def plan_of_roles(
     training: Training, start: int, budget: int, shares: Shares, measured: Shares | None = None
-) -> Plan:
+) -> DataPlan:
     """Return the plan of samples `start` to `budget`, for ranks that have these `shares` of a step.
     `measured` are the ranks' speeds, where workers that step together get parts by them."""
     weights = training.weighted(shares, measured)

@@ -16,7 +16,7 @@ from orchestra.records.report import MAX_SOURCES, Counters, CounterSeries
 from orchestra.settings.base import setting, to_plain
 from orchestra.settings.reading import read_bytes, read_json
 from orchestra.trainer.checkpoints import writing
-from orchestra.worker.interception import Flow, Interceptor, Operation
+from orchestra.worker.interception import HookedCall, HookedFlow, Interceptor
 from orchestra.worker.worker import Worker
 
 T = TypeVar("T")
@@ -291,7 +291,7 @@ class Recording(Interceptor):
 
     order: Order
 
-    def begin(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
+    def begin(self, flow: HookedFlow, operation: HookedCall, proceed: Callable[[], T]) -> T:
         if operation.flow is not None:
             self.order.flows.setdefault(operation.flow.name, FlowOrder())
         if operation.kind == "receive" and operation.peer is None:
@@ -301,14 +301,18 @@ class Recording(Interceptor):
             sources.append(-1)
         return proceed()
 
-    def wait(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
+    def wait(self, flow: HookedFlow, operation: HookedCall, proceed: Callable[[], T]) -> T:
         result = proceed()
         if self in operation.marks:
             self.order.flows[flow.name].sources[operation.marks[self]] = operation.source
         return result
 
     def ask(
-        self, flow: Flow, what: str, proceed: Callable[[], T], operation: Operation | None = None
+        self,
+        flow: HookedFlow,
+        what: str,
+        proceed: Callable[[], T],
+        operation: HookedCall | None = None,
     ) -> T:
         if what == "memory":
             raise InputError(
@@ -330,7 +334,7 @@ class Repeating(Interceptor):
     order: Order
     _given: dict[tuple[str, str], Iterator[Any]] = field(default_factory=dict, init=False)
 
-    def begin(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
+    def begin(self, flow: HookedFlow, operation: HookedCall, proceed: Callable[[], T]) -> T:
         """Let a receive from any source take what it took then, if it ever was completed."""
         if operation.kind == "receive" and operation.peer is None:
             taken = self._next(flow, "sources")
@@ -340,7 +344,11 @@ class Repeating(Interceptor):
         return proceed()
 
     def ask(
-        self, flow: Flow, what: str, proceed: Callable[[], T], operation: Operation | None = None
+        self,
+        flow: HookedFlow,
+        what: str,
+        proceed: Callable[[], T],
+        operation: HookedCall | None = None,
     ) -> T:
         """Give the recorded answer; wait until an operation that was done then is done."""
         answer = self._next(flow, what)
@@ -349,7 +357,7 @@ class Repeating(Interceptor):
             operation.begun.wait()
         return frozenset(answer) if what == "lost" else answer  # type: ignore[return-value]
 
-    def _next(self, flow: Flow, what: str) -> Any:
+    def _next(self, flow: HookedFlow, what: str) -> Any:
         key = ("" if what in RANKS else flow.name), what
         if key not in self._given:
             self._given[key] = iter(self.order.answers(flow.name, what))

@@ -8,7 +8,7 @@ from typing import Literal, Self, TypeAlias
 
 from orchestra.data import Sharding
 from orchestra.errors import InputError
-from orchestra.optimizers.settings import Constant, Optimizer, Schedule
+from orchestra.optimizers.settings import Constant, Optimizer, RateSchedule
 from orchestra.records.exports import TRACKERS, require_tracker
 from orchestra.records.report import Point
 from orchestra.settings import MAX_RANKS, MAX_SEED, MAX_STEPS, REQUIRED, Settings, setting
@@ -117,7 +117,9 @@ class Training(Settings):
     optimizer: Optimizer = setting(
         Optimizer("SGD", {"lr": 0.1}), "any of torch.optim, such as SGD(lr=0.1, momentum=0.9)"
     )
-    schedule: Schedule = setting(Constant(), "of the learning rate: Constant, StepDecay or Cosine")
+    schedule: RateSchedule = setting(
+        Constant(), "of the learning rate: Constant, StepDecay or Cosine"
+    )
     clip_norm: float | None = setting(None, "largest global norm of a gradient", above=0, high=1e30)
     precision: Literal["float32", "bf16"] = setting("float32", "of the forward pass (autocast)")
     engine: Engine = setting(

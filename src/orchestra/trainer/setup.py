@@ -35,7 +35,7 @@ from orchestra.worker.gathering import ShardedWorker
 from orchestra.worker.layout import Layout, Share, bucket_edges, buffer_places
 from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.shapes import ShapeWorker, SharedShapes
-from orchestra.worker.snapshots import Contribution, Place, Places, Snapshots
+from orchestra.worker.snapshots import Contribution, ModelRange, Places, Snapshots
 from orchestra.worker.worker import Worker
 
 Extents = dict[str, tuple[int, int]]
@@ -255,18 +255,18 @@ def _buffers(module: nn.Module) -> Extents:
     return dict(zip((name for name, _ in named), pairwise(edges), strict=True))
 
 
-def _places(part: Extents, whole: Extents, owned: frozenset[str]) -> Sequence[Place]:
+def _places(part: Extents, whole: Extents, owned: frozenset[str]) -> Sequence[ModelRange]:
     """Return one place for each run of tensors that lie side by side in both."""
-    places: list[Place] = []
+    places: list[ModelRange] = []
     for name, (first, end) in part.items():
         if name not in owned or name not in whole:
             continue
         offset = whole[name][0]
         last = places[-1] if places else None
         if last is not None and (last.end, last.offset + last.end - last.first) == (first, offset):
-            places[-1] = Place(last.first, end, last.offset)
+            places[-1] = ModelRange(last.first, end, last.offset)
         else:
-            places.append(Place(first, end, offset))
+            places.append(ModelRange(first, end, offset))
     return places
 
 

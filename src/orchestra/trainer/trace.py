@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from orchestra.cluster.units import BYTES
-from orchestra.records.report import Instant, Message, Slice, Timeline
+from orchestra.records.report import Instant, Message, Timeline, TimelineSlice
 from orchestra.transports.tags import tag_name
-from orchestra.worker.interception import Flow, Interceptor, Operation
+from orchestra.worker.interception import HookedCall, HookedFlow, Interceptor
 from orchestra.worker.runtime import Work
 
 T = TypeVar("T")
@@ -47,8 +47,8 @@ class Trace(Interceptor):
         self._sent: dict[tuple[int, int], Iterator[int]] = defaultdict(itertools.count)
         self._received: dict[tuple[int, int], Iterator[int]] = defaultdict(itertools.count)
         self._labels = ["steps", "main"]
-        self._rows: dict[Flow, int] = {}
-        self._slices: list[Slice] = []
+        self._rows: dict[HookedFlow, int] = {}
+        self._slices: list[TimelineSlice] = []
         self._instants: list[Instant] = []
         self._serving = False
         self._left = self._step = 0
@@ -82,7 +82,7 @@ class Trace(Interceptor):
         yield
         if was_open:
             self._step_began = self._now()
-            self._slices.append(Slice(STEPS, "step", name, start, self._step_began, {}))
+            self._slices.append(TimelineSlice(STEPS, "step", name, start, self._step_began, {}))
             self.is_open = True
 
     def step_ended(self, number: int) -> None:
@@ -91,7 +91,9 @@ class Trace(Interceptor):
             return
         now = self._now()
         args = {"step": number}
-        self._slices.append(Slice(STEPS, "step", f"step {number}", self._step_began, now, args))
+        self._slices.append(
+            TimelineSlice(STEPS, "step", f"step {number}", self._step_began, now, args)
+        )
         self._step, self._step_began = number + 1, now
         self._count_down()
 
@@ -120,7 +122,7 @@ class Trace(Interceptor):
 
     # What the flows do
 
-    def begin(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
+    def begin(self, flow: HookedFlow, operation: HookedCall, proceed: Callable[[], T]) -> T:
         if operation.kind == "flow":
             assert operation.flow is not None
             self._rows[operation.flow] = len(self._labels)
@@ -138,7 +140,7 @@ class Trace(Interceptor):
             self._count_down()
         return proceed()
 
-    def wait(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
+    def wait(self, flow: HookedFlow, operation: HookedCall, proceed: Callable[[], T]) -> T:
         from_any = operation.kind == "receive" and operation.peer is None
         if not self.is_open:
             result = proceed()
@@ -151,7 +153,7 @@ class Trace(Interceptor):
             return self._wait_for_message(flow, operation, proceed)
         return proceed()
 
-    def compute(self, flow: Flow, work: Work, proceed: Callable[[], T]) -> T:
+    def compute(self, flow: HookedFlow, work: Work, proceed: Callable[[], T]) -> T:
         # "step" stands for what surrounds a gradient, which has no place of its own in the row.
         if not self.is_open or work.kind == "step":
             return proceed()
@@ -162,7 +164,12 @@ class Trace(Interceptor):
         return result
 
     def executed(
-        self, flow: Flow, operation: Operation, start: float, moving: float, sent: int
+        self,
+        flow: HookedFlow,
+        operation: HookedCall,
+        start: float,
+        moving: float,
+        sent: int,
     ) -> None:
         if not self.is_open:
             return
@@ -172,7 +179,7 @@ class Trace(Interceptor):
         about |= {"payload_bytes": operation.size, "bytes_sent": sent}
         self._add(flow, "native", name, moving, self._now(), about)
 
-    def _begin_send(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
+    def _begin_send(self, flow: HookedFlow, operation: HookedCall, proceed: Callable[[], T]) -> T:
         to, tag = operation.peer, operation.tag
         assert to is not None
         number = next(self._sent[to, tag])
@@ -193,7 +200,9 @@ class Trace(Interceptor):
         self._add(flow, "send", name, start, self._now(), about, message)
         return handle
 
-    def _wait_for_other(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
+    def _wait_for_other(
+        self, flow: HookedFlow, operation: HookedCall, proceed: Callable[[], T]
+    ) -> T:
         """Wait for a flow of this rank, for what it executes, or for torch.distributed."""
         traffic = flow.transport.traffic
         before, start = traffic.seconds_waiting, self._now()
@@ -211,7 +220,9 @@ class Trace(Interceptor):
                 self._add(flow, "wait", "wait for another flow", start, end, {})
         return result
 
-    def _wait_for_message(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
+    def _wait_for_message(
+        self, flow: HookedFlow, operation: HookedCall, proceed: Callable[[], T]
+    ) -> T:
         """Wait for a message: first until something moves, then for the rest of it.
 
         The transport counts how long it had nothing to move, but not when: here that comes first.
@@ -236,14 +247,14 @@ class Trace(Interceptor):
             self._add(flow, "send", name, moving, end, {"tag": tag, "peer": peer})
         return result
 
-    def _number(self, operation: Operation) -> int:
+    def _number(self, operation: HookedCall) -> int:
         if self not in operation.marks:
             operation.marks[self] = next(self._received[operation.source, operation.tag])
         return operation.marks[self]
 
     def _add(
         self,
-        flow: Flow,
+        flow: HookedFlow,
         category: str,
         name: str,
         start: float,
@@ -254,10 +265,10 @@ class Trace(Interceptor):
         if not self._serving:
             about["step"] = self._step
         row = self._rows.get(flow, STEPS + 1)
-        self._slices.append(Slice(row, category, name, start, end, about, message))
+        self._slices.append(TimelineSlice(row, category, name, start, end, about, message))
 
 
-def _name(flow: Flow, rank: int | None) -> str:
+def _name(flow: HookedFlow, rank: int | None) -> str:
     """Return `rank` as seen from `flow`."""
     if rank is None:
         return "any rank"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from orchestra.schedules import REDUCE, Schedule
-from orchestra.schedules.sums import Stage, local_stages
+from orchestra.schedules.sums import SumStage, local_stages
 from orchestra.transports.framing import header_bytes
 from orchestra.transports.protocol import CollectiveCall, Handle, Traffic, Transport
 from orchestra.transports.shared_memory import buffer_bytes
@@ -57,7 +57,7 @@ class StepKind(Enum):
     NEXT = auto()  # the round is over
 
 
-class Step(NamedTuple):
+class ScheduleStep(NamedTuple):
     """One verb, about a message of the elements [first, end) to or from `peer`.
 
     `number` counts the messages that the rank sends (SEND, FREE), or numbers those that it receives
@@ -78,7 +78,7 @@ IN_PLACE = -3
 """A `scratch` that stays negative for the second of two messages."""
 
 
-def steps(parts: Iterable[RoundPart], edges: Sequence[int], segment: int) -> Iterator[Step]:
+def steps(parts: Iterable[RoundPart], edges: Sequence[int], segment: int) -> Iterator[ScheduleStep]:
     """Yield what a rank does in its `parts` of the rounds, `segment` elements a message at most.
 
     All that a round receives is posted, at most two messages a run of pieces, then all is sent,
@@ -90,7 +90,7 @@ def steps(parts: Iterable[RoundPart], edges: Sequence[int], segment: int) -> Ite
     sent, received = itertools.count(), itertools.count()
     for part in parts:
         yield from _round(part, edges, segment, sent, received)
-        yield Step(StepKind.NEXT)
+        yield ScheduleStep(StepKind.NEXT)
 
 
 def _round(
@@ -99,7 +99,7 @@ def _round(
     segment: int,
     sent: Iterator[int],
     received: Iterator[int],
-) -> Iterator[Step]:
+) -> Iterator[ScheduleStep]:
     arriving = []
     for run, (source, first, end, operation) in enumerate(part.receives):
         scratch = 2 * run if operation == REDUCE else IN_PLACE
@@ -107,7 +107,7 @@ def _round(
         arriving.append(
             [
                 # Two of scratch for each run: one is filled while the other is added.
-                Step(StepKind.POST, next(received), source, *span, scratch + number % 2)
+                ScheduleStep(StepKind.POST, next(received), source, *span, scratch + number % 2)
                 for number, span in enumerate(spans)
             ]
         )
@@ -115,10 +115,10 @@ def _round(
         # Receives come before sends, so that what arrives early lands in place and is not copied
         # again.
         yield from messages[:2]  # the others are posted once these have been taken
-    leaving: dict[Span, list[list[Step]]] = {}
+    leaving: dict[Span, list[list[ScheduleStep]]] = {}
     for target, first, end in part.sends:
         spans = _cut(edges[first], edges[end], segment)
-        sending = [Step(StepKind.SEND, next(sent), target, *span) for span in spans]
+        sending = [ScheduleStep(StepKind.SEND, next(sent), target, *span) for span in spans]
         yield from sending
         # By run of pieces: whoever adds to a run has to wait until it has left.
         leaving.setdefault((first, end), []).append(sending)
@@ -154,7 +154,7 @@ def _steps_of(
     segment: int,
     first: int,
     end: int | None,
-) -> tuple[Step, ...]:
+) -> tuple[ScheduleStep, ...]:
     """Return the steps of one rank in some rounds, for a vector of `length` elements."""
     edges = schedule.edges(length) if edges is None else edges
     assert edges[-1] == (schedule.pieces * length if schedule.slots else length)
@@ -163,7 +163,7 @@ def _steps_of(
 
 def steps_of(
     call: CollectiveCall, rank: int, first: int = 0, end: int | None = None
-) -> tuple[Step, ...]:
+) -> tuple[ScheduleStep, ...]:
     """Return the steps of `rank` in a collective, in the rounds from `first` to before `end`."""
     assert call.schedule is not None
     assert call.vector.dim() == 1
@@ -191,7 +191,7 @@ def execute(transport: Transport, call: CollectiveCall) -> int:
     return slots.nbytes
 
 
-def exchange(transport: Transport, call: CollectiveCall, order: Iterable[Step]) -> int:
+def exchange(transport: Transport, call: CollectiveCall, order: Iterable[ScheduleStep]) -> int:
     """Carry out steps on the vector of `call`; return the peak bytes of scratch of a round."""
     memory, ranks, tag = call.vector, call.group.ranks, call.tag
     peak = 0
@@ -226,7 +226,7 @@ def execute_in_stages(
     transport: Transport,
     call: CollectiveCall,
     local: frozenset[int],
-    carry_out: Callable[[Stage], tuple[float, float] | None],
+    carry_out: Callable[[SumStage], tuple[float, float] | None],
 ) -> int:
     """`execute` a collective of which the places `local` share memory with this rank.
 
@@ -241,7 +241,7 @@ def execute_in_stages(
     peak, place = 0, call.group.index(rank)
     for stage in local_stages(schedule, local):
         used = None
-        if isinstance(stage, Stage) and place in stage.ranks:
+        if isinstance(stage, SumStage) and place in stage.ranks:
             times = carry_out(stage)
             if times is not None:
                 moved = _stage_traffic(call, rank, stage)
@@ -252,7 +252,7 @@ def execute_in_stages(
             # With slots a schedule is one stage: there is no part of it to carry out by messages.
             used = execute(transport, call)
         elif used is None:
-            rounds = stage.rounds if isinstance(stage, Stage) else stage
+            rounds = stage.rounds if isinstance(stage, SumStage) else stage
             used = exchange(transport, call, steps_of(call, rank, *rounds))
         peak = max(peak, used)
     return peak
@@ -267,7 +267,7 @@ def cuts_in_memory(call: CollectiveCall) -> Sequence[int]:
     return schedule.edges(length) if call.edges is None else call.edges
 
 
-def _stage_traffic(call: CollectiveCall, rank: int, stage: Stage) -> Traffic:
+def _stage_traffic(call: CollectiveCall, rank: int, stage: SumStage) -> Traffic:
     """Return the traffic of a stage's messages, as if they had been sent."""
     traffic = Traffic()
     size, header = call.vector.element_size(), header_bytes(1)

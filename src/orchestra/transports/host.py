@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from orchestra.errors import InputError
-from orchestra.schedules.sums import Pieces, Stage
+from orchestra.schedules.sums import Pieces, SumStage
 from orchestra.transports.collective import cuts_in_memory, execute_in_stages
 from orchestra.transports.compiled import SO_FAR, Steps
 from orchestra.transports.framing import pack_header
@@ -73,14 +73,14 @@ class Host:
         ranks = call.group.ranks
         local = frozenset(i for i, rank in enumerate(ranks) if rank in self._neighbours)
 
-        def carry_out(stage: Stage) -> tuple[float, float] | None:
+        def carry_out(stage: SumStage) -> tuple[float, float] | None:
             memory = self._memory(tuple(ranks[each] for each in stage.ranks), call)
             return None if memory is None else self._carry_out(stage, memory, flow, call)
 
         return execute_in_stages(transport, call, local, carry_out)
 
     def _carry_out(
-        self, stage: Stage, memory: SharedMemory, flow: Flow, call: CollectiveCall
+        self, stage: SumStage, memory: SharedMemory, flow: Flow, call: CollectiveCall
     ) -> tuple[float, float]:
         started, waited = time.perf_counter(), memory.seconds_waiting
         flow.memory = memory
@@ -224,7 +224,7 @@ def _share(span: Span, rank: int, ranks: int) -> Span:
 
 
 def _form(
-    stage: Stage, index: int, memory: SharedMemory, vector: Tensor, cuts: Sequence[int]
+    stage: SumStage, index: int, memory: SharedMemory, vector: Tensor, cuts: Sequence[int]
 ) -> None:
     """Replace `vector` by what `stage` gives the rank at `index`."""
     length = vector.numel()
@@ -270,7 +270,7 @@ def _form(
     memory.pipeline(vector.dtype, _spans(stage, cuts, room), show, form, take)
 
 
-def _steps(stage: Stage, cuts: Sequence[int]) -> Steps:
+def _steps(stage: SumStage, cuts: Sequence[int]) -> Steps:
     """Return the chains of an all-reduce, in elements, with ranks numbered as in their memory."""
     place = {rank: number for number, rank in enumerate(stage.ranks)}
     return Steps(
@@ -279,7 +279,7 @@ def _steps(stage: Stage, cuts: Sequence[int]) -> Steps:
     )
 
 
-def _spans(stage: Stage, cuts: Sequence[int], room: int) -> Iterator[list[Span]]:
+def _spans(stage: SumStage, cuts: Sequence[int], room: int) -> Iterator[list[Span]]:
     """Cut a vector into what there is room for at a time.
 
     Where ranks share the work on each sum, that is a run of elements. Otherwise it is a slice of

@@ -16,22 +16,22 @@ from orchestra.worker.batches import Batch, tensors_of
 from orchestra.worker.gradients import ShardedGradients
 from orchestra.worker.layout import (
     Layout,
+    ShardUnit,
     Share,
-    Unit,
     UnitMemory,
     buffer_places,
     cut_into_units,
     shard_size,
 )
 from orchestra.worker.runtime import Compute, Runtime
-from orchestra.worker.snapshots import Place
+from orchestra.worker.snapshots import ModelRange
 from orchestra.worker.worker import Worker
 
 NO_ORDER = (
     "shard='parameters': the model does not use its parameters in the same order on all workers "
     "and in every pass, so that they would wait for different ones: set shard='gradients'"
 )
-Wait = Callable[[Unit, Callable[[], object]], object]
+Wait = Callable[[ShardUnit, Callable[[], object]], object]
 """wait(unit, until): `until` returns once the parameters of `unit` are there."""
 
 
@@ -47,11 +47,11 @@ class Gathering(TorchDispatchMode):
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        units: Sequence[ShardUnit],
         memory: Sequence[Tensor],  # the parameters of each unit, flat; none in a run of shapes
         compute: Compute,
-        begin: Callable[[Unit], Task[int]],  # makes room for a unit, and begins to gather it
-        free: Callable[[Unit], None],  # gives the memory of a unit back
+        begin: Callable[[ShardUnit], Task[int]],  # makes room for a unit, and begins to gather it
+        free: Callable[[ShardUnit], None],  # gives the memory of a unit back
         agree: Callable[[int], bool],  # whether all workers call with the same number
         order: Sequence[int] = (),  # of a pass in a run of shapes, as `through_layout` guesses it
     ) -> None:
@@ -127,7 +127,7 @@ class Gathering(TorchDispatchMode):
         if self._place < len(self._order):
             self._begin(self._order[self._place], wait)
 
-    def note_sum(self, unit: Unit) -> None:
+    def note_sum(self, unit: ShardUnit) -> None:
         """Note that the sum of the gradients of `unit` begins: it has a place in the order."""
         if self._noted is not None:
             self._agree_on(-1 - unit.number, lambda until: self.in_backward(unit, until))
@@ -156,11 +156,11 @@ class Gathering(TorchDispatchMode):
 
     # Where a pass waits
 
-    def in_forward(self, unit: Unit, until: Callable[[], object]) -> None:
+    def in_forward(self, unit: ShardUnit, until: Callable[[], object]) -> None:
         """Charge what precedes `unit` in forward: its last slot is that of the first layer."""
         self._compute.needs(unit.end_slot - 1, until)
 
-    def in_backward(self, unit: Unit, until: Callable[[], object]) -> None:
+    def in_backward(self, unit: ShardUnit, until: Callable[[], object]) -> None:
         """Charge what precedes `unit` in backward: the slots before it have their gradients."""
         if self._last and unit.first_slot:
             self._compute.reached(unit.first_slot - 1)
@@ -208,7 +208,7 @@ class Gathering(TorchDispatchMode):
             self.need((number,), self.in_backward)
 
 
-def through_layout(layout: Layout, units: Sequence[Unit]) -> list[int]:
+def through_layout(layout: Layout, units: Sequence[ShardUnit]) -> list[int]:
     """Return the units that a pass through the layers in their order gathers, in turn.
 
     Backward needs no bias, nor the matrix of the first layer, whose inputs need no gradient.
@@ -246,8 +246,8 @@ class ShardedWorker(Worker):
         super().__init__(runtime, module, optimizer, bucket_bytes=bucket_bytes, **options)
         buffers = sum(buffer.numel() for _, buffer in self.buffers)
         self.snapshots.places = {
-            "parameters": [Place(u.at, u.at + u.size, u.own) for u in self.units],
-            "buffers": [Place(0, buffers, 0)] if runtime.rank == 0 else [],
+            "parameters": [ModelRange(u.at, u.at + u.size, u.own) for u in self.units],
+            "buffers": [ModelRange(0, buffers, 0)] if runtime.rank == 0 else [],
         }
 
     def _lay_out(self, module: nn.Module) -> None:
@@ -269,7 +269,7 @@ class ShardedWorker(Worker):
             self.memory.free(unit)
         self.gradients = ShardedGradients(module, layout, self.runtime.ranks, self.units)
 
-    def values_of(self, unit: Unit) -> Tensor:
+    def values_of(self, unit: ShardUnit) -> Tensor:
         """Return memory for the parameters of `unit`, filled with what this rank has of them."""
         part = self.memory.hold(unit)
         part[unit.owned] = self.parameters[unit.shard]

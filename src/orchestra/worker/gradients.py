@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from orchestra.errors import InputError
-from orchestra.worker.layout import Layout, Unit, UnitMemory, shard_size
+from orchestra.worker.layout import Layout, ShardUnit, UnitMemory, shard_size
 
 STOP, LOSS, LOSSES = 0, 1, 2  # places in the tail; the flag of each tensor stands at its end
 DIGEST_BITS = 16
@@ -77,15 +77,15 @@ class Gradients:
 
         return mark
 
-    def bucket(self, unit: Unit) -> Tensor:
+    def bucket(self, unit: ShardUnit) -> Tensor:
         """Return the memory in which the gradients of `unit` are summed, flat."""
         return self.storage[unit.first : unit.end]
 
-    def own(self, unit: Unit) -> Tensor:
+    def own(self, unit: ShardUnit) -> Tensor:
         """Return the elements of `unit` of which this worker owns the sum, flat."""
         return self.vector[unit.own : unit.own + unit.size]
 
-    def keep_own(self, unit: Unit) -> None:
+    def keep_own(self, unit: ShardUnit) -> None:
         """After the sum of `unit`: what is not `own` may be freed."""
 
     def close(self) -> None:
@@ -240,7 +240,7 @@ class ShardedGradients(Gradients):
     """
 
     def __init__(
-        self, module: nn.Module, layout: Layout, ranks: int, units: Sequence[Unit]
+        self, module: nn.Module, layout: Layout, ranks: int, units: Sequence[ShardUnit]
     ) -> None:
         self._units = units
         self._unit_of = [unit for unit in units for _ in range(unit.first_slot, unit.end_slot)]
@@ -253,13 +253,13 @@ class ShardedGradients(Gradients):
         self.vector = torch.zeros(shard_size(self._units), dtype=layout.dtype, device=layout.device)
         self.tail = torch.zeros(tail, dtype=layout.dtype, device=layout.device)
 
-    def bucket(self, unit: Unit) -> Tensor:
+    def bucket(self, unit: ShardUnit) -> Tensor:
         return self._memory.hold(unit)
 
-    def own(self, unit: Unit) -> Tensor:
+    def own(self, unit: ShardUnit) -> Tensor:
         return self.vector[unit.shard]
 
-    def keep_own(self, unit: Unit) -> None:
+    def keep_own(self, unit: ShardUnit) -> None:
         self.own(unit).copy_(self._memory.parts[unit.number][unit.owned])
         for parameter in self.parameters[unit.first_slot : unit.end_slot]:
             parameter.grad = None

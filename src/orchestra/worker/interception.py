@@ -32,22 +32,22 @@ Begins = TypeVar("Begins", bound=Handle | Task[Any])
 
 
 @dataclass(eq=False)
-class Flow:
+class HookedFlow:
     """A flow of a rank: the main one, or one in the background."""
 
     name: str = "main"  # for the n-th flow that a flow has begun: that one's name with ".n"
     label: str = "main"  # what it does, in words
     transport: Transport = field(init=False)  # without interceptors
-    waiting: Operation | None = None  # what it is blocked on, where somebody keeps an eye on that
+    waiting: HookedCall | None = None  # what it is blocked on, where somebody keeps an eye on that
     numbers: itertools.count[int] = field(default_factory=itertools.count)
 
-    def begin(self, function: Callable[..., Any]) -> Flow:
+    def begin(self, function: Callable[..., Any]) -> HookedFlow:
         label = getattr(function, "__name__", "background").strip("_").replace("_", " ")
-        return Flow(f"{self.name}.{next(self.numbers)}", label)
+        return HookedFlow(f"{self.name}.{next(self.numbers)}", label)
 
 
 @dataclass(eq=False, slots=True)
-class Operation:
+class HookedCall:
     """A message, a collective or a background flow that a flow has begun, and may wait for.
 
     Its kind is "send", "receive", "collective" (or what else the background flow executes),
@@ -63,7 +63,9 @@ class Operation:
     ranks: int = 0  # how many take part in a collective
     message_by_message: bool = False
     label: str = ""  # the name of a collective's schedule
-    flow: Flow | None = None  # the background flow that has begun, or that executes a collective
+    flow: HookedFlow | None = (
+        None  # the background flow that has begun, or that executes a collective
+    )
     begun: Handle | Task[Any] | None = None  # the handle, once it has begun
     marks: dict[Interceptor, int] = field(default_factory=dict)  # what interceptors remember of it
 
@@ -85,25 +87,34 @@ class Interceptor:
     heeds_messages = True
     detach: Callable[[], None] = staticmethod(lambda: None)
 
-    def begin(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
+    def begin(self, flow: HookedFlow, operation: HookedCall, proceed: Callable[[], T]) -> T:
         """Called when `flow` begins `operation`; `proceed` returns its handle."""
         return proceed()
 
-    def wait(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
+    def wait(self, flow: HookedFlow, operation: HookedCall, proceed: Callable[[], T]) -> T:
         """Called when `flow` waits for `operation`; `proceed` returns its result."""
         return proceed()
 
     def executed(
-        self, flow: Flow, operation: Operation, start: float, moving: float, sent: int
+        self,
+        flow: HookedFlow,
+        operation: HookedCall,
+        start: float,
+        moving: float,
+        sent: int,
     ) -> None:
         """Called when the engine has executed a collective on `flow` without messages. See
         `Transport.executed`. The operation is none that was begun."""
 
-    def compute(self, flow: Flow, work: Work, proceed: Callable[[], T]) -> T:
+    def compute(self, flow: HookedFlow, work: Work, proceed: Callable[[], T]) -> T:
         return proceed()
 
     def ask(
-        self, flow: Flow, what: str, proceed: Callable[[], T], operation: Operation | None = None
+        self,
+        flow: HookedFlow,
+        what: str,
+        proceed: Callable[[], T],
+        operation: HookedCall | None = None,
     ) -> T:
         """Called when `flow` asks for what depends on chance: "now", "lost", "done" (of
         `operation`), "stop", "seconds" (of computation), or "memory" (that ranks share)."""
@@ -117,7 +128,7 @@ class Chain:
     """The interceptors of a rank, the outermost first. `main` is the rank's main flow."""
 
     def __init__(self, interceptors: Sequence[Interceptor]) -> None:
-        self.main = Flow()
+        self.main = HookedFlow()
         self._hold(list(interceptors))
         self._of_thread = threading.local()
         for interceptor in self.interceptors:
@@ -148,18 +159,18 @@ class Chain:
         return known[method]
 
     @property
-    def flow(self) -> Flow:
-        flow: Flow = getattr(self._of_thread, "flow", self.main)
+    def flow(self) -> HookedFlow:
+        flow: HookedFlow = getattr(self._of_thread, "flow", self.main)
         return flow
 
-    def enter(self, flow: Flow) -> None:
+    def enter(self, flow: HookedFlow) -> None:
         self._of_thread.flow = flow
 
 
 class InterceptedTransport(Transport):
     """The transport `inner` of `flow`, behind the interceptors of `chain`."""
 
-    def __init__(self, inner: Transport, chain: Chain, flow: Flow) -> None:
+    def __init__(self, inner: Transport, chain: Chain, flow: HookedFlow) -> None:
         self.inner, self.chain, self.flow = inner, chain, flow
         self.rank, self.size, self.traffic = inner.rank, inner.size, inner.traffic
         flow.transport = inner
@@ -171,19 +182,19 @@ class InterceptedTransport(Transport):
     def send(self, tensor: Tensor, to: int, tag: int, **options: Any) -> Handle:
         if not self.chain.heeds_messages:
             return self.inner.send(tensor, to, tag, **options)
-        operation = Operation("send", to, tag, tensor.nbytes)
+        operation = HookedCall("send", to, tag, tensor.nbytes)
         return self._begun(operation, lambda: self.inner.send(tensor, to, operation.tag, **options))
 
     def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> Handle:
         if not self.chain.heeds_messages:
             return self.inner.receive(source, tag, into)
-        asked = Operation("receive", source, tag)
+        asked = HookedCall("receive", source, tag)
         return self._begun(asked, lambda: self.inner.receive(asked.peer, asked.tag, into))
 
     def collective(self, call: CollectiveCall) -> Task[int]:
         if not (self.chain.interceptors or self._foreground or self._background):
             return self.inner.collective(call)  # nobody looks: the engine does as it likes
-        operation = Operation(
+        operation = HookedCall(
             "collective" if call.schedule else "native",
             tag=call.tag,
             size=call.vector.nbytes,
@@ -200,9 +211,9 @@ class InterceptedTransport(Transport):
 
     def in_background(self, function: Callable[[Transport], T], lane: int = 0) -> Task[T]:
         begin = super().in_background
-        return self._begun_behind(Operation("collective"), lambda: begin(function, lane))
+        return self._begun_behind(HookedCall("collective"), lambda: begin(function, lane))
 
-    def _begun_behind(self, operation: Operation, proceed: Callable[[], Task[T]]) -> Task[T]:
+    def _begun_behind(self, operation: HookedCall, proceed: Callable[[], Task[T]]) -> Task[T]:
         begun = self._begun(operation, proceed)
         executing = operation.begun.flow if isinstance(operation.begun, Begun) else None
         # The flow behind this one, whose waits the watcher can follow to what it waits for.
@@ -230,7 +241,7 @@ class InterceptedTransport(Transport):
     def executed(self, call: CollectiveCall, start: float, moving: float, sent: int) -> None:
         """From the engine: see `Transport.executed`."""
         assert call.schedule is not None
-        operation = Operation(
+        operation = HookedCall(
             "collective", tag=call.tag, size=call.vector.nbytes, label=call.schedule.name
         )
         for interceptor in self.chain.interceptors:
@@ -245,10 +256,10 @@ class InterceptedTransport(Transport):
             self.chain.enter(flow)
             return function(InterceptedTransport(transport, self.chain, flow))
 
-        operation = Operation("flow", flow=flow)
+        operation = HookedCall("flow", flow=flow)
         return self._begun(operation, lambda: self.inner.spawn(intercepted))
 
-    def _begun(self, operation: Operation, proceed: Callable[[], Begins]) -> Begins:
+    def _begun(self, operation: HookedCall, proceed: Callable[[], Begins]) -> Begins:
         if not self.chain.interceptors:
             return proceed()
         flow = self.flow
@@ -276,8 +287,8 @@ class InterceptedHandle:
     """A handle or task of `flow`, behind the interceptors of `chain`."""
 
     chain: Chain
-    flow: Flow
-    operation: Operation
+    flow: HookedFlow
+    operation: HookedCall
 
     @property
     def source(self) -> int:

@@ -135,7 +135,7 @@ def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 @dataclass(frozen=True)
-class Unit:
+class ShardUnit:
     """The slots from `first_slot` to before `end_slot`: elements [first, end) of the flat vector.
 
     `edges` are those of the workers' slices, counted from `first`. This worker owns elements
@@ -185,12 +185,12 @@ def bucket_edges(layout: Layout, limit: int | None) -> list[tuple[int, int]]:
 
 def cut_into_units(
     layout: Layout, limit: int | None, share: Share, *, divisible: bool
-) -> list[Unit]:
+) -> list[ShardUnit]:
     """Cut into units of about `limit` bytes; if `divisible`, owners may have a part of a tensor.
 
     They follow the layout, not the modules: what lies side by side is used one after the other.
     """
-    units: list[Unit] = []
+    units: list[ShardUnit] = []
     at = 0
     edges = pairwise(bucket_edges(layout, limit))
     for number, ((slot, first), (end_slot, end)) in enumerate(edges):
@@ -199,12 +199,14 @@ def cut_into_units(
         mine = slices[share.index]
         cuts = (*(part.first for part in slices), end - first)
         own, size = first + mine.first, mine.end - mine.first
-        units.append(Unit(number, first, end, slot, end_slot, cuts, own, size, mine.pieces, at))
+        units.append(
+            ShardUnit(number, first, end, slot, end_slot, cuts, own, size, mine.pieces, at)
+        )
         at += size
     return units
 
 
-def shard_size(units: Sequence[Unit]) -> int:
+def shard_size(units: Sequence[ShardUnit]) -> int:
     """Return how many elements this worker owns of all `units`."""
     return units[-1].at + units[-1].size
 
@@ -215,7 +217,7 @@ class UnitMemory:
     As in FSDP, tensors stay the same objects, views of a part, when its memory comes and goes.
     """
 
-    def __init__(self, layout: Layout, units: Sequence[Unit]) -> None:
+    def __init__(self, layout: Layout, units: Sequence[ShardUnit]) -> None:
         self.parts: list[Tensor] = []
         self.views: list[Tensor] = []
         self._held = [False] * len(units)
@@ -228,7 +230,7 @@ class UnitMemory:
             part.untyped_storage().resize_(0)
             self.parts.append(part)
 
-    def hold(self, unit: Unit) -> Tensor:
+    def hold(self, unit: ShardUnit) -> Tensor:
         """Return the part of `unit`, with memory, whose content is arbitrary if there was none.
 
         It is another tensor on that memory: torch does not resize the storage of a tensor that was
@@ -240,7 +242,7 @@ class UnitMemory:
             self._held[unit.number] = True
         return from_dlpack(part)
 
-    def free(self, unit: Unit) -> None:
+    def free(self, unit: ShardUnit) -> None:
         """Give the memory of `unit` back; what it held is lost."""
         if self._held[unit.number]:
             self.parts[unit.number].untyped_storage().resize_(0)

@@ -21,7 +21,7 @@ from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.worker.batches import Batch
 from orchestra.worker.gathering import Gathering
 from orchestra.worker.gradients import LOSSES, Gradients
-from orchestra.worker.layout import Layout, Unit, buffer_places
+from orchestra.worker.layout import Layout, ShardUnit, buffer_places
 from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.worker import Step, Worker
 
@@ -280,7 +280,7 @@ class ShapeWorker(Worker):
         self.parameters = self._shared.parameters
         self.gradients = ShapeGradients(self._shared)
 
-    def lay_out_gradients(self, units: Sequence[Unit] | None) -> None:
+    def lay_out_gradients(self, units: Sequence[ShardUnit] | None) -> None:
         """Do nothing: shapes have no memory to save."""
 
     @property

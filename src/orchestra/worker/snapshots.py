@@ -41,7 +41,7 @@ class Contribution:
 
 
 @dataclass(frozen=True)
-class Place:
+class ModelRange:
     """Elements [first, end) of what a rank offers lie at `offset` of the whole model's vector."""
 
     first: int
@@ -49,7 +49,7 @@ class Place:
     offset: int
 
 
-Places = Mapping[str, Sequence[Place]]
+Places = Mapping[str, Sequence[ModelRange]]
 
 
 class Snapshots:

@@ -19,7 +19,7 @@ from orchestra.records.live import is_logged
 from orchestra.schedules.work_queue import WorkQueue
 from orchestra.worker.batches import Batch, split_batch, tensors_of
 from orchestra.worker.gradients import Gradients, ShardedGradients
-from orchestra.worker.layout import FlatModel, Unit
+from orchestra.worker.layout import FlatModel, ShardUnit
 from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.snapshots import Snapshots
 
@@ -173,7 +173,7 @@ class Worker(FlatModel):
         super().__init__(module)
         self.gradients = Gradients(module, self.layout, self.runtime.ranks, compares=self.own_loop)
 
-    def lay_out_gradients(self, units: Sequence[Unit] | None) -> None:
+    def lay_out_gradients(self, units: Sequence[ShardUnit] | None) -> None:
         """From now on gradients of `units` have memory until they are summed; None: always."""
         self.gradients.close()
         given = self.module, self.layout, self.runtime.ranks

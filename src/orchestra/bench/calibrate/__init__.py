@@ -41,7 +41,7 @@ from orchestra.cluster import Cluster
 from orchestra.cluster.calibration import MAX_WAITED, Calibration, Quality, TaskCosts
 from orchestra.engines.emulation.nodes import EmulatedCluster, share_of
 from orchestra.engines.emulation.training import on_best_node
-from orchestra.engines.processes.system import Place
+from orchestra.engines.processes.system import RankPlace
 from orchestra.errors import RunFailed
 from orchestra.records.record import environment
 from orchestra.worker.runtime import usable_cores
@@ -204,7 +204,7 @@ def _measurement(
 
     def launch(until: float, end: float, tell: Callable[[float], None]) -> Sequence[Any]:
         with contextlib.ExitStack() as stack:
-            places: Sequence[Place] = ()
+            places: Sequence[RankPlace] = ()
             if emulated is not None:
                 # All of them: one measures, the others mostly wait
                 on_one = EmulatedCluster(on_best_node(emulated, ranks), ranks, 1)

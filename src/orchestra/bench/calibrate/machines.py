@@ -19,7 +19,7 @@ import torch
 
 from orchestra.bench.calibrate.messages import back_and_forth
 from orchestra.bench.timing import Progress, run_ranks, total
-from orchestra.cluster import Cluster, Link, Node, Switch
+from orchestra.cluster import Cluster, Link, NetworkSwitch, Node
 from orchestra.cluster.calibration import WIRE
 from orchestra.cluster.presets import LOOPBACK
 from orchestra.cluster.units import BANDWIDTH, SECONDS
@@ -236,7 +236,7 @@ def as_cluster(name: str, machines: Sequence[Machine], links: Links) -> tuple[Cl
             )
         )  # fmt: skip
     remarks += _unexplained(nodes, links)
-    return Cluster(name, tuple(nodes), (Switch("switch"),), placement="spread"), remarks
+    return Cluster(name, tuple(nodes), (NetworkSwitch("switch"),), placement="spread"), remarks
 
 
 def _latency(number: int, others: Sequence[int], mean: Mapping[tuple[int, int], float]) -> float:

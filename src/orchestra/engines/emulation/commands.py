@@ -29,7 +29,7 @@ from orchestra.engines.emulation.nodes import (
 )
 from orchestra.engines.emulation.training import Schedule
 from orchestra.engines.processes.environment import LATENCIES
-from orchestra.engines.processes.system import Place
+from orchestra.engines.processes.system import RankPlace
 from orchestra.errors import InputError, RunFailed
 from orchestra.settings.reading import yaml_text
 
@@ -78,7 +78,7 @@ def run_command(cluster: Cluster, ranks: int, command: Sequence[str]) -> None:
         raise RunFailed(f"the command of rank {rank} on {places[rank].node} {how}")
 
 
-def variables(rank: int, places: Sequence[Place]) -> dict[str, str]:
+def variables(rank: int, places: Sequence[RankPlace]) -> dict[str, str]:
     """Return the variables of torchrun for `rank`, and the interface to the other nodes."""
     place = places[rank]
     threads = {"OMP_NUM_THREADS": str(place.threads)}
@@ -90,7 +90,7 @@ def variables(rank: int, places: Sequence[Place]) -> dict[str, str]:
 
 
 def _start(
-    place: Place, command: Sequence[str], environment: Mapping[str, str]
+    place: RankPlace, command: Sequence[str], environment: Mapping[str, str]
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
         ["sh", "-c", _JOIN, place.members, *command], env=environment, stdin=subprocess.DEVNULL,

@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestra.cluster import Channel, Cluster, Node, Switch
+from orchestra.cluster import Channel, Cluster, NetworkSwitch, Node
 from orchestra.engines.processes.system import enter_namespace, leave_namespace, set_namespace
 from orchestra.errors import RunFailed
 
@@ -236,7 +236,7 @@ class Network:
             return True
         return False
 
-    def _join(self, index: int, switch: Switch) -> list[str]:
+    def _join(self, index: int, switch: NetworkSwitch) -> list[str]:
         """Commands that join a switch to the one above it, and make what all its traffic shares."""
         lines = []
         if switch.shared is not None:

@@ -32,7 +32,7 @@ from orchestra.cluster import Cluster, Node
 from orchestra.cluster.faults import Changes
 from orchestra.cluster.faults import Delay as DelayFault
 from orchestra.engines.emulation.network import NODE_END, Namespace, Network
-from orchestra.engines.processes.system import Delay, Place
+from orchestra.engines.processes.system import Delay, RankPlace
 from orchestra.errors import InputError, RunFailed
 from orchestra.worker.runtime import chosen_threads, usable_cores
 
@@ -99,11 +99,11 @@ class EmulatedCluster:
     def __exit__(self, *_: object) -> None:
         self._held.close()
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[RankPlace]:
         """Return the place of each rank."""
         threads = self.cluster.threads_of(self.ranks, self._threads)
         return [
-            Place(
+            RankPlace(
                 node.name,
                 self.network.addresses[node.name],
                 NODE_END if node.switch is not None else "lo",

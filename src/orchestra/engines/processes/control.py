@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestra.engines.events import BEAT_SECONDS, Failure, Heartbeat
 from orchestra.engines.failure_detector import Limits
-from orchestra.engines.processes.system import Latencies, Place, keep_freed_memory
+from orchestra.engines.processes.system import Latencies, RankPlace, keep_freed_memory
 from orchestra.errors import RunAborted, RunEnded, RunFailed
 from orchestra.transports.handshake import TLS, WATCHER, connect
 
@@ -60,8 +60,10 @@ class RankSpec:
     tls: TLS | None = None  # encrypts all connections, where given
     threads: int | None = None  # of its program; None: `OMP_NUM_THREADS`, or its share of cores
     shared_memory: bool = True  # carry out collectives with ranks of this host there
-    place: Place | None = None  # the node that this process moves to, where it is an emulated one
-    latencies: tuple[float, ...] = ()  # as of a `Place`, where a command was started there
+    place: RankPlace | None = (
+        None  # the node that this process moves to, where it is an emulated one
+    )
+    latencies: tuple[float, ...] = ()  # as of a `RankPlace`, where a command was started there
 
     @property
     def held(self) -> Latencies | None:

@@ -36,7 +36,12 @@ from orchestra.transports.handshake import address_of, listen
 from orchestra.transports.native import Native
 from orchestra.transports.sockets import connect_mesh
 from orchestra.transports.tags import Tag
-from orchestra.worker.interception import Flow, Interceptor, Operation, intercepted
+from orchestra.worker.interception import (
+    HookedCall,
+    HookedFlow,
+    Interceptor,
+    intercepted,
+)
 from orchestra.worker.runtime import Runtime, SilentReporter
 
 T = TypeVar("T")
@@ -160,7 +165,7 @@ class Channel(Interceptor):
 
     number: int
 
-    def begin(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
+    def begin(self, flow: HookedFlow, operation: HookedCall, proceed: Callable[[], T]) -> T:
         # The messages of a collective have its tag already.
         if operation.kind in ("send", "receive", "collective") and operation.tag < TAGS:
             operation.tag += self.number * TAGS

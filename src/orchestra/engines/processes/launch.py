@@ -27,7 +27,7 @@ from orchestra.engines.failure_detector import Limits
 from orchestra.engines.processes.control import RankSpec
 from orchestra.engines.processes.environment import memory_is_shared
 from orchestra.engines.processes.system import (
-    Place,
+    RankPlace,
     die_with_parent,
     handling,
     keep_one_arena,
@@ -124,7 +124,7 @@ def launch(
     threads: int | None = None,
     on_event: Callable[[Event | Notice], None] | None = None,
     limit: float | None = None,
-    places: Sequence[Place] = (),
+    places: Sequence[RankPlace] = (),
     shared_memory: bool = True,
 ) -> Outcome:
     """Run `program(runtime, argument)` on `ranks` processes of this machine.

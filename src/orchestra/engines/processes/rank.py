@@ -53,7 +53,12 @@ from orchestra.transports.matching import Receive, Send
 from orchestra.transports.native import Native
 from orchestra.transports.shared_memory import host_key
 from orchestra.transports.sockets import SocketTransport, connect_mesh
-from orchestra.worker.interception import Flow, Interceptor, Operation, intercepted
+from orchestra.worker.interception import (
+    HookedCall,
+    HookedFlow,
+    Interceptor,
+    intercepted,
+)
 from orchestra.worker.runtime import Runtime, chosen_threads, usable_cores
 
 T = TypeVar("T")
@@ -77,13 +82,13 @@ class Watched(Interceptor):
         self._transport = transport
         self._others = tuple(rank for rank in range(transport.size) if rank != transport.rank)
         self._completed = 0  # collectives and flows
-        self._main = Flow()
+        self._main = HookedFlow()
 
-    def begin(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
+    def begin(self, flow: HookedFlow, operation: HookedCall, proceed: Callable[[], T]) -> T:
         # The first native one makes the process group.
         return self.wait(flow, operation, proceed) if operation.kind == "native" else proceed()
 
-    def wait(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
+    def wait(self, flow: HookedFlow, operation: HookedCall, proceed: Callable[[], T]) -> T:
         if flow.name == self._main.name:
             self._main = flow
         before, flow.waiting = flow.waiting, operation

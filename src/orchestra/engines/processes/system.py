@@ -256,7 +256,7 @@ class Delay:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """The emulated node of one rank, and its place on it.
 
     The rank's process moves there before it listens for the others. A socket stays in the network

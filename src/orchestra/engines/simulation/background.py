@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
-from orchestra.engines.simulation.collective import Contribution, Member
+from orchestra.engines.simulation.collective import CollectivePart, Member
 from orchestra.engines.simulation.kernel import Flow, Wait
 from orchestra.engines.simulation.network import Port
 from orchestra.engines.simulation.rendezvous import GroupQueue, Rendezvous
@@ -27,7 +27,7 @@ class Queued:
     """A collective that waits for its turn, or is under way."""
 
     queue: BackgroundQueue
-    given: Contribution
+    given: CollectivePart
     begun: float  # when its flow began it
     finished_at: float = inf  # when it is done, which is certain from the time `through` on
     through: float = inf
@@ -105,7 +105,7 @@ class BackgroundQueue:
         self._uncounted: Counter[PlacedPlan] = Counter()  # how often each was executed
         port.meter.uncounted.append(self._count)
 
-    def begin(self, given: Contribution) -> Queued:
+    def begin(self, given: CollectivePart) -> Queued:
         """Queue a collective behind the others, at the present time of the flow that begins it."""
         task = Queued(self, given, self.kernel.here())
         if given.placed.goes_ahead and given.call.vector.is_meta:

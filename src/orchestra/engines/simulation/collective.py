@@ -29,7 +29,7 @@ from orchestra.schedules.sums import add_up
 from orchestra.transports.protocol import CollectiveCall, Traffic
 
 
-class Contribution(NamedTuple):
+class CollectivePart(NamedTuple):
     """One rank's part in a collective, and the messages of all ranks."""
 
     call: CollectiveCall
@@ -115,7 +115,7 @@ class Collective:
     """
 
     def __init__(
-        self, kernel: Kernel, given: Contribution, *, ahead: bool, before: Collective | None
+        self, kernel: Kernel, given: CollectivePart, *, ahead: bool, before: Collective | None
     ) -> None:
         self.placed = placed = given.placed
         self.usage: Usage | None = None  # the links after it, once it has been evaluated
@@ -146,7 +146,7 @@ class Collective:
         return member is not None and member.done
 
     def join(
-        self, index: int, given: Contribution, processor: Thread, then: Call, arrived: float
+        self, index: int, given: CollectivePart, processor: Thread, then: Call, arrived: float
     ) -> Member:
         """The rank at place `index` takes part from the time `arrived` on, now or later."""
         call = given.call

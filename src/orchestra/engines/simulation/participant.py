@@ -26,7 +26,7 @@ from orchestra.engines.simulation.processor import Thread
 from orchestra.engines.simulation.rounds import BARRIER, FREE, SEND, TAKE, PlacedPlan
 from orchestra.engines.simulation.stream import Load, Stream
 from orchestra.errors import PeerLost
-from orchestra.schedules.sums import Stage
+from orchestra.schedules.sums import SumStage
 from orchestra.transports.collective import StepKind, cuts_in_memory, steps_of
 from orchestra.transports.framing import header_bytes
 from orchestra.transports.protocol import CollectiveCall, Traffic
@@ -253,7 +253,7 @@ def _go_on(there: list[tuple[int, float, Call]]) -> None:
 
 
 def carry_out(
-    stage: Stage, call: CollectiveCall, port: Port, barriers: Barriers, traffic: Traffic
+    stage: SumStage, call: CollectiveCall, port: Port, barriers: Barriers, traffic: Traffic
 ) -> None:
     """Let the present flow, of the rank of `port`, do its part of a stage of `call`.
 
@@ -309,7 +309,7 @@ def _wait(
         raise PeerLost(lost, gone[lost])
 
 
-def _form(stage: Stage, vectors: Mapping[int, Tensor], cuts: Sequence[int]) -> None:
+def _form(stage: SumStage, vectors: Mapping[int, Tensor], cuts: Sequence[int]) -> None:
     """Give each rank's vector the values that `stage` leaves it with."""
     if next(iter(vectors.values())).is_meta:
         return  # shapes only

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from orchestra.cluster.nodes import MemoryCosts
 from orchestra.schedules import REDUCE, Schedule
-from orchestra.schedules.sums import Rounds, Stage, local_stages, rounds_of
+from orchestra.schedules.sums import Rounds, SumStage, local_stages, rounds_of
 from orchestra.transports import collective
-from orchestra.transports.collective import RoundPart, Step
+from orchestra.transports.collective import RoundPart, ScheduleStep
 from orchestra.transports.framing import header_bytes
 from orchestra.transports.shared_memory import CHUNK_BYTES, SMALL_BYTES, buffer_bytes
 
@@ -48,7 +48,7 @@ class NodeStage:
 
     places: tuple[int, ...]
     rounds: Rounds
-    stage: Stage | None
+    stage: SumStage | None
 
     def phases(
         self, place: int, cuts: Sequence[int], itemsize: int, costs: MemoryCosts
@@ -130,7 +130,7 @@ def node_stages(schedule: Schedule, hosts: tuple[Hashable, ...]) -> NodeStages:
             found = [NodeStage(tuple(places), (0, len(rounds_of(schedule))), None)]
         else:
             found = [
-                NodeStage(part.ranks, part.rounds, part) if isinstance(part, Stage) else part
+                NodeStage(part.ranks, part.rounds, part) if isinstance(part, SumStage) else part
                 for part in local_stages(schedule, frozenset(places))
             ]
         stages = [part for part in found if isinstance(part, NodeStage)]
@@ -171,7 +171,7 @@ def _transfers(schedule: Schedule) -> tuple[Integers, Integers, int]:
     return np.ascontiguousarray(np.concatenate(rounds).T), number, len(rounds)
 
 
-class Plan:
+class CollectivePlan:
     """All messages of `schedule`, for a vector of `length` elements cut at `edges`.
 
     Ranks are numbered as in the schedule. A run of pieces that is empty makes no message; a long
@@ -293,7 +293,7 @@ class Plan:
             if part is not None:
                 yield part
 
-    def steps(self, rank: int, first: int, end: int | None) -> Iterator[Step]:
+    def steps(self, rank: int, first: int, end: int | None) -> Iterator[ScheduleStep]:
         """Yield what the executor does on `rank` in the rounds from `first` to before `end`."""
         return collective.steps(self._parts_of(rank, first, end), self.cuts, self.segment)
 

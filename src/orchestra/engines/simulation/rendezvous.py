@@ -17,12 +17,12 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from orchestra.engines.simulation.collective import Collective, Contribution, Member
+from orchestra.engines.simulation.collective import Collective, CollectivePart, Member
 from orchestra.engines.simulation.fluid import Resource
 from orchestra.engines.simulation.kernel import Call, Kernel, Wait
 from orchestra.engines.simulation.network import Net
 from orchestra.engines.simulation.participant import Barriers
-from orchestra.engines.simulation.plan import Plan, node_stages
+from orchestra.engines.simulation.plan import CollectivePlan, node_stages
 from orchestra.engines.simulation.processor import Thread
 from orchestra.engines.simulation.round_state import Floats
 from orchestra.engines.simulation.rounds import Ends, PlacedPlan, Ranks
@@ -64,7 +64,7 @@ class Rendezvous:
             self._queues[placed.group] = GroupQueue(self, self._kernel, placed)
         return self._queues[placed.group]
 
-    def contribution(self, net: Net, call: CollectiveCall) -> Contribution:
+    def contribution(self, net: Net, call: CollectiveCall) -> CollectivePart:
         """Return `call` with the messages of its collective: the same object for equal ones.
 
         Ranks begin the same ones again and again: these are known by the identity of what is given,
@@ -77,7 +77,7 @@ class Rendezvous:
                 self._asked.clear()
             # what was asked with lives as long as its identity counts
             self._asked[identity] = self._place(net, call), (net, schedule, ranks, edges)
-        return Contribution(call, self._asked[identity][0])
+        return CollectivePart(call, self._asked[identity][0])
 
     def _place(self, net: Net, call: CollectiveCall) -> PlacedPlan:
         schedule, ranks = call.schedule, call.group.ranks
@@ -90,14 +90,14 @@ class Rendezvous:
                 self._asked.clear()
                 self._most_plans = max(MAX_PLANS, 2 * len(self._plans))  # those that others have
             hosts = tuple(net.hosts[rank] for rank in ranks)
-            plan = Plan(schedule, length, cuts, itemsize, node_stages(schedule, hosts))
+            plan = CollectivePlan(schedule, length, cuts, itemsize, node_stages(schedule, hosts))
             group = self._groups.setdefault((net, ranks), len(self._groups))
             placed = self._plans[key] = PlacedPlan(net, ranks, plan, group)
         return placed
 
     def join(
         self,
-        given: Contribution,
+        given: CollectivePart,
         rank: int,
         processor: Thread,
         then: Call,
@@ -127,7 +127,7 @@ class Rendezvous:
             return None
         return collective.join(placed.place[rank], given, processor, then, arrived)
 
-    def is_open(self, given: Contribution) -> bool:
+    def is_open(self, given: CollectivePart) -> bool:
         """Return whether some ranks have joined the collective, and others are still to come."""
         return (given.placed.group, given.call.tag) in self._open
 
@@ -155,14 +155,14 @@ class Rendezvous:
             if queue.uses(links):
                 queue.rewind()
 
-    def _begin(self, given: Contribution) -> Collective:
+    def _begin(self, given: CollectivePart) -> Collective:
         ahead, before = self.goes_ahead(given.placed)
         if ahead:
             return self.begin_ahead(given, before)
         return Collective(self._kernel, given, ahead=False, before=None)
 
     def begin_ahead(
-        self, given: Contribution, before: Collective | None, *, joining: bool = False
+        self, given: CollectivePart, before: Collective | None, *, joining: bool = False
     ) -> Collective:
         """Make a collective that is evaluated ahead of the world, behind `before`.
 
@@ -195,7 +195,7 @@ class Rendezvous:
 class Entry:
     """One collective of the queue: of each rank what it has begun, by place, shape [ranks] each."""
 
-    given: Contribution
+    given: CollectivePart
     tasks: dict[int, Queued] = field(default_factory=dict)
     over: float = inf  # when the last rank is through, once it has been evaluated
     started: Floats = field(init=False)  # when each rank's thread turns to it
@@ -270,7 +270,7 @@ class GroupQueue:
         self._on_node[self._nodes[queue.rank]].append(queue)
         return True
 
-    def _entry(self, queue: BackgroundQueue, given: Contribution) -> Entry | None:
+    def _entry(self, queue: BackgroundQueue, given: CollectivePart) -> Entry | None:
         """Return the entry of `given`; None if its times cannot be evaluated ahead."""
         if queue.position - self._first == len(self._entries) and not self._append(given):
             return None
@@ -280,7 +280,7 @@ class GroupQueue:
         alike = entry.given.placed is given.placed and entry.given.call.tag == given.call.tag
         return entry if alike else None
 
-    def _append(self, given: Contribution) -> bool:
+    def _append(self, given: CollectivePart) -> bool:
         placed = given.placed
         if self.is_ahead:
             before = self._entries[-1].given.placed

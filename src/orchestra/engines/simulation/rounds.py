@@ -18,7 +18,7 @@ import numpy as np
 
 from orchestra.engines.simulation.fluid import Resource
 from orchestra.engines.simulation.network import Net, Port
-from orchestra.engines.simulation.plan import HEADER, NodeStage, Plan
+from orchestra.engines.simulation.plan import HEADER, CollectivePlan, NodeStage
 from orchestra.engines.simulation.round_state import (
     NOBODY,
     SAME,
@@ -88,7 +88,7 @@ class PlacedPlan:
             nothing disturbs them.
     """
 
-    def __init__(self, net: Net, ranks: Ranks, plan: Plan, group: int) -> None:
+    def __init__(self, net: Net, ranks: Ranks, plan: CollectivePlan, group: int) -> None:
         self.net, self.group, self.ranks, self.plan = net, group, ranks, plan
         self.place = {rank: place for place, rank in enumerate(ranks)}
         self._host = np.array([net.hosts[rank] for rank in ranks])  # equal: they share memory

@@ -41,7 +41,7 @@ Program = Callable[[Runtime], Any]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulationOutcome:
     """What became of a simulated run."""
 
     results: tuple[Any, ...]  # what the program returned, by rank; None for one that was left out
@@ -132,7 +132,7 @@ class Simulation:
             beat, notice = self._heartbeat, self.notice
             self._faults = Faults(cluster, ranks, self._world, beat, patience, notice)
 
-    def run(self, program: Program) -> Outcome:
+    def run(self, program: Program) -> SimulationOutcome:
         """Run `program` on every rank, until all have ended or one has failed."""
         began = time.monotonic()
         failure = bad_input = None
@@ -167,7 +167,7 @@ class Simulation:
         for meter in meters:
             meter.settle()
         left_out = {} if self._faults is None else self._faults.left_out
-        return Outcome(
+        return SimulationOutcome(
             tuple(None if rank in left_out else r for rank, r in enumerate(self._results)),
             time.monotonic() - began,
             sent=tuple(meter.sent for meter in meters),

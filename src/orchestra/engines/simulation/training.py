@@ -33,7 +33,7 @@ from orchestra.trainer.settings import Run, Training
 
 if TYPE_CHECKING:
     from orchestra.engines.simulation.memory import Memory
-    from orchestra.engines.simulation.simulate import Outcome
+    from orchestra.engines.simulation.simulate import SimulationOutcome
     from orchestra.worker.runtime import Reporter, Runtime
 
 Pace: TypeAlias = Mapping[int, Sequence[float]]
@@ -65,10 +65,10 @@ def train_run(
             program, assignment, 1, patience=run.training.patience, on_event=display.on_event
         )
     (result,) = launched.results
-    return record_from(assignment, cast("Outcome", result))
+    return record_from(assignment, cast("SimulationOutcome", result))
 
 
-def record_from(assignment: Assignment, outcome: Outcome) -> RunRecord:
+def record_from(assignment: Assignment, outcome: SimulationOutcome) -> RunRecord:
     """Make the record of a simulated run from its outcome; files go into its folder.
 
     Raises:
@@ -117,12 +117,12 @@ def assigned(run: Run, folder: Path, pace: Pace | None = None) -> Assignment:
     return Assignment(run, folder.absolute(), ranks, cost_source_of(run), pace)
 
 
-def program(runtime: Runtime, assignment: Assignment) -> Outcome:
+def program(runtime: Runtime, assignment: Assignment) -> SimulationOutcome:
     """Run the simulation; the program of its process, here so that a launcher can name it."""
     return carried_out(assignment, runtime.reporter)
 
 
-def carried_out(assignment: Assignment, reporter: Reporter) -> Outcome:
+def carried_out(assignment: Assignment, reporter: Reporter) -> SimulationOutcome:
     """Simulate what is assigned in this process, and return the outcome."""
     run, folder = assignment.run, assignment.folder
     cluster = load_cluster(run.training.cluster, where="cluster", folder=Path())
@@ -148,7 +148,7 @@ def simulate_run(
     reporter: Reporter,
     pace: Pace | None = None,
     live: LiveFile | None = None,
-) -> tuple[Outcome, Cluster, float]:
+) -> tuple[SimulationOutcome, Cluster, float]:
     """Simulate `run` on `cluster` in this process, on `ranks` processes of it.
 
     Returns:
@@ -249,7 +249,7 @@ def speeds_alone(
 # What the links carried
 
 
-def keep_links(folder: Path, cluster: Cluster, outcome: Outcome, wire: float) -> None:
+def keep_links(folder: Path, cluster: Cluster, outcome: SimulationOutcome, wire: float) -> None:
     """Write what was simulated, and what its links carried, into the `folder` of the run.
 
     `wire` are bytes on a link for each byte of a message.

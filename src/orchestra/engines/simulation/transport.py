@@ -13,14 +13,14 @@ from torch import Tensor
 
 from orchestra.collectives import Group, all_reduce
 from orchestra.engines.simulation.background import BackgroundQueue, Queued
-from orchestra.engines.simulation.collective import Contribution, Member
+from orchestra.engines.simulation.collective import CollectivePart, Member
 from orchestra.engines.simulation.kernel import Flow
 from orchestra.engines.simulation.network import Message, Port, Sending
 from orchestra.engines.simulation.participant import carry_out
 from orchestra.engines.simulation.rendezvous import Rendezvous
 from orchestra.engines.simulation.rounds import PlacedPlan
 from orchestra.errors import InputError, PeerLost
-from orchestra.schedules.sums import Stage
+from orchestra.schedules.sums import SumStage
 from orchestra.transports import matching
 from orchestra.transports.background import HandOver
 from orchestra.transports.collective import execute_in_stages
@@ -128,7 +128,7 @@ class SimulatedTransport(Transport):
                 return self._begin_queued(given)
         return super().collective(call)
 
-    def _begin_queued(self, given: Contribution) -> Queued:
+    def _begin_queued(self, given: CollectivePart) -> Queued:
         port = self._port
         if self._queue is None:
             self._kernel.catch_up()
@@ -185,7 +185,7 @@ class SimulatedTransport(Transport):
             place for place, rank in enumerate(ranks) if hosts[rank] == hosts[self.rank]
         )
 
-        def carry_out_here(stage: Stage) -> tuple[float, float]:
+        def carry_out_here(stage: SumStage) -> tuple[float, float]:
             started, waited = self._kernel.here(), self.traffic.seconds_waiting
             carry_out(stage, call, self._port, self._rendezvous.barriers, self.traffic)
             return started, started + self.traffic.seconds_waiting - waited
@@ -221,7 +221,7 @@ class SimulatedTransport(Transport):
         """Make what two flows of this rank wait on."""
         return FlowHandOver(self._port)
 
-    def _join(self, given: Contribution, message_by_message: bool) -> Member | None:
+    def _join(self, given: CollectivePart, message_by_message: bool) -> Member | None:
         """Join the rendezvous once virtual time has caught up with that of this flow."""
         kernel, flow = self._kernel, self._kernel.current
         joined: list[Member | None] = []

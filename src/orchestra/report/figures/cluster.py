@@ -13,7 +13,7 @@ import altair as alt
 from orchestra.cluster.cluster import Cluster
 from orchestra.cluster.faults import Death, LinkCut, LinkSlow, rank_of
 from orchestra.cluster.file import alike
-from orchestra.cluster.nodes import Jitter, Link, Node, Switch
+from orchestra.cluster.nodes import Jitter, Link, NetworkSwitch, Node
 from orchestra.cluster.presets import CLUSTERS
 from orchestra.cluster.units import BANDWIDTH, BYTES, FLOPS, SECONDS
 from orchestra.report.figures.frame import FAINT, INK_NOW, Figure, figure, layer
@@ -108,7 +108,7 @@ class _Sketch:
             if any(texts):
                 yield head, texts
 
-    def _below_line(self, switch: Switch) -> list[str]:
+    def _below_line(self, switch: NetworkSwitch) -> list[str]:
         shared = f"shares {BANDWIDTH.write(switch.shared)}" if switch.shared else ""
         texts = [link_text(switch), shared, *self._faults.get(switch.name, ())]
         return [text for text in texts if text]
@@ -182,7 +182,7 @@ class _Sketch:
             yield {"x": 0, "y": y, "text": text, "style": "fault"}
         for place in self._switches:
             switch, x = place.part, place.x - 9
-            assert isinstance(switch, Switch)
+            assert isinstance(switch, NetworkSwitch)
             yield {"x": x, "y": place.y - 8, "text": switch.name, "style": "switch"}
             faults = self._faults.get(switch.name, ())
             for index, text in enumerate(self._below_line(switch)):
@@ -194,7 +194,7 @@ def _bandwidths(place: Place) -> list[float]:
     return [link.bandwidth for link in (place.part.up, place.part.down) if link]
 
 
-def link_text(part: Node | Switch) -> str:
+def link_text(part: Node | NetworkSwitch) -> str:
     """Return what the link of a node or switch carries each way, and its latency."""
     up, down = part.up, part.down
     if up is None or down is None:
@@ -225,7 +225,7 @@ def _compute_text(node: Node) -> str:
 class _Branch(NamedTuple):
     """A part of the tree: the rows of the parts below it, and the number of switches above it."""
 
-    part: Node | Switch
+    part: Node | NetworkSwitch
     nodes: tuple[Node, ...]
     first: float
     last: float
@@ -236,7 +236,7 @@ class _Branch(NamedTuple):
 class Place:
     """Where a part is drawn, in pixels: a switch, or the first of `nodes`, which share its rows."""
 
-    part: Node | Switch
+    part: Node | NetworkSwitch
     nodes: tuple[Node, ...]
     x: float
     y: float  # the middle of its `span`
@@ -275,7 +275,7 @@ class Tree:
         self.rows += 1
         return row
 
-    def _add_switch(self, switch: Switch, depth: int) -> float:
+    def _add_switch(self, switch: NetworkSwitch, depth: int) -> float:
         """Place what is below `switch`, and itself in its middle; return its row."""
         below = [self._add_nodes(group) for group in self._groups if group[0].switch == switch.name]
         for inner in self._cluster.switches:
@@ -290,7 +290,7 @@ class Tree:
         return (below[0] + below[-1]) / 2
 
     def placed(
-        self, words: Callable[[Switch], Iterable[str]], height_of: Callable[[float], float]
+        self, words: Callable[[NetworkSwitch], Iterable[str]], height_of: Callable[[float], float]
     ) -> tuple[list[Place], list[Place]]:
         """Return the places of nodes and switches, as far right as words before them require.
 
@@ -300,13 +300,13 @@ class Tree:
         x = 0.0
         by_depth = grouped(self._switches, lambda branch: branch.depth)
         for _, there in sorted(by_depth.items()):
-            parts = [branch.part for branch in there if isinstance(branch.part, Switch)]
+            parts = [branch.part for branch in there if isinstance(branch.part, NetworkSwitch)]
             x += _LETTER * max(len(text) for part in parts for text in words(part)) + 24
             at |= dict.fromkeys((part.name for part in parts), x)
 
         def place(branch: _Branch) -> Place:
             part, nodes, first, last, _ = branch
-            above = at.get((part.to if isinstance(part, Switch) else part.switch) or "")
+            above = at.get((part.to if isinstance(part, NetworkSwitch) else part.switch) or "")
             span = height_of(first), height_of(last)
             return Place(part, nodes, at.get(part.name, x + 40), sum(span) / 2, above, span)
 

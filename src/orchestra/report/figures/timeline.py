@@ -8,7 +8,7 @@ from typing import Any
 
 import altair as alt
 
-from orchestra.records.exports import MAIN, Arrows, Event, Trace, read_trace
+from orchestra.records.exports import MAIN, Arrows, Event, TraceFile, read_trace
 from orchestra.records.record import RunRecord
 from orchestra.report.figures import frame
 from orchestra.report.figures.frame import Figure, Values, figure, layer, tips
@@ -39,12 +39,12 @@ class Window:
     messages: Arrows
 
 
-def step_windows(trace: Trace) -> list[Window]:
+def step_windows(trace: TraceFile) -> list[Window]:
     """Return three steps from the middle of each traced part, or fewer with too many events."""
     return [_window(trace, part) for part in trace.parts]
 
 
-def _window(trace: Trace, part: Sequence[Event]) -> Window:
+def _window(trace: TraceFile, part: Sequence[Event]) -> Window:
     """Return three steps from the middle of `part`, or fewer with too many events."""
     # Thousands of messages in a step would be a grey surface, and megabytes in the page
     for steps in range(min(_STEPS, len(part)), 0, -1):
@@ -58,7 +58,7 @@ def _window(trace: Trace, part: Sequence[Event]) -> Window:
     return _cut(trace, first, last, times[_ROOM])
 
 
-def _cut(trace: Trace, first: Event, last: Event, end: float) -> Window:
+def _cut(trace: TraceFile, first: Event, last: Event, end: float) -> Window:
     """Return all that overlaps the time between the beginning of the step `first` and `end`."""
     start = first["ts"]
     inside = [e for e in trace.slices if e["ts"] < end and e["ts"] + e["dur"] > start]
@@ -89,7 +89,7 @@ def _phase_text(record: RunRecord, step: int) -> str:
     return f", {'before' if step <= record.switched_at_step else 'after'} the switch"
 
 
-def _timeline(row: Row, record: RunRecord, trace: Trace, window: Window, suffix: str) -> Figure:
+def _timeline(row: Row, record: RunRecord, trace: TraceFile, window: Window, suffix: str) -> Figure:
     lanes, steps = _lanes(trace, window), f"step {window.first}"
     if window.last > window.first:
         steps = f"steps {window.first} to {window.last}"
@@ -103,7 +103,7 @@ def _timeline(row: Row, record: RunRecord, trace: Trace, window: Window, suffix:
     return figure(f"timeline-{row.name}{suffix}", title, caption, "timeline", layers, height)
 
 
-def _lanes(trace: Trace, window: Window) -> Lanes:
+def _lanes(trace: TraceFile, window: Window) -> Lanes:
     """Return by rank and flow the name of its lane, from the top.
 
     Background flows of one name share a lane: many follow each other.
