@@ -22,6 +22,7 @@ from orchestra.settings.base import settings_of
 from orchestra.settings.reading import Entry
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.base import Strategy
+from orchestra.strategies.member import Member
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.switch import Switch
 from orchestra.strategies.switch_rules import AfterSteps, LossStable
@@ -56,16 +57,14 @@ class OwnStrategy(Strategy):
 
     strength: float = setting(1.0, "how strong", low=0)
 
-    def start(self, worker: Worker) -> None:
-        """Nothing to remember."""
-
-    def update(self, worker: Worker, state: None) -> None:
+    def join(self, worker: Worker) -> Member[Any]:
         """Every worker on its own."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, repr=False)
 class Unfinished(Strategy):
-    """A strategy that lacks its two halves."""
+    """A strategy that lacks `join`."""
 
 
 def own_task(size: int) -> None:
@@ -167,7 +166,7 @@ def test_a_strategy_of_the_users_own_loads_back(write: Write) -> None:
 
 def test_a_strategy_that_lacks_a_half_is_named(write: Write) -> None:
     text = f"task: digits\nstrategies:\n  own: {__name__}:Unfinished\n"
-    with pytest.raises(InputError, match="not complete: it has to define start, update"):
+    with pytest.raises(InputError, match="not complete: it has to define join"):
         load(write(text))
 
 

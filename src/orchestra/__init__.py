@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from orchestra.errors import InputError, OrchestraError, RunFailed
     from orchestra.experiments.api import compare, replay, train
     from orchestra.optimizers.settings import Constant, Cosine, StepDecay
+    from orchestra.parameter_server.how import PolynomialStaleness
+    from orchestra.parameter_server.when import Buffered
     from orchestra.planning.api import plan
     from orchestra.strategies.all_reduce import AllReduce
     from orchestra.strategies.auto import Auto
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from orchestra.strategies.hogwild import Hogwild
     from orchestra.strategies.hop import Hop
     from orchestra.strategies.local_sgd import LocalSGD
+    from orchestra.strategies.member import Member
     from orchestra.strategies.outer import Average, Elastic, Nesterov, SlowMo
     from orchestra.strategies.pairwise_averaging import PairwiseAveraging
     from orchestra.strategies.parameter_server import ParameterServer
@@ -54,13 +57,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AfterDecay", "AfterFraction", "AfterSteps", "AllReduce", "Auto", "Average", "BF16", "Both",
-    "Complete", "Constant", "Cosine", "DGC", "Either", "Elastic", "ElasticAveraging",
-    "Exponential", "FP16", "Gossip", "Hogwild", "Hop", "InputError", "LocalSGD", "LossStable",
-    "Nesterov", "NoiseScale", "OrchestraError", "PairwiseAveraging", "ParameterServer",
-    "Pipeline", "PowerSGD", "Prague", "QSGD", "RandomK", "RandomRegular", "Ring", "Roles",
-    "RunFailed", "SignSGD", "Single", "SlowMo", "Star", "StepDecay", "StochasticGradientPush",
-    "Straggler", "Strategy", "Switch", "Task", "Threshold", "TopK", "compare", "distribute",
-    "is_first", "mean", "plan", "rank", "replay", "train", "world_size",
+    "Buffered", "Complete", "Constant", "Cosine", "DGC", "Either", "Elastic",
+    "ElasticAveraging", "Exponential", "FP16", "Gossip", "Hogwild", "Hop", "InputError",
+    "LocalSGD", "LossStable", "Member", "Nesterov", "NoiseScale", "OrchestraError",
+    "PairwiseAveraging", "ParameterServer", "Pipeline", "PolynomialStaleness", "PowerSGD",
+    "Prague", "QSGD", "RandomK", "RandomRegular", "Ring", "Roles", "RunFailed", "SignSGD",
+    "Single", "SlowMo", "Star", "StepDecay", "StochasticGradientPush", "Straggler", "Strategy",
+    "Switch", "Task", "Threshold", "TopK", "compare", "distribute", "is_first", "mean", "plan",
+    "rank", "replay", "train", "world_size",
 ]  # fmt: skip
 
 _MODULES = {  # of the names that `strategies.registry` does not have
@@ -71,6 +75,7 @@ _MODULES = {  # of the names that `strategies.registry` does not have
     "optimizers.settings": ["Constant", "Cosine", "StepDecay"],
     "planning.api": ["plan"],
     "strategies.base": ["Roles", "Strategy"],
+    "strategies.member": ["Member"],
     "tasks.task": ["Task"],
 }
 

@@ -8,9 +8,8 @@ from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from orchestra import exchange, optimizers
+from orchestra import exchange, optimizers, parameter_server
 from orchestra.parameter_server.how import ElasticCentre
-from orchestra.parameter_server.messages import Push
 from orchestra.parameter_server.when import Asynchronous
 from orchestra.settings import MAX_RANKS, MAX_STEPS, setting
 from orchestra.strategies.base import Roles, Strategy, replica_memory, roles_of, torch
@@ -164,7 +163,7 @@ class ElasticWorker(ElasticMember):
         worker, client = self.worker, self.channel.client
         assert client is not None
         step, used = worker.step, (True,) * len(worker.layout.slots)
-        push = Push(
+        push = parameter_server.Push(
             worker.rank, client.clock + 1, self.samples, self.samples, step.loss, step.stop,
             (alpha,), used,
         )  # fmt: skip
