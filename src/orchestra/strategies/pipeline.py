@@ -13,8 +13,8 @@ from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import MAX_RANKS, setting
 from orchestra.settings.notation import LazyModule
-from orchestra.strategies.base import ModelPart, Roles, torch
-from orchestra.strategies.stateful import Stateful
+from orchestra.strategies.base import ModelPart, Roles, Strategy, torch
+from orchestra.strategies.member import Member
 from orchestra.strategies.traits import Footprint, Partition, Traits, WorkMode
 from orchestra.transports.tags import Tag
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from orchestra import collectives
     from orchestra.collectives import Group
+    from orchestra.exchange import GradientAverage
     from orchestra.transports.protocol import Handle
     from orchestra.worker import batches
     from orchestra.worker.batches import Batch
@@ -33,17 +34,8 @@ else:
     collectives = LazyModule("orchestra.collectives")
 
 
-@dataclass
-class PipelineState:
-    """The optimizer of this rank's stage; `average` is over the replicas of that stage."""
-
-    optimizer: Optimizer
-    average: exchange.GradientAverage = field(metadata=optimizers.TRANSIENT)
-    passes: PipelineStep = field(metadata=optimizers.TRANSIENT)
-
-
 @dataclass(frozen=True, repr=False)
-class Pipeline(Stateful[PipelineState]):
+class Pipeline(Strategy):
     """The model is cut into stages, one a rank; activations go down, their gradients come back.
 
     For models that do not fit into the memory of one rank. A step's batch, which is that of all
@@ -122,7 +114,7 @@ class Pipeline(Stateful[PipelineState]):
         owned += [name for name, _ in stage.named_buffers()]
         return ModelPart(stage, frozenset(owned if rank < slot.stages else ()))
 
-    def start(self, worker: Worker) -> PipelineState:
+    def join(self, worker: Worker) -> PipelineMember:
         slot = self._slot(worker.rank, worker.runtime.ranks)
         if worker.own_loop or (slot.stages > 1 and not isinstance(worker.module, exchange.Stage)):
             raise InputError(
@@ -132,42 +124,9 @@ class Pipeline(Stateful[PipelineState]):
         worker.set_workers(slot.replicas.ranks)
         worker.reporter.expendable(False)
         exchange.agree_on_parameters(worker, worker.workers)
-        collective = exchange.make_collective(worker, "ring")
-        parts = self.microbatches * worker.accumulation
-        return PipelineState(
-            worker.local_optimizer(),
-            exchange.GradientAverage(worker, collective.of_buckets(worker)),
-            PipelineStep(worker, slot, parts, self.schedule),
-        )
-
-    def before_forward(self, worker: Worker, state: PipelineState) -> None:
-        exchange.broadcast_buffers(worker, worker.workers)
-
-    def gradient(self, worker: Worker, state: PipelineState, batch: Batch | None) -> None:
-        self.before_forward(worker, state)
-        worker.gradients.clear()
-        if batch is not None:
-            worker.step.loss = state.passes.run(batch)
-        self.reduce(worker, state)
-
-    def reduce(self, worker: Worker, state: PipelineState) -> None:
-        """Average over the replicas, and sum over the stages that share a parameter."""
-        state.average.finish()
-        sum_tied(worker, state.passes.slot)
-        agree_on_loss(worker, state.passes.slot)
-
-    def update(self, worker: Worker, state: PipelineState) -> None:
-        """Update each stage by itself; tied parameters get the same update in all of theirs."""
-        slot = state.passes.slot
-        clip_stages(worker, slot)
-        worker.update_locally(state.optimizer)
-        if slot.stage:
-            worker.step.samples = 0  # they are counted where they come in
-        worker.snapshots.offer(worker.step.consumed, worker.parameters)
-
-    def stop(self, worker: Worker, state: PipelineState) -> None:
-        """End the background flow; every rank keeps its stage."""
-        state.average.close()
+        begin = exchange.make_collective(worker, "ring").of_buckets(worker)
+        average = exchange.GradientAverage(worker, begin)
+        return PipelineMember(self, worker, worker.local_optimizer(), average, slot)
 
 
 class Pass(NamedTuple):
@@ -232,28 +191,65 @@ class PipelineSlot:
         return collectives.Group(tuple(range(self.stage, self.ranks, self.stages)))
 
 
-@dataclass
-class PipelineStep:
-    """Runs this rank's passes of a step.
+@dataclass(eq=False)
+class PipelineMember(Member[Pipeline]):
+    """A rank with its stage, and the optimizer of the stage.
 
-    `stash` has micro-batches between their passes: what came in, and came out (the loss at last).
+    `average` is over the replicas of the stage. `stash` holds micro-batches between their two
+    passes: the tensors that came in, and those that came out (on the last stage the loss). `sent`
+    holds the messages that may be in flight.
     """
 
-    worker: Worker
-    slot: PipelineSlot
-    microbatches: int
-    schedule: str
-    stash: dict[int, tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)
-    sent: list[Handle] = field(default_factory=list)
-    loss: float = 0.0
+    optimizer: Optimizer
+    average: GradientAverage = field(metadata=optimizers.TRANSIENT)
+    slot: PipelineSlot = field(metadata=optimizers.TRANSIENT)
+    stash: dict[int, tuple[list[Tensor], list[Tensor]]] = field(
+        default_factory=dict, metadata=optimizers.TRANSIENT
+    )
+    sent: list[Handle] = field(default_factory=list, metadata=optimizers.TRANSIENT)
 
-    def run(self, batch: Batch) -> float:
-        """Compute the gradient over `batch`; return the loss on the last stage, 0 on others."""
-        worker, own = self.worker, self.slot
-        parts = batches.split_batch(batch, self.microbatches, "Pipeline.microbatches")
+    def begin(self) -> None:
+        """Take the buffers of the first replica of the stage."""
+        exchange.broadcast_buffers(self.worker, self.worker.workers)
+
+    def gradient(self, batch: Batch | None) -> None:
+        """Run the passes of a step, and exchange the gradient."""
+        self.begin()
+        self.worker.gradients.clear()
+        if batch is not None:
+            self._run_passes(batch)
+        self.exchange()
+
+    def exchange(self) -> None:
+        """Average over the replicas, and sum over the stages that share a parameter."""
+        self.average.finish()
+        self._sum_tied()
+        self._agree_on_loss()
+
+    def update(self) -> None:
+        """Update each stage by itself; tied parameters get the same update in all of theirs."""
+        worker = self.worker
+        self._clip()
+        worker.update_locally(self.optimizer)
+        if not self.slot.is_first:
+            worker.step.samples = 0  # they are counted where they come in
+        worker.snapshots.offer(worker.step.consumed, worker.parameters)
+
+    def stop(self) -> None:
+        """End the background flow; every rank keeps its stage."""
+        self.average.close()
+
+    # The passes of a step
+
+    def _run_passes(self, batch: Batch) -> None:
+        """Compute the gradient over `batch`; the last stage also notes the loss."""
+        worker, slot = self.worker, self.slot
+        count = self.strategy.microbatches * worker.accumulation
+        parts = batches.split_batch(batch, count, "Pipeline.microbatches")
         total = sum(samples for _, samples in parts)
-        self.loss = 0.0
-        for backward, number in passes_of(self.schedule, own.stages, own.stage, len(parts)):
+        worker.step.loss = 0.0
+        passes = passes_of(self.strategy.schedule, slot.stages, slot.stage, len(parts))
+        for backward, number in passes:
             part, samples = parts[number]
             worker.gradients.last_backward = backward and number == len(parts) - 1
             if backward:
@@ -263,7 +259,6 @@ class PipelineStep:
         for handle in self.sent:
             handle.wait()
         self.sent.clear()
-        return self.loss
 
     def _forward(self, number: int, part: Batch, samples: int, share: float) -> None:
         received = [] if self.slot.is_first else self._receive_activations()
@@ -288,7 +283,7 @@ class PipelineStep:
             loss = worker.loss_of(model, part)
             if model.calls != 1:
                 raise exchange.called_otherwise(model.calls)
-        self.loss += share * float(loss.detach())
+        worker.step.loss += share * float(loss.detach())
         return [loss if share == 1.0 else loss * share]
 
     def _backward(self, number: int, samples: int) -> None:
@@ -339,51 +334,52 @@ class PipelineStep:
         names = tuple(slot.name for slot in self.worker.layout.slots)
         return exchange.charge(self.worker, kind, samples, function, names)
 
+    # The exchange between stages
 
-def sum_tied(worker: Worker, slot: PipelineSlot) -> None:
-    """Sum the gradients of parameters that several stages share, on each of these."""
-    stage, gradients = worker.module, worker.gradients
-    if not isinstance(stage, exchange.Stage):
-        return
-    index = {each.name: place for place, each in enumerate(worker.layout.slots)}
-    for name, stages in stage.holders.items():
-        if len(stages) > 1 and slot.stage in stages:
-            place = index[name]
-            view, used = gradients.views[place], gradients.used[place]
-            # The flag travels behind the gradient: used on one stage, used on all.
-            total = torch.cat([view.reshape(-1), view.new_tensor([float(used)])])
-            group = collectives.Group(tuple(slot.pipeline.ranks[holder] for holder in stages))
-            collectives.all_reduce(worker.transport, total, "ring", group, Tag.TIED)
-            view.copy_(total[:-1].view(view.shape))
-            gradients.used[place] = bool(total[-1] > 0)
-    gradients.forget_unused()
+    def _sum_tied(self) -> None:
+        """Sum the gradients of parameters that several stages share, on each of these."""
+        worker, slot = self.worker, self.slot
+        stage, gradients = worker.module, worker.gradients
+        if not isinstance(stage, exchange.Stage):
+            return
+        index = {each.name: place for place, each in enumerate(worker.layout.slots)}
+        for name, stages in stage.holders.items():
+            if len(stages) > 1 and slot.stage in stages:
+                place = index[name]
+                view, used = gradients.views[place], gradients.used[place]
+                # The flag travels behind the gradient: used on one stage, used on all.
+                total = torch.cat([view.reshape(-1), view.new_tensor([float(used)])])
+                group = collectives.Group(tuple(slot.pipeline.ranks[holder] for holder in stages))
+                collectives.all_reduce(worker.transport, total, "ring", group, Tag.TIED)
+                view.copy_(total[:-1].view(view.shape))
+                gradients.used[place] = bool(total[-1] > 0)
+        gradients.forget_unused()
 
+    def _agree_on_loss(self) -> None:
+        """Tell all stages the last one's loss, and whether some rank wants to stop."""
+        slot, step = self.slot, self.worker.step
+        known = torch.zeros(2 + slot.ranks, dtype=torch.float64)
+        known[0] = float(step.stop)
+        if slot.is_last:
+            known[1] = step.loss
+            known[2:] = torch.tensor(step.losses, dtype=torch.float64)
+        collectives.all_reduce(self.worker.transport, known, "butterfly", slot.pipeline, Tag.AGREE)
+        stop, step.loss, *losses = known.tolist()
+        step.stop, step.losses = stop > 0, tuple(losses)
 
-def agree_on_loss(worker: Worker, slot: PipelineSlot) -> None:
-    """Tell all stages the loss, which the last one knows, and whether somebody wants to stop."""
-    step = worker.step
-    known = torch.zeros(2 + slot.ranks, dtype=torch.float64)
-    known[0] = float(step.stop)
-    if slot.is_last:
-        known[1] = step.loss
-        known[2:] = torch.tensor(step.losses, dtype=torch.float64)
-    collectives.all_reduce(worker.transport, known, "butterfly", slot.pipeline, Tag.AGREE)
-    stop, step.loss, *losses = known.tolist()
-    step.stop, step.losses = stop > 0, tuple(losses)
-
-
-def clip_stages(worker: Worker, slot: PipelineSlot) -> None:
-    """Clip by the norm of the gradient of all stages; a tied parameter counts once."""
-    stage = worker.module
-    if worker.clip_norm is None or not isinstance(stage, exchange.Stage):
-        worker.clip()
-        return
-    places = {name: place for place, name in enumerate(stage.holders)}
-    norms = torch.zeros(len(places), dtype=worker.layout.dtype)
-    for name, parameter in worker.named_parameters().items():
-        # A tied parameter counts on the first of its stages.
-        if parameter.grad is not None and stage.holders[name][0] == slot.stage:
-            norms[places[name]] = torch.linalg.vector_norm(parameter.grad)
-    collectives.all_reduce(worker.transport, norms, "butterfly", slot.pipeline, Tag.NORM)
-    total = torch.linalg.vector_norm(norms.flip(0))
-    torch.nn.utils.clip_grads_with_norm_(worker.gradients.parameters, worker.clip_norm, total)
+    def _clip(self) -> None:
+        """Clip by the norm of the gradient of all stages; a tied parameter counts once."""
+        worker, slot = self.worker, self.slot
+        stage = worker.module
+        if worker.clip_norm is None or not isinstance(stage, exchange.Stage):
+            worker.clip()
+            return
+        places = {name: place for place, name in enumerate(stage.holders)}
+        norms = torch.zeros(len(places), dtype=worker.layout.dtype)
+        for name, parameter in worker.named_parameters().items():
+            # A tied parameter counts on the first of its stages.
+            if parameter.grad is not None and stage.holders[name][0] == slot.stage:
+                norms[places[name]] = torch.linalg.vector_norm(parameter.grad)
+        collectives.all_reduce(worker.transport, norms, "butterfly", slot.pipeline, Tag.NORM)
+        total = torch.linalg.vector_norm(norms.flip(0))
+        torch.nn.utils.clip_grads_with_norm_(worker.gradients.parameters, worker.clip_norm, total)
