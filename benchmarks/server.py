@@ -30,6 +30,7 @@ from orchestra.cli.bench import bench_parser, print_remarks, read_options, write
 from orchestra.cli.main import guarded
 from orchestra.cli.terminal import print_table, progress_line
 from orchestra.optimizers.spec import OptimizerSpec
+from orchestra.schedules.rest import Reason, Rest
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.transports.protocol import Group
 from orchestra.transports.tags import Tag
@@ -176,7 +177,7 @@ def _ours(runtime: Runtime, size: str, pushes: int) -> Callable[[], None]:
         for _ in range(pushes):
             worker.begin_step(Step(1, runtime.ranks - 1, rates=(RATE,)))
             member.update()
-        member.quiesce(pushes)
+        member.quiesce(Rest(Reason.CHECKPOINT))
 
     return block
 

@@ -22,6 +22,7 @@ from orchestra.parameter_server.placement import Slice, place
 from orchestra.parameter_server.server import Server
 from orchestra.parameter_server.state import ServerState
 from orchestra.parameter_server.when import Synchronous, When
+from orchestra.schedules.rest import Reason, Rest
 
 
 @dataclass
@@ -95,7 +96,7 @@ class Play:
             self.answered[rank] = client.clock
             self.reads[rank].append(values.clone())
             if step < self.pauses:
-                client.pause(step)
+                client.pause(Rest(Reason.CHECKPOINT))
                 client.agree()
                 self.reads[rank].append(values.clone())
                 self.agreed[step].append(values.clone())

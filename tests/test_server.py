@@ -17,11 +17,12 @@ from orchestra.optimizers.state import capture
 from orchestra.parameter_server.client import Client
 from orchestra.parameter_server.held_slice import HeldSlice
 from orchestra.parameter_server.how import GradientsBack, OptimizerStep
-from orchestra.parameter_server.messages import Answer, Pause, Push
+from orchestra.parameter_server.messages import Answer, Push, QuietPoint
 from orchestra.parameter_server.placement import Slice, place
 from orchestra.parameter_server.server import Server
 from orchestra.parameter_server.state import ServerState
 from orchestra.parameter_server.when import Asynchronous, Synchronous, When
+from orchestra.schedules.rest import Reason, Rest
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime
@@ -190,13 +191,26 @@ def test_pause_returns_when_nothing_is_in_flight_and_tells_who_is_there() -> Non
         for step in (1, 2) if runtime.rank == 0 else (1,):
             for _ in range(3):
                 push(client, gradient_of(runtime.rank, step), into)
-            complete.append(client.pause(step))
+            complete.append(client.pause(Rest(Reason.PHASE, step)))
         client.leave()
         return complete
 
     results = run_ranks(4, program)
     assert results[:2] == [[True, False], [True]]
-    assert results[2:] == [([Pause(1, True), Pause(2, False), None], 9)] * 2
+    assert (
+        results[2:]
+        == [
+            (
+                [
+                    QuietPoint(Rest(Reason.PHASE, 1), True),
+                    QuietPoint(Rest(Reason.PHASE, 2), False),
+                    None,
+                ],
+                9,
+            )
+        ]
+        * 2
+    )
 
 
 def test_servers_and_clients_go_on_from_what_they_saved() -> None:

@@ -9,15 +9,16 @@ from hypothesis import strategies as st
 from orchestra.parameter_server.messages import (
     Answer,
     Kind,
-    Pause,
     Push,
+    QuietPoint,
     Request,
     decode_answer,
-    decode_pause,
+    decode_quiet_point,
     decode_request,
     encode_reply,
     encode_request,
 )
+from orchestra.schedules.rest import Reason, Rest
 
 COUNT = st.integers(0, 2**53)
 LOSS = st.floats(allow_nan=False)
@@ -79,9 +80,10 @@ def test_a_loss_that_is_not_a_number_arrives_as_such() -> None:
     assert push.loss != push.loss
 
 
-@given(st.builds(Pause, st.integers(-1, 2**53), st.booleans()))
-def test_pause(pause: Pause) -> None:
-    assert decode_pause(encode_reply(pause)) == pause
+@given(st.sampled_from(Reason), st.integers(0, 9), st.booleans())
+def test_quiet_point(reason: Reason, level: int, complete: bool) -> None:
+    point = QuietPoint(Rest(reason, level), complete)
+    assert decode_quiet_point(encode_reply(point)) == point
 
 
 def test_request() -> None:

@@ -21,9 +21,10 @@ from orchestra.exchange.servers import (
     tell_servers,
 )
 from orchestra.parameter_server.client import Client
-from orchestra.parameter_server.messages import Answer, Pause, Push
+from orchestra.parameter_server.messages import Answer, Push, QuietPoint
 from orchestra.parameter_server.placement import Slice
 from orchestra.parameter_server.server import Server
+from orchestra.schedules.rest import Rest
 from orchestra.worker.worker import Worker
 
 if TYPE_CHECKING:
@@ -114,14 +115,14 @@ class ServerChannel:
                 gradients.used[piece.tensor] = used
         return answers
 
-    def serve(self) -> Pause | None:
+    def serve(self) -> QuietPoint | None:
         """On a rank without data, serve until a quiet point; None once all workers have left."""
         assert self.server is not None
         paused = self.server.serve(self.worker.transport, self.worker.observe)
         self.worker.step.consumed = self.server.own.state.consumed
         return paused
 
-    def pause(self, step: int) -> bool:
+    def pause(self, rest: Rest) -> bool:
         """On a worker, wait until every push is applied and every worker is here.
 
         Return False if some workers have left.
@@ -129,7 +130,7 @@ class ServerChannel:
         assert self.client is not None
         if self.parts is not None:
             self.parts.settle()
-        return self.client.pause(step)
+        return self.client.pause(rest)
 
     def close(self) -> None:
         """Land what is in flight, and leave. Collective over all ranks."""

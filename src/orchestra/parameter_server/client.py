@@ -18,10 +18,11 @@ from orchestra.parameter_server.messages import (
     Push,
     Request,
     decode_answer,
-    decode_pause,
+    decode_quiet_point,
     encode_request,
 )
 from orchestra.parameter_server.placement import Slice
+from orchestra.schedules.rest import Reason, Rest
 from orchestra.schedules.work_queue import Kind as WorkKind
 from orchestra.schedules.work_queue import WorkInHand, WorkItem, WorkQueue, item_of
 from orchestra.transports.protocol import Handle, Transport
@@ -113,11 +114,11 @@ class Client:
             self.work.item = answers[0].work
         return answers
 
-    def pause(self, step: int = 0, *, values: bool = False) -> bool:
+    def pause(self, rest: Rest, *, values: bool = False) -> bool:
         """Push no more until every worker has paused too. True if none has left."""
-        request = self._request(Kind.PAUSE, step=step, points=self._points, values=values)
+        request = self._request(Kind.PAUSE, step=rest.code, points=self._points, values=values)
         waits = [self._ask(place, request) for place in range(len(self.slices))]
-        pauses = [decode_pause(wait()) for wait in waits]
+        pauses = [decode_quiet_point(wait()) for wait in waits]
         self._points += 1
         return all(pause.complete for pause in pauses)
 
@@ -127,7 +128,7 @@ class Client:
         Nothing is to be done where they took them on leaving.
         """
         if not self._has_left:
-            self.pause(values=True)
+            self.pause(Rest(Reason.AGREEMENT), values=True)
 
     def leave(self) -> None:
         """Push no more; with replicas, take the values that are there when all have left."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from orchestra.schedules.rest import Reason, Rest
 from orchestra.schedules.work_queue import WorkItem, item_of
 
 if TYPE_CHECKING:
@@ -76,13 +77,13 @@ class Answer(NamedTuple):
     work: WorkItem | None = None
 
 
-class Pause(NamedTuple):
-    """A quiet point: nothing is in flight. All workers paused, the last one after `step`.
+class QuietPoint(NamedTuple):
+    """All workers have paused, for this `rest`, and nothing is in flight.
 
     `complete`: no worker of the phase has signed off; a lost worker does not count as one that has.
     """
 
-    step: int
+    rest: Rest
     complete: bool
 
 
@@ -199,10 +200,10 @@ def _content_of_answer(numbers: tuple[float, ...]) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def encode_reply(content: Answer | Pause | WorkItem) -> Tensor:
+def encode_reply(content: Answer | QuietPoint | WorkItem) -> Tensor:
     """Encode an answer to a push, a quiet point, or an item of work."""
-    if isinstance(content, Pause):
-        return _vector((content.step, content.complete))
+    if isinstance(content, QuietPoint):
+        return _vector((content.rest.code, content.complete))
     if isinstance(content, WorkItem):
         return _vector(content)
     head = (content.version, content.staleness, content.loss, content.stop, content.consumed)
@@ -215,10 +216,10 @@ def decode_answer(worker: int, message: Tensor) -> Answer:
     return Answer(worker, *_content_of_answer(tuple(message.tolist())))
 
 
-def decode_pause(message: Tensor) -> Pause:
+def decode_quiet_point(message: Tensor) -> QuietPoint:
     """Decode a quiet point."""
-    step, complete = message.tolist()
-    return Pause(int(step), bool(complete))
+    code, complete = message.tolist()
+    return QuietPoint(Rest.of(int(code)), bool(complete))
 
 
 class Reply(NamedTuple):
@@ -226,7 +227,7 @@ class Reply(NamedTuple):
     left. With `values` the values come with it."""
 
     worker: int
-    content: Answer | Pause | WorkItem | None
+    content: Answer | QuietPoint | WorkItem | None
     values: bool
 
 
@@ -235,14 +236,14 @@ class RequestLog:
 
     Where `backed`, another server takes each request after this one, and nobody is answered before
     it has confirmed that: what a worker knows outlives either server. `points` counts quiet points;
-    `pause` is the last one, and `gives_values` says that its workers asked for values.
+    `quiet_point` is the last one, and `gives_values` says that its workers asked for values.
     """
 
     def __init__(self, state: ServerState) -> None:
         self.state = state
         self.backed = False
         self.points = 0
-        self.pause = Pause(0, complete=True)
+        self.quiet_point = QuietPoint(Rest(Reason.CHECKPOINT), complete=True)
         self.gives_values = False
         self._last_pause: Request
         self._last: dict[int, Answer | WorkItem] = {}  # that a push, or a wait for work, led to
@@ -308,7 +309,8 @@ class RequestLog:
             if state.live:
                 self.points += 1
                 # Servers may hear of a loss at different times, but of who left they agree.
-                self.pause = Pause(self._last_pause.step, complete=not self._left)
+                rest = Rest.of(self._last_pause.step)
+                self.quiet_point = QuietPoint(rest, complete=not self._left)
                 self.gives_values = self._last_pause.values
                 state.resume()  # before anybody takes a checkpoint of it
         return decision
@@ -333,7 +335,7 @@ class RequestLog:
         state, worker = self.state, request.worker
         if request.kind is Kind.PAUSE:
             done = self.points > request.points
-            return Reply(worker, self.pause, request.values) if done else None
+            return Reply(worker, self.quiet_point, request.values) if done else None
         if request.kind is Kind.LEAVE:
             return None if state.live else Reply(worker, None, values=True)
         last = self._last.get(worker)

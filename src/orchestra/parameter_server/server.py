@@ -17,7 +17,13 @@ from torch import Tensor
 from orchestra.errors import PeerLost
 from orchestra.optimizers.spec import OptimizerPart
 from orchestra.parameter_server.held_slice import HeldSlice
-from orchestra.parameter_server.messages import Kind, Pause, Request, decode_request, encode_request
+from orchestra.parameter_server.messages import (
+    Kind,
+    QuietPoint,
+    Request,
+    decode_request,
+    encode_request,
+)
 from orchestra.transports.protocol import Transport, send_unless_lost
 from orchestra.transports.tags import Tag
 
@@ -64,7 +70,7 @@ class Server:
 
     def serve(
         self, transport: Transport, observe: Callable[[], None] = lambda: None
-    ) -> Pause | None:
+    ) -> QuietPoint | None:
         """Serve until nothing is in flight; return the quiet point. None if all workers are done.
 
         `observe` is called after each request.
@@ -84,7 +90,7 @@ class Server:
             if reached and self.own.log.confirmed_all:
                 self._points += 1
                 self._finish_sending()
-                return self.own.log.pause
+                return self.own.log.quiet_point
         self._finish_sending()
         return None
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
+from orchestra.schedules.rest import Reason, Rest
 from orchestra.settings import MAX_STEPS, setting
 from orchestra.settings.base import REQUIRED
-from orchestra.strategies.base import CHANGED, Roles, Strategy
+from orchestra.strategies.base import Roles, Strategy
 from orchestra.strategies.life_cycle import hand_over, resume
 from orchestra.strategies.phased import Phased, PhasedMember
 from orchestra.strategies.traits import Footprint, Rehearsal, Traits, WorkMode
@@ -241,7 +242,7 @@ class AutoMember(PhasedMember[Auto]):
         """Come to rest, agree on parameters, hand over moments, and start the next phase."""
         worker, strategy = self.worker, self.strategy
         old, then = self.inner, strategy.candidates[new]
-        old.quiesce(CHANGED)
+        old.quiesce(Rest(Reason.PHASE))
         before, after = old.traits, then.traits()
         apart = after.lockstep and not before.lockstep
         hand_over(old, "averaged" if apart else "kept")

@@ -28,13 +28,6 @@ if TYPE_CHECKING:
 else:
     torch = LazyModule("torch")  # for all strategies, which are settings, and load without it
 
-# Below 0, so that it is the number of no step
-CHANGED = -1
-"""In place of the step of a pause: the workers paused because the phase changes.
-
-Of nested phases the one with the number `level` ends at CHANGED - level.
-"""
-
 
 @dataclass(frozen=True)
 class Roles:

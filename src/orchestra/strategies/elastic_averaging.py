@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from orchestra.exchange import Kept, Learnt, SharedWork
     from orchestra.parameter_server import Answer
+    from orchestra.schedules.rest import Rest
     from orchestra.worker.worker import Worker
 
 
@@ -194,11 +195,11 @@ class ElasticWorker(ElasticMember):
         self.clock += 1
         self.samples += worker.step.samples
 
-    def quiesce(self, step: int) -> bool:
+    def quiesce(self, rest: Rest) -> bool:
         """Wait until every exchange is over and every worker is here."""
         self._take_back()
         self._account()
-        return super().quiesce(step)
+        return super().quiesce(rest)
 
     def learnt(self) -> Iterable[Learnt]:
         """Return the centre, which everybody's model shows until a worker goes on from its own."""

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from torch import optim
 
     from orchestra.exchange import Kept, Learnt, SharedWork
-    from orchestra.parameter_server.messages import Pause
+    from orchestra.parameter_server.messages import QuietPoint
+    from orchestra.schedules.rest import Rest
     from orchestra.schedules.work_queue import WorkSource
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
@@ -79,14 +80,14 @@ class Member(ABC, Generic[S]):
 
     # On ranks without data
 
-    def serve(self) -> Pause | None:
+    def serve(self) -> QuietPoint | None:
         """Serve until a quiet point; return None once all workers have left."""
         return None
 
     # Between steps
 
-    def quiesce(self, step: int) -> bool:
-        """Wait until nothing is in flight anywhere, on a worker after its step `step`.
+    def quiesce(self, rest: Rest) -> bool:
+        """Wait until nothing is in flight anywhere, on a worker; `rest` says why.
 
         Return False if some workers have finished or were lost.
         """
@@ -145,7 +146,7 @@ class ReplicaMember(Member[S]):
     def settle(self) -> None:
         """Wait until nothing of the workers is in flight. Collective over the workers."""
 
-    def quiesce(self, step: int) -> bool:
+    def quiesce(self, rest: Rest) -> bool:
         """Wait until nothing is in flight; all workers are present."""
         self.settle()
         return True

@@ -13,7 +13,8 @@ from orchestra.strategies.traits import Traits, WorkMode, combined
 
 if TYPE_CHECKING:
     from orchestra.exchange import Kept, Learnt
-    from orchestra.parameter_server.messages import Pause
+    from orchestra.parameter_server.messages import QuietPoint
+    from orchestra.schedules.rest import Rest
     from orchestra.schedules.work_queue import WorkSource
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
@@ -78,11 +79,11 @@ class PhasedMember(Member[P]):
     def update(self) -> None:
         self.inner.update()
 
-    def serve(self) -> Pause | None:
+    def serve(self) -> QuietPoint | None:
         return self.inner.serve()
 
-    def quiesce(self, step: int) -> bool:
-        return self.inner.quiesce(step)
+    def quiesce(self, rest: Rest) -> bool:
+        return self.inner.quiesce(rest)
 
     def stop(self) -> None:
         self.inner.stop()

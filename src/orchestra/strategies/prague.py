@@ -20,6 +20,7 @@ from orchestra.strategies.traits import Traits, WorkMode
 from orchestra.transports.tags import Tag
 
 if TYPE_CHECKING:
+    from orchestra.schedules.rest import Rest
     from orchestra.transports.protocol import Task, Transport
     from orchestra.worker.worker import Worker
 
@@ -89,7 +90,7 @@ class Prague(StatefulReplicas[PragueState]):
         state.groups.average()
         worker.snapshots.offer(worker.step.consumed, worker.parameters)
 
-    def quiesce(self, worker: Worker, state: PragueState, step: int) -> bool:
+    def quiesce(self, worker: Worker, state: PragueState, rest: Rest) -> bool:
         """Wait until all groups have been averaged."""
         state.groups.settle()
         return True

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from orchestra.exchange import Kept, Learnt, ServerChannel
-    from orchestra.parameter_server import Answer, Pause
+    from orchestra.parameter_server import Answer, QuietPoint
+    from orchestra.schedules.rest import Rest
     from orchestra.schedules.work_queue import WorkSource
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
@@ -34,12 +35,12 @@ class ServedMember(Member[S]):
         client = self.channel.client
         return client if client is not None and client.work is not None else None
 
-    def serve(self) -> Pause | None:
+    def serve(self) -> QuietPoint | None:
         return self.channel.serve()
 
-    def quiesce(self, step: int) -> bool:
+    def quiesce(self, rest: Rest) -> bool:
         """Wait until every push is applied and every worker is here."""
-        return self.channel.pause(step)
+        return self.channel.pause(rest)
 
     def stop(self) -> None:
         self.channel.close()

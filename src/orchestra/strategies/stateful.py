@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from torch import optim
 
     from orchestra.exchange import Kept, Learnt, SharedWork
-    from orchestra.parameter_server.messages import Pause
+    from orchestra.parameter_server.messages import QuietPoint
+    from orchestra.schedules.rest import Rest
     from orchestra.schedules.work_queue import WorkSource
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
@@ -58,12 +59,12 @@ class Stateful(Strategy, Generic[S]):
     def update(self, worker: Worker, state: S) -> None:
         """Update the parameters from the gradient."""
 
-    def serve(self, worker: Worker, state: S) -> Pause | None:
+    def serve(self, worker: Worker, state: S) -> QuietPoint | None:
         """On a rank without data, serve until a quiet point; return None once all have left."""
         return None
 
-    def quiesce(self, worker: Worker, state: S, step: int) -> bool:
-        """Wait until nothing is in flight anywhere, on a worker after its step `step`.
+    def quiesce(self, worker: Worker, state: S, rest: Rest) -> bool:
+        """Wait until nothing is in flight anywhere, on a worker; `rest` says why.
 
         Return False if some workers have finished or were lost.
         """
@@ -119,11 +120,11 @@ class StatefulMember(Member[Stateful[Any]]):
     def update(self) -> None:
         self.strategy.update(self.worker, self.state)
 
-    def serve(self) -> Pause | None:
+    def serve(self) -> QuietPoint | None:
         return self.strategy.serve(self.worker, self.state)
 
-    def quiesce(self, step: int) -> bool:
-        return self.strategy.quiesce(self.worker, self.state, step)
+    def quiesce(self, rest: Rest) -> bool:
+        return self.strategy.quiesce(self.worker, self.state, rest)
 
     def stop(self) -> None:
         self.strategy.stop(self.worker, self.state)
@@ -193,7 +194,7 @@ class StatefulReplicas(Stateful[R]):
     def settle(self, worker: Worker, state: R) -> None:
         """Wait until nothing of the workers is in flight. Collective over the workers."""
 
-    def quiesce(self, worker: Worker, state: R, step: int) -> bool:
+    def quiesce(self, worker: Worker, state: R, rest: Rest) -> bool:
         """Wait until nothing is in flight; all workers are present."""
         self.settle(worker, state)
         return True

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
+from orchestra.schedules.rest import Reason, Rest
 from orchestra.settings import setting
 from orchestra.settings.base import REQUIRED
 from orchestra.strategies.all_reduce import AllReduce
-from orchestra.strategies.base import CHANGED, Roles, Strategy
+from orchestra.strategies.base import Roles, Strategy
 from orchestra.strategies.life_cycle import hand_over, resume
 from orchestra.strategies.phased import Phased, PhasedMember
 from orchestra.strategies.switch_rules import LossStable, Rule, RuleState
@@ -20,7 +21,7 @@ from orchestra.strategies.traits import Dealing, Pace, Partition, Traits, WorkMo
 
 if TYPE_CHECKING:
     from orchestra.exchange import CommonStep
-    from orchestra.parameter_server.messages import Pause
+    from orchestra.parameter_server.messages import QuietPoint
     from orchestra.schedules.work_queue import Report, WorkQueue
     from orchestra.strategies.member import Member
     from orchestra.worker.worker import QueueOf, Step, Worker
@@ -314,7 +315,7 @@ class SwitchMember(PhasedMember[Switch]):
         position = max(worker.step.consumed, worker.step.planned)
         before = self.innermost
         if worker.rank in worker.workers.ranks:
-            self.inner.quiesce(CHANGED - strategy.nesting)
+            self.inner.quiesce(Rest(Reason.PHASE, strategy.nesting))
         hand_over(self.inner, strategy.moments)
         self._leave_together(position)
         worker.measures.switched_at_step = self.before + self.steps
@@ -341,22 +342,22 @@ class SwitchMember(PhasedMember[Switch]):
         known = [position, self.steps]
         worker.step.consumed, self.steps = exchange.agree_on_data(worker, known, there)
 
-    def serve(self) -> Pause | None:
+    def serve(self) -> QuietPoint | None:
         """Serve as the phase under way does; where its workers switch, switch with them."""
         strategy = self.strategy
         before, switched = self.innermost, self.switched
         paused = self.inner.serve()
         if switched or paused is None:
             return paused
-        if paused.step == CHANGED - strategy.nesting:
+        if paused.rest == Rest(Reason.PHASE, strategy.nesting):
             self._switch()
         else:
             self._follow(before)
         return paused
 
-    def quiesce(self, step: int) -> bool:
+    def quiesce(self, rest: Rest) -> bool:
         """Come to rest as the phase under way does, with all reports in the rule's state."""
-        complete = self.inner.quiesce(step)
+        complete = self.inner.quiesce(rest)
         if complete and self.leaving is not None:
             self.leaving.settle()
         return complete

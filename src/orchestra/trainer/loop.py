@@ -11,9 +11,10 @@ from orchestra.data import DataPlan, Shares, apportion, plan_of
 from orchestra.data.feed import Feed, Samples
 from orchestra.errors import RunFailed
 from orchestra.exchange import CommonStep
+from orchestra.schedules.rest import Reason, Rest
 from orchestra.schedules.work_queue import Kind, WorkItem, WorkQueue, WorkSource
 from orchestra.settings.base import setting
-from orchestra.strategies.base import CHANGED, Strategy
+from orchestra.strategies.base import Strategy
 from orchestra.strategies.member import Member
 from orchestra.strategies.phased import PhasedMember
 from orchestra.strategies.traits import Pace
@@ -153,7 +154,7 @@ class Loop(ABC):
         paused = self.member.serve()
         self.position.consumed = self.worker.step.consumed
         self.worker.reporter.phase("training")
-        if paused is not None and paused.step > CHANGED and paused.complete:
+        if paused is not None and paused.rest.reason is Reason.CHECKPOINT and paused.complete:
             self._take_checkpoint()
         return paused is not None
 
@@ -255,7 +256,7 @@ class Loop(ABC):
 
     def _checkpoint_together(self) -> None:
         """Take a checkpoint with nothing in flight, unless some workers have left."""
-        if self.member.quiesce(self.position.steps):
+        if self.member.quiesce(Rest(Reason.CHECKPOINT)):
             self._take_checkpoint()
 
     def _all_stop(self) -> bool:

@@ -21,9 +21,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from orchestra.data.loaders import Loader
 from orchestra.errors import InputError
 from orchestra.optimizers.spec import changed_options, get_options, get_rates, set_rates
+from orchestra.schedules.rest import Reason
 from orchestra.strategies.base import Strategy
 from orchestra.trainer.own_loop import model as checks
-from orchestra.trainer.own_loop.epochs import ENDED, SAVING, Epochs
+from orchestra.trainer.own_loop.epochs import ENDED, Epochs
 from orchestra.worker.batches import digest
 from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.worker import Step, Worker
@@ -64,7 +65,7 @@ class Batches(Epochs):
                 self._check_place()
                 self.take_over()
                 # Servers learn of the saving by this step of the pause
-                self.rest(SAVING)
+                self.rest(Reason.SAVE)
                 ranks = self.collect(self._order_state())
             else:
                 self._serve(until_saved=True)

@@ -13,6 +13,7 @@ from orchestra import exchange
 from orchestra.data import loaders
 from orchestra.errors import InputError
 from orchestra.optimizers.state import random_state, restore_random_state, undisturbed
+from orchestra.schedules.rest import Reason, Rest
 from orchestra.schedules.work_queue import Kind, WorkItem, WorkSource
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.life_cycle import agree
@@ -20,11 +21,6 @@ from orchestra.strategies.traits import Dealing, Pace
 from orchestra.trainer.own_loop.model import BackwardPasses, Count
 from orchestra.trainer.own_loop.rank import Command, OwnRank
 from orchestra.worker.runtime import Runtime
-
-MID_EPOCH = -(1 << 20)
-"""The step of a pause within the workers' epoch. The numbers of ending phases are larger."""
-SAVING = MID_EPOCH - 1
-"""The step of such a pause in which the state of all ranks is collected."""
 
 ENDED = (
     "this loop ended when another model was distributed; models that are trained by turns are all "
@@ -295,7 +291,7 @@ class Epochs(OwnRank):
         command = None
         self.passes.end_epoch()
         if self.is_worker():
-            self.rest(self.epoch)
+            self.rest(Reason.EPOCH)
         else:
             command = self._serve()
         self._take_part_in_agreement()
@@ -305,9 +301,9 @@ class Epochs(OwnRank):
         self.taken = 0
         self.epoch += 1
 
-    def rest(self, step: int) -> None:
-        """Wait until nothing is in flight anywhere; servers learn why from `step`."""
-        self.member.quiesce(step)
+    def rest(self, reason: Reason) -> None:
+        """Wait until nothing is in flight anywhere; servers learn the `reason`."""
+        self.member.quiesce(Rest(reason))
         self.passes.rest()
 
     def _take_part_in_agreement(self) -> None:
@@ -331,7 +327,7 @@ class Epochs(OwnRank):
         batches.
         """
         for each in self._in_mid_epoch("agree"):
-            each.rest(MID_EPOCH)
+            each.rest(Reason.AGREEMENT)
             each._take_part_in_agreement()
 
     def end_epoch(self) -> None:
@@ -380,13 +376,13 @@ class Epochs(OwnRank):
                 if command not in (Command.RESTART, Command.RESUME):
                     self.ended, last = True, command
                     break
-            elif paused.step == SAVING:
+            elif paused.rest.reason is Reason.SAVE:
                 self.collect(self._order_state())
                 if until_saved:
                     break
-            elif paused.step == MID_EPOCH:
+            elif paused.rest.reason is Reason.AGREEMENT:
                 self._take_part_in_agreement()
-            elif paused.step >= 0:
+            elif paused.rest.reason is Reason.EPOCH:
                 break
         self.worker.reporter.phase("training")
         return last

@@ -1,0 +1,34 @@
+"""Why all workers come to rest, with nothing in flight: told to the ranks that serve."""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+
+class Reason(enum.IntEnum):
+    """What follows once nothing is in flight."""
+
+    CHECKPOINT = 0  # all ranks write one, and go on
+    PHASE = 1  # a phase ends, and the next one begins
+    EPOCH = 2  # of a loop of the user's own: all take the model that was learnt
+    AGREEMENT = 3  # the same within an epoch
+    SAVE = 4  # the first worker collects the state of all ranks
+
+
+class Rest(NamedTuple):
+    """A rest of all workers. `level`: of a PHASE, which of nested ones; 0 is the innermost one."""
+
+    reason: Reason
+    level: int = 0
+
+    @property
+    def code(self) -> int:
+        """The rest as a number, for messages."""
+        return self.level * len(Reason) + self.reason
+
+    @staticmethod
+    def of(code: int) -> Rest:
+        """Return the rest that has this `code`."""
+        level, reason = divmod(code, len(Reason))
+        return Rest(Reason(reason), level)
