@@ -17,7 +17,7 @@ from tests.training import equal, settings, step_lines, train_processes
 from orchestra.engines.processes import launch
 from orchestra.errors import InputError
 from orchestra.settings import parse
-from orchestra.strategies.hogwild import Hogwild, HogwildState
+from orchestra.strategies.hogwild import Hogwild, HogwildMember
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.settings import Run
 from orchestra.transports.protocol import Group
@@ -38,17 +38,17 @@ def test_the_rule_of_the_paper_along_the_order_of_events(
 ) -> None:
     """x <- x - gamma g_i(x as it was read), whatever others wrote in between."""
     events: list[tuple[str, int]] = []
-    read_it, write_it = Hogwild.before_forward, Worker.update_locally
+    read_it, write_it = HogwildMember.begin, Worker.update_locally
 
-    def reading(self: Hogwild, worker: Worker, state: HogwildState) -> None:
-        read_it(self, worker, state)
-        events.append(("read", worker.rank))
+    def reading(self: HogwildMember) -> None:
+        read_it(self)
+        events.append(("read", self.worker.rank))
 
     def writing(self: Worker, optimizer: torch.optim.Optimizer) -> None:
         events.append(("write", self.rank))
         write_it(self, optimizer)
 
-    monkeypatch.setattr(Hogwild, "before_forward", reading)
+    monkeypatch.setattr(HogwildMember, "begin", reading)
     monkeypatch.setattr(Worker, "update_locally", writing)
     ranks, steps = 3, 6
     run = quadratic(ranks, steps, work="equal")  # without messages that would keep them together

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
-from orchestra.strategies.base import torch
-from orchestra.strategies.stateful import ReplicaState, StatefulReplicas
+from orchestra.strategies.base import Replicas, torch
+from orchestra.strategies.member import ReplicaMember
 from orchestra.strategies.traits import Footprint, Traits, WorkMode
 from orchestra.transports.tags import Tag
 
@@ -19,21 +19,8 @@ if TYPE_CHECKING:
     from orchestra.worker.worker import Worker
 
 
-@dataclass
-class HogwildState(ReplicaState):
-    """`shared` are the parameters of all workers; `updates` counts those of each worker, of which
-    this one had `seen` so many when it began its gradient."""
-
-    shared: SharedTensor = field(metadata=optimizers.TRANSIENT)
-    updates: SharedTensor = field(metadata=optimizers.TRANSIENT)
-    seen: int = 0
-
-    def count(self) -> int:
-        return 0 if self.updates.values.is_meta else int(self.updates.values.sum())
-
-
 @dataclass(frozen=True, repr=False)
-class Hogwild(StatefulReplicas[HogwildState]):
+class Hogwild(Replicas):
     """All workers update the same parameters in shared memory, and nobody waits.
 
     Hogwild! (Niu, Recht, Re and Wright, NIPS 2011). Each worker, at its own pace:
@@ -59,7 +46,7 @@ class Hogwild(StatefulReplicas[HogwildState]):
         """Count the parameters with the first rank alone: they are there once."""
         return replace(super()._memory(rank, ranks), parameters=0.0 if rank else 1.0)
 
-    def allocate(self, worker: Worker, work: exchange.SharedWork | None) -> HogwildState:
+    def member(self, worker: Worker) -> HogwildMember:
         if worker.own_loop:
             raise InputError(
                 "Hogwild: a loop of your own may hold parameters that are not shared: train with "
@@ -75,39 +62,57 @@ class Hogwild(StatefulReplicas[HogwildState]):
         counts = torch.zeros(len(workers), dtype=torch.int64, device=worker.parameters.device)
         updates = share(counts, workers, Tag.SHARED)
         worker.move_parameters(shared.values)
-        return HogwildState(worker.local_optimizer(), shared, updates, work=work)
+        return HogwildMember(self, worker, worker.local_optimizer(), shared, updates)
 
-    def before_forward(self, worker: Worker, state: HogwildState) -> None:
+
+@dataclass(eq=False)
+class HogwildMember(ReplicaMember[Hogwild]):
+    """A worker that updates the `shared` parameters of all workers.
+
+    `updates` counts the updates of each worker; `seen` is their sum when this worker began its
+    gradient.
+    """
+
+    shared: SharedTensor = field(metadata=optimizers.TRANSIENT)
+    updates: SharedTensor = field(metadata=optimizers.TRANSIENT)
+    seen: int = 0
+
+    def begin(self) -> None:
         """Note the updates so far: from here on the parameters are read."""
-        state.shared.catch_up()
-        state.seen = state.count()
+        self.shared.catch_up()
+        self.seen = self._count()
 
-    def update(self, worker: Worker, state: HogwildState) -> None:
+    def update(self) -> None:
         """Take the optimizer's step on the shared parameters."""
+        worker = self.worker
         worker.clip()
-        state.shared.catch_up()
-        worker.step.staleness = (state.count() - state.seen,)
+        self.shared.catch_up()
+        worker.step.staleness = (self._count() - self.seen,)
         worker.measures.count_staleness(worker.step.staleness)
-        state.updates.values[worker.workers.index(worker.rank)] += 1
-        worker.update_locally(state.optimizer)
+        self.updates.values[worker.workers.index(worker.rank)] += 1
+        worker.update_locally(self.optimizer)
         if worker.rank == worker.workers.ranks[0]:
             worker.snapshots.offer(worker.step.consumed, worker.parameters)
 
-    def settle(self, worker: Worker, state: HogwildState) -> None:
-        """Wait until all workers have made their updates."""
-        exchange.wait_for_workers(worker)
+    def _count(self) -> int:
+        return 0 if self.updates.values.is_meta else int(self.updates.values.sum())
 
-    def learnt(self, worker: Worker, state: HogwildState) -> Iterable[Learnt]:
+    def settle(self) -> None:
+        """Wait until all workers have made their updates."""
+        exchange.wait_for_workers(self.worker)
+
+    def learnt(self) -> Iterable[Learnt]:
         """Return nothing: all have the same parameters already."""
         return ()
 
-    def stop(self, worker: Worker, state: HogwildState) -> None:
+    def stop(self) -> None:
         """Let each worker take a copy of the parameters."""
-        self.settle(worker, state)
-        if state.work is not None:
-            state.work.close()
+        worker = self.worker
+        self.settle()
+        if self.queue is not None:
+            self.queue.close()
         if worker.rank == worker.workers.ranks[0]:
             worker.snapshots.renew(worker.step.consumed, worker.parameters)
         # Nobody may write before all have copied: hence the second `settle`.
         worker.move_parameters(worker.parameters.clone())
-        self.settle(worker, state)
+        self.settle()
