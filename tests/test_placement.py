@@ -139,17 +139,19 @@ def test_the_largest_weighted_slice_of_whole_tensors_is_minimal(
 
 
 def test_parts_by_links_end_together_or_are_none() -> None:
-    assert parts_by_links([4e8, 1e8], own=0.0, each=3.0) == pytest.approx((0.8, 0.2))
-    parts = parts_by_links([1e9, 1e8, 1e9], own=1.0, each=2.0)
+    assert parts_by_links([4e8, 1e8], fixed_load=0.0, load_per_share=3.0) == pytest.approx(
+        (0.8, 0.2)
+    )
+    parts = parts_by_links([1e9, 1e8, 1e9], fixed_load=1.0, load_per_share=2.0)
     assert parts == pytest.approx((0.5, 0.0, 0.5)), "the slow link is busy with its worker's"
-    parts = parts_by_links([1e9, 8e8, 1e9], own=1.0, each=2.0)
+    parts = parts_by_links([1e9, 8e8, 1e9], fixed_load=1.0, load_per_share=2.0)
     seconds = [(1 + 2 * part) / link for part, link in zip(parts, [1e9, 8e8, 1e9], strict=True)]
     assert seconds == pytest.approx([seconds[0]] * 3)
     assert sum(parts) == pytest.approx(1)
-    assert parts_by_links([4.0, 1.0, 3.0], 0.0, 1.0, least=0.25) == pytest.approx(
+    assert parts_by_links([4.0, 1.0, 3.0], 0.0, 1.0, min_share=0.25) == pytest.approx(
         (3 / 7, 0.25, 9 / 28)
     )
-    assert parts_by_links([4.0, 1.0], 0.0, 1.0, least=0.5) == pytest.approx((0.5, 0.5))
+    assert parts_by_links([4.0, 1.0], 0.0, 1.0, min_share=0.5) == pytest.approx((0.5, 0.5))
 
 
 @given(SIZES, SERVERS, st.integers(1, 50), st.integers(0, 50))

@@ -260,7 +260,7 @@ def test_a_bucket_leaves_while_backward_goes_on() -> None:
     def program(runtime: Runtime) -> float:
         def backward() -> None:
             for slot in (2, 1, 0):
-                runtime.compute.reached(slot)
+                runtime.compute.advance_to(slot)
                 times.append(runtime.transport.now())
 
         times: list[float] = []

@@ -59,10 +59,10 @@ class FreeCompute:
     def run(self, work: Work, function: Callable[[], T]) -> T:
         return function()
 
-    def needs(self, slot: int, wait: Callable[[], object]) -> None:
+    def wait_before_using(self, slot: int, wait: Callable[[], object]) -> None:
         wait()
 
-    def reached(self, slot: int) -> None:
+    def advance_to(self, slot: int) -> None:
         """Time passes by itself."""
 
 

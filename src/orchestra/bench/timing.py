@@ -313,10 +313,10 @@ class Profile:
             self.exchange()
         return result
 
-    def needs(self, slot: int, wait: Callable[[], object]) -> None:
+    def wait_before_using(self, slot: int, wait: Callable[[], object]) -> None:
         wait()
 
-    def reached(self, slot: int) -> None:
+    def advance_to(self, slot: int) -> None:
         """The clock knows."""
 
     def steps(self) -> dict[str, list[float]]:

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 def agree_on_parameters(worker: Worker, group: Group | None = None) -> None:
     """Give all of `group` (None: all that are there) its first rank's parameters and buffers."""
-    if worker.agrees:
+    if worker.parameters_equal:
         return
     group = worker.everyone if group is None else group
     broadcast(worker.transport, worker.parameters, group.ranks[0], group, Tag.AGREE)
@@ -245,7 +245,10 @@ class Stopwatch:
 
     def __init__(self, worker: Worker) -> None:
         self._worker, self._compute = worker, worker.compute
-        self.reached, self.needs = worker.compute.reached, worker.compute.needs
+        self.advance_to, self.wait_before_using = (
+            worker.compute.advance_to,
+            worker.compute.wait_before_using,
+        )
         worker.compute = self
         self._began: float | None = None
         self._exchanged = self._coded = 0.0

@@ -101,7 +101,7 @@ class GradientAverage:
             self._ready = [0] * len(self._buckets)
             self._next = 0
         step.loss, step.losses, step.stop = gradients.publish()
-        step.agreed = True
+        step.loss_is_global = True
 
     def close(self) -> None:
         """Stop listening to backward, and end the background flow."""
@@ -118,7 +118,7 @@ class GradientAverage:
         last = len(self._buckets) - 1  # waits for what travels with it
         # In their order, whichever is filled first: all ranks have to begin the same collectives.
         while self._next < last and self._ready[self._next] == self._buckets[self._next].slots:
-            self._worker.compute.reached(self._buckets[self._next].end_slot - 1)
+            self._worker.compute.advance_to(self._buckets[self._next].end_slot - 1)
             self._begin_next()
 
     def _begin_next(self) -> None:
@@ -299,7 +299,7 @@ class PartialAverage:
             gradients.vector.mul_(factor)
         loss, step.losses, step.stop = gradients.publish()
         step.loss = loss * factor
-        step.agreed = True
+        step.loss_is_global = True
         self._step += 1
 
     def close(self) -> None:

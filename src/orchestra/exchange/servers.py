@@ -334,7 +334,7 @@ class PartsClient:
         while self._missing and self._parts[self._missing - 1].tensors.stop > slot:
             self._missing -= 1
             needed = self._parts[self._missing].tensors.stop - 1
-            self._worker.compute.needs(needed, self._pulling[self._missing].wait)
+            self._worker.compute.wait_before_using(needed, self._pulling[self._missing].wait)
 
     def settle(self) -> None:
         """Wait until all values are there."""
@@ -359,7 +359,7 @@ class PartsClient:
             if not all(self._there[tensors.start : tensors.stop]):
                 return
             # In virtual time a part is there when backward has come to its last tensor.
-            worker.compute.reached(tensors[-1])
+            worker.compute.advance_to(tensors[-1])
             self._push_next()
 
     def _push_next(self) -> None:

@@ -112,9 +112,11 @@ class Shards:
             Piece(unit.first_slot + piece.tensor, first + piece.first, first + piece.end)
             for piece in unit.pieces
         ]
-        at = unit.at if self._sharded else unit.own
-        values = tensors_of(worker.layout, pieces, worker.parameters[at : at + unit.size], unit.own)
-        gradients = tensors_of(worker.layout, pieces, worker.gradients.own(unit), unit.own)
+        at = unit.shard_offset if self._sharded else unit.owned_start
+        values = tensors_of(
+            worker.layout, pieces, worker.parameters[at : at + unit.owned_length], unit.owned_start
+        )
+        gradients = tensors_of(worker.layout, pieces, worker.gradients.own(unit), unit.owned_start)
         for piece, value, gradient in zip(pieces, values.values(), gradients.values(), strict=True):
             self._parts.append((piece.tensor, value[0], gradient[0]))
         return values
@@ -230,7 +232,7 @@ class ScatteredAverage(GradientAverage):
             while len(self._under_way) > 1:
                 # To bound memory, one sum at most is under way beside the unit in backward.
                 before = self._under_way.pop(0)
-                self._worker.compute.needs(len(self._bucket_of) - 1, before.wait)
+                self._worker.compute.wait_before_using(len(self._bucket_of) - 1, before.wait)
 
     def _sum_nothing(self) -> None:
         """Begin the sum of the next unit, to which this worker adds zeros."""

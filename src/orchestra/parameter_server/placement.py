@@ -125,26 +125,30 @@ def _place(
 
 
 def parts_by_links(
-    bandwidths: Sequence[float], own: float, each: float, least: float = 0.0
+    bandwidths: Sequence[float], fixed_load: float, load_per_share: float, min_share: float = 0.0
 ) -> tuple[float, ...]:
     """Return the part of the parameters of each server such that the slowest link ends soonest.
 
-    In a step the link of server k, of `bandwidths[k]` bytes/s, carries in each direction `own`
-    models whatever the server has, and `each` times its part s_k: (own + each s_k) / B_k is made
-    as equal as parts from `least` on allow. Their sum is 1.
+    In a step the link of server k, of `bandwidths[k]` bytes/s, carries in each direction
+    `fixed_load` models whatever the server has, and `load_per_share` times its part s_k. The
+    seconds (fixed_load + load_per_share s_k) / B_k are made as equal as parts from
+    `min_share` on allow. The sum of the parts is 1.
     """
     there = sorted(range(len(bandwidths)), key=lambda server: -bandwidths[server])
     left = 1.0
-    while True:  # all links of those that have more than the least part end together
+    while True:  # all links of servers with more than `min_share` end together
         whole = math.fsum(bandwidths[server] for server in there)
-        seconds = (each * left + own * len(there)) / whole
-        if seconds * bandwidths[there[-1]] >= own + each * least or len(there) == 1:
+        seconds = (load_per_share * left + fixed_load * len(there)) / whole
+        least = fixed_load + load_per_share * min_share
+        if seconds * bandwidths[there[-1]] >= least or len(there) == 1:
             break
         # The slowest link among them cannot carry even the least part in that time.
         there.pop()
-        left -= least
-    parts = {server: (seconds * bandwidths[server] - own) / each for server in there}
-    return tuple(parts.get(server, least) for server in range(len(bandwidths)))
+        left -= min_share
+    parts = {
+        server: (seconds * bandwidths[server] - fixed_load) / load_per_share for server in there
+    }
+    return tuple(parts.get(server, min_share) for server in range(len(bandwidths)))
 
 
 def _pieces(spans: Spans, first: int, end: int) -> Iterator[Piece]:

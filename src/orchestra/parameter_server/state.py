@@ -69,7 +69,7 @@ class ServerState:
     """Live, not paused and not idle, as long as that has not changed."""
     _given: dict[int, WorkItem] = field(default_factory=dict, compare=False, repr=False)
     """What each worker was last told to do."""
-    _further: set[int] = field(default_factory=set, compare=False, repr=False)
+    _repeat_pushers: set[int] = field(default_factory=set, compare=False, repr=False)
     """Workers whose last push was a second or later one for the same batch."""
     _resumed: bool = field(default=True, compare=False, repr=False)
     """Nobody has pushed since the last quiet point, or since the beginning."""
@@ -92,7 +92,7 @@ class ServerState:
                 self.queue.close()
             # A further push for the batch before brings no further batch.
             if push.position is None:
-                self._further.add(push.worker)
+                self._repeat_pushers.add(push.worker)
         self._resumed = False
         if self.when.drops_late and push.clock <= self.newest:
             self._drop(push)
@@ -185,9 +185,9 @@ class ServerState:
 
     def _work_for(self, worker: int) -> WorkItem | None:
         """Return what `worker` does next: the same item after a further push for one batch."""
-        if self.queue is not None and worker not in self._further:
+        if self.queue is not None and worker not in self._repeat_pushers:
             self._given[worker] = self.queue.take(worker)
-        self._further.discard(worker)
+        self._repeat_pushers.discard(worker)
         return self._given.get(worker)
 
     def _steps(self, worker: int) -> int:

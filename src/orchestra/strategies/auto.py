@@ -254,9 +254,9 @@ class AutoMember(PhasedMember[Auto]):
         # Parameters are equal now: to broadcast them would take N - 1 times their size, and go on
         # in the background of the first steps, which would be measured as slow.
         exchange.broadcast_buffers(worker, worker.everyone)
-        agreed, worker.agrees = worker.agrees, True
+        agreed, worker.parameters_equal = worker.parameters_equal, True
         self.inner = then.join(worker)
-        worker.agrees, worker.inherited = agreed, {}
+        worker.parameters_equal, worker.inherited = agreed, {}
         exchange.wait_for_workers(worker)
 
 

@@ -176,7 +176,7 @@ def note_agreement(worker: Worker, answers: Sequence[Answer]) -> None:
     """Note the mean loss of all workers, and whether any of them wishes to stop."""
     step = worker.step
     step.loss, step.stop = answers[0].loss, any(answer.stop for answer in answers)
-    step.agreed = True
+    step.loss_is_global = True
 
 
 def note_staleness(worker: Worker, answers: Sequence[Answer]) -> None:

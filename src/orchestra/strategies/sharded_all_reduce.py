@@ -153,5 +153,5 @@ def sharded_footprint(whole: Footprint, shard: str, ranks: int) -> Footprint:
         optimizer=1 / ranks if level >= 1 else 1.0,
         gradients=1 / ranks if level >= 2 else 1.0,
         parameters=1 / ranks if level >= 3 else 1.0,
-        windows=max(level - 1, 0),
+        buckets_in_flight=max(level - 1, 0),
     )

@@ -48,5 +48,5 @@ class SingleMember(Member[Single]):
         worker = self.worker
         worker.clip()
         worker.update_locally(self.optimizer)
-        worker.step.agreed = True
+        worker.step.loss_is_global = True
         worker.snapshots.offer(worker.step.consumed, worker.parameters)

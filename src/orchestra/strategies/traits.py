@@ -46,8 +46,8 @@ class Footprint:
 
     `copies` are vectors of all parameters beside the optimizer's state: for arriving values, for
     anchors and outer momenta. `batches` is the number of per-worker batches whose activations
-    are held at the same time. `windows` is how often two buckets are held beside a rank's shard:
-    for gradients, and for parameters in use.
+    are held at the same time. `buckets_in_flight` is how often two buckets are held beside a rank's
+    shard: for gradients, and for parameters in use.
     """
 
     parameters: float = 1.0
@@ -55,7 +55,7 @@ class Footprint:
     optimizer: float = 1.0
     copies: float = 0.0
     batches: float = 1.0
-    windows: float = 0.0
+    buckets_in_flight: float = 0.0
 
     def joined(self, other: Footprint, how: Callable[[float, float], float]) -> Footprint:
         """Combine two footprints part by part with `how` (a sum, a maximum)."""

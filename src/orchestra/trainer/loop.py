@@ -262,7 +262,7 @@ class Loop(ABC):
     def _all_stop(self) -> bool:
         """Return whether this step is the last: agreed with its loss, or found as a common one."""
         step = self.worker.step
-        if step.agreed or self._traits.pace is Pace.FREE:
+        if step.loss_is_global or self._traits.pace is Pace.FREE:
             return step.stop
         plan_step = self.position.plan_step
         if self._leaving is None:

@@ -157,7 +157,7 @@ class Session(Loop):
         worker, strategy, reporter = self.worker, self.strategy, self.runtime.reporter
         footprint = strategy.traits(self.training.work).memory(worker.rank, self.training.ranks)
         # A warm-up has a copy of the whole, with its gradients.
-        warms_up = self.runtime.warms_up and not self.in_parts and not footprint.windows
+        warms_up = self.runtime.warms_up and not self.in_parts and not footprint.buckets_in_flight
         # Before the stopwatch: lazy imports and first allocations are no strategy's.
         if warms_up and worker.rank in self.roles.workers:
             setup.warm_up(worker, self._first_samples, footprint.optimizer)
@@ -172,7 +172,7 @@ class Session(Loop):
         worker.check_loss = lambda loss: self._check_loss(loss, self.position.steps + 1)
         reporter.phase("training")
         start_together(worker, self.roles.leader)
-        worker.agrees = False
+        worker.parameters_equal = False
         # A resumed run goes on at the seconds of its checkpoint.
         worker.snapshots.started = self.runtime.transport.now() - self.totals.elapsed
         self._passed("first_step")

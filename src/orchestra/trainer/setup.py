@@ -303,16 +303,17 @@ def kept_bytes(run: Run, rank: int, sizes: Sizes, layout: Layout) -> Counter[str
     footprint = run.strategy.traits(training.work).memory(rank, training.ranks)
     others = sizes["parameters"] - sizes["trained"]
     parameters = footprint.parameters * sizes["trained"]
-    parameters += others if footprint.windows else footprint.parameters * others
+    parameters += others if footprint.buckets_in_flight else footprint.parameters * others
     gradients = footprint.gradients * sizes["trained"]
-    if footprint.windows and training.accumulation > 1:
+    if footprint.buckets_in_flight and training.accumulation > 1:
         gradients += sizes["trained"]
     kept = {
         "parameters": parameters,
         "gradients": gradients,
         f"state of {training.optimizer.name}": footprint.optimizer * sizes["state"],
         "further copies": footprint.copies * sizes["trained"],
-        "buckets in use": footprint.windows * _two_largest(layout, training.bucket_megabytes),
+        "buckets in use": footprint.buckets_in_flight
+        * _two_largest(layout, training.bucket_megabytes),
     }
     return Counter({name: round(size) for name, size in kept.items()})
 

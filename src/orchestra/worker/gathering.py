@@ -158,13 +158,13 @@ class Gathering(TorchDispatchMode):
 
     def in_forward(self, unit: ShardUnit, until: Callable[[], object]) -> None:
         """Charge what precedes `unit` in forward: its last slot is that of the first layer."""
-        self._compute.needs(unit.end_slot - 1, until)
+        self._compute.wait_before_using(unit.end_slot - 1, until)
 
     def in_backward(self, unit: ShardUnit, until: Callable[[], object]) -> None:
         """Charge what precedes `unit` in backward: the slots before it have their gradients."""
         if self._last and unit.first_slot:
-            self._compute.reached(unit.first_slot - 1)
-        self._compute.needs(self._units[-1].end_slot - 1, until)
+            self._compute.advance_to(unit.first_slot - 1)
+        self._compute.wait_before_using(self._units[-1].end_slot - 1, until)
 
     # Passes in which nothing is computed
 
@@ -246,7 +246,10 @@ class ShardedWorker(Worker):
         super().__init__(runtime, module, optimizer, bucket_bytes=bucket_bytes, **options)
         buffers = sum(buffer.numel() for _, buffer in self.buffers)
         self.snapshots.places = {
-            "parameters": [ModelRange(u.at, u.at + u.size, u.own) for u in self.units],
+            "parameters": [
+                ModelRange(u.shard_offset, u.shard_offset + u.owned_length, u.owned_start)
+                for u in self.units
+            ],
             "buffers": [ModelRange(0, buffers, 0)] if runtime.rank == 0 else [],
         }
 

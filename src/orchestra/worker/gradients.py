@@ -83,7 +83,7 @@ class Gradients:
 
     def own(self, unit: ShardUnit) -> Tensor:
         """Return the elements of `unit` of which this worker owns the sum, flat."""
-        return self.vector[unit.own : unit.own + unit.size]
+        return self.vector[unit.owned_start : unit.owned_start + unit.owned_length]
 
     def keep_own(self, unit: ShardUnit) -> None:
         """After the sum of `unit`: what is not `own` may be freed."""

@@ -324,11 +324,11 @@ class InterceptedCompute:
         proceed = functools.partial(self.inner.run, work, function)
         return self.chain.call("compute", self.chain.flow, work, proceed=proceed)
 
-    def reached(self, slot: int) -> None:
-        self.inner.reached(slot)
+    def advance_to(self, slot: int) -> None:
+        self.inner.advance_to(slot)
 
-    def needs(self, slot: int, wait: Callable[[], object]) -> None:
-        self.inner.needs(slot, wait)
+    def wait_before_using(self, slot: int, wait: Callable[[], object]) -> None:
+        self.inner.wait_before_using(slot, wait)
 
 
 @dataclass

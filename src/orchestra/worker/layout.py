@@ -139,7 +139,8 @@ class ShardUnit:
     """The slots from `first_slot` to before `end_slot`: elements [first, end) of the flat vector.
 
     `edges` are those of the workers' slices, counted from `first`. This worker owns elements
-    [own, own + size) of the flat vector, which consist of `pieces` and begin at `at` of its shard.
+    [owned_start, owned_start + owned_length) of the flat vector, which consist of `pieces`. They
+    begin at `shard_offset` of its shard.
     """
 
     number: int
@@ -148,20 +149,21 @@ class ShardUnit:
     first_slot: int
     end_slot: int
     edges: tuple[int, ...]
-    own: int
-    size: int
+    owned_start: int
+    owned_length: int
     pieces: tuple[Piece, ...]
-    at: int
+    shard_offset: int
 
     @property
     def owned(self) -> slice:
         """This worker's elements, counted from `first`."""
-        return slice(self.own - self.first, self.own - self.first + self.size)
+        start = self.owned_start - self.first
+        return slice(start, start + self.owned_length)
 
     @property
     def shard(self) -> slice:
         """The same elements in this worker's shard."""
-        return slice(self.at, self.at + self.size)
+        return slice(self.shard_offset, self.shard_offset + self.owned_length)
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,7 @@ def cut_into_units(
 
 def shard_size(units: Sequence[ShardUnit]) -> int:
     """Return how many elements this worker owns of all `units`."""
-    return units[-1].at + units[-1].size
+    return units[-1].shard_offset + units[-1].owned_length
 
 
 class UnitMemory:

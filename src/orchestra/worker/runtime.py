@@ -53,13 +53,13 @@ class Compute(Protocol):
     def run(self, work: Work, function: Callable[[], T]) -> T:
         """Run `function`, and let the clock advance by what `work` costs on this engine."""
 
-    def reached(self, slot: int) -> None:
+    def advance_to(self, slot: int) -> None:
         """Inside the backward of a "gradient": parameter `slot` of the layout has its gradient.
 
         Where time is virtual, the clock advances to that point of the work.
         """
 
-    def needs(self, slot: int, wait: Callable[[], object]) -> None:
+    def wait_before_using(self, slot: int, wait: Callable[[], object]) -> None:
         """Inside the forward of a "gradient": parameter `slot` is needed, and `wait` waits for it.
 
         The wait is no computation. Where time is virtual, the clock advances to that point first.

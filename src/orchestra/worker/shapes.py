@@ -268,7 +268,7 @@ class ShapeGradients(Gradients):
 class ShapeWorker(Worker):
     """A worker that charges for all that another one does, and does none of it."""
 
-    agrees = True
+    parameters_equal = True
 
     def __init__(self, runtime: Runtime, shared: SharedShapes, **options: Any) -> None:
         self._shared, self._steps = shared, 0

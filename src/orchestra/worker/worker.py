@@ -38,7 +38,7 @@ class Step:
         loss: this rank's own; the sample-weighted mean over the workers once they agree.
         losses: the loss of each rank once they agree, 0 for a rank without data.
         stop: whether the user asked this rank to stop; any rank, once they agree.
-        agreed: whether `loss`, `losses` and `stop` are those of the whole cluster.
+        loss_is_global: whether `loss`, `losses` and `stop` are those of the whole cluster.
         rescale: what the scale of its gradients was multiplied by since the last exchange.
         staleness: of this step's push at each server, in updates.
         planned: samples consumed once every worker has done this step.
@@ -62,7 +62,7 @@ class Step:
     loss: float = 0.0
     losses: tuple[float, ...] = ()
     stop: bool = False
-    agreed: bool = False
+    loss_is_global: bool = False
     rescale: float = 1.0
     staleness: tuple[int, ...] = ()
     planned: int = 0
@@ -116,13 +116,13 @@ class Worker(FlatModel):
     """One rank's module, data share and connections, engine and strategy apart.
 
     `parameters` and `gradients.vector` are flat: shape [layout.size], dtype of the model. Where
-    `agrees` is set they are known to be equal on all ranks. `transport` is that of the main flow.
-    Values of the parameters that are still `arriving` are awaited by the next forward pass.
-    `observe` is called now and then by a rank that only serves. `undo_exchange`, in a loop of the
-    user's own, takes back what the last exchange has changed, until its step is made.
+    `parameters_equal` is set they are known to be equal on all ranks. `transport` is that of the
+    main flow. Values of the parameters that are still `arriving` are awaited by the next forward
+    pass. `observe` is called now and then by a rank that only serves. `undo_exchange`, in a
+    loop of the user's own, takes back what the last exchange has changed, until its step is made.
     """
 
-    agrees = False
+    parameters_equal = False
     _told_if_compiled = False
     observe: Callable[[], None] = staticmethod(lambda: None)
     undo_exchange: Callable[[], None] = staticmethod(lambda: None)

@@ -201,10 +201,10 @@ class TimedCompute:
             if work.kind == "gradient":
                 self._in_gradient = None
 
-    def reached(self, slot: int) -> None:
+    def advance_to(self, slot: int) -> None:
         """Do nothing: only a simulation charges a part of a backward pass."""
 
-    def needs(self, slot: int, wait: Callable[[], object]) -> None:
+    def wait_before_using(self, slot: int, wait: Callable[[], object]) -> None:
         started = time.perf_counter()
         wait()
         self._waited += time.perf_counter() - started

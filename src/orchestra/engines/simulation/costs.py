@@ -360,11 +360,11 @@ class SimulatedCompute:
         """
         self._kernel.catch_up()
 
-    def reached(self, slot: int) -> None:
+    def advance_to(self, slot: int) -> None:
         """Inside a gradient: let time pass up to where `slot` is ready."""
         self._pass(self._costs.ready(slot))
 
-    def needs(self, slot: int, wait: Callable[[], object]) -> None:
+    def wait_before_using(self, slot: int, wait: Callable[[], object]) -> None:
         """Inside a gradient: let time pass up to where the forward pass needs `slot`; wait."""
         self._pass(self._costs.needed(slot))
         began = self._kernel.here()

@@ -310,7 +310,7 @@ class OwnLoop:
         self._pending = not self._gradients.last_backward
         if not self._pending:
             self._reduce()
-            self._averaged = self.worker.step.agreed
+            self._averaged = self.worker.step.loss_is_global
         self._note_left()
 
     def _note_left(self) -> None:
@@ -544,7 +544,9 @@ class OwnLoop:
                 pass
             self._begin_exchange()
             self._reduce()
-        elif changed and several and self.batches.synchronous and not self.worker.step.agreed:
+        elif (
+            changed and several and self.batches.synchronous and not self.worker.step.loss_is_global
+        ):
             raise InputError(
                 f"the gradient was changed between backward() and step(), as clipping does, but "
                 f"{self.strategy!r} averages it in step() only, so that each worker would clip by "
