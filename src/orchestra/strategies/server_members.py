@@ -61,17 +61,22 @@ class DedicatedServer(ServedMember[Strategy]):
 
 
 @dataclass(eq=False)
-class AsynchronousWorker(ServedMember[Strategy]):
-    """Push the gradient at the parameters that were read; pull the servers' values.
-
-    Li et al. (OSDI 2014), and stale synchronous parallel (Ho et al., NIPS 2013): the servers decide
-    when they answer.
-    """
+class PushingWorker(ServedMember[Strategy]):
+    """A worker whose servers run the optimizer: it pushes its gradient in `update`."""
 
     def exchange(self) -> None:
         """Gather the gradient, which no other worker sees."""
         self.channel.collect()
         self.worker.gradients.forget_unused()
+
+
+@dataclass(eq=False)
+class AsynchronousWorker(PushingWorker):
+    """Push the gradient at the parameters that were read; pull the servers' values.
+
+    Li et al. (OSDI 2014), and stale synchronous parallel (Ho et al., NIPS 2013): the servers decide
+    when they answer.
+    """
 
     def update(self) -> None:
         """Push the gradient, and go on from the values that come back."""
@@ -80,17 +85,12 @@ class AsynchronousWorker(ServedMember[Strategy]):
 
 
 @dataclass(eq=False)
-class SynchronousWorker(ServedMember[Strategy]):
+class SynchronousWorker(PushingWorker):
     """Push the gradient; pull what the servers make of the average of all."""
 
     def begin(self) -> None:
         """Take the first worker's buffers."""
         exchange.broadcast_buffers(self.worker, self.worker.workers)
-
-    def exchange(self) -> None:
-        """Gather the gradient; the servers average in `update`."""
-        self.channel.collect()
-        self.worker.gradients.forget_unused()
 
     def update(self) -> None:
         """Push the gradient, and go on from the values that come back."""
@@ -138,7 +138,7 @@ class Missed:
 
 
 @dataclass(eq=False)
-class BackupWorker(ServedMember[Strategy]):
+class BackupWorker(PushingWorker):
     """Push the gradient; if it came too late for its step, go on after the newest step.
 
     Chen et al. (2016): the servers average the first gradients of a step, and drop later ones.
@@ -154,11 +154,6 @@ class BackupWorker(ServedMember[Strategy]):
             return
         missed.steps -= 1
         step.samples, step.loss, step.consumed = 0, missed.loss, missed.consumed
-
-    def exchange(self) -> None:
-        """Gather the gradient; the servers average in `update`."""
-        self.channel.collect()
-        self.worker.gradients.forget_unused()
 
     def update(self) -> None:
         """Push the gradient, and go on from the values that come back."""
