@@ -6,82 +6,26 @@ from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from orchestra import exchange, optimizers
+from orchestra import exchange
 from orchestra.compression.base import Compressor
 from orchestra.errors import InputError
 from orchestra.settings import MAX_STEPS, setting
 from orchestra.strategies.all_reduce import AllReduce, require_ring
-from orchestra.strategies.outer import Average, Outer, OuterState, SlowMo
-from orchestra.strategies.stateful import ReplicaState, StatefulReplicas
+from orchestra.strategies.base import Replicas
+from orchestra.strategies.fragments import NEGLIGIBLE_WEIGHT, CompressedMean, Fragment, Mean
+from orchestra.strategies.member import ReplicaMember
+from orchestra.strategies.outer import Average, Outer, SlowMo
 from orchestra.strategies.traits import Footprint, Rehearsal, Traits, WorkMode
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from orchestra.exchange import Learnt
-    from orchestra.transports.protocol import Task, Transport
     from orchestra.worker.worker import Worker
-
-NEGLIGIBLE_WEIGHT = 2.0**-100
-"""The weight of a replica without samples, lest all weights be 0."""
-
-
-@dataclass
-class Fragment:
-    """Elements [first, end) of the flat parameters that are averaged at once; how they stand."""
-
-    first: int = field(metadata=optimizers.TRANSIENT)
-    end: int = field(metadata=optimizers.TRANSIENT)
-    outer: OuterState
-    samples: int = 0  # of this worker since the last average
-    total: int = 0  # of all workers
-    averages: int = 0  # made so far
-    anchor: Tensor | None = None  # the last average, for compression, if `outer` keeps no x_0
-    travelling: Tensor | None = None  # an average on its way
-    sent: Tensor | None = None  # what this worker sent, if that is needed when it arrives
-    due: int = 0  # the step at which it is applied
-    flow: Task[None] | None = field(default=None, metadata=optimizers.TRANSIENT)
-
-    @property
-    def weight(self) -> float:
-        """The weight of this replica in an exact mean: its samples since the last average."""
-        return self.samples or NEGLIGIBLE_WEIGHT
-
-    def replica(self, worker: Worker) -> Tensor:
-        return worker.parameters[self.first : self.end]
-
-    def counts(self, worker: Worker) -> tuple[int, int | None]:
-        """`samples` and `total`, which a loop of the user's own may not know."""
-        return self.samples, None if worker.own_loop else self.total
-
-    @property
-    def reference(self) -> Tensor:
-        """The values that all workers know of this fragment: differences are taken from them."""
-        known = self.anchor if self.outer.start is None else self.outer.start
-        assert known is not None
-        return known
-
-    def land(self) -> None:
-        """Wait for an average that is on its way."""
-        if self.flow is not None:
-            self.flow.wait()
-            self.flow = None
-
-
-@dataclass
-class LocalSGDState(ReplicaState):
-    """The fragments of this worker's replica, and what it counts."""
-
-    fragments: list[Fragment]
-    steps: int = 0
-    epochs: int = 0  # those over
-    ended: list[int] = field(default_factory=list)  # fragments that move with the next gradient
-    samples: int = 0  # of this worker since its buffers were last averaged
-    compression: exchange.CompressionState | None = None
 
 
 @dataclass(frozen=True, repr=False)
-class LocalSGD(StatefulReplicas[LocalSGDState]):
+class LocalSGD(Replicas):
     """Each worker takes `every` steps of its own; then the replicas are averaged.
 
     Averages are weighted by the samples behind each replica since the last one; so is the one at
@@ -217,166 +161,237 @@ class LocalSGD(StatefulReplicas[LocalSGDState]):
             copies += self.compression.footprint + (not self.outer.copies)
         return replace(super()._memory(rank, ranks), copies=copies)
 
-    def allocate(self, worker: Worker, work: exchange.SharedWork | None) -> LocalSGDState:
-        fragments = [
-            Fragment(first, end, self.outer.begin(worker.parameters[first:end]))
-            for first, end in exchange.fragments_of(worker, self.fragments)
-        ]
-        state = LocalSGDState(worker.local_optimizer(), fragments, epochs=int(worker.step.epoch))
+    def member(self, worker: Worker) -> LocalMember:
+        mean = Mean(worker, self.algorithm)
         if self.compression is not None:
-            state.compression = exchange.CompressionState.of(worker, self.compression)
-            for fragment in fragments:
-                if fragment.outer.start is None:
-                    fragment.anchor = fragment.replica(worker).clone()
-        return state
+            state = exchange.CompressionState.of(worker, self.compression)
+            mean = CompressedMean(worker, self.algorithm, self.compression, state)
+        rule: type[LocalMember] = LocalSGDMember
+        if self.outer.beside_gradient:
+            rule = EASGDMember
+        elif self.overlap:
+            rule = StreamingMember if self.late == "mixed" else CoCoDMember
+        fragments = []
+        for first, end in exchange.fragments_of(worker, self.fragments):
+            values = worker.parameters[first:end]
+            fragments.append(Fragment(first, end, self.outer.begin(values)))
+            if self.compression is not None and fragments[-1].outer.start is None:
+                fragments[-1].anchor = values.clone()
+        epochs = int(worker.step.epoch)
+        return rule(self, worker, worker.local_optimizer(), fragments, mean, epochs=epochs)
 
-    def update(self, worker: Worker, state: LocalSGDState) -> None:
-        """Take a local step; then apply averages that are due, and send others."""
-        worker.clip()
-        ended = [state.fragments[index] for index in state.ended]
-        moves = [self._move_beside_gradient(worker, state, fragment) for fragment in ended]
-        worker.update_locally(state.optimizer)  # EASGD takes both at one x: the moves were first
-        for fragment, move in zip(ended, moves, strict=True):
-            fragment.replica(worker).add_(move)
-        state.steps += 1
-        state.samples += worker.step.samples
-        for fragment in state.fragments:
-            fragment.samples += worker.step.samples
-            fragment.total += worker.step.total_samples
-            if fragment.travelling is not None and state.steps >= fragment.due:
-                self._arrive(worker, fragment)
-        leaving = self._leaving(worker, state)
-        state.ended = leaving if self.outer.beside_gradient else []
-        if not self.outer.beside_gradient:
-            for index in leaving:
-                self._send(worker, state, state.fragments[index])
-        consumed, offer = worker.step.consumed, worker.snapshots.offer
-        for fragment in state.fragments:
-            contribution, offset = self._contribution(worker, fragment), fragment.first
-            offer(consumed, contribution, offset=offset, weight=fragment.weight)
-            if self.outer.beside_gradient:  # its centre is not what a worker has
-                offer(consumed, fragment.replica(worker), offset=offset, kind="replica")
+    def ending(self, count: int, steps: int, before: int, epochs: int) -> list[int]:
+        """Return which of `count` fragments end a round with step `steps`.
 
-    def _contribution(self, worker: Worker, fragment: Fragment) -> Tensor:
-        return self.outer.contribution(fragment.outer, fragment.replica(worker))
-
-    def _move_beside_gradient(
-        self, worker: Worker, state: LocalSGDState, fragment: Fragment
-    ) -> Tensor:
-        """Find what the outer rule adds to a fragment where the gradient was computed."""
-        own = fragment.replica(worker)
-        average, moved = exchange.copy_of(worker, own), own.clone()
-        self._averaging(worker, state, fragment, average)(worker.transport)
-        self.outer.step(fragment.outer, moved, average, worker, fragment.first)
-        return moved.sub_(own)
-
-    def _averaging(
-        self, worker: Worker, state: LocalSGDState, fragment: Fragment, values: Tensor
-    ) -> Callable[[Transport], None]:
-        """Make a function that averages `values`, a copy of `fragment`; its samples count anew."""
-        samples, total = fragment.counts(worker)
-        fragment.samples = fragment.total = 0
-        number = fragment.averages
-        fragment.averages += 1
-
-        def average(transport: Transport) -> None:
-            if self.compression is None or state.compression is None:
-                exchange.average_replicas(worker, transport, values, self.algorithm, samples, total)
-                return
-            if len(worker.workers) == 1:
-                return
-            part = exchange.part_of_samples(worker, transport, self.algorithm, samples, total)
-            values.sub_(fragment.reference).mul_(part)
-            exchange.average_compressed(
-                worker, transport, values, fragment.first, self.compression, state.compression,
-                self.algorithm, number,
-            )  # fmt: skip
-            values.add_(fragment.reference)
-
-        return average
-
-    def _leaving(self, worker: Worker, state: LocalSGDState) -> list[int]:
-        """Find the fragments whose round ends with this step."""
+        `before` and `epochs` passes over the data were complete before and after it.
+        """
         if self.every_epochs is not None:
-            before, state.epochs = state.epochs, int(worker.step.epoch)
-            ends = state.epochs // self.every_epochs > before // self.every_epochs
-            return [0] if ends else []
+            return [0] if epochs // self.every_epochs > before // self.every_epochs else []
         if self.every is None:
             return []
-        every, count, steps = self.every, len(state.fragments), state.steps
+        every = self.every
         return [k for k in range(count) if (steps + k * every // count) % every == 0]
 
-    def _send(self, worker: Worker, state: LocalSGDState, fragment: Fragment) -> None:
-        counts = fragment.counts(worker)
-        fragment.travelling = exchange.copy_of(worker, fragment.replica(worker))
-        fragment.due = state.steps + self.overlap
-        if self.late == "added":
-            fragment.sent = exchange.copy_of(worker, fragment.travelling)
-        average = self._averaging(worker, state, fragment, fragment.travelling)
-        if self.overlap:
-            fragment.flow = worker.transport.spawn(average)
-            return
-        average(worker.transport)
-        self._arrive(worker, fragment)
-        if isinstance(self.outer, SlowMo) and self._rule(fragment) is self.outer:
-            if self.outer.buffers == "reset":
-                state.optimizer.state.clear()  # Adam's count of steps, too
-            elif self.outer.buffers == "average":
-                exchange.average_moments(worker, state.optimizer, self.algorithm, *counts)
 
-    def _arrive(self, worker: Worker, fragment: Fragment) -> None:
-        fragment.land()
-        assert fragment.travelling is not None
-        own = fragment.replica(worker)
-        learnt = own.clone() if self.overlap else own  # the rule below overwrites `own`
-        rule = self._rule(fragment)
-        rule.step(fragment.outer, own, fragment.travelling, worker, fragment.first)
-        if fragment.sent is not None:
-            own.add_(learnt.sub_(fragment.sent))  # CoCoD-SGD: what was learnt since it left
-        elif self.overlap:
-            own.lerp_(learnt, self.mix)
-        if fragment.anchor is not None:
-            fragment.anchor.copy_(fragment.travelling)  # it is the same on all workers
-        fragment.travelling = fragment.sent = None
+@dataclass(eq=False)
+class LocalMember(ReplicaMember[LocalSGD]):
+    """A worker that takes local steps, and averages fragments of its replica by rounds."""
 
-    def _rule(self, fragment: Fragment) -> Outer:
-        """Return the outer rule for the last average of `fragment`."""
-        if isinstance(self.outer, SlowMo) and self.outer.every is not None:
-            assert self.every is not None
-            if fragment.averages % (self.outer.every // self.every):
-                return Average()  # between two slow updates
-        return self.outer
+    fragments: list[Fragment]
+    mean: Mean
+    steps: int = 0
+    epochs: int = 0  # complete passes over the data
+    samples: int = 0  # of this worker since its buffers were last averaged
 
-    def settle(self, worker: Worker, state: LocalSGDState) -> None:
-        """Wait for averages on their way; they are applied when they are due."""
-        for fragment in state.fragments:
-            fragment.land()
+    def count(self) -> None:
+        """Count the step, and its samples for the fragments' weights."""
+        step = self.worker.step
+        self.steps += 1
+        self.samples += step.samples
+        for fragment in self.fragments:
+            fragment.samples += step.samples
+            fragment.total += step.total_samples
 
-    def stop(self, worker: Worker, state: LocalSGDState) -> None:
-        self._apply(worker, state)
-        consumed, renew = worker.step.consumed, worker.snapshots.renew
-        for fragment in state.fragments:
-            contribution, offset = self._contribution(worker, fragment), fragment.first
-            renew(consumed, contribution, offset=offset, weight=fragment.weight)
+    def ending(self) -> list[int]:
+        """Return the fragments whose round ends with this step."""
+        before, self.epochs = self.epochs, int(self.worker.step.epoch)
+        return self.strategy.ending(len(self.fragments), self.steps, before, self.epochs)
 
-    def learnt(self, worker: Worker, state: LocalSGDState) -> Iterable[Learnt]:
-        """Close the round, which may be cut short here: late averages count, too."""
-        self._apply(worker, state)
-        for fragment in state.fragments:
-            yield exchange.Learnt.replica(fragment.replica(worker), fragment.weight, fragment.first)
+    def step_outer(self, fragment: Fragment, average: Tensor) -> Outer:
+        """Let the outer rule make of `average` what the next round begins with; return the rule."""
+        worker, settings = self.worker, self.strategy
+        rule = settings.outer.rule(fragment.averages, settings.every)
+        rule.step(fragment.outer, fragment.replica(worker), average, worker, fragment.first)
+        return rule
 
-    def rebase(self, worker: Worker, state: LocalSGDState) -> None:
-        state.samples, state.ended = 0, []
-        for fragment in state.fragments:
+    def show(self, offer: Callable[..., None]) -> None:
+        """Offer each fragment for snapshots, with its own weight."""
+        consumed, worker = self.worker.step.consumed, self.worker
+        for fragment in self.fragments:
+            values, offset = fragment.replica(worker), fragment.first
+            offer(consumed, values, offset=offset, weight=fragment.weight)
+
+    def close_round(self) -> None:
+        """Make the replica what this worker contributes; a round may be cut short here."""
+
+    def stop(self) -> None:
+        self.close_round()
+        self.show(self.worker.snapshots.renew)
+
+    def learnt(self) -> Iterable[Learnt]:
+        """Close the round; return each fragment with its weight."""
+        self.close_round()
+        for fragment in self.fragments:
+            replica = fragment.replica(self.worker)
+            yield exchange.Learnt.replica(replica, fragment.weight, fragment.first)
+
+    def rebase(self) -> None:
+        self.samples = 0
+        for fragment in self.fragments:
             fragment.samples = fragment.total = 0
 
-    def buffers_weight(self, state: LocalSGDState) -> float:
-        return state.samples or NEGLIGIBLE_WEIGHT
+    @property
+    def buffers_weight(self) -> float:
+        return self.samples or NEGLIGIBLE_WEIGHT
 
-    def _apply(self, worker: Worker, state: LocalSGDState) -> None:
-        """Apply averages that are on their way; replicas become what they contribute."""
-        self.settle(worker, state)
-        for fragment in state.fragments:
+
+@dataclass(eq=False)
+class LocalSGDMember(LocalMember):
+    """Local SGD, SlowMo and DiLoCo: after H local steps, x <- outer(mean of the replicas).
+
+    Of several fragments each is averaged in its turn.
+    """
+
+    def update(self) -> None:
+        self.worker.clip()
+        self.worker.update_locally(self.optimizer)
+        self.count()
+        for index in self.ending():
+            self.average(self.fragments[index])
+        self.show(self.worker.snapshots.offer)
+
+    def average(self, fragment: Fragment) -> None:
+        """Average the replicas, take the outer step, and treat the local optimizer's moments."""
+        worker, algorithm = self.worker, self.strategy.algorithm
+        average = exchange.copy_of(worker, fragment.replica(worker))
+        counts = fragment.end_round(worker)
+        self.mean.take(worker.transport, average, fragment, counts)
+        self.step_outer(fragment, average).treat_moments(
+            self.optimizer,
+            lambda: exchange.average_moments(worker, self.optimizer, algorithm, *counts),
+        )
+
+
+@dataclass(eq=False)
+class EASGDMember(LocalMember):
+    """EASGD: x_i <- x_i - eta g_i(x_i) - alpha (x_i - c); c <- c + beta (mean of x - c).
+
+    The force comes with the gradient of the step after a round, and is that of the same x_i.
+    `ended` are the fragments whose round ended with the last step.
+    """
+
+    ended: list[int] = field(default_factory=list)
+
+    def update(self) -> None:
+        worker = self.worker
+        worker.clip()
+        forces = [(self.fragments[index], self.force(index)) for index in self.ended]
+        worker.update_locally(self.optimizer)
+        for fragment, force in forces:
+            fragment.replica(worker).add_(force)
+        self.count()
+        self.ended = self.ending()
+        self.show_both()
+
+    def force(self, index: int) -> Tensor:
+        """Return -alpha (x_i - c) of a fragment, and move its centre towards the mean."""
+        worker, fragment = self.worker, self.fragments[index]
+        own = fragment.replica(worker)
+        average, moved = exchange.copy_of(worker, own), own.clone()
+        self.mean.take(worker.transport, average, fragment, fragment.end_round(worker))
+        self.strategy.outer.step(fragment.outer, moved, average, worker, fragment.first)
+        return moved.sub_(own)
+
+    def show_both(self) -> None:
+        """Offer the centre, which is what was learnt, and beside it the replica."""
+        consumed, offer = self.worker.step.consumed, self.worker.snapshots.offer
+        for fragment in self.fragments:
+            replica, offset = fragment.replica(self.worker), fragment.first
+            offer(consumed, fragment.reference, offset=offset, weight=fragment.weight)
+            offer(consumed, replica, offset=offset, kind="replica")
+
+    def close_round(self) -> None:
+        """Replace the replica by the centre."""
+        for fragment in self.fragments:
+            fragment.replica(self.worker).copy_(fragment.reference)
+
+    def rebase(self) -> None:
+        super().rebase()
+        self.ended = []
+
+
+@dataclass(eq=False)
+class StreamingMember(LocalMember):
+    """Streaming DiLoCo: the averages of fragments are made in the background, in turn, and come tau
+    steps late. With `Average` as the outer rule: Overlap-Local-SGD.
+    """
+
+    def update(self) -> None:
+        self.worker.clip()
+        self.worker.update_locally(self.optimizer)
+        self.count()
+        for fragment in self.fragments:
+            if fragment.travelling is not None and self.steps >= fragment.due:
+                self.apply(fragment, fragment.travelling)
+        for index in self.ending():
+            self.send(self.fragments[index])
+        self.show(self.worker.snapshots.offer)
+
+    def send(self, fragment: Fragment) -> None:
+        """Begin to average `fragment`."""
+        fragment.travelling = exchange.copy_of(self.worker, fragment.replica(self.worker))
+        fragment.due = self.steps + self.strategy.overlap
+        values, counts = fragment.travelling, fragment.end_round(self.worker)
+        fragment.flow = self.worker.transport.spawn(
+            lambda transport: self.mean.take(transport, values, fragment, counts)
+        )
+
+    def apply(self, fragment: Fragment, average: Tensor) -> None:
+        """Take the outer step, at the learning rates of this step; merge the replica into it."""
+        fragment.land()
+        outer = fragment.replica(self.worker)
+        theta = outer.clone()  # the outer step overwrites the replica
+        self.step_outer(fragment, average)
+        self.merge(fragment, outer, theta)
+        fragment.travelling = None
+
+    def merge(self, fragment: Fragment, outer: Tensor, theta: Tensor) -> None:
+        """theta <- mix theta + (1 - mix) theta_outer, in place of `outer`."""
+        outer.lerp_(theta, self.strategy.mix)
+
+    def settle(self) -> None:
+        """Wait for averages in flight, which are applied when they are due."""
+        for fragment in self.fragments:
+            fragment.land()
+
+    def close_round(self) -> None:
+        """Apply the averages in flight."""
+        self.settle()
+        for fragment in self.fragments:
             if fragment.travelling is not None:
-                self._arrive(worker, fragment)
-            fragment.replica(worker).copy_(self._contribution(worker, fragment))
+                self.apply(fragment, fragment.travelling)
+
+
+@dataclass(eq=False)
+class CoCoDMember(StreamingMember):
+    """CoCoD-SGD: what a worker has learnt since it sent its replica is added to the average."""
+
+    def send(self, fragment: Fragment) -> None:
+        fragment.sent = exchange.copy_of(self.worker, fragment.replica(self.worker))
+        super().send(fragment)
+
+    def merge(self, fragment: Fragment, outer: Tensor, theta: Tensor) -> None:
+        """theta <- theta_outer + theta - theta_sent, in place of `outer`."""
+        assert fragment.sent is not None
+        outer.add_(theta.sub_(fragment.sent))
+        fragment.sent = None

@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from orchestra.settings import MAX_STEPS, Settings, setting
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
+    from torch.optim import Optimizer
 
     from orchestra.worker.worker import Worker
 
@@ -48,9 +51,15 @@ class Outer(Settings, ABC):
         `own` is the part of this worker's replica that begins at element `first`.
         """
 
-    def contribution(self, state: OuterState, own: Tensor) -> Tensor:
-        """Return the parameters that this worker contributes to a model: its replica `own`."""
-        return own
+    def rule(self, averages: int, every: int | None) -> Outer:
+        """Return the rule for the average of this number, from 1; local steps are `every`."""
+        return self
+
+    def treat_moments(self, optimizer: Optimizer, average: Callable[[], None]) -> None:
+        """Treat the local optimizer's moments after the rule; by default leave them.
+
+        `average` replaces them by their mean over the workers.
+        """
 
 
 @dataclass(frozen=True, repr=False)
@@ -89,6 +98,18 @@ class SlowMo(Outer):
     buffers: Literal["maintain", "reset", "average"] = setting(
         "maintain", "what becomes of the local optimizers' moments at a slow update"
     )
+
+    def rule(self, averages: int, every: int | None) -> Outer:
+        """Return plain averages between two slow updates."""
+        if self.every is None or every is None or averages % (self.every // every) == 0:
+            return self
+        return Average()
+
+    def treat_moments(self, optimizer: Optimizer, average: Callable[[], None]) -> None:
+        if self.buffers == "reset":
+            optimizer.state.clear()  # Adam's count of steps, too
+        elif self.buffers == "average":
+            average()
 
     def step(
         self, state: OuterState, own: Tensor, average: Tensor, worker: Worker, first: int
@@ -163,7 +184,3 @@ class Elastic(Outer):
         own.lerp_(centre, self.beta / len(worker.workers))
         # After the force, which is that of the centre before the step.
         centre.lerp_(average, self.beta)
-
-    def contribution(self, state: OuterState, own: Tensor) -> Tensor:
-        assert state.start is not None
-        return state.start
