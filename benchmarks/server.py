@@ -29,8 +29,8 @@ from orchestra.bench.timing import Progress, join_gloo, median_ratio, run_ranks,
 from orchestra.cli.bench import bench_parser, print_remarks, read_options, write_figures
 from orchestra.cli.main import guarded
 from orchestra.cli.terminal import print_table, progress_line
+from orchestra.coordinator.rest import Reason, Rest
 from orchestra.optimizers.spec import OptimizerSpec
-from orchestra.schedules.rest import Reason, Rest
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.transports.protocol import Group
 from orchestra.transports.tags import Tag

@@ -29,7 +29,7 @@ class Majority(When):
 class Limited(Correction):
     """Drop gradients that are too stale."""
 
-    most: int = setting(8, "updates since the worker's read", low=0)
+    most: int = setting(8, "updates since the worker's read", low=0, high=10_000)
 
     def correct(self, push: Push, gradient: Tensor, values: Tensor, memory: WorkerMemory) -> float:
         if push.staleness > self.most:

@@ -13,6 +13,7 @@ import torch
 from tests.interleaved import Network
 from torch import Tensor
 
+from orchestra.coordinator.rest import Reason, Rest
 from orchestra.optimizers.state import capture
 from orchestra.parameter_server.client import Client
 from orchestra.parameter_server.held_slice import HeldSlice
@@ -22,7 +23,6 @@ from orchestra.parameter_server.placement import Slice, place
 from orchestra.parameter_server.server import Server
 from orchestra.parameter_server.state import ServerState
 from orchestra.parameter_server.when import Synchronous, When
-from orchestra.schedules.rest import Reason, Rest
 
 
 @dataclass

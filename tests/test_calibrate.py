@@ -201,10 +201,10 @@ def test_a_task_takes_the_place_of_its_older_figures() -> None:
         ("[]", "no mapping"),
         ("[" * 100_000, "recursion"),
         ('{"schema": 7}', "its schema is 7, not 2"),
-        ('{"schema": 2}', "Calibration has measured_at"),
+        ('{"schema": 2}', "lacks "),
         (CALIBRATION.to_json().replace("0.4", '"long"'), "expected number, got 'long'"),
         (CALIBRATION.to_json().replace("0.4", "0.0"), "above 0"),
-        (CALIBRATION.to_json().replace('"task"', '"tusk"'), "TaskCosts has task"),
+        (CALIBRATION.to_json().replace('"task"', '"tusk"'), "tasks: lacks task"),
     ],
     ids=[
         "cut off",

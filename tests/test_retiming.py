@@ -26,7 +26,6 @@ UNLIKE = ("setup", "setup_seconds", "wall_seconds", "folder", "seconds", "by_ran
 BY_SPEED = {
     "partial all-reduce", "asynchronous", "asynchronous beside", "asynchronous servers", "bounded",
     "delay compensation", "adaptive compensation", "rate divided", "rate by staleness", "buffered",
-    "own server rule",
     "backup workers", "switch to bounded", "overlapped push", "pairwise", "strategy-switch",
     "switch beside", "asynchronous first", "gossip, judged", "elastic server", "elastic, momentum",
     "elastic first", "hop", "hop, skipping", "groups", "auto",

@@ -12,6 +12,7 @@ import torch
 from tests.threads import run_ranks
 from torch import Tensor
 
+from orchestra.coordinator.rest import Reason, Rest
 from orchestra.errors import PeerLost
 from orchestra.optimizers.state import capture
 from orchestra.parameter_server.client import Client
@@ -22,7 +23,6 @@ from orchestra.parameter_server.placement import Slice, place
 from orchestra.parameter_server.server import Server
 from orchestra.parameter_server.state import ServerState
 from orchestra.parameter_server.when import Asynchronous, Synchronous, When
-from orchestra.schedules.rest import Reason, Rest
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime

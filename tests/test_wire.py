@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestra.coordinator.rest import Reason, Rest
 from orchestra.parameter_server.messages import (
     Answer,
     Kind,
@@ -18,7 +19,6 @@ from orchestra.parameter_server.messages import (
     encode_reply,
     encode_request,
 )
-from orchestra.schedules.rest import Reason, Rest
 
 COUNT = st.integers(0, 2**53)
 LOSS = st.floats(allow_nan=False)

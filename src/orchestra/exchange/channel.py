@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, optim
 
 from orchestra import optimizers
+from orchestra.coordinator.rest import Rest
 from orchestra.exchange.agreement import agree_on_parameters, broadcast_buffers
 from orchestra.exchange.compression import CompressionState, SliceCodec
 from orchestra.exchange.consensus import Kept, Learnt
@@ -24,7 +25,6 @@ from orchestra.parameter_server.client import Client
 from orchestra.parameter_server.messages import Answer, Push, QuietPoint
 from orchestra.parameter_server.placement import Slice
 from orchestra.parameter_server.server import Server
-from orchestra.schedules.rest import Rest
 from orchestra.worker.worker import Worker
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from orchestra.coordinator.rest import Reason, Rest
 from orchestra.errors import PeerLost
 from orchestra.parameter_server.messages import (
     Answer,
@@ -22,7 +23,6 @@ from orchestra.parameter_server.messages import (
     encode_request,
 )
 from orchestra.parameter_server.placement import Slice
-from orchestra.schedules.rest import Reason, Rest
 from orchestra.schedules.work_queue import Kind as WorkKind
 from orchestra.schedules.work_queue import WorkInHand, WorkItem, WorkQueue, item_of
 from orchestra.transports.protocol import Handle, Transport

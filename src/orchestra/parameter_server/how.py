@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from orchestra import optimizers
-from orchestra.settings import Settings, setting
+from orchestra.settings import MAX_RANKS, Settings, setting
 from orchestra.settings.notation import LazyModule
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Correction(Settings, ABC):
 class DividedByWorkers(Correction):
     """Divide the learning rate by the number of workers: a round is as large as one step."""
 
-    workers: int = setting(1, "number of workers", low=1)
+    workers: int = setting(1, "number of workers", low=1, high=MAX_RANKS)
 
     def correct(self, push: Push, gradient: Tensor, values: Tensor, memory: WorkerMemory) -> float:
         """Return the number of workers."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from orchestra.schedules.rest import Reason, Rest
+from orchestra.coordinator.rest import Reason, Rest
 from orchestra.schedules.work_queue import WorkItem, item_of
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from orchestra import exchange, optimizers
+from orchestra.coordinator.rest import Reason, Rest
 from orchestra.errors import InputError
-from orchestra.schedules.rest import Reason, Rest
 from orchestra.settings import MAX_STEPS, setting
 from orchestra.settings.base import REQUIRED
 from orchestra.strategies.base import Roles, Strategy

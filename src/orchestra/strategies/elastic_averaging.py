@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from orchestra.coordinator.rest import Rest
     from orchestra.exchange import Kept, Learnt, SharedWork
     from orchestra.parameter_server import Answer
-    from orchestra.schedules.rest import Rest
     from orchestra.worker.worker import Worker
 
 

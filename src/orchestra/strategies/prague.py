@@ -20,7 +20,7 @@ from orchestra.strategies.traits import Traits, WorkMode
 from orchestra.transports.tags import Tag
 
 if TYPE_CHECKING:
-    from orchestra.schedules.rest import Rest
+    from orchestra.coordinator.rest import Rest
     from orchestra.transports.protocol import Task, Transport
     from orchestra.worker.worker import Worker
 

@@ -15,9 +15,9 @@ from orchestra.strategies.traits import Dealing, Footprint, Pace, Traits, WorkMo
 if TYPE_CHECKING:
     from torch import optim
 
+    from orchestra.coordinator.rest import Rest
     from orchestra.exchange import Kept, Learnt, SharedWork
     from orchestra.parameter_server.messages import QuietPoint
-    from orchestra.schedules.rest import Rest
     from orchestra.schedules.work_queue import WorkSource
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker

@@ -8,8 +8,8 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from orchestra import exchange, optimizers
+from orchestra.coordinator.rest import Reason, Rest
 from orchestra.errors import InputError
-from orchestra.schedules.rest import Reason, Rest
 from orchestra.settings import setting
 from orchestra.settings.base import REQUIRED
 from orchestra.strategies.all_reduce import AllReduce

@@ -7,11 +7,11 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any
 
+from orchestra.coordinator.rest import Reason, Rest
 from orchestra.data import DataPlan, Shares, apportion, plan_of
 from orchestra.data.feed import Feed, Samples
 from orchestra.errors import RunFailed
 from orchestra.exchange import CommonStep
-from orchestra.schedules.rest import Reason, Rest
 from orchestra.schedules.work_queue import Kind, WorkItem, WorkQueue, WorkSource
 from orchestra.settings.base import setting
 from orchestra.strategies.base import Strategy

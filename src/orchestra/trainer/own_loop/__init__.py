@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from orchestra.coordinator.rest import Reason
 from orchestra.data.loaders import Loader
 from orchestra.errors import InputError
 from orchestra.optimizers.spec import changed_options, get_options, get_rates, set_rates
-from orchestra.schedules.rest import Reason
 from orchestra.strategies.base import Strategy
 from orchestra.trainer.own_loop import model as checks
 from orchestra.trainer.own_loop.epochs import ENDED, Epochs

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from orchestra import exchange
+from orchestra.coordinator.rest import Reason, Rest
 from orchestra.data import loaders
 from orchestra.errors import InputError
 from orchestra.optimizers.state import random_state, restore_random_state, undisturbed
-from orchestra.schedules.rest import Reason, Rest
 from orchestra.schedules.work_queue import Kind, WorkItem, WorkSource
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.life_cycle import agree
