@@ -32,7 +32,14 @@ from tests.training import equal, settings
 from orchestra.errors import InputError
 from orchestra.settings import parse
 from orchestra.strategies.local_sgd import LocalSGD
-from orchestra.strategies.prague import GroupAverage, GroupGenerator, Prague, PragueState
+from orchestra.strategies.prague import (
+    GroupAverage,
+    GroupGenerator,
+    Prague,
+    PragueMember,
+    RandomGenerator,
+    SmartGenerator,
+)
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.worker.worker import Worker
 
@@ -46,7 +53,8 @@ def generator_of(
     workers: int, size: int, scheme: Scheme, threshold: int | None, seed: int
 ) -> GroupGenerator:
     prague = Prague(size, generator=scheme, threshold=threshold, seed=seed)
-    return GroupGenerator(range(workers), prague)
+    kind = SmartGenerator if scheme == "smart" else RandomGenerator
+    return kind(range(workers), prague)
 
 
 class Play:
@@ -206,7 +214,7 @@ class Seen:
 def seen(monkeypatch: pytest.MonkeyPatch) -> dict[int, Seen]:
     noted: dict[int, Seen] = defaultdict(Seen)
     reduce: Callable[[GroupAverage, Ranks], None] = GroupAverage._reduce
-    update: Callable[[Prague, Worker, PragueState], None] = Prague.update
+    update: Callable[[PragueMember], None] = PragueMember.update
 
     def noting_reduce(self: GroupAverage, ranks: Ranks) -> None:
         own, x = noted[self._worker.rank], self._worker.parameters
@@ -215,12 +223,12 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[int, Seen]:
         own.events.append(ranks)
         own.values.append(np.stack([before.numpy(), x[:SIZE].numpy()]))
 
-    def noting_update(self: Prague, worker: Worker, state: PragueState) -> None:
-        noted[worker.rank].events.append(worker.rank)
-        update(self, worker, state)
+    def noting_update(self: PragueMember) -> None:
+        noted[self.worker.rank].events.append(self.worker.rank)
+        update(self)
 
     monkeypatch.setattr(GroupAverage, "_reduce", noting_reduce)
-    monkeypatch.setattr(Prague, "update", noting_update)
+    monkeypatch.setattr(PragueMember, "update", noting_update)
     return noted
 
 
@@ -286,11 +294,18 @@ class Stopped(Prague):
 
     at: int = 1000
 
-    def update(self, worker: Worker, state: PragueState) -> None:
-        super().update(worker, state)
-        asked = state.groups.state_dict()["requests"]
-        if worker.rank == 0 and max(asked) >= self.at:
-            ask_to_stop(worker)
+    def member(self, worker: Worker) -> StoppedMember:
+        return StoppedMember(self, worker, worker.local_optimizer())
+
+
+@dataclass(eq=False)
+class StoppedMember(PragueMember):
+    def update(self) -> None:
+        super().update()
+        assert isinstance(self.strategy, Stopped)
+        asked = self.groups.state_dict()["requests"]
+        if self.worker.rank == 0 and max(asked) >= self.strategy.at:
+            ask_to_stop(self.worker)
 
 
 @pytest.mark.parametrize("work", ["shared", "equal"])
@@ -336,15 +351,21 @@ MORE = 20
 class Held(Prague):
     """Rank 3 does not begin its third step until two others have taken 20 more."""
 
-    def update(self, worker: Worker, state: PragueState) -> None:
-        super().update(worker, state)
+    def member(self, worker: Worker) -> HeldMember:
+        return HeldMember(self, worker, worker.local_optimizer())
+
+
+@dataclass(eq=False)
+class HeldMember(PragueMember):
+    def update(self) -> None:
+        super().update()
         with CHANGED:
-            TAKEN[worker.rank] += 1
+            TAKEN[self.worker.rank] += 1
             CHANGED.notify_all()
 
-    def before_forward(self, worker: Worker, state: PragueState) -> None:
+    def begin(self) -> None:
         with CHANGED:
-            if worker.rank == HELD and TAKEN[HELD] == 2:
+            if self.worker.rank == HELD and TAKEN[HELD] == 2:
                 AHEAD.update({rank: TAKEN[rank] for rank in range(4)})
                 CHANGED.wait_for(lambda: len(ahead()) >= 2, timeout=60)
                 AHEAD.update({rank: TAKEN[rank] - before for rank, before in AHEAD.items()})

@@ -5,35 +5,28 @@ from __future__ import annotations
 import enum
 import math
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 from orchestra import exchange
 from orchestra.errors import PeerLost
 from orchestra.settings import MAX_RANKS, MAX_SEED, MAX_STEPS, setting
-from orchestra.strategies.base import torch
-from orchestra.strategies.stateful import ReplicaState, StatefulReplicas
+from orchestra.strategies.base import Replicas, torch
+from orchestra.strategies.member import ReplicaMember
 from orchestra.strategies.traits import Traits, WorkMode
 from orchestra.transports.tags import Tag
 
 if TYPE_CHECKING:
-    from orchestra.coordinator.rest import Rest
     from orchestra.transports.protocol import Task, Transport
     from orchestra.worker.worker import Worker
 
 
-@dataclass
-class PragueState(ReplicaState):
-    """`groups` is this worker's part in the averages of groups."""
-
-    groups: GroupAverage
-
-
 @dataclass(frozen=True, repr=False)
-class Prague(StatefulReplicas[PragueState]):
+class Prague(Replicas):
     """Average parameters with a group of workers after each step.
 
     Prague (Luo et al., ASPLOS 2020), called Ripples in arXiv:1909.08029. Worker i, at its own pace:
@@ -80,28 +73,39 @@ class Prague(StatefulReplicas[PragueState]):
         """Groups do not depend on the number of a worker's step."""
         return self._free_traits(work)
 
-    def allocate(self, worker: Worker, work: exchange.SharedWork | None) -> PragueState:
-        return PragueState(worker.local_optimizer(), GroupAverage(worker, self), work=work)
+    def member(self, worker: Worker) -> PragueMember:
+        return PragueMember(self, worker, worker.local_optimizer())
 
-    def update(self, worker: Worker, state: PragueState) -> None:
+
+@dataclass(eq=False)
+class PragueMember(ReplicaMember[Prague]):
+    """A worker that averages its parameters in groups after each of its steps."""
+
+    groups: GroupAverage = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.groups = GroupAverage(self.worker, self.strategy)
+
+    def update(self) -> None:
         """Take the optimizer's step, then average in groups."""
+        worker = self.worker
         worker.clip()
-        worker.update_locally(state.optimizer)
-        state.groups.average()
+        worker.update_locally(self.optimizer)
+        self.groups.average()
         worker.snapshots.offer(worker.step.consumed, worker.parameters)
 
-    def quiesce(self, worker: Worker, state: PragueState, rest: Rest) -> bool:
+    def settle(self) -> None:
         """Wait until all groups have been averaged."""
-        state.groups.settle()
-        return True
+        self.groups.settle()
 
-    def stop(self, worker: Worker, state: PragueState) -> None:
+    def stop(self) -> None:
         """Average with those who wait."""
-        state.groups.leave()
-        if state.work is not None:
-            state.work.close()
-        state.groups.close()
-        worker.snapshots.renew(worker.step.consumed, worker.parameters)
+        self.groups.leave()
+        if self.queue is not None:
+            self.queue.close()
+        self.groups.close()
+        self.worker.snapshots.renew(self.worker.step.consumed, self.worker.parameters)
 
 
 @dataclass(eq=False)
@@ -112,7 +116,7 @@ class Scheduled:
     missing: set[int]
 
 
-class GroupGenerator:
+class GroupGenerator(ABC):
     """Forms groups of workers, and puts them in order. Pure: no messages, no clock.
 
     A worker performs the groups of an answer in their order, and asks again once it has done so.
@@ -121,12 +125,7 @@ class GroupGenerator:
 
     Args:
         workers: their ranks.
-        size: members of a group, at most.
-        scheme: "random": each request forms a group. "smart": a request is answered with the group
-            that the worker is scheduled in; if there is none, all idle workers are divided.
-        threshold: a worker that has asked so many times less than the one that asks now is in no
-            group formed now; None: nobody is left out.
-        seed: of all draws.
+        prague: the settings: size of groups, threshold and seed.
 
     Attributes:
         requests: how often each worker has asked.
@@ -143,10 +142,7 @@ class GroupGenerator:
 
     def ask(self, worker: int) -> list[tuple[int, ...]]:
         """Return the groups that `worker` performs now, one after the other; maybe none."""
-        if self.prague.generator == "random":
-            self._draw(worker)
-        elif not self._buffer[worker]:
-            self._divide(worker)
+        self._form(worker)
         # Counted after the draw: the filter compares with the requests before this one.
         self.requests[worker] += 1
         return self._take(worker)
@@ -174,21 +170,9 @@ class GroupGenerator:
                     self._buffer[member].remove(group)
         return [group.members for group in groups]
 
-    def _divide(self, worker: int) -> None:
-        """Global division: divide all that are idle into groups as large and equal as can be."""
-        idle = [other for other in self._candidates(worker) if not self._buffer[other]]
-        self._chance().shuffle(idle)
-        divided = iter([worker, *idle])
-        count = -(-(len(idle) + 1) // self.prague.group_size)
-        # Sizes differ by one at most. The worker that asks comes first: it is in a largest group.
-        smaller, rest = divmod(len(idle) + 1, count)
-        for number in range(count):
-            self._schedule(islice(divided, smaller + (number < rest)))
-
-    def _draw(self, worker: int) -> None:
-        others = self._candidates(worker)
-        count = min(self.prague.group_size - 1, len(others))
-        self._schedule([worker, *self._chance().sample(others, count)])
+    @abstractmethod
+    def _form(self, worker: int) -> None:
+        """Form groups for a request of `worker`."""
 
     def _candidates(self, worker: int) -> list[int]:
         """Return all others that may be in a group which is formed for `worker`."""
@@ -212,6 +196,32 @@ class GroupGenerator:
                 self._buffer[member].append(group)
 
 
+class SmartGenerator(GroupGenerator):
+    """Answer with the group that a worker is scheduled in (Group Buffer, Global Division)."""
+
+    def _form(self, worker: int) -> None:
+        """Unless `worker` is in a group, divide all idle workers into groups of nearly one size."""
+        if self._buffer[worker]:
+            return
+        idle = [other for other in self._candidates(worker) if not self._buffer[other]]
+        self._chance().shuffle(idle)
+        divided = iter([worker, *idle])
+        count = -(-(len(idle) + 1) // self.prague.group_size)
+        # Sizes differ by one at most. The worker that asks comes first: it is in a largest group.
+        smaller, rest = divmod(len(idle) + 1, count)
+        for number in range(count):
+            self._schedule(islice(divided, smaller + (number < rest)))
+
+
+class RandomGenerator(GroupGenerator):
+    """Answer each request with a new group of the worker and others drawn at random."""
+
+    def _form(self, worker: int) -> None:
+        others = self._candidates(worker)
+        count = min(self.prague.group_size - 1, len(others))
+        self._schedule([worker, *self._chance().sample(others, count)])
+
+
 class _GroupRequest(enum.IntEnum):
     """What a worker asks of the generator; each is answered with the groups to perform."""
 
@@ -230,7 +240,8 @@ class GroupAverage:
         self._worker = worker
         self._holder = worker.workers.ranks[0]
         self._alone = len(worker.workers) == 1
-        self._generator = GroupGenerator(worker.workers.ranks, prague)
+        kind = SmartGenerator if prague.generator == "smart" else RandomGenerator
+        self._generator = kind(worker.workers.ranks, prague)
         self._flow: Task[None] | None = None
         if worker.rank == self._holder and not self._alone:
             self._flow = worker.transport.spawn(self._serve)
