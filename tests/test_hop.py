@@ -36,7 +36,7 @@ from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.settings import parse
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.gossip import Gossip
-from orchestra.strategies.hop import CLOSED, Hop, HopState, IterationQueues
+from orchestra.strategies.hop import CLOSED, Hop, HopMember, IterationQueues
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.topologies import Complete, Exponential, Ring, Star, Topology
 from orchestra.transports.tags import Tag
@@ -103,12 +103,19 @@ class Late(Hop):
 
     log: Any = None
 
-    def before_forward(self, worker: Worker, state: HopState) -> None:
-        own, log = state.queues.iteration, self.log
-        if worker.rank == 0 and own % 3 == 1:
+    def member(self, worker: Worker) -> LateMember:
+        return LateMember(self, worker, worker.local_optimizer())
+
+
+@dataclass(eq=False)
+class LateMember(HopMember):
+    def begin(self) -> None:
+        assert isinstance(self.strategy, Late)
+        own, log = self.queues.iteration, self.strategy.log
+        if self.worker.rank == 0 and own % 3 == 1:
             with log.changed:
                 assert log.changed.wait_for(lambda: max(log.entered.values()) > own, timeout=60)
-        super().before_forward(worker, state)
+        super().begin()
 
 
 @pytest.mark.parametrize(
@@ -306,14 +313,22 @@ class Held(Hop):
     at: int = 5
     log: Any = None
 
-    def before_forward(self, worker: Worker, state: HopState) -> None:
-        if worker.rank == 0 and state.queues.iteration == self.at:
-            last = self.at - 1 + self.max_gap
-            with self.log.changed:
-                assert self.log.changed.wait_for(
-                    lambda: all(self.log.entered[rank] == last for rank in (1, 2, 3)), timeout=60
+    def member(self, worker: Worker) -> HeldMember:
+        return HeldMember(self, worker, worker.local_optimizer())
+
+
+@dataclass(eq=False)
+class HeldMember(HopMember):
+    def begin(self) -> None:
+        held = self.strategy
+        assert isinstance(held, Held)
+        if self.worker.rank == 0 and self.queues.iteration == held.at:
+            last, log = held.at - 1 + held.max_gap, held.log
+            with log.changed:
+                assert log.changed.wait_for(
+                    lambda: all(log.entered[rank] == last for rank in (1, 2, 3)), timeout=60
                 )
-        super().before_forward(worker, state)
+        super().begin()
 
 
 @pytest.mark.parametrize("settings_", [{"backup": 1}, {"staleness": 9}])
@@ -411,10 +426,17 @@ class Stopped(Hop):
 
     at: int = 1000
 
-    def before_forward(self, worker: Worker, state: HopState) -> None:
-        super().before_forward(worker, state)
-        if state.queues.iteration + 2 >= self.at:
-            ask_to_stop(worker)
+    def member(self, worker: Worker) -> StoppedMember:
+        return StoppedMember(self, worker, worker.local_optimizer())
+
+
+@dataclass(eq=False)
+class StoppedMember(HopMember):
+    def begin(self) -> None:
+        super().begin()
+        assert isinstance(self.strategy, Stopped)
+        if self.queues.iteration + 2 >= self.strategy.at:
+            ask_to_stop(self.worker)
 
 
 def test_a_resumed_run_ends_as_one_that_was_not_stopped(tmp_path: Path) -> None:

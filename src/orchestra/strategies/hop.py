@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from orchestra import exchange, optimizers
+from orchestra import exchange
 from orchestra.errors import InputError
+from orchestra.optimizers import TRANSIENT
 from orchestra.settings import MAX_RANKS, MAX_STEPS, setting
-from orchestra.strategies.base import Roles, torch
-from orchestra.strategies.stateful import ReplicaState, StatefulReplicas
+from orchestra.strategies.base import Replicas, Roles, torch
+from orchestra.strategies.member import ReplicaMember
 from orchestra.strategies.traits import Footprint, Traits, WorkMode
 from orchestra.topologies import Ring, Topology, connected, doubly_stochastic, sources_of
 from orchestra.transports.tags import Tag
@@ -24,15 +25,8 @@ CLOSED = 2**63 - 1
 """In place of an iteration: no more before the next quiet point."""
 
 
-@dataclass
-class HopState(ReplicaState):
-    """`queues` hold the updates of neighbours; they are empty at a quiet point."""
-
-    queues: IterationQueues = field(metadata=optimizers.TRANSIENT)
-
-
 @dataclass(frozen=True, repr=False)
-class Hop(StatefulReplicas[HopState]):
+class Hop(Replicas):
     """Mix parameters with neighbours that may be some iterations ahead or behind.
 
     Hop (Luo et al., ASPLOS 2019). Worker i in its iteration k:
@@ -139,21 +133,37 @@ class Hop(StatefulReplicas[HopState]):
         moving = len(sources[rank]) + min(len(graph[rank]), 1)
         return replace(super()._memory(rank, ranks), copies=float(moving * (1 + ahead)))
 
-    def allocate(self, worker: Worker, work: exchange.SharedWork | None) -> HopState:
-        return HopState(worker.local_optimizer(), IterationQueues(worker, self), work=work)
+    def member(self, worker: Worker) -> HopMember:
+        return HopMember(self, worker, worker.local_optimizer())
 
-    def before_forward(self, worker: Worker, state: HopState) -> None:
+
+@dataclass(eq=False)
+class HopMember(ReplicaMember[Hop]):
+    """A worker that mixes its parameters with the updates of its neighbours that are here.
+
+    `queues` hold these updates; they are empty at a quiet point.
+    """
+
+    queues: IterationQueues = field(init=False, metadata=TRANSIENT)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.queues = IterationQueues(self.worker, self.strategy)
+
+    def begin(self) -> None:
         """Send the parameters, which travel while the gradient at them is taken."""
-        state.queues.enter()
+        self.queues.enter()
 
-    def update(self, worker: Worker, state: HopState) -> None:
+    def update(self) -> None:
+        """x_i <- sum_u w_u u / sum_u w_u - gamma g_i."""
+        worker = self.worker
         worker.clip()
-        state.queues.mix()
-        worker.update_locally(state.optimizer)
+        self.queues.mix()
+        worker.update_locally(self.optimizer)
         worker.snapshots.offer(worker.step.consumed, worker.parameters)
 
-    def settle(self, worker: Worker, state: HopState) -> None:
-        state.queues.drain()
+    def settle(self) -> None:
+        self.queues.drain()
 
 
 class IterationQueues:
