@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tests.training import Trained, settings, state_of
+from tests.training import Trained, member_of, settings
 from torch import Tensor, nn
 
 from orchestra.data import DataPlan
@@ -117,7 +117,7 @@ def train_recorded(run: Any, folder: Path) -> Trained:
 
         session.member.stop = noting  # type: ignore[method-assign]
         session.train()
-        return last[-1], session.finish(), state_of(session), session.worker.module
+        return last[-1], session.finish(), member_of(session), session.worker.module
 
     results = run_ranks(len(run.strategy.roles(run.training.ranks).shares), program)
     final = load_file(folder / "parameters.safetensors")

@@ -63,7 +63,7 @@ def mean_square(model: nn.Module, batch: Any) -> Tensor:
     return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
-def state_of(model: nn.Module) -> State:
+def member_of(model: nn.Module) -> State:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
@@ -86,7 +86,7 @@ def distributed(
         own = OwnLoop(runtime, mine, mine_optimizer, loader(), parsed, **options)
         loop(mine, mine_optimizer, own.batches)
         own.finish()
-        return state_of(mine)
+        return member_of(mine)
 
     return run_ranks(ranks, program)
 
@@ -100,7 +100,7 @@ def alone(
     """What `loop` trains in plain PyTorch on `batches`."""
     mine = model()
     loop(mine, optimizer(mine), batches)
-    return state_of(mine)
+    return member_of(mine)
 
 
 def close(one: State, other: State) -> None:

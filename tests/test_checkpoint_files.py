@@ -21,7 +21,7 @@ from orchestra.worker.worker import Worker
 RANKS = 2
 
 
-def state_of(rank: int, index: int = 0) -> dict[str, Any]:
+def member_of(rank: int, index: int = 0) -> dict[str, Any]:
     return {
         "none": None,
         "numbers": [1, -2.5, True, float("inf")],
@@ -41,7 +41,7 @@ def state_of(rank: int, index: int = 0) -> dict[str, Any]:
 def write(folder: Path, index: int, ranks: int = RANKS) -> None:
     digests = {
         checkpoints.rank_file(rank): checkpoints.write_rank(
-            folder, index, rank, state_of(rank, index)
+            folder, index, rank, member_of(rank, index)
         )
         for rank in range(ranks)
     }
@@ -68,7 +68,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     write(tmp_path, 1)
     checkpoints.verify(tmp_path, 1, RANKS)
     for rank in range(RANKS):
-        assert_same(checkpoints.read_rank(tmp_path, 1, rank), state_of(rank, 1))
+        assert_same(checkpoints.read_rank(tmp_path, 1, rank), member_of(rank, 1))
 
 
 def test_a_state_without_tensors(tmp_path: Path) -> None:

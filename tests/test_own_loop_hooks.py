@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.own_loops import State, alone, close, distributed, in_order, mean_square, sgd, state_of
+from tests.own_loops import State, alone, close, distributed, in_order, mean_square, member_of, sgd
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -79,7 +79,7 @@ def both_ways(runtime: Runtime, store: str) -> list[tuple[str, State, State]]:
             own = OwnLoop(runtime, model, optimizer, in_order(COUNT), parsed, bucket_megabytes=1e-5)
             hooked(model, optimizer, own.batches, kind, rank)
             own.finish()
-            found.append((f"{strategy}, {kind}", state_of(model), state_of(reference)))
+            found.append((f"{strategy}, {kind}", member_of(model), member_of(reference)))
     return found
 
 
@@ -155,7 +155,7 @@ def test_replicas_mix_whichever_part_is_trained(strategy: str, how: str) -> None
         def noted() -> Iterator[Any]:
             for batch in batches:
                 yield batch
-                state = state_of(model)
+                state = member_of(model)
             before_the_end.append(state)
 
         trains(model, optimizer, noted(), how, epochs=1)
@@ -184,20 +184,20 @@ def test_elastic_averaging_keeps_what_workers_agreed_on(momentum: float) -> None
     def passes(model: nn.Module, batches: Iterable[Any]) -> State:
         for batch in batches:
             mean_square(model, batch)
-            state = state_of(model)
+            state = member_of(model)
         return state
 
     def loop(model: nn.Module, optimizer: Optimizer, batches: Any) -> None:
         def noted() -> Iterator[Any]:
             for batch in batches:
                 yield batch
-                seen["own"] = state_of(model)
+                seen["own"] = member_of(model)
 
         trains(model, optimizer, noted(), "", epochs=1)
-        seen["centre"] = state_of(model)
+        seen["centre"] = member_of(model)
         close(passes(model, in_order(4)), seen["centre"])
         seen["ahead"] = passes(model, batches)
-        seen["centre then"] = state_of(model)
+        seen["centre then"] = member_of(model)
         seen["ahead then"] = passes(model, batches)
 
     strategy = f"ElasticAveraging(1, momentum={momentum}, placement='beside')"

@@ -17,8 +17,8 @@ from tests.own_loops import (
     distributed,
     in_order,
     mean_square,
+    member_of,
     samples,
-    state_of,
 )
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -92,7 +92,7 @@ def replayed(models: list[Branches], optimizer_of: Callable[..., Any]) -> State:
         optimizer.zero_grad()
         mean([loss_of(together, run.seen[step]) for run in models]).backward()
         optimizer.step()
-    return state_of(together)
+    return member_of(together)
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "NAdam"])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.by_turns import by_turns
 from tests.commands import torchrun
-from tests.own_loops import BATCH, State, Stream, samples, state_of
+from tests.own_loops import BATCH, State, Stream, member_of, samples
 from tests.threads import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
@@ -103,7 +103,7 @@ class Run:
 
     def end(self) -> tuple[State, list[list[int]], dict[int, bytes]]:
         self.loop.finish(goes_on=True)
-        return state_of(self.model), self.seen, self.saved
+        return member_of(self.model), self.seen, self.saved
 
 
 def equal(one: State, other: State) -> bool:
@@ -250,7 +250,7 @@ def test_models_that_are_trained_by_turns_agree_in_mid_epoch() -> None:
             first.step(batch)
             second.step(batch)
         first.batches.agree()
-        agreed = [state_of(run.model) for run in (first, second)]
+        agreed = [member_of(run.model) for run in (first, second)]
         batches.close()
         for run in (first, second):
             run.loop.finish()
@@ -288,7 +288,7 @@ def test_models_that_are_trained_by_turns(strategy: str) -> None:
             run.loop.finish()
         if runtime.rank == 0 and not resumed:
             saved.extend(run.saved[0] for run in runs)
-        return [state_of(run.model) for run in runs]
+        return [member_of(run.model) for run in runs]
 
     through, later = run_ranks(2, train), run_ranks(2, train)
     assert all(
@@ -415,7 +415,7 @@ def test_what_is_loaded_counts(strategy: str, when: str) -> None:
             if final == 1:
                 load(1)
         loop.finish(goes_on=True)
-        return state_of(model), optimizer.state_dict()
+        return member_of(model), optimizer.state_dict()
 
     for rank, (state, moments) in enumerate(run_ranks(3, train)):
         if rank < workers:
@@ -451,7 +451,7 @@ def test_no_strategy_goes_back_to_what_was_before_a_load(strategy: str) -> None:
         else:
             loop.batches.serve_to_the_end()
         loop.finish(goes_on=True)
-        return state_of(model)
+        return member_of(model)
 
     for state in run_ranks(3, train)[:2]:
         same(state, dict(loaded))
@@ -485,12 +485,12 @@ def test_moments_stay_where_the_model_alone_is_loaded(strategy: str, workers: in
         else:
             own.batches.serve_to_the_end()
         own.finish(goes_on=True)
-        return state_of(model)
+        return member_of(model)
 
     plain = copy.deepcopy(initial)
     loop(plain, adam(plain), union(workers))
     for state in run_ranks(3, distributed)[:workers]:
-        same(state, state_of(plain))
+        same(state, member_of(plain))
 
 
 # What is refused
@@ -644,7 +644,7 @@ def test_moments_go_into_the_next_loop(strategy: str) -> None:
                 loop.batches.serve_to_the_end()
             loop.finish(goes_on=True)
             loop.close(handed_over=True)
-        return state_of(model)
+        return member_of(model)
 
     for state in run_ranks(3, train)[:workers]:
         same(state, dict(plain_states(workers)[1][0]))

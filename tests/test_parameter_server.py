@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.threads import run_ranks
-from tests.training import equal, settings, state_of, train_threads
+from tests.training import equal, member_of, settings, train_threads
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -67,7 +67,7 @@ def test_each_worker_resumes_with_the_parameters_that_it_had_read(
 
     def program(runtime: Runtime) -> tuple[Tensor, Any]:
         session = Session(runtime, run, strategy, tmp_path)
-        server = state_of(session).channel.server
+        server = member_of(session).channel.server
         return session.worker.parameters.clone(), server and server.state_dict()
 
     resumed = run_ranks(ranks, program)

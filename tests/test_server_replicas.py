@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.arrivals import Here
 from tests.replica_play import Play, plain
 from tests.threads import run_ranks
-from tests.training import equal, state_of, train_threads
+from tests.training import equal, member_of, train_threads
 from tests.training import settings as run_settings
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -246,7 +246,7 @@ def test_a_run_resumes_with_its_replicas(tmp_path: Path) -> None:
 
     def program(runtime: Runtime) -> Any:
         session = Session(runtime, run, strategy, tmp_path)
-        return session.position.steps, plain(capture(state_of(session).channel.server))
+        return session.position.steps, plain(capture(member_of(session).channel.server))
 
     (steps, _), _, (_, first), (_, second) = run_ranks(4, program)
     assert steps > 0

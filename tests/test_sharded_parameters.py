@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from tests.simulated import simulated
 from tests.threads import run_ranks
-from tests.training import State, equal, settings, state_of, step_lines, train_processes
+from tests.training import State, equal, member_of, settings, step_lines, train_processes
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -229,7 +229,7 @@ def kept(shard: Any, ranks: int, folder: Path) -> tuple[int, int]:
     def program(runtime: Runtime) -> tuple[int, int]:
         session = Session(runtime, run, strategy, folder)
         session.train()
-        worker, state = session.worker, state_of(session)
+        worker, state = session.worker, member_of(session)
         moments = [v for each in state.optimizer.state.values() for v in each.values()]
         shards = getattr(state, "shards", None)
         parts = [gradient for _, _, gradient in shards._parts] if shards else []

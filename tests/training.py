@@ -66,10 +66,9 @@ def settings(strategy: Strategy, ranks: int, task: str, *, seed: int = 0, **trai
     return Run("test", named, strategy, seed, Training(ranks=ranks, **training))
 
 
-def state_of(session: Session) -> Any:
-    """What its member holds; None where that has made room for the whole model."""
-    member = vars(session).get("member")
-    return getattr(member, "state", member)
+def member_of(session: Session) -> Any:
+    """Return its member; None where that has made room for the whole model."""
+    return vars(session).get("member")
 
 
 def train_threads(
@@ -83,7 +82,7 @@ def train_threads(
         session = Session(runtime, run, strategy, folder)
         session.train()
         replica = {k: v.detach().clone() for k, v in session.worker.module.state_dict().items()}
-        return replica, session.finish(), state_of(session), session.worker.module
+        return replica, session.finish(), member_of(session), session.worker.module
 
     results = run_ranks(len(strategy.roles(ranks).shares), program)
     final = load_file(folder / "parameters.safetensors")
