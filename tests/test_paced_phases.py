@@ -13,8 +13,11 @@ from tests.test_shared_work import EIGHT, covers, positions, strategy_of
 from tests.training import settings, step_lines
 
 import orchestra
+from orchestra.coordinator.batches import BatchQueue, Observer
+from orchestra.coordinator.core import Coordinator, Rounds
+from orchestra.coordinator.events import Done, Free, Lost, RestAt, Rested, Started, Take, Wait, Wish
+from orchestra.coordinator.rest import Reason, Rest
 from orchestra.records.record import RunRecord
-from orchestra.schedules.work_queue import Kind, Report, Rounds, WorkItem, WorkQueue
 
 ASYNCHRONOUS = 'ParameterServer(consistency="asynchronous")'
 FIRST = {
@@ -145,6 +148,8 @@ def test_it_is_resumed_in_the_first_phase(first: str, rule: str, tmp_path: Path)
     assert again.samples == whole.samples
 
 
+TWO = ((0, 4), (1, 4))
+
 STABLE = "LossStable(window=3, threshold=1.0)"
 
 
@@ -166,58 +171,74 @@ def test_it_repeats_to_the_bit(first: str, rule: str, tmp_path: Path) -> None:
     assert orchestra.replay(tmp_path / "run", out=tmp_path / "replay", quiet=True).equal
 
 
-# The queue
+# The coordinator
 
 
-def queue(stop: int = 100, pause_every: int | None = None) -> WorkQueue:
-    return WorkQueue(0, stop, ((0, 4), (1, 4)), pause_every)
+def ends(level: int, at: int) -> RestAt:
+    return RestAt(at, Rest(Reason.PHASE, level))
 
 
-def batch(start: int) -> WorkItem:
-    return WorkItem(Kind.BATCH, start, start + 4)
+def fires(*, fired: bool = False) -> Observer:
+    """Ends phase 2 after the first round, or at the beginning."""
+    return Observer(2, lambda reports, seconds: True, fired)
 
 
 def test_a_phase_ends_where_it_is_known_to() -> None:
-    work = queue()
-    work.end_at(12, 1)
-    work.end_at(16, 0)
-    work.restart()
-    assert work.take(0) == batch(8)
-    assert work.take(1).kind is Kind.WAIT
-    assert work.take(0) == WorkItem(Kind.END, 12, 12, 1)
+    core = Coordinator(BatchQueue(0, 100, TWO).ending(12, 1).ending(16, 0))
+    assert core.handle(Free(0)) == [(0, Take(8, 12))]
+    assert core.handle(Free(1)) == [(1, Wait())]
+    assert core.handle(Free(0)) == [(0, ends(1, 12))]
+
+
+def test_the_outer_one_of_two_phases_ends_at_the_same_sample() -> None:
+    queue = BatchQueue(0, 100, TWO).ending(4, 1)
+    assert queue.ending(4, 0) == queue
+    assert queue.ending(4, 2).first(0)[1] == ends(2, 4)
 
 
 def test_a_phase_ends_with_what_is_handed_out() -> None:
-    work = queue()
-    work.end(2)  # before anything is handed out: after the first batches, which all know
-    assert work.restart() == {0: batch(0), 1: batch(4)}
-    assert work.take(0).kind is Kind.WAIT
-    work.lose(1)
-    assert work.take(0) == batch(4)
-    assert work.take(0) == WorkItem(Kind.END, 8, 8, 2)
+    """Where its rule has fired before: after the first batches, which all workers know."""
+    core = Coordinator(BatchQueue(0, 100, TWO).watched(fires(fired=True)))
+    assert core.handle(Free(0)) == [(0, Wait())]
+    assert core.handle(Free(0)) == []
+    assert core.handle(Lost(1)) == [(0, Take(4, 8))]
+    assert core.handle(Free(0)) == [(0, ends(2, 8))]
 
 
-@pytest.mark.parametrize("kind", [Kind.PAUSE, Kind.STOP])
-def test_all_pause_where_one_has_been_told_to(kind: Kind) -> None:
-    work = queue(pause_every=8)
-    work.restart()
-    if kind is Kind.STOP:
-        work.close()
-    assert work.take(0) == WorkItem(kind, 8, 8)
-    work.end(0)
-    assert work.take(1) == WorkItem(kind, 8, 8)
-    assert work.restart() == {0: batch(8), 1: batch(12)}
-    assert work.take(0).kind is Kind.WAIT
-    assert work.take(1) == WorkItem(Kind.END, 16, 16, 0)
+def test_a_phase_ends_once_its_rule_has_seen_a_round() -> None:
+    core = Coordinator(BatchQueue(0, 100, TWO).watched(fires()))
+    assert core.handle(report(0, 0), Started(0)) == [(0, Take(8, 12))]
+    assert core.handle(report(1, 4), Free(1)) == [(1, Wait())]
+    assert core.handle(Free(0)) == [(0, ends(2, 12))]
+
+
+@pytest.mark.parametrize("reason", [Reason.CHECKPOINT, Reason.STOP])
+def test_all_rest_where_one_has_been_told_to(reason: Reason) -> None:
+    core = Coordinator(BatchQueue(0, 100, TWO, rest_every=8).watched(fires()))
+    if reason is Reason.STOP:
+        core.handle(Wish(0))
+    assert core.handle(report(0, 0), Free(0)) == [(0, RestAt(8, Rest(reason)))]
+    assert core.handle(report(1, 4), Free(1)) == [(1, RestAt(8, Rest(reason)))]
+    core.handle(Rested())
+    assert core.handle(Free(0)) == [(0, Wait())]
+    assert core.handle(Free(1)) == [(1, ends(2, 16))]
+
+
+def report(worker: int, start: int) -> Done:
+    return Done(worker, start, start + 4, 1.0, 1.0, 0.1, 0.0, 0.5)
 
 
 def observed(start: int, reports: Sequence[tuple[int, int]]) -> list[tuple[list[int], int]]:
     """What the rounds of 8 from `start` on are made of, if batches (worker, start) are reported."""
-    work = WorkQueue(start, 100, ((0, 4), (1, 4)))
     seen: list[tuple[list[int], int]] = []
-    rounds = Rounds(work, lambda r, s: seen.append(([one.start for one in r], len(s))))
+
+    def observe(reports: Sequence[Done], seconds: tuple[float, ...]) -> bool:
+        seen.append(([one.start for one in reports], len(seconds)))
+        return False
+
+    rounds = Rounds(BatchQueue(start, 100, TWO), Observer(0, observe))
     for worker, first in reports:
-        rounds.report(Report(worker, first, first + 4, 1.0, 1.0, 0.1, 0.0, 0.5))
+        rounds.report(report(worker, first))
     return seen
 
 

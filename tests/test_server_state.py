@@ -12,6 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestra.coordinator.batches import BatchQueue
+from orchestra.coordinator.core import Applied, Coordinator
+from orchestra.coordinator.events import Finish, Instruction, RestAt, Take
+from orchestra.coordinator.rest import Reason, Rest
 from orchestra.parameter_server.messages import Push
 from orchestra.parameter_server.state import Decision, ServerState, Update
 from orchestra.parameter_server.when import (
@@ -22,7 +26,6 @@ from orchestra.parameter_server.when import (
     Synchronous,
     When,
 )
-from orchestra.schedules.work_queue import Applied, Kind, WorkItem, WorkQueue
 
 WORKERS = st.integers(1, 6)
 STEP_SAMPLES = 18
@@ -470,11 +473,11 @@ def test_who_was_given_the_values_at_a_quiet_point_has_read_them() -> None:
 
 def test_a_second_push_for_the_last_batch_before_a_pause_brings_no_further_batch() -> None:
     """A loop may make several steps with one batch; the next one comes after the quiet point."""
-    queue = WorkQueue(0, 8, ((0, 1), (1, 1)), pause_every=2)
-    queue.restart()
-    state = ServerState(Asynchronous(), {0, 1}, applied=Applied(0), round=2, queue=queue)
+    coordinator = Coordinator(BatchQueue(0, 8, ((0, 1), (1, 1)), rest_every=2))
+    state = ServerState(Asynchronous(), {0, 1}, applied=Applied(0), round=2)
+    state.coordinator = coordinator
 
-    def next_item(worker: int, clock: int, position: int | None) -> WorkItem:
+    def next_item(worker: int, clock: int, position: int | None) -> Instruction:
         push = Push(worker, clock, 1, 1, 0.0, False, position=position)
         (answer,) = state.push(push).answers
         assert answer.work is not None
@@ -485,19 +488,32 @@ def test_a_second_push_for_the_last_batch_before_a_pause_brings_no_further_batch
         for worker in (0, 1)
         for clock, position in ((1, worker), (2, None))
     ]
-    assert {item.kind for item in items} == {Kind.PAUSE}
+    assert items == [RestAt(2, Rest(Reason.CHECKPOINT))] * 4
     for worker in (0, 1):
         state.pause(worker)
     state.resume()
-    assert next_item(0, 3, 2) == WorkItem(Kind.PAUSE, 4, 4)  # both went on, with [2, 3) and [3, 4)
+    # Both went on, with [2, 3) and [3, 4).
+    assert next_item(0, 3, 2) == RestAt(4, Rest(Reason.CHECKPOINT))
 
 
 def test_a_further_push_in_mid_phase_brings_no_further_batch() -> None:
-    queue = WorkQueue(0, 8, ((0, 1), (1, 1)))
-    queue.restart()
-    state = ServerState(Asynchronous(), {0, 1}, applied=Applied(0), round=2, queue=queue)
+    coordinator = Coordinator(BatchQueue(0, 8, ((0, 1), (1, 1))))
+    state = ServerState(Asynchronous(), {0, 1}, applied=Applied(0), round=2)
+    state.coordinator = coordinator
     given = [
         state.push(Push(0, clock, 1, 1, 0.0, False, position=position)).answers[0].work
         for clock, position in enumerate((0, None, None, 2), start=1)
     ]
-    assert given == [WorkItem(Kind.BATCH, 2, 3)] * 3 + [WorkItem(Kind.BATCH, 3, 4)]
+    assert given == [Take(2, 3)] * 3 + [Take(3, 4)]
+
+
+def test_an_applied_batch_is_not_given_again_if_its_worker_is_lost_at_the_bound() -> None:
+    state = ServerState(Bounded(0), {0, 1}, applied=Applied(0), round=2)
+    state.coordinator = Coordinator(BatchQueue(0, 4, ((0, 1), (1, 1))))
+    assert state.push(Push(1, 1, 1, 1, 0.0, False, position=1)).answers == ()
+    state.leave(1)
+    given = [
+        state.push(Push(0, clock, 1, 1, 0.0, False, position=position)).answers[0].work
+        for clock, position in ((1, 0), (2, 2), (3, 3))
+    ]
+    assert given == [Take(2, 3), Take(3, 4), Finish(4)]

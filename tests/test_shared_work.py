@@ -14,11 +14,13 @@ from tests.by_turns import by_turns
 from tests.simulated import simulated
 from tests.training import settings, step_lines
 
+from orchestra.coordinator.batches import BatchQueue
+from orchestra.coordinator.core import Applied, Coordinator
+from orchestra.coordinator.events import Finish, Instruction, Take, Wait
 from orchestra.parameter_server.messages import Push
 from orchestra.parameter_server.state import Decision, ServerState
 from orchestra.parameter_server.when import Bounded
 from orchestra.records.record import RunRecord
-from orchestra.schedules.work_queue import Applied, Kind, WorkItem, WorkQueue
 from orchestra.settings import parse
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
@@ -179,9 +181,9 @@ class Books:
         self.bound, self.chance, self.workers = bound, chance, workers
         self.stop = 2 * workers * 12
         self.servers = [self._server(first=not number) for number in range(servers)]
-        items = WorkQueue(0, self.stop, self.sizes).first(0)
+        items = BatchQueue(0, self.stop, self.sizes).first(0)
         self.clocks = dict.fromkeys(range(workers), 0)
-        self.items: dict[int, WorkItem] = dict(items)
+        self.items: dict[int, Instruction] = dict(items)
         self.in_flight: list[tuple[int, Push]] = []
         self.waits: dict[int, set[int]] = {}
         self.applied: list[int] = []
@@ -190,8 +192,7 @@ class Books:
         state = ServerState(Bounded(self.bound), set(range(self.workers)))
         state.applied, state.round = Applied(0), 2 * self.workers
         if first:
-            state.queue = WorkQueue(0, self.stop, self.sizes)
-            state.queue.restart()
+            state.coordinator = Coordinator(BatchQueue(0, self.stop, self.sizes))
         return state
 
     def run(self, deaths: int) -> None:
@@ -204,10 +205,10 @@ class Books:
             choice = self.chance.randrange(len(free) + len(arriving))
             if choice < len(free):
                 worker = free[choice]
-                if self.items[worker].kind is Kind.WAIT:
+                if isinstance(self.items[worker], Wait):
                     self.waits[worker] = {0}
                     self._answered(self.servers[0].wait(worker), self.servers[0])
-                elif self.items[worker].kind is Kind.END:
+                elif isinstance(self.items[worker], Finish):
                     alive.discard(worker)
                     for server in self.servers:
                         self._answered(server.leave(worker), server)
@@ -223,6 +224,7 @@ class Books:
 
     def _push(self, worker: int) -> None:
         item = self.items[worker]
+        assert isinstance(item, Take)
         self.clocks[worker] += 1
         push = Push(worker, self.clocks[worker], 2, 2, 0.0, False, position=item.start)
         self.waits[worker] = set(range(len(self.servers)))

@@ -16,11 +16,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 from torch.utils.data.sampler import BatchSampler, RandomSampler, SequentialSampler
 
+from orchestra.coordinator.batches import BatchQueue
+from orchestra.coordinator.events import Take
+from orchestra.coordinator.rest import Reason
 from orchestra.data import DataPlan
 from orchestra.data.feed import GlobalOrder
 from orchestra.errors import InputError
 from orchestra.optimizers.state import AlikeStreams
-from orchestra.schedules.work_queue import WorkItem, WorkQueue
 from orchestra.worker.batches import counted_samples, digest, leaves_of
 
 
@@ -376,7 +378,7 @@ class QueuedLoader:
         self._order = _order_of(loader, seed)
         dropped = self._order.samples % self._batch_size if loader.drop_last else 0
         self._samples = self._order.samples - dropped  # of an epoch
-        self._items: deque[WorkItem] = deque()
+        self._items: deque[Take] = deque()
         self._batches = iter(_with_batches(loader, self._indices))
 
     @staticmethod
@@ -387,15 +389,16 @@ class QueuedLoader:
         # Worker processes load batches before the queue has given them out.
         return None if loader.num_workers or not len(loader) else QueuedLoader(loader, seed)
 
-    def queue(self, start: int, shares: tuple[float, ...]) -> WorkQueue | None:
-        """Return the samples from `start` on, with a pause at the end of each epoch.
+    def queue(self, start: int, shares: tuple[float, ...]) -> BatchQueue | None:
+        """Return the samples from `start` on, with a rest at the end of each epoch.
 
         None for a worker alone, which needs no queue.
         """
         sizes = tuple((rank, self._batch_size) for rank, share in enumerate(shares) if share)
-        return WorkQueue(start, None, sizes, self._samples) if len(sizes) > 1 else None
+        queue = BatchQueue(start, None, sizes, self._samples, Reason.EPOCH)
+        return queue if len(sizes) > 1 else None
 
-    def load(self, item: WorkItem) -> WorkerBatch:
+    def load(self, item: Take) -> WorkerBatch:
         """Return the batch of `item`."""
         self._items.append(item)
         return WorkerBatch(next(self._batches), item.samples, item.samples)

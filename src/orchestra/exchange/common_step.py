@@ -10,8 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orchestra.coordinator.batches import BatchQueue, WorkInHand
+from orchestra.coordinator.core import Coordinator
+from orchestra.coordinator.events import (
+    Done,
+    Event,
+    Free,
+    Instruction,
+    Lost,
+    Started,
+    Take,
+    Wait,
+    Wish,
+    instruction_of,
+    numbers_of,
+)
 from orchestra.errors import PeerLost
-from orchestra.schedules.work_queue import Kind, Report, WorkInHand, WorkItem, WorkQueue, item_of
 from orchestra.transports.protocol import Handle, Task, Transport, send_unless_lost
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Step, Worker
@@ -257,10 +271,10 @@ class _Control:
         send_unless_lost(self._transport, _message(kind, *values), rank, self._tag)
 
 
-def step_of_round(reports: Sequence[Report], seconds: tuple[float, ...]) -> Step:
+def step_of_round(reports: Sequence[Done], seconds: tuple[float, ...]) -> Step:
     """Make one step of a round of batches, before whose end all samples are done."""
     counts = tuple(report.stop - report.start for report in reports)
-    losses = tuple(report.loss for report in reports)
+    losses = tuple(report.loss or 0.0 for report in reports)
     rates, epochs, fractions = zip(*((r.rate, r.epoch, r.fraction) for r in reports), strict=True)
     seen = {"rates": (min(rates),), "epoch": max(epochs), "fraction": max(fractions)}
     return _together(counts, losses, seconds=seconds, **seen)
@@ -278,12 +292,12 @@ def _together(counts: tuple[int, ...], losses: tuple[float, ...], **seen: Any) -
 
 
 class _Request(enum.IntEnum):
-    """What a worker asks of the flow that holds the queue."""
+    """What a worker asks of the flow that holds the coordinator."""
 
-    NEXT = 0  # give me the item after the one that I begin now
+    NEXT = 0  # tell me what follows the batch that I begin now
     STOP = 1  # the same, and the user wishes to stop
     CLOSE = 2  # I take nothing more
-    DONE = 3  # my batch is done, and I have begun no other; answer when you have read this
+    DONE = 3  # my batch is done, as I report, and I have begun no other; say when you know
     WAIT = 4  # the same; answer with what I do next, as soon as there is something
 
 
@@ -296,11 +310,11 @@ def share_work(
     run goes on without one that is lost: no worker ends before all batches are done, since another
     one's may come back.
     """
-    queue, copy = worker.make_queue(shares), worker.make_queue(shares)
-    if queue is None or copy is None:
+    queue = worker.make_queue(shares)
+    if queue is None:
         return None
     rank = worker.workers.ranks[0] if holder is None else holder
-    return SharedWork(worker, queue, copy, rank, expendable)
+    return SharedWork(worker, queue, rank, expendable)
 
 
 class SharedWork:
@@ -310,43 +324,40 @@ class SharedWork:
     batch is done: no step waits for a round trip. A checkpoint keeps nothing of it: at a pause no
     batch is under way, and all that follows is known from the samples before it. Where a rule
     watches the phase, the report of a batch comes with the next question; before a pause alone.
-    The flow holds `queue`; `copy` is the same, for what a worker knows without a message.
     """
 
-    def __init__(
-        self, worker: Worker, queue: WorkQueue, copy: WorkQueue, holder: int, expendable: bool
-    ) -> None:
+    def __init__(self, worker: Worker, queue: BatchQueue, holder: int, expendable: bool) -> None:
         self._worker = worker
         self._holder = holder
         self._works = worker.rank in worker.workers.ranks
         if self._works:
-            self._in_hand = WorkInHand(copy, worker.rank)
+            self._in_hand = WorkInHand(queue, worker.rank)
         self._asked: Handle | None = None
         self._begun = False
         self._flow: Task[None] | None = None
         if worker.rank == holder:
-            queue.expendable = expendable
-            self._flow = worker.transport.spawn(_Holder(queue, set(worker.workers.ranks)).run)
+            flow = _Holder(queue, expendable, set(worker.workers.ranks))
+            self._flow = worker.transport.spawn(flow.run)
 
-    def take(self) -> WorkItem:
-        """Return what this worker does next; the item before is done."""
+    def take(self) -> Instruction:
+        """Return what this worker does next; the batch before is done."""
         if self._asked is not None:
-            self._in_hand.item = item_of(self._asked.wait().tolist())
+            self._in_hand.next = instruction_of(self._asked.wait().tolist())
             self._asked = None
-        item, report = self._in_hand.take(), self._report()
-        self._begun = item.kind is Kind.BATCH
+        instruction, report = self._in_hand.take(), self._report()
+        self._begun = isinstance(instruction, Take)
         if self._begun:
             stop = self._worker.reporter.stop_requested()
             # Asked now, a step ahead: the answer is there when this batch is done.
             self._asked = self._ask(_Request.STOP if stop else _Request.NEXT, report)
-        elif item.kind is Kind.WAIT:
+        elif isinstance(instruction, Wait):
             self._asked = self._ask(_Request.WAIT, report)
         elif report:
             self._ask(_Request.DONE, report).wait()
-        return item
+        return instruction
 
     def skip(self, values: Tensor) -> None:
-        """Do nothing: the next item was asked for already."""
+        """Do nothing: this worker has asked for its next instruction already."""
 
     def _report(self) -> tuple[float, ...]:
         """The report on the finished batch, empty if no rule asked for one."""
@@ -375,45 +386,44 @@ class SharedWork:
 class _Holder:
     """The background flow: it answers at once, whatever the main flows do."""
 
-    _queue: WorkQueue
+    _queue: BatchQueue
+    _expendable: bool
     _open: set[int]  # workers
 
     def run(self, transport: Transport) -> None:
         """Answer until all workers have closed."""
-        queue, gone = self._queue, transport.lost()
-        queue.restart()
-        for rank in self._open & gone:  # lost in a phase before
-            queue.lose(rank)
+        gone = self._open & transport.lost()  # in a phase before
+        coordinator = Coordinator(self._queue, expendable=self._expendable, gone=gone)
         self._open -= gone
         while self._open:
             message = transport.receive(None, Tag.WORK_REQUEST)
             try:
                 request, *report = message.wait().tolist()
             except PeerLost as lost:
+                # A worker that has closed has done its batches.
+                told = coordinator.handle(Lost(lost.rank)) if lost.rank in self._open else []
                 self._open.discard(lost.rank)
-                queue.lose(lost.rank)
             else:
-                if report:
-                    start, stop, *seen = report
-                    queue.report(Report(message.source, int(start), int(stop), *seen))
-                self._heed(transport, message.source, request)
-            for worker, item in queue.woken():
-                send_unless_lost(transport, _message(*item), worker, Tag.WORK)
+                told = coordinator.handle(*_events(message.source, request, report))
+                if request == _Request.CLOSE:
+                    self._open.discard(message.source)
+                elif request == _Request.DONE:
+                    # The rules know the report now. The content of the answer does not matter.
+                    told = [(message.source, Wait()), *told]
+            for worker, instruction in told:
+                send_unless_lost(transport, _message(*numbers_of(instruction)), worker, Tag.WORK)
 
-    def _heed(self, transport: Transport, worker: int, request: float) -> None:
-        answer = None
-        if request == _Request.CLOSE:
-            self._open.discard(worker)
-            self._queue.finish(worker)
-        elif request == _Request.WAIT:
-            self._queue.wait(worker)
-        elif request == _Request.DONE:
-            # Its content does not matter. The worker goes on once its report has been observed.
-            answer = WorkItem(Kind.WAIT, 0, 0)
-        else:
-            self._queue.resume(worker)
-            if request == _Request.STOP:
-                self._queue.close()
-            answer = self._queue.take(worker, ahead=True)
-        if answer is not None:
-            send_unless_lost(transport, _message(*answer), worker, Tag.WORK)
+
+def _events(worker: int, request: float, report: Sequence[float]) -> list[Event]:
+    """Translate a message of `worker`."""
+    events: list[Event] = []
+    if report:
+        start, stop, *seen = report
+        events.append(Done(worker, int(start), int(stop), *seen))
+    if request in (_Request.NEXT, _Request.STOP):
+        events.append(Started(worker))
+    elif request == _Request.WAIT:
+        events.append(Free(worker))
+    if request == _Request.STOP:
+        events.append(Wish(worker))
+    return events

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from orchestra.collectives import Group, all_reduce, receive_object, send_object
 from orchestra.compression.base import Compressor
+from orchestra.coordinator.core import Applied, Coordinator
 from orchestra.errors import PeerLost
 from orchestra.exchange.agreement import agree_on_parameters, charge
 from orchestra.exchange.compression import SliceCodec
@@ -36,7 +37,6 @@ from orchestra.parameter_server.placement import place as place_slices
 from orchestra.parameter_server.server import Server
 from orchestra.parameter_server.state import ServerState
 from orchestra.parameter_server.when import When
-from orchestra.schedules.work_queue import Applied
 from orchestra.transports.protocol import Handle, Task, Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.layout import Layout
@@ -135,7 +135,7 @@ def _application(worker: Worker, part: Slice, kind: type[Application]) -> Applic
 def _server_state(
     worker: Worker, workers: Sequence[int], rules: ServerRules, *, hands_out: bool
 ) -> ServerState:
-    """Make the state of a slice; with `hands_out` its server has the queue of batches."""
+    """Make the state of a slice; with `hands_out` its server has the coordinator."""
     live = set(workers) - worker.transport.lost()
     state = ServerState(rules.when, live, consumed=worker.step.consumed)
     if rules.queue_shares is None:
@@ -145,9 +145,7 @@ def _server_state(
         return state
     state.applied, state.round = Applied(queue.start), queue.round
     if hands_out:
-        for gone in queue.restart().keys() - live:
-            queue.lose(gone)
-        state.queue = queue
+        state.coordinator = Coordinator(queue, gone=set(workers) - live)
     return state
 
 

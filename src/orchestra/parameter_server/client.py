@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from orchestra.coordinator.batches import BatchQueue, WorkInHand
+from orchestra.coordinator.events import Instruction, Take, Wait, instruction_of
 from orchestra.coordinator.rest import Reason, Rest
 from orchestra.errors import PeerLost
 from orchestra.parameter_server.messages import (
@@ -23,8 +25,6 @@ from orchestra.parameter_server.messages import (
     encode_request,
 )
 from orchestra.parameter_server.placement import Slice
-from orchestra.schedules.work_queue import Kind as WorkKind
-from orchestra.schedules.work_queue import WorkInHand, WorkItem, WorkQueue, item_of
 from orchestra.transports.protocol import Handle, Transport
 from orchestra.transports.tags import Tag
 
@@ -41,7 +41,7 @@ class Client:
         self,
         transport: Transport,
         slices: Sequence[Slice],
-        queue: WorkQueue | None = None,
+        queue: BatchQueue | None = None,
         parameters: Tensor | None = None,
         encode: Callable[[Push, Tensor], Sequence[Tensor]] | None = None,
     ) -> None:
@@ -65,22 +65,23 @@ class Client:
         """Go on from `saved`."""
         self.clock = saved["clock"]
 
-    def take(self) -> WorkItem:
-        """Return the next item of work; the one before is done."""
+    def take(self) -> Instruction:
+        """Return the next instruction; the one before is done."""
         assert self.work is not None
         if self._has_to_wait:
             self._waits += 1
-            # The first server holds the queue.
+            # The first server holds the coordinator.
             wait = self._ask(0, self._request(Kind.WAIT, step=self._waits))
-            self.work.item = item_of(wait().tolist())
-        item = self.work.take()
-        self._has_to_wait = item.kind is WorkKind.WAIT
-        return item
+            self.work.next = instruction_of(wait().tolist())
+        instruction = self.work.take()
+        self._has_to_wait = isinstance(instruction, Wait)
+        return instruction
 
     def skip(self, values: Tensor) -> None:
-        """Push nothing for the last item, and pull flat `values`."""
+        """Push nothing for the last batch, and pull flat `values`."""
         assert self.work is not None
-        item, rank = self.work.item, self._transport.rank
+        item, rank = self.work.next, self._transport.rank
+        assert isinstance(item, Take)
         used = (False,) * (1 + max(number for part in self.slices for number in part.tensors))
         nothing = Push(rank, self.clock + 1, 0, item.samples, 0.0, False, (), used, item.start)
         self.push(nothing, values, values)  # a server answers when it has read all of them
@@ -111,7 +112,7 @@ class Client:
         self.clock = answers[0].clock
         if self.work is not None:
             assert answers[0].work is not None
-            self.work.item = answers[0].work
+            self.work.next = answers[0].work
         return answers
 
     def pause(self, rest: Rest, *, values: bool = False) -> bool:

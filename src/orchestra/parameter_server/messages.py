@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from orchestra.coordinator.events import Instruction, instruction_of, numbers_of
 from orchestra.coordinator.rest import Reason, Rest
-from orchestra.schedules.work_queue import WorkItem, item_of
 
 if TYPE_CHECKING:
     from orchestra.parameter_server.state import Decision, ServerState
@@ -24,7 +24,7 @@ PUSH_HEAD, ANSWER_HEAD = 9, 11
 """Numbers before the rates of a push, and before the flags of an answer."""
 
 NOTHING = (-1, 0, 0, 0)
-"""Stands in an answer for an item of work if there is none."""
+"""Stands in an answer for an instruction if there is none."""
 
 
 # Tuples: a message makes several of them, and a frozen dataclass takes five times as long to make.
@@ -62,7 +62,7 @@ class Answer(NamedTuple):
     this worker's read and its push. `loss` and `stop` are those of the pushes applied together.
     `clock` is the step that the worker has behind it now. A push that was `dropped` came too late
     for its step, and the worker may be several steps further than it was. `work`: what the worker
-    does next, from the server that holds the queue.
+    does next, from the server that holds the coordinator.
     """
 
     worker: int
@@ -74,7 +74,7 @@ class Answer(NamedTuple):
     clock: int
     dropped: bool = False
     used: tuple[bool, ...] = ()
-    work: WorkItem | None = None
+    work: Instruction | None = None
 
 
 class QuietPoint(NamedTuple):
@@ -196,18 +196,18 @@ def _content_of_answer(numbers: tuple[float, ...]) -> tuple[Any, ...]:
     version, staleness, loss, stop, consumed, clock, dropped, *work = numbers[:ANSWER_HEAD]
     return (
         int(version), int(staleness), loss, bool(stop), int(consumed), int(clock), bool(dropped),
-        tuple(map(bool, numbers[ANSWER_HEAD:])), item_of(work) if work[0] >= 0 else None,
+        tuple(map(bool, numbers[ANSWER_HEAD:])), instruction_of(work) if work[0] >= 0 else None,
     )  # fmt: skip
 
 
-def encode_reply(content: Answer | QuietPoint | WorkItem) -> Tensor:
-    """Encode an answer to a push, a quiet point, or an item of work."""
+def encode_reply(content: Answer | QuietPoint | Instruction) -> Tensor:
+    """Encode an answer to a push, a quiet point, or an instruction."""
     if isinstance(content, QuietPoint):
         return _vector((content.rest.code, content.complete))
-    if isinstance(content, WorkItem):
-        return _vector(content)
+    if not isinstance(content, Answer):
+        return _vector(numbers_of(content))
     head = (content.version, content.staleness, content.loss, content.stop, content.consumed)
-    work = content.work or NOTHING
+    work = NOTHING if content.work is None else numbers_of(content.work)
     return _vector((*head, content.clock, content.dropped, *work), content.used)
 
 
@@ -227,7 +227,7 @@ class Reply(NamedTuple):
     left. With `values` the values come with it."""
 
     worker: int
-    content: Answer | QuietPoint | WorkItem | None
+    content: Answer | QuietPoint | Instruction | None
     values: bool
 
 
@@ -246,7 +246,7 @@ class RequestLog:
         self.quiet_point = QuietPoint(Rest(Reason.CHECKPOINT), complete=True)
         self.gives_values = False
         self._last_pause: Request
-        self._last: dict[int, Answer | WorkItem] = {}  # that a push, or a wait for work, led to
+        self._last: dict[int, Answer | Instruction] = {}  # that a push, or a wait for work, led to
         self._waits: dict[int, int] = {}  # requests for work that were taken of each worker
         self._asking: dict[int, Request] = {}
         self._settled: list[int] = []  # workers about whom something was decided, in that order

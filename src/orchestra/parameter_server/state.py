@@ -9,9 +9,10 @@ from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from orchestra.coordinator.core import Applied, Coordinator
+from orchestra.coordinator.events import Done, Event, Free, Instruction, Lost, Rested, Wish
 from orchestra.parameter_server.messages import Answer, Push
 from orchestra.parameter_server.when import When
-from orchestra.schedules.work_queue import Applied, Report, WorkItem, WorkQueue
 
 
 class Update(NamedTuple):
@@ -26,11 +27,11 @@ class Update(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Apply the updates, in order; then answer, and give `work` to those who asked for it."""
+    """Apply the updates, in order; then answer, and give `work` to those that waited for it."""
 
     apply: tuple[Update, ...] = ()
     answers: tuple[Answer, ...] = ()
-    work: tuple[tuple[int, WorkItem], ...] = ()
+    work: tuple[tuple[int, Instruction], ...] = ()
     quiet: bool = False
 
 
@@ -47,7 +48,7 @@ class ServerState:
 
     Where workers take batches from a queue, `applied` holds those that are, `positions` where
     the last one of each worker began, and `round` the samples that all workers take together. One
-    server holds the `queue`.
+    server holds the `coordinator`.
     """
 
     when: When
@@ -61,23 +62,23 @@ class ServerState:
     paused: set[int] = field(default_factory=set)
     waiting: dict[int, Answer] = field(default_factory=dict)
     dropped: int = 0
-    queue: WorkQueue | None = None
+    coordinator: Coordinator | None = None
     applied: Applied | None = None
     round: int = 0
     positions: dict[int, int] = field(default_factory=dict)
     _at_work: frozenset[int] | None = field(default=None, compare=False, repr=False)
     """Live, not paused and not idle, as long as that has not changed."""
-    _given: dict[int, WorkItem] = field(default_factory=dict, compare=False, repr=False)
+    _given: dict[int, Instruction] = field(default_factory=dict, compare=False, repr=False)
     """What each worker was last told to do."""
     _repeat_pushers: set[int] = field(default_factory=set, compare=False, repr=False)
     """Workers whose last push was a second or later one for the same batch."""
-    _resumed: bool = field(default=True, compare=False, repr=False)
-    """Nobody has pushed since the last quiet point, or since the beginning."""
+    _told: dict[int, Instruction] = field(default_factory=dict, compare=False, repr=False)
+    """What the coordinator has told workers since the last decision."""
 
     @property
     def idle(self) -> Set[int]:
         """The workers that wait for work."""
-        return frozenset() if self.queue is None else self.queue.idle
+        return frozenset() if self.coordinator is None else self.coordinator.idle
 
     def push(self, push: Push) -> Decision:
         """Take a gradient that has arrived."""
@@ -85,15 +86,12 @@ class ServerState:
         assert push.worker not in self.waiting, f"push of worker {push.worker}, which waits"
         expected = self.clocks.get(push.worker, 0) + 1
         assert push.clock == expected, f"worker {push.worker}: step {push.clock}, not {expected}"
-        if self.queue is not None:
-            if self._resumed:  # a worker may push several times for one batch, also for its last
-                self.queue.resume(push.worker)
+        if self.coordinator is not None:
             if push.stop:
-                self.queue.close()
+                self._tell(Wish(push.worker))
             # A further push for the batch before brings no further batch.
             if push.position is None:
                 self._repeat_pushers.add(push.worker)
-        self._resumed = False
         if self.when.drops_late and push.clock <= self.newest:
             self._drop(push)
             return self._decide()
@@ -113,8 +111,7 @@ class ServerState:
 
     def wait(self, worker: int) -> Decision:
         """`worker`, whose last answer held no work, asks again."""
-        assert self.queue is not None
-        self.queue.wait(worker)
+        self._tell(Free(worker))
         self._at_work = None
         return self._decide()
 
@@ -126,15 +123,16 @@ class ServerState:
         if not self.when.answers_on_arrival:  # a push that was answered stays
             self.pending = [push for push in self.pending if push.worker != worker]
         self.waiting.pop(worker, None)
-        if self.queue is not None:
-            self.queue.lose(worker)
+        if self.coordinator is not None:
+            self._tell(Lost(worker))
         return self._decide()
 
     def resume(self) -> None:
         """After a quiet point: the paused workers may push again."""
         self.paused.clear()
-        self._resumed = True
         self._at_work = None
+        if self.coordinator is not None:
+            self._tell(Rested())
 
     def all_have_read(self) -> None:
         """Note, at a quiet point, that every worker was given the present values."""
@@ -154,9 +152,10 @@ class ServerState:
         self.read.update((answer.worker, answer.version) for answer in answers)
         # Nothing held, nobody unanswered, and all who are there have paused: nothing is in flight.
         quiet = not self.pending and not self.waiting and self.live <= self.paused
-        work = () if self.queue is None else tuple(self.queue.woken())
+        work = tuple(self._told.items())
         if work:
             self._given.update(work)
+            self._told.clear()
             self._at_work = None
         return Decision(tuple(updates), tuple(answers), work, quiet)
 
@@ -183,10 +182,16 @@ class ServerState:
             for worker in released
         ]
 
-    def _work_for(self, worker: int) -> WorkItem | None:
-        """Return what `worker` does next: the same item after a further push for one batch."""
-        if self.queue is not None and worker not in self._repeat_pushers:
-            self._given[worker] = self.queue.take(worker)
+    def _tell(self, event: Event) -> None:
+        """Let the coordinator know of `event`."""
+        assert self.coordinator is not None
+        self._told.update(self.coordinator.handle(event))
+
+    def _work_for(self, worker: int) -> Instruction | None:
+        """Return what `worker` does next: the same after a further push for one batch."""
+        if self.coordinator is not None and worker not in self._repeat_pushers:
+            self._tell(Free(worker))
+            self._given[worker] = self._told.pop(worker)
         self._repeat_pushers.discard(worker)
         return self._given.get(worker)
 
@@ -220,9 +225,9 @@ class ServerState:
             if self.applied is not None and push.position is not None:
                 self.applied.add(push.position, push.position + push.step_samples)
                 self.positions[push.worker] = push.position
-                if push.report and self.queue is not None:
+                if self.coordinator is not None:
                     stop_at = push.position + push.samples
-                    self.queue.report(Report(push.worker, push.position, stop_at, *push.report))
+                    self._tell(Done(push.worker, push.position, stop_at, *push.report))
             if not self.when.answers_on_arrival:
                 self._hold(push, loss, stop, used)
         return Update(pushes, samples, used)

@@ -14,10 +14,10 @@ from orchestra.strategies.traits import Dealing, Traits
 if TYPE_CHECKING:
     from torch import optim
 
+    from orchestra.coordinator.batches import WorkSource
     from orchestra.coordinator.rest import Rest
     from orchestra.exchange import Kept, Learnt, SharedWork
     from orchestra.parameter_server.messages import QuietPoint
-    from orchestra.schedules.work_queue import WorkSource
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
 

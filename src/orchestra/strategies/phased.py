@@ -12,10 +12,10 @@ from orchestra.strategies.member import Member
 from orchestra.strategies.traits import Traits, WorkMode, combined
 
 if TYPE_CHECKING:
+    from orchestra.coordinator.batches import WorkSource
     from orchestra.coordinator.rest import Rest
     from orchestra.exchange import Kept, Learnt
     from orchestra.parameter_server.messages import QuietPoint
-    from orchestra.schedules.work_queue import WorkSource
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
 

@@ -13,10 +13,10 @@ from orchestra.strategies.member import Member
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from orchestra.coordinator.batches import WorkSource
     from orchestra.coordinator.rest import Rest
     from orchestra.exchange import Kept, Learnt, ServerChannel
     from orchestra.parameter_server import Answer, QuietPoint
-    from orchestra.schedules.work_queue import WorkSource
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
 

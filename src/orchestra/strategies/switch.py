@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from orchestra import exchange, optimizers
+from orchestra.coordinator.batches import BatchQueue, Observer
 from orchestra.coordinator.rest import Reason, Rest
 from orchestra.errors import InputError
 from orchestra.settings import setting
@@ -20,9 +21,9 @@ from orchestra.strategies.switch_rules import LossStable, Rule, RuleState
 from orchestra.strategies.traits import Dealing, Pace, Partition, Traits, WorkMode
 
 if TYPE_CHECKING:
+    from orchestra.coordinator.events import Done
     from orchestra.exchange import CommonStep
     from orchestra.parameter_server.messages import QuietPoint
-    from orchestra.schedules.work_queue import Report, WorkQueue
     from orchestra.strategies.member import Member
     from orchestra.worker.worker import QueueOf, Step, Worker
 
@@ -167,7 +168,7 @@ class SwitchMember(PhasedMember[Switch]):
 
     Where the workers take batches from a queue in place of steps, `rule` and `steps` are those of
     the sample number `begun`, at which that began. On the rank that holds the queue a rule that
-    observes goes on meanwhile, and has `fired` where the queue is to end. `queue` is a copy of it;
+    observes goes on meanwhile, and has `fired` where the queue is to end. `queue` is that queue;
     `queue_of` makes queues that end with the budget alone. `leaving` finds the step to switch at
     where workers do not decide alike; `seconds` are this worker's own up to its last report.
     """
@@ -178,7 +179,7 @@ class SwitchMember(PhasedMember[Switch]):
     before: int = 0  # steps of another switch's first phase, if this one is in its second
     begun: int | None = None
     fired: bool = False
-    queue: WorkQueue | None = field(default=None, metadata=optimizers.TRANSIENT)
+    queue: BatchQueue | None = field(default=None, metadata=optimizers.TRANSIENT)
     seconds: float = field(default=0.0, metadata=optimizers.TRANSIENT)
     leaving: CommonStep | None = field(default=None, metadata=optimizers.TRANSIENT)
     queue_of: QueueOf | None = field(default=None, metadata=optimizers.TRANSIENT)
@@ -378,7 +379,7 @@ class SwitchMember(PhasedMember[Switch]):
         return strategy.when.observe(self.rule, step)
 
     def _report(self) -> tuple[float, ...]:
-        """Return the fields of a `Report` of the step, from its loss on."""
+        """Return the fields of `Done` about the step, from its loss on."""
         worker = self.worker
         step, before = worker.step, self.seconds
         self.seconds = exchange.own_seconds(worker)
@@ -394,7 +395,7 @@ class SwitchMember(PhasedMember[Switch]):
         self.leaving.report(self.steps, worker.step.samples, *values)
         return self.leaving.reached(self.steps, wish=False)
 
-    def _make_queue(self, start: int, shares: tuple[float, ...]) -> WorkQueue:
+    def _make_queue(self, start: int, shares: tuple[float, ...]) -> BatchQueue:
         """Make a queue of the first phase, or of one inside it that begins at sample `start`."""
         strategy = self.strategy
         assert self.queue_of is not None
@@ -405,21 +406,18 @@ class SwitchMember(PhasedMember[Switch]):
             self.begun = start
         self.queue = queue
         if strategy.when.counts:
-            queue.end_at(self._end(queue, self.begun), strategy.nesting)
-            return queue
+            return queue.ending(self._end(queue, self.begun), strategy.nesting)
 
-        def observe(reports: Sequence[Report], seconds: tuple[float, ...]) -> None:
-            """Called on the rank that holds the queue, when all batches of a round are done."""
-            if not self.fired and self._observe(exchange.step_of_round(reports, seconds)):
-                self.fired = True
-                queue.end(strategy.nesting)
+        def observe(reports: Sequence[Done], seconds: tuple[float, ...]) -> bool:
+            """Called on the rank of the coordinator, when all batches of a round are done."""
+            if self.fired:
+                return False
+            self.fired = self._observe(exchange.step_of_round(reports, seconds))
+            return self.fired
 
-        queue.watch(observe)
-        if self.fired:
-            queue.end(strategy.nesting)
-        return queue
+        return queue.watched(Observer(strategy.nesting, observe, self.fired))
 
-    def _end(self, queue: WorkQueue, position: int) -> int:
+    def _end(self, queue: BatchQueue, position: int) -> int:
         """Find the sample before which a phase ends by a rule that counts, from `position` on."""
         strategy = self.strategy
         assert queue.budget is not None

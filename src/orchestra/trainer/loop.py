@@ -7,12 +7,13 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any
 
+from orchestra.coordinator.batches import BatchQueue, WorkSource
+from orchestra.coordinator.events import Finish, Take, Wait
 from orchestra.coordinator.rest import Reason, Rest
 from orchestra.data import DataPlan, Shares, apportion, plan_of
 from orchestra.data.feed import Feed, Samples
 from orchestra.errors import RunFailed
 from orchestra.exchange import CommonStep
-from orchestra.schedules.work_queue import Kind, WorkItem, WorkQueue, WorkSource
 from orchestra.settings.base import setting
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.member import Member
@@ -47,13 +48,13 @@ def plan_of_roles(
     return plan_of(min(start, budget), budget, training.global_batch(shares), weights)
 
 
-def queue_of(training: Training, budget: int, start: int, shares: Shares) -> WorkQueue:
+def queue_of(training: Training, budget: int, start: int, shares: Shares) -> BatchQueue:
     """Return a queue of the same samples; batches are as large as in a step of the plan."""
     plan = plan_of_roles(training, start, budget, shares)
     counts = apportion(plan.global_batch, plan.shares)
     sizes = tuple((rank, count) for rank, count in enumerate(counts) if count)
     every = training.checkpoint_every
-    return WorkQueue(plan.start, budget, sizes, every and every * plan.global_batch)
+    return BatchQueue(plan.start, budget, sizes, every and every * plan.global_batch)
 
 
 class Loop(ABC):
@@ -159,13 +160,13 @@ class Loop(ABC):
         return paused is not None
 
     def _take(self, queue: WorkSource) -> bool:
-        """Carry out the next item of the queue; return whether anything may come after it."""
+        """Carry out the next instruction; return whether anything may come after it."""
         item, worker, position = queue.take(), self.worker, self.position
-        if item.kind is Kind.WAIT:
+        if isinstance(item, Wait):
             worker.reporter.phase("leaving")  # a worker that is stopped is not waited for any more
             item = queue.take()
             worker.reporter.phase("training")
-        if item.kind is Kind.BATCH:
+        if isinstance(item, Take):
             part = self._part_of(item)
             batch = self.recorder.read(lambda: self._feed.samples.read(*part))
             samples = item.samples
@@ -173,17 +174,19 @@ class Loop(ABC):
             # The learning rate follows the place in the global order, whoever takes the batch.
             self._train(batch, step, done=item.start)
             return True
-        worker.step.consumed = position.consumed = item.start
-        if item.kind is Kind.END:
-            if item.start < self.budget:
-                assert isinstance(self.member, PhasedMember)
-                self.member.end_phase(item.level)
-            return item.start < self.budget
-        self.stopped = item.kind is Kind.STOP
+        assert not isinstance(item, Wait)
+        worker.step.consumed = position.consumed = item.at
+        if isinstance(item, Finish):
+            return False
+        if item.rest.reason is Reason.PHASE:
+            assert isinstance(self.member, PhasedMember)
+            self.member.end_phase(item.rest.level)
+            return True
+        self.stopped = item.rest.reason is Reason.STOP
         self._checkpoint_together()
         return True
 
-    def _part_of(self, item: WorkItem) -> tuple[int, int]:
+    def _part_of(self, item: Take) -> tuple[int, int]:
         """Return where the samples of `item` are: in the stream of all, or of this rank's shard."""
         position, feed = self.position, self._feed
         if not feed.own:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from orchestra.collectives import Group
+from orchestra.coordinator.batches import BatchQueue
 from orchestra.errors import InputError
 from orchestra.optimizers.spec import Moments, OptimizerSpec, install_moments, set_rates
 from orchestra.records.live import is_logged
-from orchestra.schedules.work_queue import WorkQueue
 from orchestra.worker.batches import Batch, split_batch, tensors_of
 from orchestra.worker.gradients import Gradients, ShardedGradients
 from orchestra.worker.layout import FlatModel, ShardUnit
@@ -103,7 +103,7 @@ class Measures:
             self.staleness[staleness] = self.staleness.get(staleness, 0) + 1
 
 
-QueueOf = Callable[[int, tuple[float, ...]], WorkQueue | None]
+QueueOf = Callable[[int, tuple[float, ...]], BatchQueue | None]
 """queue_of(start, shares): the samples from `start` on, for ranks with these shares of a step."""
 
 
@@ -195,7 +195,7 @@ class Worker(FlatModel):
         """The setting `work` in the phase under way: "shared" if there is a queue of batches."""
         return "equal" if self.queue_of is None else "shared"
 
-    def make_queue(self, shares: tuple[float, ...]) -> WorkQueue | None:
+    def make_queue(self, shares: tuple[float, ...]) -> BatchQueue | None:
         """Make a queue of what is left of the data, for ranks with these shares of a step. None
         where each worker gets a part of its own in place of it."""
         return None if self.queue_of is None else self.queue_of(self.step.consumed, shares)

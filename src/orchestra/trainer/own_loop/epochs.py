@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from orchestra import exchange
+from orchestra.coordinator.batches import WorkSource
+from orchestra.coordinator.events import Finish, RestAt, Take
 from orchestra.coordinator.rest import Reason, Rest
 from orchestra.data import loaders
 from orchestra.errors import InputError
 from orchestra.optimizers.state import random_state, restore_random_state, undisturbed
-from orchestra.schedules.work_queue import Kind, WorkItem, WorkSource
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.life_cycle import agree
 from orchestra.strategies.traits import Dealing, Pace
@@ -58,7 +59,7 @@ class Epochs(OwnRank):
         self.epoch = 0  # how many have ended
         self.begun = False  # an epoch was begun, or served
         self.left = False  # an iteration, before its epoch's end, and nobody has agreed since
-        self.item: WorkItem | None = None  # taken from the queue; no step was made with it yet
+        self.item: Take | None = None  # taken from the queue; no step was made with it yet
         self.loss = float("nan")  # what was reported last
         # This worker's of the samples behind the gradient of the batch, or group, that was handed
         # out last; 1 where its gradient is not averaged.
@@ -185,10 +186,12 @@ class Epochs(OwnRank):
             if self.item is not None:
                 # The loop made no step with the batch before: the queue has to be told.
                 source.skip(worker.parameters)
-            self.item = source.take()
-            if self.item.kind is not Kind.BATCH:
-                worker.step.consumed, self.item = self.item.start, None
+            item, self.item = source.take(), None
+            if isinstance(item, RestAt | Finish):
+                worker.step.consumed = item.at
                 return
+            assert isinstance(item, Take)
+            self.item = item
             part = self._queued.load(self.item)
             self._count(part)
             yield part.batch

@@ -12,10 +12,10 @@ from torch.utils.dlpack import from_dlpack
 
 from orchestra import exchange
 from orchestra.collectives import all_reduce
+from orchestra.coordinator.batches import WorkSource
 from orchestra.errors import InputError, PeerLost
 from orchestra.optimizers import spec
 from orchestra.optimizers.state import capture, restore
-from orchestra.schedules.work_queue import WorkSource
 from orchestra.strategies.base import Roles, Strategy
 from orchestra.strategies.life_cycle import finish, restart
 from orchestra.trainer import checkpoints

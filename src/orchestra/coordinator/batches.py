@@ -1,0 +1,136 @@
+"""The batches of a phase, as a value, and what a worker knows of them without a message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from orchestra.coordinator.events import Done, Finish, Instruction, RestAt, Take
+from orchestra.coordinator.rest import Reason, Rest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Sizes = tuple[tuple[int, int], ...]
+
+
+class Observer(NamedTuple):
+    """Ends the phase `level` when `observe(reports, seconds)` returns True; see `Rounds`.
+
+    `fired`: it has done so already, and the phase ends as soon as possible.
+    """
+
+    level: int
+    observe: Callable[[Sequence[Done], tuple[float, ...]], bool]
+    fired: bool = False
+
+
+@dataclass(frozen=True)
+class BatchQueue:
+    """The samples [start, stop) of the global order, for workers that take the next batch when
+    they are free: dynamic self-scheduling. A `Coordinator` hands out each sample once.
+
+    The first instruction of each worker, and the first after a rest, follow from the position alone
+    and need no message.
+    """
+
+    start: int
+    budget: int | None  # samples of the run; None where that is not known
+    sizes: Sizes  # the samples in a batch of each worker, as (rank, samples)
+    rest_every: int | None = None
+    """All workers rest when the samples before each multiple of this are handed out; None: never.
+    No batch crosses such a point."""
+    reason: Reason = Reason.CHECKPOINT  # of these rests
+    end: int | None = None  # of the phase, where it ends before the budget
+    level: int = 0  # of nested phases, the one that ends there; 0 is the innermost one
+    observers: tuple[Observer, ...] = ()
+
+    @property
+    def round(self) -> int:
+        """The samples that all workers take in a step."""
+        return sum(size for _, size in self.sizes)
+
+    @property
+    def stop(self) -> int | None:
+        """The sample before which the phase ends, at the latest."""
+        return self.budget if self.end is None else self.end
+
+    def ending(self, stop: int, level: int) -> BatchQueue:
+        """Return the queue with the end of phase `level` at `stop`."""
+        assert self.stop is not None
+        # At the same sample the outer phase ends, and with it those inside.
+        if (stop, -level) < (self.stop, -self.level):
+            return replace(self, end=stop, level=level)
+        return self
+
+    def watched(self, observer: Observer) -> BatchQueue:
+        """Return the queue with one more observer."""
+        return replace(self, observers=(*self.observers, observer))
+
+    def rest_after(self, position: int) -> int | None:
+        """Return the first sample after `position` at which all workers rest."""
+        every = self.rest_every
+        return None if every is None else (position // every + 1) * every
+
+    def at_end(self, level: int, at: int) -> Instruction:
+        """Return what all workers do once the samples before `at`, the end, are handed out."""
+        return Finish(at) if at == self.budget else RestAt(at, Rest(Reason.PHASE, level))
+
+    def first(self, position: int) -> Mapping[int, Instruction]:
+        """Return an instruction for each worker, in rank order, if all before `position` is done.
+
+        Nobody may change the result.
+        """
+        return _first(replace(self, observers=()), position)
+
+
+@lru_cache(maxsize=16)  # all workers of a simulation ask for the same
+def _first(queue: BatchQueue, position: int) -> Mapping[int, Instruction]:
+    limit = queue.rest_after(position)
+    instructions: dict[int, Instruction] = {}
+    for rank, size in queue.sizes:
+        end = earliest(position + size, queue.stop, limit)
+        if end > position:
+            instructions[rank] = Take(position, end)
+        elif end == queue.stop:
+            instructions[rank] = queue.at_end(queue.level, position)
+        else:
+            instructions[rank] = RestAt(position, Rest(queue.reason))
+        position = end
+    return instructions
+
+
+def earliest(*ends: int | None) -> int:
+    """Return the smallest of the ends that are known."""
+    return min(end for end in ends if end is not None)
+
+
+class WorkSource(Protocol):
+    """Gives one worker its batches, one after the other."""
+
+    def take(self) -> Instruction:
+        """Return the next instruction; the one before is done."""
+
+    def skip(self, values: Tensor) -> None:
+        """Note that nobody computes the last batch; renew the flat parameters `values`.
+
+        For loops of the user's own, which may take a batch and make no step with it.
+        """
+
+
+class WorkInHand:
+    """The next instruction of a worker, which the coordinator gave, or which follows by itself."""
+
+    def __init__(self, queue: BatchQueue, rank: int) -> None:
+        self._queue = queue
+        self._rank = rank
+        self.next = queue.first(queue.start)[rank]
+
+    def take(self) -> Instruction:
+        """Return the instruction; after a rest, the next call returns the first one behind it."""
+        instruction = self.next
+        if isinstance(instruction, RestAt):
+            self.next = self._queue.first(instruction.at)[self._rank]
+        return instruction
