@@ -125,16 +125,20 @@ def test_content_that_does_not_fit_is_refused_and_the_one_before_is_used(
     edit: Edit, why: str, whole: Path, tmp_path: Path
 ) -> None:
     """By all ranks, though only one has it; the run ends with the same parameters."""
-    folder = tmp_path / "run"
+    assert why in refused_for(edit, whole, tmp_path / "run")
+
+
+def refused_for(edit: Edit, whole: Path, folder: Path) -> str:
+    """Return why a run refuses its newest checkpoint after `edit`, and uses the one before."""
     shutil.copytree(whole, folder)
     path = change(folder / "checkpoints" / "0004", edit)
     outcome = trained(folder)
     assert (outcome.failure, outcome.bad_input) == (None, None)
-    refused, resumed = outcome.notices
+    refused, resumed = map(str, outcome.notices)
     assert refused.startswith(f"checkpoint refused: {path}: ")
-    assert why in refused
     assert resumed == "resumed from checkpoint 3, step 3"
     assert parameters(folder) == parameters(whole)
+    return refused.removeprefix(f"checkpoint refused: {path}: ")
 
 
 def test_files_of_two_ranks_that_were_swapped_are_refused(whole: Path, tmp_path: Path) -> None:
@@ -177,16 +181,9 @@ def test_a_strategys_state_that_does_not_fit_is_refused_and_the_one_before_is_us
     edit: Edit, why: str, whole: Path, tmp_path: Path
 ) -> None:
     """It shows only once the strategy has begun on all ranks, and it begins again."""
-    folder = tmp_path / "run"
-    shutil.copytree(whole, folder)
-    path = change(folder / "checkpoints" / "0004", edit)
-    outcome = trained(folder)
-    assert (outcome.failure, outcome.bad_input) == (None, None)
-    refused, resumed = outcome.notices
-    assert refused.startswith(f"checkpoint refused: {path}: strategy")
-    assert why in refused
-    assert resumed == "resumed from checkpoint 3, step 3"
-    assert parameters(folder) == parameters(whole)
+    reason = refused_for(edit, whole, tmp_path / "run")
+    assert reason.startswith("strategy")
+    assert why in reason
 
 
 def test_a_run_whose_checkpoints_do_not_fit_begins_anew(whole: Path, tmp_path: Path) -> None:

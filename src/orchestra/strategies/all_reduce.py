@@ -245,8 +245,7 @@ class AveragingMember(Member[AllReduce]):
         worker = self.worker
         worker.clip()
         worker.update_locally(self.optimizer)
-        if worker.rank == worker.workers.ranks[0]:
-            worker.snapshots.offer(worker.step.consumed, worker.parameters)
+        worker.offer_equal_parameters()
 
 
 @dataclass(eq=False)

@@ -91,8 +91,7 @@ class HogwildMember(ReplicaMember[Hogwild]):
         worker.measures.count_staleness(worker.step.staleness)
         self.updates.values[worker.workers.index(worker.rank)] += 1
         worker.update_locally(self.optimizer)
-        if worker.rank == worker.workers.ranks[0]:
-            worker.snapshots.offer(worker.step.consumed, worker.parameters)
+        worker.offer_equal_parameters()
 
     def _count(self) -> int:
         return 0 if self.updates.values.is_meta else int(self.updates.values.sum())

@@ -121,8 +121,7 @@ class AveragingWorker(ServedMember[Strategy]):
         worker = self.worker
         worker.clip()
         worker.update_locally(self.optimizer)
-        if worker.rank == worker.workers.ranks[0]:
-            worker.snapshots.offer(worker.step.consumed, worker.parameters)
+        worker.offer_equal_parameters()
 
     def kept(self) -> Kept:
         return self.channel.kept(self.optimizer)

@@ -52,8 +52,7 @@ class ShardedMember(Member["AllReduce"]):
         """Step on the slice of this worker, and gather the slices of the others."""
         worker = self.worker
         self.shards.update()
-        if worker.rank == worker.workers.ranks[0]:
-            worker.snapshots.offer(worker.step.consumed, worker.parameters)
+        worker.offer_equal_parameters()
 
     def stop(self) -> None:
         self.average.close()

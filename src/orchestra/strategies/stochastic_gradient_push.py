@@ -68,9 +68,9 @@ class StochasticGradientPush(Replicas):
 
     With `overlap`, where workers take batches from a queue, each goes at its own pace, adds what
     has arrived, and waits for nobody: asynchronous gradient push (Assran and Rabbat, IEEE TAC
-    2021). Whatever `exchanges` says, it sends once and then only after it has heard of somebody,
-    and at most tau of its messages are under way. In the mean, sum x / sum w, all gradients count
-    alike.
+    2021). It sends once and then only after it has heard of somebody, and at most tau of its
+    messages are under way. With exchanges="one_at_a_time" it mixes before the gradient, and
+    otherwise after it. In the mean, sum x / sum w, all gradients count alike.
 
     With `overlap` two runs differ in their bits: a message is added in the step in which it has
     come, as in the paper and in the authors' code. To add it only in the step in which it is due

@@ -357,6 +357,11 @@ class Worker(FlatModel):
         set_rates(optimizer, self.step.rates)
         self.compute.run(Work("update", self.layout.size), optimizer.step)
 
+    def offer_equal_parameters(self) -> None:
+        """Offer the parameters to snapshots, from the first worker alone, since all have them."""
+        if self.rank == self.workers.ranks[0]:
+            self.snapshots.offer(self.step.consumed, self.parameters)
+
     def clip(self) -> None:
         """Clip the gradient on this rank to the global norm that was asked for, if any."""
         if self.clip_norm is not None:
