@@ -160,6 +160,13 @@ def test_the_last_two_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0003", "0004"]
 
 
+def test_what_a_run_that_begins_anew_writes_is_kept_and_later_numbers_go(tmp_path: Path) -> None:
+    """It found the later ones damaged. They have to go: they are no use to a run that resumes."""
+    for index in (4, 5, 1):
+        write(tmp_path, index)
+    assert list(checkpoints.complete(tmp_path)) == [1]
+
+
 def test_no_folder_holds_no_checkpoints(tmp_path: Path) -> None:
     assert list(checkpoints.complete(tmp_path / "none")) == []
 

@@ -198,6 +198,24 @@ def test_a_damaged_checkpoint_is_refused_by_name(
     assert_same(out, record, *whole("ring"))
 
 
+def test_a_damaged_snapshot_is_left_out_of_the_curve(
+    whole: Callable[[str], Whole], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    kill_rank(SYNCHRONOUS["ring"], out, at=12, rank=1)  # half of the samples are behind it
+    file, *others = (out / "checkpoints" / f"{newest(out):04d}").glob("rank-0-*")
+    assert not others
+    file.write_bytes(file.read_bytes()[:-1])
+    resumed = run(command(SYNCHRONOUS["ring"], out), tmp_path)
+    assert resumed.status == 0, resumed.err
+    notice, _ = resumed.err.splitlines()
+    assert notice == f"orchestra: a snapshot is left out of the curve: {file} is missing or damaged"
+    (point,), (_, expected) = curve(out), curve(whole("ring")[0])
+    assert {**point, "seconds": 0} == {**expected, "seconds": 0}
+    (entry,) = json.loads((out / "summary.json").read_text())["runs"]
+    assert entry["parameters_sha256"] == whole("ring")[1].parameters_sha256
+
+
 def test_with_every_checkpoint_damaged_it_begins_anew(
     whole: Callable[[str], Whole], tmp_path: Path
 ) -> None:

@@ -1,9 +1,11 @@
 """Checkpoints, taken by all ranks of a run: atomic, checksummed, read without running any code.
 
-    checkpoints/0002/manifest.json          the SHA-256 of each file beside it; written last
+    checkpoints/0002/manifest.json          the SHA-256 of each rank's file; written last
                      rank-0.safetensors     tensors; the rest as JSON in the file's metadata
+                     rank-0-SHA.safetensors a contribution to a snapshot, by its own SHA-256
 
-A checkpoint is written into a hidden folder, which is renamed when it is complete.
+A checkpoint is written into a hidden folder, which is renamed when it is complete. A contribution
+is written once: later checkpoints have hard links to its file. The rank's file has its checksum.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from orchestra import exchange
-from orchestra.collectives import broadcast, receive_object, send_object
+from orchestra.collectives import all_reduce, broadcast, receive_object, send_object
 from orchestra.errors import PeerLost, RunFailed
 from orchestra.optimizers.state import capture, random_state, restore, restore_random_state
 from orchestra.settings.base import Mismatch
@@ -32,6 +34,7 @@ from orchestra.strategies.base import Strategy
 from orchestra.strategies.member import Member
 from orchestra.transports.protocol import Transport, send_unless_lost
 from orchestra.transports.tags import Tag
+from orchestra.worker.snapshots import Contribution
 from orchestra.worker.worker import Worker
 
 # The newest one, and one to fall back on where a file of that is damaged.
@@ -78,7 +81,7 @@ def write_rank(folder: Path, index: int, rank: int, state: Any) -> str:
 
 
 def commit(folder: Path, index: int, digests: dict[str, str]) -> None:
-    """Make checkpoint `index` count once all ranks have written; delete older ones but one."""
+    """Make checkpoint `index` count once all ranks have written; keep it and the one before it."""
     pending, final = folder / f".{index:04d}", folder / f"{index:04d}"
     manifest = pending / MANIFEST
     with writing(manifest):
@@ -91,8 +94,10 @@ def commit(folder: Path, index: int, digests: dict[str, str]) -> None:
         pending.rename(final)
         _sync(folder)
         _remove(folder, f".*{DOOMED}")  # a run that was killed in the midst of it left something
-        for old in sorted(complete(folder))[:-KEEP]:  # renamed first: half of one seems damaged
-            (folder / f"{old:04d}").rename(folder / f".{old:04d}{DOOMED}")
+        for other in list(complete(folder)):
+            # A run that found later ones damaged, and went on before them, has no use for them.
+            if not index - KEEP < other <= index:  # renamed first: half of one seems damaged
+                (folder / f"{other:04d}").rename(folder / f".{other:04d}{DOOMED}")
         _remove(folder, f".*{DOOMED}")
 
 
@@ -158,6 +163,68 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+class SnapshotFiles:
+    """The values of one rank's contributions to snapshots, each in a file that is named after its
+    content. It is written once, and the file system deletes it with the last checkpoint that has a
+    link to it."""
+
+    def __init__(self, folder: Path, rank: int, notice: Callable[[str], None]) -> None:
+        self._folder, self._rank, self._notice = folder, rank, notice
+        self._written: dict[Tensor, str] = {}  # values in the newest checkpoint -> SHA-256
+        self.lost: set[int] = set()  # indices of snapshots, found by `read`
+
+    def write(self, parts: list[dict[str, Any]], index: int, newest: int) -> None:
+        """Write `parts`, as `capture` gives them, into checkpoint `index`, which is not complete;
+        link those that checkpoint `newest` has. A SHA-256 takes the place of the values."""
+        place, written = self._folder / f".{index:04d}", dict[Tensor, str]()
+        with writing(place):
+            place.mkdir(parents=True, exist_ok=True)
+            for part in parts:
+                values = part.pop("values")
+                sha = self._written.get(values)
+                if sha is None or not self._link(sha, self._folder / f"{newest:04d}", place):
+                    sha = self._write(values, place)
+                written[values] = part["sha256"] = sha
+        self._written = written
+
+    def _link(self, sha: str, source: Path, place: Path) -> bool:
+        try:
+            (place / self._name(sha)).hardlink_to(source / self._name(sha))
+        except FileExistsError:
+            return True  # of equal values
+        except OSError:
+            return False  # the file was deleted, or the file system has no hard links
+        return True
+
+    def _write(self, values: Tensor, place: Path) -> str:
+        unnamed = place / f".rank-{self._rank}"
+        save_file({"values": values}, unnamed)
+        _sync(unnamed)
+        sha = digest(unnamed)
+        unnamed.rename(place / self._name(sha))
+        return sha
+
+    def read(self, parts: list[dict[str, Any]], index: int) -> None:
+        """Undo `write`. A snapshot is lost where the file of one of its `parts` is not whole."""
+        self._written, self.lost = {}, set()
+        for part in parts:
+            if "sha256" not in part:
+                continue
+            sha = part.pop("sha256")
+            path = self._folder / f"{index:04d}" / self._name(sha)
+            with contextlib.suppress(OSError):
+                if digest(path) == sha:
+                    part["values"] = load_file(path)["values"]
+                    self._written[part["values"]] = sha
+                    continue
+            part["values"] = torch.empty(0)  # the part stays, so that its index is checked
+            self.lost.add(part["index"])
+            self._notice(f"a snapshot is left out of the curve: {path} is missing or damaged")
+
+    def _name(self, sha: str) -> str:
+        return f"rank-{self._rank}-{sha}.safetensors"
+
+
 class CollectiveCheckpoints:
     """The checkpoints in `folder`; `index` numbers the newest one that counts, from 1."""
 
@@ -166,6 +233,7 @@ class CollectiveCheckpoints:
         self._worker = worker
         self._folder = folder
         self._ranks = range(worker.runtime.ranks)
+        self._snapshots = SnapshotFiles(folder, worker.rank, worker.reporter.notice)
 
     def newest(self, leader: int, read: Callable[[Any], S], below: int | None = None) -> S | None:
         """Collective: return what `read` makes of this rank's state in the newest checkpoint that
@@ -188,6 +256,15 @@ class CollectiveCheckpoints:
                 self.index = index
                 return saved
 
+    def without_lost(self, parts: list[Contribution]) -> list[Contribution]:
+        """Collective, after `newest`: return the `parts` of snapshots of which no rank lost a part.
+        An average over the ranks that are left would be another figure."""
+        worker = self._worker
+        lost = torch.zeros(len(worker.snapshots.due) + 1, dtype=torch.int32)
+        lost[list(self._snapshots.lost)] = 1
+        all_reduce(worker.transport, lost, "butterfly", worker.everyone, Tag.AGREE)
+        return [part for part in parts if not lost[part.index]]
+
     def refuse(self, index: int, error: Exception) -> None:
         """Give notice that this rank's file in checkpoint `index` cannot be used, and why."""
         path = self._folder / f"{index:04d}" / rank_file(self._worker.rank)
@@ -205,6 +282,7 @@ class CollectiveCheckpoints:
             place = saved.pop("rank", own), saved.pop("checkpoint", index)
             if place != (own, index):
                 raise DamagedCheckpoint(f"it is of rank {place[0]}, checkpoint {place[1]}")
+            self._snapshots.read(saved.get("snapshots", []), index)
             return read(saved)
         except Exception as error:  # anything may be in a file that something else has written
             self.refuse(index, error)
@@ -216,7 +294,9 @@ class CollectiveCheckpoints:
         # Without the state of a lost rank there would be nothing to resume.
         if not self._worker.transport.lost():
             place = {"rank": self._worker.rank, "checkpoint": index}
-            digest = write_rank(self._folder, index, self._worker.rank, capture(state) | place)
+            saved = capture(state) | place
+            self._snapshots.write(saved["snapshots"], index, self.index)
+            digest = write_rank(self._folder, index, self._worker.rank, saved)
         if self._commit(index, digest, leader):
             self.index = index
 

@@ -427,7 +427,7 @@ class Session(Loop):
         worker = self.worker
         restore(worker.parameters, saved.parameters)
         self.position, self.totals, worker.measures = saved.position, saved.totals, saved.measures
-        worker.snapshots.parts = saved.snapshots
+        worker.snapshots.parts = self.checkpoints.without_lost(saved.snapshots)
         worker.snapshots.skip(saved.position.consumed)
         if self.balancer is not None and saved.balance is not None:
             self.balancer.state = saved.balance
