@@ -177,7 +177,7 @@ def _ours(runtime: Runtime, size: str, pushes: int) -> Callable[[], None]:
         for _ in range(pushes):
             worker.begin_step(Step(1, runtime.ranks - 1, rates=(RATE,)))
             member.update()
-        member.quiesce(Rest(Reason.CHECKPOINT))
+        member.rest(Rest(Reason.CHECKPOINT))
 
     return block
 

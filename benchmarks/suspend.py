@@ -34,7 +34,7 @@ from orchestra.bench.timing import Progress, run_ranks
 from orchestra.cli.bench import bench_parser, print_remarks, read_options, write_figures
 from orchestra.cli.main import guarded
 from orchestra.cli.terminal import print_table, progress_line
-from orchestra.strategies.life_cycle import finish
+from orchestra.coordinator.rest import Reason, Rest
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.worker import Step
@@ -237,7 +237,7 @@ def step_on(runtime: Runtime, assignment: Assignment) -> RankSteps:
         runtime.reporter.progress(step=len(times), samples=len(times))
         if len(times) == WARM_UP_STEPS:
             _arrive(assignment.folder, worker.rank)
-    finish(member)
+    member.rest(Rest(Reason.END))
     busy = (time.process_time() - used) / (time.perf_counter() - started)
     return RankSteps(times, busy)
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from orchestra import Strategy, exchange
 from orchestra.settings import setting
-from orchestra.strategies.life_cycle import agree
 from orchestra.strategies.member import Member
 from orchestra.strategies.traits import Pace, Traits, WorkMode
 
@@ -27,9 +26,7 @@ class DynamicAveraging(Strategy):
     def traits(self, work: WorkMode = "shared") -> Traits:
         return replace(super().traits(work), pace=Pace.ROUNDS)  # replicas differ
 
-    def join(self, worker: Worker) -> DynamicMember:
-        exchange.agree_on_parameters(worker)
-        worker.reporter.expendable(False)
+    def member(self, worker: Worker) -> DynamicMember:
         return DynamicMember(self, worker, worker.local_optimizer(), worker.parameters.clone())
 
 
@@ -54,8 +51,10 @@ class DynamicMember(Member[DynamicAveraging]):
             far = (distance > settings.drift).float()[None]
             exchange.all_reduce(worker.transport, far, "ring", worker.workers, tag=1024)
             if far.item():
-                agree(self)
+                exchange.exact_mean(worker)
+                self.reference.copy_(worker.parameters)
         worker.snapshots.offer(worker.step.consumed, worker.parameters)
 
-    def rebase(self) -> None:
-        self.reference.copy_(self.worker.parameters)
+    def open(self, *, fresh: bool) -> None:
+        if fresh:  # in a loop of the user's own, also after each epoch
+            self.reference.copy_(self.worker.parameters)

@@ -58,8 +58,8 @@ class Failing(AllReduce):
 
     mended: str = setting("/nowhere", "a path")
 
-    def join(self, worker: Worker) -> Any:
-        return FailingMember(**vars(super().join(worker)))
+    def member(self, worker: Worker) -> Any:
+        return FailingMember(**vars(super().member(worker)))
 
 
 class FailingMember(AllReduceMember):
@@ -75,5 +75,5 @@ class FailingMember(AllReduceMember):
 class Refusing(AllReduce):
     """All-reduce that takes no task."""
 
-    def join(self, worker: Worker) -> Any:
+    def member(self, worker: Worker) -> Any:
         raise InputError("Refusing: refuses everything; choose another strategy")

@@ -108,14 +108,14 @@ def train_recorded(run: Any, folder: Path) -> Trained:
     def program(runtime: Runtime) -> tuple[dict[str, Tensor], RankReport, Any, nn.Module]:
         session = Session(runtime, run, run.strategy, folder)
         last: list[dict[str, Tensor]] = []
-        stop = session.member.stop
+        finish = session.phases.finish
 
-        def noting() -> None:
+        def noting() -> Any:
             state = session.worker.module.state_dict()
             last.append({k: v.detach().clone() for k, v in state.items()})
-            stop()
+            return finish()
 
-        session.member.stop = noting  # type: ignore[method-assign]
+        session.phases.finish = noting  # type: ignore[method-assign]
         session.train()
         return last[-1], session.finish(), member_of(session), session.worker.module
 

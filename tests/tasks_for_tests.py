@@ -290,8 +290,8 @@ class FirstDecides(AllReduce):
 
     every: int = setting(1, "steps between two hand-overs", low=1)
 
-    def join(self, worker: Worker) -> Any:
-        return FirstDecidesMember(**vars(super().join(worker)))
+    def member(self, worker: Worker) -> Any:
+        return FirstDecidesMember(**vars(super().member(worker)))
 
 
 class FirstDecidesMember(AllReduceMember):
@@ -305,8 +305,8 @@ class FirstDecidesMember(AllReduceMember):
 class NeverUpdates(AllReduce):
     """Fails in the first step, with and without values."""
 
-    def join(self, worker: Worker) -> Any:
-        return NeverUpdatesMember(**vars(super().join(worker)))
+    def member(self, worker: Worker) -> Any:
+        return NeverUpdatesMember(**vars(super().member(worker)))
 
 
 class NeverUpdatesMember(AllReduceMember):
@@ -327,9 +327,9 @@ class Signs(LocalSGD):
 class Logs(AllReduce):
     """All-reduce that logs numbers of its own."""
 
-    def join(self, worker: Worker) -> Any:
+    def member(self, worker: Worker) -> Any:
         worker.log(begun=True)
-        return LogsMember(**vars(super().join(worker)))
+        return LogsMember(**vars(super().member(worker)))
 
 
 class LogsMember(AllReduceMember):
@@ -352,6 +352,6 @@ class LogsWrongly(AllReduce):
 
     which: int = setting(0, "place in REFUSED", low=0)
 
-    def join(self, worker: Worker) -> Any:
+    def member(self, worker: Worker) -> Any:
         worker.log(**REFUSED[self.which])
-        return super().join(worker)
+        return super().member(worker)

@@ -191,8 +191,13 @@ def test_ranks_that_are_not_launched_host_by_host_are_refused(tmp_path: Path) ->
 class SameCuts(AllReduce):
     """Plain all-reduce, and a whole optimizer, with sums in the order of the slices' ring."""
 
-    def join(self, worker: Worker) -> AllReduceMember:
-        exchange.agree_on_parameters(worker)
+    def member(self, worker: Worker) -> AllReduceMember:
+        return SameCutsMember(self, worker, worker.local_optimizer())
+
+
+class SameCutsMember(AllReduceMember):
+    def open(self, *, fresh: bool) -> None:
+        worker = self.worker
         shards = exchange.Shards(worker, worker.workers)
 
         def begin(bucket: Any, background: bool) -> list[Task[int]]:
@@ -204,8 +209,7 @@ class SameCuts(AllReduce):
             )  # fmt: skip
             return [*begun, gather]
 
-        average = exchange.GradientAverage(worker, begin)
-        return AllReduceMember(self, worker, worker.local_optimizer(), average)
+        self.average = exchange.GradientAverage(worker, begin)
 
 
 def train_images(

@@ -20,7 +20,7 @@ from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer import checkpoints
 from orchestra.trainer.program import train
 
-MOMENTS = "/strategy/optimizer/0"
+MOMENTS = "/strategy/member/optimizer/0"
 Edit = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
 
 
@@ -170,9 +170,15 @@ STATES: list[tuple[Edit, str]] = [
         "0/exp_avg is torch.float32 (1",
     ),
     (put("strategy", 5), "strategy is a number, and a mapping in this run"),
-    (put("strategy/optimizer", {"99": {}}), "strategy/optimizer has moments of '99', with "),
-    (drop("strategy/optimizer/0/exp_avg_sq"), "strategy/optimizer/0 lacks exp_avg_sq"),
-    (put("strategy/optimizer/0/step", "many"), "strategy/optimizer/0/step is a text"),
+    (
+        put("strategy/member/optimizer", {"99": {}}),
+        "strategy/optimizer has moments of '99', with ",
+    ),
+    (
+        drop("strategy/member/optimizer/0/exp_avg_sq"),
+        "strategy/optimizer/0 lacks exp_avg_sq",
+    ),
+    (put("strategy/member/optimizer/0/step", "many"), "strategy/optimizer/0/step is a text"),
 ]
 
 

@@ -44,8 +44,8 @@ class Stopped(ElasticAveraging):
 
     at: int = 1000
 
-    def join(self, worker: Worker) -> Any:
-        member: Any = super().join(worker)
+    def member(self, worker: Worker) -> Any:
+        member: Any = super().member(worker)
 
         def begin(usual: Callable[[], None]) -> None:
             if member.clock + 1 == self.at:

@@ -57,7 +57,7 @@ class OwnStrategy(Strategy):
 
     strength: float = setting(1.0, "how strong", low=0)
 
-    def join(self, worker: Worker) -> Member[Any]:
+    def member(self, worker: Worker) -> Member[Any]:
         """Every worker on its own."""
         raise NotImplementedError
 

@@ -13,7 +13,7 @@ from tests.tensors import randn
 from torch import Tensor, nn
 
 from orchestra.errors import InputError
-from orchestra.optimizers import TRANSIENT, capture, restore
+from orchestra.optimizers import capture, restore
 from orchestra.optimizers.settings import Optimizer, ParameterGroup
 from orchestra.optimizers.spec import (
     ELEMENTWISE,
@@ -334,15 +334,17 @@ class Outer:
     optimizer: torch.optim.Optimizer
     saver: Saver
     table: dict[str, int]
-    open_files: list[str] = field(metadata=TRANSIENT)
-    flow: object = field(default=None, metadata=TRANSIENT)
+    open_files: list[str] = field(init=False)
+    flow: object = field(init=False, default=None)
 
 
 def outer(seed: int) -> tuple[Outer, Tensor]:
     tensor = randn(5, seed=seed)
     optimizer = torch.optim.Adam([tensor], lr=0.1)
     inner = Inner(randn(3, seed=seed), seed, [0.5] * seed, (seed,) * seed, "x" * seed or None)
-    return Outer(inner, optimizer, Saver(seed), {"a": seed}, [f"file {seed}"]), tensor
+    made = Outer(inner, optimizer, Saver(seed), {"a": seed})
+    made.open_files = [f"file {seed}"]
+    return made, tensor
 
 
 def test_capture_and_restore_nested_dataclasses_and_optimizers() -> None:

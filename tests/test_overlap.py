@@ -176,12 +176,12 @@ class OnTheWire:
 
 @dataclass(frozen=True, repr=False)
 class HeldServer(OnTheWire, ParameterServer):
-    def join(self, worker: Worker) -> Any:
+    def member(self, worker: Worker) -> Any:
         def begin(usual: Callable[[], None]) -> None:
             usual()
             self.hold(worker)
 
-        return wrapped(super().join(worker), "begin", begin)
+        return wrapped(super().member(worker), "begin", begin)
 
 
 @dataclass(frozen=True, repr=False)

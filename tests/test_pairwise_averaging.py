@@ -25,7 +25,6 @@ from tests.training import equal, train_threads
 from torch import Tensor
 
 from orchestra.errors import InputError
-from orchestra.strategies.member import Member
 from orchestra.strategies.pairwise_averaging import (
     PairwiseAverage,
     PairwiseAveraging,
@@ -180,10 +179,10 @@ class Repeatable(PairwiseAveraging):
     log: str = ""
     repeats: bool = False
 
-    def join(self, worker: Worker) -> Member[Any]:
+    def member(self, worker: Worker) -> PairwiseMember:
         transport = Recorded(worker.transport, LOGS[self.log], self.repeats)
         worker.transport = cast(Transport, transport)
-        return super().join(worker)
+        return super().member(worker)
 
 
 def test_the_order_of_arrivals_gives_the_parameters_bit_for_bit(tmp_path: Path) -> None:

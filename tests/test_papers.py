@@ -265,12 +265,12 @@ TURNS: dict[int, Turns] = {}
 class InTurns(ElasticAveraging):
     """Workers begin their steps in the order of the test, and end each exchange in their turn."""
 
-    def join(self, worker: Worker) -> Any:
+    def member(self, worker: Worker) -> Any:
         def begin(usual: Callable[[], None]) -> None:
             with TURNS[self.every].of(worker.rank):
                 usual()
 
-        return wrapped(super().join(worker), "begin", begin)
+        return wrapped(super().member(worker), "begin", begin)
 
 
 @pytest.mark.parametrize("servers", [1, 2])

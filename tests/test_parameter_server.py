@@ -78,7 +78,7 @@ def test_each_worker_resumes_with_the_parameters_that_it_had_read(
     assert not torch.equal(resumed[0][0], resumed[1][0]), "they had read different versions"
     for rank in range(2, ranks):
         server = resumed[rank][1]
-        assert server["read"] == saved[rank]["strategy"]["channel"]["server"]["read"]
+        assert server["read"] == saved[rank]["strategy"]["member"]["channel"]["server"]["read"]
         if strategy is ASYNCHRONOUS:
             for worker in range(2):
                 given = server["memory"][str(worker)]["given"]

@@ -30,8 +30,8 @@ class Scripted(AllReduce):
 
     late: tuple[int, ...] = setting((), "of each step")
 
-    def join(self, worker: Worker) -> Any:
-        return ScriptedMember(**vars(super().join(worker)))
+    def member(self, worker: Worker) -> Any:
+        return ScriptedMember(**vars(super().member(worker)))
 
 
 class ScriptedMember(BackupMember):
@@ -111,12 +111,12 @@ class Slow(AllReduce):
 
     slow: int = setting(0, "this one")
 
-    def join(self, worker: Worker) -> Any:
+    def member(self, worker: Worker) -> Any:
         if worker.rank == 0:
             _done.clear()
             _computed.clear()
         _all_here.wait()
-        return SlowMember(**vars(super().join(worker)))
+        return SlowMember(**vars(super().member(worker)))
 
 
 class SlowMember(BackupMember):
@@ -185,20 +185,27 @@ def test_all_workers_leave_the_phase_after_the_same_step(tmp_path: Path) -> None
 class Unlucky(AllReduce):
     """The background flow of the last rank fails in its third collective."""
 
-    def join(self, worker: Worker) -> Any:
-        member = super().join(worker)
+    def member(self, worker: Worker) -> Any:
+        member = super().member(worker)
         assert isinstance(member, BackupMember)
-        average: Any = member.average
-        inner, calls = average._collective, []
+        calls: list[int] = []
+        usual = member.open
 
-        class Failing:
-            def begin(self, *arguments: Any) -> Any:
-                calls.append(1)
-                if worker.rank == worker.workers.ranks[-1] and len(calls) == 3:
-                    raise OSError("no luck")
-                return inner.begin(*arguments)
+        def opened(*, fresh: bool) -> None:
+            usual(fresh=fresh)
+            average: Any = member.average
+            inner = average._collective
 
-        average._collective = Failing()
+            class Failing:
+                def begin(self, *arguments: Any) -> Any:
+                    calls.append(1)
+                    if worker.rank == worker.workers.ranks[-1] and len(calls) == 3:
+                        raise OSError("no luck")
+                    return inner.begin(*arguments)
+
+            average._collective = Failing()
+
+        member.open = opened  # type: ignore[method-assign]
         return member
 
 

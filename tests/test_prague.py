@@ -295,7 +295,7 @@ class Stopped(Prague):
     at: int = 1000
 
     def member(self, worker: Worker) -> StoppedMember:
-        return StoppedMember(self, worker, worker.local_optimizer())
+        return StoppedMember(self, worker, worker.local_optimizer(), GroupAverage(worker, self))
 
 
 @dataclass(eq=False)
@@ -352,7 +352,7 @@ class Held(Prague):
     """Rank 3 does not begin its third step until two others have taken 20 more."""
 
     def member(self, worker: Worker) -> HeldMember:
-        return HeldMember(self, worker, worker.local_optimizer())
+        return HeldMember(self, worker, worker.local_optimizer(), GroupAverage(worker, self))
 
 
 @dataclass(eq=False)

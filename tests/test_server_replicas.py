@@ -260,7 +260,7 @@ def test_a_replica_begins_with_the_moments_of_the_other(tmp_path: Path) -> None:
     replicated = ParameterServer(servers=2, replicas=1, consistency="asynchronous")
     strategy = Switch(PairwiseAveraging(), replicated, when=AfterFraction(0.5))
     result = train_threads(strategy, 4, tmp_path, "images()", optimizer="Adam(lr=0.01)")
-    first, second = (plain(capture(state.inner.channel.server)) for state in result.states[2:])
+    first, second = (plain(capture(state.channel.server)) for state in result.states[2:])
     assert first["own"] == second["mirror"]
     assert second["own"] == first["mirror"]
 

@@ -45,8 +45,8 @@ SYNCHRONOUS = [
 class Doubling(AllReduce):
     """All-reduce, after which every other step counts twice."""
 
-    def join(self, worker: Worker) -> Any:
-        return DoublingMember(**vars(super().join(worker)))
+    def member(self, worker: Worker) -> Any:
+        return DoublingMember(**vars(super().member(worker)))
 
 
 class DoublingMember(AllReduceMember):

@@ -16,9 +16,9 @@ from tests.arrivals import RATE, Served
 from torch import Tensor, nn
 
 from orchestra.errors import InputError
+from orchestra.exchange.consensus import take_consensus
 from orchestra.optimizers.state import capture
 from orchestra.parameter_server.messages import Kind
-from orchestra.strategies.life_cycle import agree
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.trainer.checkpoints import commit, read_rank, write_rank
 
@@ -222,7 +222,8 @@ def test_who_is_given_the_values_at_a_quiet_point_computes_there() -> None:
     strategy = ParameterServer(**ASYNCHRONOUS, delay_compensation="constant", lambda0=0.5)
     servers = Served(strategy, WORKERS, Point, arriving)
     servers.serve(ORDER[:9], Kind.PAUSE)
-    agree(servers.members[0])
+    member = servers.members[0]
+    take_consensus(member.worker, member.learnt(), tolerant=True)
     (transport,), (server,) = servers.transports, servers.servers
     transport.given = {worker: server.own.values.clone() for worker in range(WORKERS)}
     w = server.own.values.numpy().copy()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,10 @@ from orchestra.strategies.gossip import Gossip
 from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.strategies.pairwise_averaging import PairwiseAveraging
 from orchestra.strategies.parameter_server import ParameterServer
+from orchestra.strategies.phases import Phases
 from orchestra.strategies.single import Single
 from orchestra.strategies.stochastic_gradient_push import StochasticGradientPush
-from orchestra.strategies.switch import Switch, SwitchMember
+from orchestra.strategies.switch import Switch
 from orchestra.strategies.switch_rules import (
     AfterDecay,
     AfterFraction,
@@ -322,46 +322,34 @@ def test_the_learning_rate_can_be_multiplied_again(tmp_path: Path) -> None:
     assert rates[:9] == [[0.05]] * 3 + [[0.025]] * 3 + [[0.05]] * 3
 
 
-@dataclass(frozen=True, repr=False)
-class Stopped(Switch):
+def stop_at(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """The user stops the run: it reaches rank r before step `at` + 2 r of the first phase."""
+    update = Phases.update
 
-    at: int = 1000
+    def updated(phases: Phases) -> None:
+        update(phases)
+        worker = phases.worker
+        counted = [watch.steps for watch in phases._watches.values()]
+        steps = counted[0] if counted else worker.measures.switched_at_step or 0
+        if steps + 1 >= at + 2 * worker.rank:
+            ask_to_stop(worker)
 
-    def join(self, worker: Worker) -> SwitchMember:
-        return watched(super().join(worker), self._after)
-
-    def resume(self, worker: Worker, saved: Mapping[str, Any]) -> SwitchMember:
-        return watched(super().resume(worker, saved), self._after)
-
-    def _after(self, member: SwitchMember) -> None:
-        if member.steps + 1 >= self.at + 2 * member.worker.rank:
-            ask_to_stop(member.worker)
-
-
-def watched(member: SwitchMember, after: Callable[[SwitchMember], None]) -> SwitchMember:
-    """Call `after` at the end of each of its updates."""
-    update = member.update
-
-    def updated() -> None:
-        update()
-        after(member)
-
-    member.update = updated  # type: ignore[method-assign]
-    return member
+    monkeypatch.setattr(Phases, "update", updated)
 
 
 @pytest.mark.parametrize(("first", "at"), by_turns(APART, [3, 10]))
 def test_a_run_is_stopped_and_resumed_before_its_switch_or_after(
-    first: Any, at: int, tmp_path: Path
+    first: Any, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def train(at: int) -> Trained:
-        strategy = Stopped(first, AllReduce(), when=AfterSteps(14), moments="reset", at=at)
+    def train() -> Trained:
+        strategy = Switch(first, AllReduce(), when=AfterSteps(14), moments="reset")
         return train_threads(strategy, 4, tmp_path, "scripted(samples=4803)")
 
-    stopped = train(at)
+    with monkeypatch.context() as stopping:
+        stop_at(stopping, at)
+        stopped = train()
     assert any(report.stopped for report in stopped.reports)
-    resumed = train(1000)
+    resumed = train()
     seen = [
         sample
         for result in (stopped, resumed)
@@ -374,33 +362,33 @@ def test_a_run_is_stopped_and_resumed_before_its_switch_or_after(
     assert sum(report.samples for report in resumed.reports) == 4803
 
 
-@dataclass(frozen=True, repr=False)
-class Slowed(Switch):
-    """Rank 1 computes three times as long as the others, in some steps of the run."""
+def slow_down(monkeypatch: pytest.MonkeyPatch, steps: range) -> None:
+    """Rank 1 computes three times as long as the others, in some `steps` of the run."""
+    begin, update = Phases.__init__, Phases.update
 
-    slow: tuple[int, ...] = ()
-
-    def join(self, worker: Worker) -> SwitchMember:
+    def begun(phases: Phases, strategy: Any, worker: Worker, saved: Any = None) -> None:
         worker.compute = FreeCompute()
-        member = super().join(worker)
-        update = member.update
+        begin(phases, strategy, worker, saved)
 
-        def updated() -> None:
-            slow = worker.rank == 1 and worker.step.planned // 24 in self.slow
-            worker.compute.seconds += 3.0 if slow else 1.0  # type: ignore[misc]
-            update()
+    def updated(phases: Phases) -> None:
+        worker = phases.worker
+        slow = worker.rank == 1 and worker.step.planned // 24 in steps
+        worker.compute.seconds += 3.0 if slow else 1.0  # type: ignore[misc]
+        update(phases)
 
-        member.update = updated  # type: ignore[method-assign]
-        return member
+    monkeypatch.setattr(Phases, "__init__", begun)
+    monkeypatch.setattr(Phases, "update", updated)
 
 
 @pytest.mark.parametrize("first", [AllReduce(), Gossip()], ids=repr)
-def test_a_straggler_ends_a_phase_and_its_recovery_the_next(first: Any, tmp_path: Path) -> None:
+def test_a_straggler_ends_a_phase_and_its_recovery_the_next(
+    first: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     back = Switch(
         PairwiseAveraging(), first, when=Straggler(window=3, present=False), moments="reset"
     )
-    slow = tuple(range(10, 40))
-    strategy = Slowed(first, back, when=Straggler(window=3), moments="reset", slow=slow)
+    slow_down(monkeypatch, range(10, 40))
+    strategy = Switch(first, back, when=Straggler(window=3), moments="reset")
     result = train_threads(strategy, 3, tmp_path, "scripted(samples=3200)")
     apart = [line["step"] for line in result.lines(0) if "staleness" in line]
     assert 11 <= apart[0] <= 13 + 3 * 4

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.simulated import run_ranks
-from tests.test_switch import Stopped
+from tests.test_switch import stop_at
 from tests.training import settings, step_lines, train_threads
 
 from orchestra.collectives import Group, all_reduce
@@ -22,6 +22,7 @@ from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.gossip import Gossip
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.registry import STRATEGIES
+from orchestra.strategies.switch import Switch
 from orchestra.strategies.switch_rules import AfterSteps
 from orchestra.trainer import checkpoints
 from orchestra.trainer.program import train
@@ -225,13 +226,15 @@ def test_roles_change_at_a_checkpoint_on_processes(tmp_path: Path) -> None:
     ids=repr,
 )
 def test_a_wish_to_stop_that_meets_the_switch_is_heard_after_it(
-    first: Any, then: Any, tmp_path: Path
+    first: Any, then: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All stop together, and every sample is seen once in the two runs."""
     seen: list[int] = []
     for at in (5, 1000):
-        strategy = Stopped(first, then, when=AfterSteps(5), moments="reset", at=at)
-        result = train_threads(strategy, RANKS, tmp_path, "scripted(samples=803)")
+        strategy = Switch(first, then, when=AfterSteps(5), moments="reset")
+        with monkeypatch.context() as stopping:
+            stop_at(stopping, at)
+            result = train_threads(strategy, RANKS, tmp_path, "scripted(samples=803)")
         assert any(report.stopped for report in result.reports) == (at == 5)
         seen += [sample for module in result.modules for batch in module.seen for sample in batch]
     assert sorted(seen) == list(range(803))

@@ -68,7 +68,8 @@ def settings(strategy: Strategy, ranks: int, task: str, *, seed: int = 0, **trai
 
 def member_of(session: Session) -> Any:
     """Return its member; None where that has made room for the whole model."""
-    return vars(session).get("member")
+    phases = vars(session).get("phases")
+    return phases and phases.member
 
 
 def train_threads(

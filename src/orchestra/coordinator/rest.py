@@ -15,6 +15,12 @@ class Reason(enum.IntEnum):
     AGREEMENT = 3  # the same within an epoch
     SAVE = 4  # the first worker collects the state of all ranks
     STOP = 5  # the user wishes to stop: all ranks write a checkpoint, and do not go on
+    END = 6  # of the run, or of the strategy in it: nobody takes a further step
+
+    @property
+    def ends(self) -> bool:
+        """True if members of the strategy under way take no further step."""
+        return self in (Reason.PHASE, Reason.END)
 
 
 class Rest(NamedTuple):

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, optim
+from torch import Tensor
 
-from orchestra import optimizers
-from orchestra.coordinator.rest import Rest
+from orchestra.coordinator.rest import Reason, Rest
 from orchestra.exchange.agreement import agree_on_parameters, broadcast_buffers
 from orchestra.exchange.compression import CompressionState, SliceCodec
-from orchestra.exchange.consensus import Kept, Learnt
+from orchestra.exchange.consensus import Learnt
 from orchestra.exchange.servers import (
     PartsClient,
     ServerRules,
@@ -21,6 +20,8 @@ from orchestra.exchange.servers import (
     make_server,
     tell_servers,
 )
+from orchestra.optimizers.spec import OptimizerPart
+from orchestra.optimizers.state import restore
 from orchestra.parameter_server.client import Client
 from orchestra.parameter_server.messages import Answer, Push, QuietPoint
 from orchestra.parameter_server.placement import Slice
@@ -40,35 +41,48 @@ class ServerChannel:
     client, server and compression.
     """
 
-    worker: Worker = field(metadata=optimizers.TRANSIENT)
-    slices: Sequence[Slice] = field(metadata=optimizers.TRANSIENT)
-    workers: tuple[int, ...] = field(metadata=optimizers.TRANSIENT)
-    leader: int = field(metadata=optimizers.TRANSIENT)
-    rules: ServerRules = field(metadata=optimizers.TRANSIENT)
-    client: Client | None = None
-    server: Server | None = None
-    compression: CompressionState | None = None
-    parts: PartsClient | None = field(default=None, metadata=optimizers.TRANSIENT)
-    flow: Task[None] | None = field(default=None, metadata=optimizers.TRANSIENT)
+    worker: Worker
+    slices: Sequence[Slice]
+    workers: tuple[int, ...]
+    leader: int
+    rules: ServerRules
+    client: Client | None = field(init=False, default=None)
+    server: Server | None = field(init=False, default=None)
+    compression: CompressionState | None = field(init=False, default=None)
+    parts: PartsClient | None = field(init=False, default=None)
+    flow: Task[None] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        worker, rules = self.worker, self.rules
-        if worker.rank in self.servers:
-            self.server = make_server(worker, self.slices, self.workers, rules)
-        if worker.rank in self.workers:
+        if self.worker.rank in self.servers:
+            self.server = make_server(self.worker, self.slices, self.workers, self.rules)
+        if self.worker.rank in self.workers:
             self.client = self._make_client()
-            if rules.parts:
-                self.parts = PartsClient(
-                    worker,
-                    self.client,
-                    rules.parts,
-                    apply_per_part=rules.apply_per_part,
-                    averages=not rules.application.holds_model,
-                )
-            if self.server is not None:
-                self.flow = worker.transport.spawn(self.server.serve_to_the_end)
-        replaceable = rules.replicas if self.server is not None else not rules.when.lockstep
-        worker.reporter.expendable(replaceable and worker.rank != self.leader)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """State for a checkpoint, at rest."""
+        state = {"client": self.client, "server": self.server, "compression": self.compression}
+        return {name: value for name, value in state.items() if value is not None}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from `saved`."""
+        for name, value in self.state_dict().items():
+            restore(value, saved[name])
+
+    def open(self) -> None:
+        """Begin to push while the worker computes, and to serve beside it, unless that goes on."""
+        worker, rules = self.worker, self.rules
+        if self.client is None:
+            return
+        if rules.parts and self.parts is None:
+            self.parts = PartsClient(
+                worker,
+                self.client,
+                rules.parts,
+                apply_per_part=rules.apply_per_part,
+                averages=not rules.application.holds_model,
+            )
+        if self.server is not None and self.flow is None:
+            self.flow = worker.transport.spawn(self.server.serve_to_the_end)
 
     @property
     def servers(self) -> list[int]:
@@ -122,18 +136,23 @@ class ServerChannel:
         self.worker.step.consumed = self.server.own.state.consumed
         return paused
 
-    def pause(self, rest: Rest) -> bool:
-        """On a worker, wait until every push is applied and every worker is here.
+    def rest(self, rest: Rest) -> bool:
+        """Wait, on a worker, until every push is applied and every worker is here; at the end,
+        leave. Collective over all ranks.
 
         Return False if some workers have left.
         """
-        assert self.client is not None
-        if self.parts is not None:
-            self.parts.settle()
-        return self.client.pause(rest)
+        complete = True
+        # All are at the end of the run when it ends, and servers see them leave.
+        if self.client is not None and rest.reason is not Reason.END:
+            if self.parts is not None:
+                self.parts.settle()
+            complete = self.client.pause(rest)
+        if rest.reason.ends:
+            self._leave()
+        return complete
 
-    def close(self) -> None:
-        """Land what is in flight, and leave. Collective over all ranks."""
+    def _leave(self) -> None:
         if self.parts is not None:
             self.parts.close()
         if self.client is not None:
@@ -166,6 +185,7 @@ class ServerChannel:
             self.server.serve(worker.transport)
         tell_servers(worker, sorted(set(self.servers) - set(self.workers)), self.leader)
 
-    def kept(self, optimizer: optim.Optimizer | None = None) -> Kept:
-        """Return the moments: those of this rank's slices, or of a worker's own `optimizer`."""
-        return Kept(optimizer, () if self.server is None else self.server.optimizer_parts())
+    @property
+    def optimizer_parts(self) -> Sequence[OptimizerPart]:
+        """The optimizers of this rank's slices."""
+        return () if self.server is None else self.server.optimizer_parts()

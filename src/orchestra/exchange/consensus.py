@@ -39,14 +39,16 @@ class Learnt:
 
 @dataclass(frozen=True)
 class Kept:
-    """What this rank keeps of the optimizer's moments for a following phase.
+    """What a member has kept when it came to rest.
 
     A worker that has all moments has them in `optimizer`. Where they are spread over several ranks
-    each has `parts` of them.
+    each has `parts` of them. `buffers_weight` is that of this worker's buffers in the mean of all.
     """
 
     optimizer: Optimizer | None = None
     parts: Sequence[OptimizerPart] = ()
+    buffers_weight: float = 1.0
+    complete: bool = True  # no worker has finished or was lost, so that a checkpoint can be taken
 
 
 def take_consensus(worker: Worker, learnt: Iterable[Learnt], *, tolerant: bool) -> None:

@@ -10,9 +10,6 @@ from orchestra.settings.notation import lazy_package
 if TYPE_CHECKING:
     from orchestra.optimizers.state import capture, require_alike, restore
 
-    __all__ = ["capture", "require_alike", "restore", "TRANSIENT"]
+    __all__ = ["capture", "require_alike", "restore"]
 else:
     __getattr__ = lazy_package(__name__, "state", names=("capture", "require_alike", "restore"))
-
-TRANSIENT = {"transient": True}
-"""Metadata of a dataclass field that checkpoints leave out, because `start` makes it anew."""

@@ -24,7 +24,7 @@ from orchestra.settings.base import Mismatch
 def capture(value: Any) -> Any:
     """Return `value` as nested dicts and lists of tensors, numbers and text.
 
-    Takes dataclasses (without their transient fields), optimizers, anything with a
+    Takes dataclasses (without fields that are no arguments of theirs), optimizers, anything with a
     `state_dict()`, mappings, sequences, tensors and plain values. Tensors are not copied.
     """
     value = value.state_dict()["state"] if isinstance(value, Optimizer) else _opened(value)
@@ -44,7 +44,7 @@ def _opened(value: Any) -> Any:
     if hasattr(value, "state_dict"):
         return value.state_dict()
     if is_dataclass(value):
-        kept = [item.name for item in fields(value) if not item.metadata.get("transient")]
+        kept = [item.name for item in fields(value) if item.init]
         return {name: getattr(value, name) for name in kept}
     return value
 

@@ -6,20 +6,21 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from orchestra import exchange, optimizers
+from orchestra import exchange
 from orchestra.compression.base import Compressor
 from orchestra.errors import InputError
 from orchestra.settings import MAX_RANKS, setting
 from orchestra.strategies.base import Roles, Strategy, replica_memory
 from orchestra.strategies.member import Member
-from orchestra.strategies.sharded_all_reduce import join_sharded, sharded_footprint
+from orchestra.strategies.sharded_all_reduce import sharded_footprint, sharded_member
 from orchestra.strategies.traits import Footprint, Partition, Rehearsal, Traits, WorkMode
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from orchestra.exchange import CompressionState, GradientAverage, PartialAverage
+    from orchestra.coordinator.rest import Rest
+    from orchestra.exchange import CompressionState, GradientAverage, Kept, PartialAverage
     from orchestra.transports.protocol import Group
     from orchestra.worker.batches import Batch
     from orchestra.worker.layout import Share
@@ -186,7 +187,7 @@ class AllReduce(Strategy):
 
     def _rehearse(self, worker: Worker, values: Tensor) -> None:
         if self.compression is None:
-            begin_sum, _ = self._sums(worker)
+            begin_sum, _ = self.sums(worker)
             begin_sum(values, False).wait()
         else:
             kept = exchange.CompressionState.of(worker, self.compression)
@@ -194,39 +195,31 @@ class AllReduce(Strategy):
                 worker, worker.transport, values, 0, self.compression, kept, self.algorithm, 0
             )
 
-    def _sums(self, worker: Worker) -> tuple[exchange.BeginSum, Group]:
+    def sums(self, worker: Worker) -> tuple[exchange.BeginSum, Group]:
         """Return how the algorithm sums a vector, and the workers in the order of its ring."""
         if self.algorithm == "native":
             return exchange.native_sum(worker), worker.workers
-        collective = self._collective(worker)
+        collective = self.collective(worker)
         return collective.sums(worker.transport), collective.group
 
-    def _collective(self, worker: Worker) -> exchange.ScheduledGroup:
+    def collective(self, worker: Worker) -> exchange.ScheduledGroup:
         return exchange.make_collective(worker, self.algorithm, self.order, self.ranks_per_node)
 
-    def join(self, worker: Worker) -> Member[Any]:
-        """Begin with the parameters of rank 0."""
+    def member(self, worker: Worker) -> Member[Any]:
         if self.backup and worker.own_loop:
             raise InputError(
                 "AllReduce: backup needs orchestra's own loop (orchestra train): a late worker "
                 "leaves out forward and backward passes, which a loop of your own cannot"
             )
         if self.shard != "nothing":
-            return join_sharded(self, worker)
-        exchange.agree_on_parameters(worker)
-        worker.reporter.expendable(False)
+            return sharded_member(self, worker)
+        optimizer = worker.local_optimizer()
         if self.backup:
-            needed = len(worker.workers) - self.backup
-            partial = exchange.PartialAverage(worker, self._collective(worker), needed)
-            return BackupMember(self, worker, worker.local_optimizer(), partial)
-        begin_sum, ring = self._sums(worker)
+            return BackupMember(self, worker, optimizer)
         if self.compression is None:
-            average = exchange.GradientAverage(worker, exchange.each_bucket(begin_sum))
-            return AllReduceMember(self, worker, worker.local_optimizer(), average)
+            return AllReduceMember(self, worker, optimizer)
         kept = exchange.CompressionState.of(worker, self.compression)
-        compressed = exchange.CompressedSum(worker, self.compression, kept, begin_sum, ring)
-        average = exchange.GradientAverage(worker, compressed.begin)
-        return CompressedMember(self, worker, worker.local_optimizer(), average, kept)
+        return CompressedMember(self, worker, optimizer, kept)
 
 
 @dataclass(eq=False)
@@ -234,7 +227,12 @@ class AveragingMember(Member[AllReduce]):
     """A worker with a whole optimizer, which equals all others because their gradients do."""
 
     optimizer: Optimizer
-    average: GradientAverage | PartialAverage = field(metadata=optimizers.TRANSIENT)
+    average: GradientAverage | PartialAverage = field(init=False)
+
+    def rest(self, rest: Rest) -> Kept:
+        """End the background flows."""
+        self.average.close()
+        return super().rest(rest)
 
     def exchange(self) -> None:
         """g <- sum over workers of (samples / all samples) g."""
@@ -252,14 +250,16 @@ class AveragingMember(Member[AllReduce]):
 class AllReduceMember(AveragingMember):
     """Average the gradients of all workers, each bucket as soon as backward has filled it."""
 
-    average: GradientAverage = field(metadata=optimizers.TRANSIENT)
+    average: GradientAverage = field(init=False)
+
+    def open(self, *, fresh: bool) -> None:
+        """Begin to listen to backward."""
+        begin_sum, _ = self.strategy.sums(self.worker)
+        self.average = exchange.GradientAverage(self.worker, exchange.each_bucket(begin_sum))
 
     def begin(self) -> None:
         """Take the first worker's buffers."""
         exchange.broadcast_buffers(self.worker, self.worker.workers)
-
-    def stop(self) -> None:
-        self.average.close()
 
 
 @dataclass(eq=False)
@@ -267,6 +267,14 @@ class CompressedMember(AllReduceMember):
     """Average compressed gradients; `compression` keeps what is left out for later steps."""
 
     compression: CompressionState
+
+    def open(self, *, fresh: bool) -> None:
+        """Begin to listen to backward."""
+        worker, compressor = self.worker, self.strategy.compression
+        assert compressor is not None
+        begin_sum, ring = self.strategy.sums(worker)
+        total = exchange.CompressedSum(worker, compressor, self.compression, begin_sum, ring)
+        self.average = exchange.GradientAverage(worker, total.begin)
 
 
 @dataclass(eq=False)
@@ -277,7 +285,20 @@ class BackupMember(AveragingMember):
     first worker, which may be late.
     """
 
-    average: PartialAverage = field(metadata=optimizers.TRANSIENT)
+    average: PartialAverage = field(init=False)
+
+    def open(self, *, fresh: bool) -> None:
+        """Begin to take part in the averages of the others."""
+        worker, strategy = self.worker, self.strategy
+        needed = len(worker.workers) - strategy.backup
+        self.average = exchange.PartialAverage(worker, strategy.collective(worker), needed)
+
+    def rest(self, rest: Rest) -> Kept:
+        """End the background flows; at the end, take the first worker's buffers."""
+        kept = super().rest(rest)
+        if rest.reason.ends:
+            exchange.broadcast_buffers(self.worker, self.worker.everyone)
+        return kept
 
     def gradient(self, batch: Batch | None) -> None:
         """Compute the gradient of `batch`; pass over the batch if the step's average is there."""
@@ -287,8 +308,3 @@ class BackupMember(AveragingMember):
         self.worker.step.samples = 0
         self.worker.gradients.clear()
         self.average.take()
-
-    def stop(self) -> None:
-        """End the background flows, and take the first worker's buffers."""
-        self.average.close()
-        exchange.broadcast_buffers(self.worker, self.worker.everyone)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from orchestra import exchange, optimizers
-from orchestra.coordinator.rest import Reason, Rest
+from orchestra import exchange
 from orchestra.errors import InputError
 from orchestra.settings import MAX_STEPS, setting
 from orchestra.settings.base import REQUIRED
-from orchestra.strategies.base import Roles, Strategy
-from orchestra.strategies.life_cycle import hand_over, resume
-from orchestra.strategies.phased import Phased, PhasedMember
+from orchestra.strategies.base import Phased, Roles, Strategy
 from orchestra.strategies.traits import Footprint, Rehearsal, Traits, WorkMode
 
 if TYPE_CHECKING:
     from orchestra.exchange import Stopwatch
-    from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
 
 OFTEN = 0.02
@@ -112,32 +108,13 @@ class Auto(Phased):
         largest = super().traits().memory(rank, ranks)
         return replace(largest, copies=largest.copies + 1)
 
-    def join(self, worker: Worker) -> AutoMember:
-        member = self._member(worker)
-        member.inner = self.candidates[0].join(worker)
-        return member
-
-    def resume(self, worker: Worker, saved: Mapping[str, Any]) -> AutoMember:
-        """Join in the phase that the checkpoint was taken in."""
-        member = self._member(worker)
-        exchange.require_fit(worker, member, saved)
-        plain = {name: value for name, value in saved.items() if name != "inner"}
-        optimizers.restore(member, plain)
-        member.inner = resume(self.candidates[member.current], worker, saved["inner"])
-        return member
-
-    def _member(self, worker: Worker) -> AutoMember:
-        if worker.own_loop:
-            raise InputError("Auto needs orchestra's own loop (orchestra train)")
-        ratios = [1.0] * len(self.candidates)
-        return AutoMember(self, worker, exchange.Stopwatch(worker), ratios=ratios)
-
 
 @dataclass(eq=False)
-class AutoMember(PhasedMember[Auto]):
-    """One rank's end of the phase under way, and what is known of the candidates, in seconds."""
+class Comparison:
+    """What one rank knows of the candidates, in seconds, and the choice between them."""
 
-    watch: Stopwatch = field(metadata=optimizers.TRANSIENT)
+    strategy: Auto
+    worker: Worker
     current: int = 0  # the candidate under way
     steps: int = 0  # of the run so far
     walls: list[float] = field(default_factory=list)  # of own steps since the last decision
@@ -147,27 +124,43 @@ class AutoMember(PhasedMember[Auto]):
     usual: float = 0.0  # of a step at the last decision; 0 if there was none in this phase
     since: float = 0.0  # since the last rehearsal
     cost: float = 0.0  # of that one
+    watch: Stopwatch = field(init=False)
 
-    def gradient(self, batch: Batch | None) -> None:
+    def __post_init__(self) -> None:
+        if self.worker.own_loop:
+            raise InputError("Auto needs orchestra's own loop (orchestra train)")
+        self.watch = exchange.Stopwatch(self.worker)
+        self.ratios = self.ratios or [1.0] * len(self.strategy.candidates)
+
+    @property
+    def candidate(self) -> Strategy:
+        """The candidate under way."""
+        return self.strategy.candidates[self.current]
+
+    def begin_step(self) -> None:
+        """Called before the gradient of a step."""
         self.watch.begin()
-        super().gradient(batch)
 
-    def update(self) -> None:
-        """Update as the candidate under way does; then, if it is time, decide which goes on."""
-        worker, strategy = self.worker, self.strategy
-        self.inner.update()
+    def after_step(self) -> int | None:
+        """If it is time, decide which candidate goes on; return its number if it is another one."""
         wall, own = self.watch.lap()
         self.walls.append(wall)
         self.own.append(own)
         self.steps += 1
-        steps, several = len(self.walls), len(worker.workers) > 1
-        least = strategy.every if self.exchanges else min(strategy.every, FIRST)
-        if several and steps >= least and steps % _exchange_of(self.inner.strategy).every == 0:
-            self._decide()
-            self.watch.lap()  # what that took is nobody's step
+        steps, several = len(self.walls), len(self.worker.workers) > 1
+        least = self.strategy.every if self.exchanges else min(self.strategy.every, FIRST)
+        if not several or steps < least or steps % _exchange_of(self.candidate).every:
+            return None
+        new = self._decide()
+        self.watch.lap()  # what that took is nobody's step
+        return None if new == self.current else new
 
-    def _decide(self) -> None:
-        """Collective over the workers, after a step of all: compare, and perhaps change."""
+    def change_to(self, new: int) -> None:
+        """Go on with another candidate."""
+        self.current, self.usual = new, 0.0
+
+    def _decide(self) -> int:
+        """Collective over the workers, after a step of all: return the candidate to go on with."""
         worker, strategy = self.worker, self.strategy
         # All decide by the same numbers of all workers: nobody has to announce the decision.
         table = exchange.gather_numbers(worker, [sum(self.walls), *self.own])
@@ -206,8 +199,7 @@ class AutoMember(PhasedMember[Auto]):
                 ],
             }
         )
-        if new != self.current:
-            self._change(new)
+        return new
 
     def _rehearse(self) -> None:
         """Collective: measure the exchange of each candidate; the slowest worker counts."""
@@ -237,27 +229,6 @@ class AutoMember(PhasedMember[Auto]):
             pace = PredictedPace.of(repr(each), samples, own, self.exchanges[number], every)
             paces.append(replace(pace, ratio=self.ratios[number]))
         return paces
-
-    def _change(self, new: int) -> None:
-        """Come to rest, agree on parameters, hand over moments, and start the next phase."""
-        worker, strategy = self.worker, self.strategy
-        old, then = self.inner, strategy.candidates[new]
-        old.quiesce(Rest(Reason.PHASE))
-        before, after = old.traits, then.traits()
-        apart = after.lockstep and not before.lockstep
-        hand_over(old, "averaged" if apart else "kept")
-        worker.measures.switched_at_step = self.steps
-        worker.measures.switched_at_sample = worker.step.consumed
-        worker.begin_phase(worker.workers.ranks)
-        worker.snapshots.skip(worker.step.consumed, buffers=before.lockstep)
-        self.current, self.usual = new, 0.0
-        # Parameters are equal now: to broadcast them would take N - 1 times their size, and go on
-        # in the background of the first steps, which would be measured as slow.
-        exchange.broadcast_buffers(worker, worker.everyone)
-        agreed, worker.parameters_equal = worker.parameters_equal, True
-        self.inner = then.join(worker)
-        worker.parameters_equal, worker.inherited = agreed, {}
-        exchange.wait_for_workers(worker)
 
 
 def _exchange_of(candidate: Strategy) -> Rehearsal:

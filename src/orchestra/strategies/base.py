@@ -7,16 +7,24 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from orchestra import exchange
+from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import Settings
 from orchestra.settings.notation import LazyModule
-from orchestra.strategies.traits import Dealing, Footprint, Pace, Traits, WorkMode
+from orchestra.strategies.traits import (
+    Dealing,
+    Footprint,
+    Pace,
+    Partition,
+    Traits,
+    WorkMode,
+    combined,
+)
 
 if TYPE_CHECKING:
     import torch as torch
@@ -102,8 +110,29 @@ class Strategy(Settings, ABC):
         return None
 
     @abstractmethod
-    def join(self, worker: Worker) -> Member[Any]:
-        """Agree on the parameters, and return this rank's end of the strategy. Collective."""
+    def member(self, worker: Worker) -> Member[Any]:
+        """Make this rank's end of the strategy, with the state that it begins with. Collective.
+
+        What is under way between steps, such as connections and flows, begins with its `open`.
+        """
+
+    def join(self, worker: Worker, saved: Mapping[str, Any] | None = None) -> Member[Any]:
+        """Return this rank's end of the strategy, ready for a step. Collective.
+
+        All begin with the parameters and buffers of the first rank. With `saved`, the state of this
+        rank's member in a checkpoint, each goes on from the parameters and buffers that it has.
+
+        Raises:
+            Mismatch: `saved` does not fit, on some rank. Nothing is open.
+        """
+        if saved is None and self.traits().partition is Partition.REPLICATED:
+            exchange.agree_on_parameters(worker)
+        member = self.member(worker)
+        if saved is not None:
+            restore_state(worker, member, saved)
+        worker.reporter.expendable(is_expendable(self, worker.rank, worker.budget_ranks))
+        member.open(fresh=saved is None)
+        return member
 
 
 _roles_of: Callable[[Strategy, int], Roles] = lru_cache(256)(lambda each, n: each.roles(n))
@@ -124,6 +153,34 @@ def refusal_of(strategy: Strategy, ranks: int) -> str | None:
     except InputError as error:
         return str(error)
     return None
+
+
+def is_expendable(strategy: Strategy, rank: int, ranks: int) -> bool:
+    """Return whether the run can go on without `rank`."""
+    roles = roles_of(strategy, ranks)
+    if not roles.servers or rank == roles.leader:
+        # Without servers every replica is needed: what was learnt is their mean.
+        return False
+    return roles.replicas > 0 if rank in roles.servers else not strategy.traits().lockstep
+
+
+def state_of(member: Any) -> dict[str, Any]:
+    """Return what a checkpoint keeps of `member`: all that it was made from."""
+    made_from = [item.name for item in fields(member) if item.init]
+    return {name: getattr(member, name) for name in made_from if name not in ("strategy", "worker")}
+
+
+def restore_state(worker: Worker, member: Any, saved: Mapping[str, Any]) -> None:
+    """Collective over all ranks: let `member` go on from `saved`, what was captured of its state.
+
+    Raises:
+        Mismatch: it does not fit, on some rank.
+    """
+    state = state_of(member)
+    exchange.require_fit(worker, state, saved)
+    for name, value in state.items():
+        if name in saved:
+            setattr(member, name, optimizers.restore(value, saved[name]))
 
 
 def replica_memory(strategy: Strategy, rank: int, ranks: int) -> Footprint:
@@ -152,13 +209,17 @@ class Replicas(Strategy):
     def _memory(self, rank: int, ranks: int) -> Footprint:
         return replica_memory(self, rank, ranks)
 
-    def join(self, worker: Worker) -> Member[Any]:
-        """Give all workers the parameters of the first rank, and make the member."""
-        exchange.agree_on_parameters(worker)
-        # The final parameters are the exact mean, for which every replica is needed
-        worker.reporter.expendable(False)
-        return self.member(worker)
 
+class Phased(Strategy):
+    """A strategy whose steps are those of others, one after the other; see `Phases`."""
+
+    @property
     @abstractmethod
+    def phases(self) -> tuple[Strategy, ...]:
+        """The strategies that may be under way."""
+
+    def traits(self, work: WorkMode = "shared") -> Traits:
+        return combined([phase.traits(work) for phase in self.phases])
+
     def member(self, worker: Worker) -> Member[Any]:
-        """Return this worker's end; all have equal parameters."""
+        raise AssertionError(f"{self!r} has phases, which are joined one by one")

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from orchestra import exchange, optimizers, parameter_server
+from orchestra import exchange, parameter_server
 from orchestra.parameter_server.how import ElasticCentre
 from orchestra.parameter_server.when import Asynchronous
 from orchestra.settings import MAX_RANKS, MAX_STEPS, setting
@@ -86,18 +86,14 @@ class ElasticAveraging(Strategy):
         served = Footprint(part, part, 0.0, part * len(roles.workers), 0.0)
         return own.joined(served, operator.add)
 
-    def join(self, worker: Worker) -> ElasticServer | ElasticWorker:
-        """Begin with the parameters of the first rank, on workers and in the centre."""
-        exchange.agree_on_parameters(worker)
+    def member(self, worker: Worker) -> ElasticServer | ElasticWorker:
         roles = self.roles(worker.budget_ranks)
         slices = exchange.slices_of(worker, roles.servers, updates=False)
         rules = exchange.ServerRules(Asynchronous(), ElasticCentre)
         channel = exchange.ServerChannel(worker, slices, roles.workers, roles.leader, rules)
-        optimizer = worker.local_optimizer() if worker.rank in roles.workers else None
-        queue = exchange.share_work(worker, roles.shares, holder=roles.servers[0], expendable=True)
-        if optimizer is None:
-            return ElasticServer(self, worker, channel, queue)
-        member = ElasticWorker(self, worker, channel, queue, optimizer)
+        if worker.rank not in roles.workers:
+            return ElasticServer(self, worker, channel)
+        member = ElasticWorker(self, worker, channel, worker.local_optimizer())
         if self.momentum:
             member.velocity = worker.parameters.new_zeros(worker.parameters.shape)
         return member
@@ -107,16 +103,23 @@ class ElasticAveraging(Strategy):
 class ElasticMember(ServedMember[ElasticAveraging]):
     """`queue` is this rank's end of the queue of batches, which the first server holds."""
 
-    queue: SharedWork | None = field(metadata=optimizers.TRANSIENT)
+    queue: SharedWork | None = field(init=False, default=None)
 
-    @property
-    def work(self) -> SharedWork | None:
-        return self.queue
+    def open(self, *, fresh: bool) -> None:
+        """Connect, and open the queue of batches on the first server."""
+        super().open(fresh=fresh)
+        if self.queue is None:
+            roles = roles_of(self.strategy, self.worker.budget_ranks)
+            holder, shares = roles.servers[0], roles.shares
+            self.queue = exchange.share_work(self.worker, shares, holder, expendable=True)
+            self.worker.source = self.queue
 
-    def stop(self) -> None:
-        if self.queue is not None:
+    def rest(self, rest: Rest) -> Kept:
+        """Wait until every exchange is over and every worker is here."""
+        if self.queue is not None and rest.reason.ends:
             self.queue.close()
-        super().stop()
+            self.queue = None
+        return super().rest(rest)
 
 
 @dataclass(eq=False)
@@ -136,10 +139,10 @@ class ElasticWorker(ElasticMember):
     samples: int = 0  # since the last exchange
     velocity: Tensor | None = None  # v (EAMSGD)
     # alpha (x - c) of the step under way, where it has an exchange
-    force: Tensor | None = field(default=None, metadata=optimizers.TRANSIENT)
-    begun: bool = field(default=False, metadata=optimizers.TRANSIENT)  # a step
+    force: Tensor | None = field(init=False, default=None)
+    begun: bool = field(init=False, default=False)  # a step
     # x while the model shows the centre, between two epochs of a loop of the user's own
-    own: Tensor | None = field(default=None, metadata=optimizers.TRANSIENT)
+    own: Tensor | None = field(init=False, default=None)
 
     def begin(self) -> None:
         """Exchange if it is time; then, under EAMSGD, move to where the gradient is taken."""
@@ -195,20 +198,16 @@ class ElasticWorker(ElasticMember):
         self.clock += 1
         self.samples += worker.step.samples
 
-    def quiesce(self, rest: Rest) -> bool:
-        """Wait until every exchange is over and every worker is here."""
+    def rest(self, rest: Rest) -> Kept:
+        """End the step, tell of the samples since the last exchange, and wait for the others."""
         self._take_back()
         self._account()
-        return super().quiesce(rest)
+        return super().rest(rest)
 
     def learnt(self) -> Iterable[Learnt]:
         """Return the centre, which everybody's model shows until a worker goes on from its own."""
         self.own = self.worker.parameters.clone()
         return super().learnt()
-
-    def stop(self) -> None:
-        self._account()
-        super().stop()
 
     def _take_back(self) -> None:
         """End a step that has begun without an update: x keeps what it gave to the centre only."""
@@ -225,6 +224,3 @@ class ElasticWorker(ElasticMember):
             nothing = torch.empty_like(self.worker.parameters)
             # Nothing moves, and servers and workers agree on what was consumed.
             self._push(0.0, nothing)
-
-    def kept(self) -> Kept:
-        return self.channel.kept(self.optimizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from orchestra import exchange, optimizers
+from orchestra import exchange
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,8 +26,8 @@ Counts = tuple[int, int | None]
 class Fragment:
     """Elements [first, end) of the flat parameters, which are averaged at once."""
 
-    first: int = field(metadata=optimizers.TRANSIENT)
-    end: int = field(metadata=optimizers.TRANSIENT)
+    first: int
+    end: int
     outer: OuterState
     samples: int = 0  # of this worker since the last average
     total: int = 0  # of all workers
@@ -36,7 +36,7 @@ class Fragment:
     travelling: Tensor | None = None  # an average in flight
     sent: Tensor | None = None  # the values of this worker in it, for CoCoD-SGD
     due: int = 0  # the step at which the average in flight is applied
-    flow: Task[None] | None = field(default=None, metadata=optimizers.TRANSIENT)
+    flow: Task[None] | None = field(default=None, init=False)
 
     @property
     def weight(self) -> float:
@@ -71,8 +71,8 @@ class Fragment:
 class Mean:
     """The mean of the replicas, weighted by samples."""
 
-    worker: Worker = field(metadata=optimizers.TRANSIENT)
-    algorithm: str = field(metadata=optimizers.TRANSIENT)
+    worker: Worker
+    algorithm: str
 
     def take(
         self, transport: Transport, values: Tensor, fragment: Fragment, counts: Counts
@@ -85,7 +85,7 @@ class Mean:
 class CompressedMean(Mean):
     """The mean by compressed differences: x <- x_0 + sum_w C(x_w - x_0)."""
 
-    compressor: Compressor = field(metadata=optimizers.TRANSIENT)
+    compressor: Compressor
     state: exchange.CompressionState
 
     def take(

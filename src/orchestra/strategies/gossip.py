@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from orchestra import exchange
 from orchestra.compression.base import Compressor, Encoder
 from orchestra.errors import InputError
-from orchestra.optimizers import TRANSIENT
 from orchestra.parameter_server.placement import place
 from orchestra.settings import setting
 from orchestra.strategies.base import Replicas, Roles, torch
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from orchestra.coordinator.rest import Rest
     from orchestra.exchange import CompressionState, SliceCodec
     from orchestra.transports.protocol import Task, Transport
     from orchestra.worker.worker import Worker
@@ -95,10 +95,18 @@ class Gossip(Replicas):
         copies = float(arriving + 1) if self.compression is None else 3.0  # x^, s and a difference
         return replace(super()._memory(rank, ranks), copies=copies)
 
+    @property
+    def contraction(self) -> Encoder:
+        """The compressor in the form that error feedback asks for: not scaled up."""
+        assert isinstance(self.compression, Encoder)
+        return self.compression.with_setting("error_feedback", True)
+
     def member(self, worker: Worker) -> DPSGDMember | ChocoMember:
         """Return the member of D-PSGD, or with `compression` that of CHOCO-SGD."""
-        kind = DPSGDMember if self.compression is None else ChocoMember
-        return kind(self, worker, worker.local_optimizer())
+        optimizer = worker.local_optimizer()
+        if self.compression is None:
+            return DPSGDMember(self, worker, optimizer)
+        return ChocoMember(self, worker, optimizer, PublicCopies.of(worker, self.contraction))
 
 
 @dataclass(eq=False)
@@ -106,11 +114,10 @@ class DPSGDMember(ReplicaMember[Gossip]):
     """D-PSGD: a background flow mixes the parameters while the gradient is computed."""
 
     step: int = 0  # steps done
-    mixed: Tensor = field(init=False, metadata=TRANSIENT)  # sum_j W_ij x_j, once `mixing` is done
-    mixing: Task[Tensor] | None = field(default=None, metadata=TRANSIENT)
+    mixed: Tensor = field(init=False)  # sum_j W_ij x_j, once `mixing` is done
+    mixing: Task[Tensor] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.mixed = torch.empty_like(self.worker.parameters)
 
     def begin(self) -> None:
@@ -142,7 +149,7 @@ class DPSGDMember(ReplicaMember[Gossip]):
         mix = exchange.mix_with_neighbours
         return lambda transport: mix(worker, transport, mixed, topology, step)
 
-    def settle(self) -> None:
+    def settle(self, rest: Rest) -> None:
         self.worker.transport.end_background()
 
 
@@ -170,18 +177,12 @@ class PublicCopies:
 class ChocoMember(ReplicaMember[Gossip]):
     """CHOCO-SGD: neighbours send each other compressed differences after the optimizer's step."""
 
+    copies: PublicCopies
     step: int = 0  # steps done
-    copies: PublicCopies = field(init=False)
-    codec: SliceCodec = field(init=False, metadata=TRANSIENT)
+    codec: SliceCodec = field(init=False)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        compressor = self.strategy.compression
-        assert isinstance(compressor, Encoder)
-        # In the form that error feedback asks for: a contraction, not scaled up
-        contraction = compressor.with_setting("error_feedback", True)
-        self.copies = PublicCopies.of(self.worker, contraction)
-        self.codec = exchange.SliceCodec(self.worker, contraction)
+        self.codec = exchange.SliceCodec(self.worker, self.strategy.contraction)
 
     def update(self) -> None:
         """x_i <- x_i - eta g_i;  then x_i <- x_i + gamma sum_j W_ij (x^_j - x^_i)."""
@@ -222,5 +223,5 @@ class ChocoMember(ReplicaMember[Gossip]):
 
         exchange.charge(worker, "mix", (len(arrived) + 2) * layout.size, mix)
 
-    def settle(self) -> None:
+    def settle(self, rest: Rest) -> None:
         self.worker.transport.end_background()

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from orchestra import exchange, optimizers
+from orchestra import exchange
 from orchestra.errors import InputError
 from orchestra.strategies.base import Replicas, torch
 from orchestra.strategies.member import ReplicaMember
@@ -14,7 +14,8 @@ from orchestra.strategies.traits import Footprint, Traits, WorkMode
 from orchestra.transports.tags import Tag
 
 if TYPE_CHECKING:
-    from orchestra.exchange import Learnt
+    from orchestra.coordinator.rest import Rest
+    from orchestra.exchange import Kept, Learnt
     from orchestra.transports.protocol import SharedTensor
     from orchestra.worker.worker import Worker
 
@@ -57,12 +58,13 @@ class Hogwild(Replicas):
                 "Hogwild: the state of an optimizer would follow the updates of one worker, and "
                 "all write to the same parameters: set optimizer to SGD, without momentum"
             )
+        member = HogwildMember(self, worker, worker.local_optimizer())
         share, workers = worker.transport.share, worker.workers
-        shared = share(worker.parameters, workers, Tag.SHARED)
+        member.shared = share(worker.parameters, workers, Tag.SHARED)
         counts = torch.zeros(len(workers), dtype=torch.int64, device=worker.parameters.device)
-        updates = share(counts, workers, Tag.SHARED)
-        worker.move_parameters(shared.values)
-        return HogwildMember(self, worker, worker.local_optimizer(), shared, updates)
+        member.updates = share(counts, workers, Tag.SHARED)
+        worker.move_parameters(member.shared.values)
+        return member
 
 
 @dataclass(eq=False)
@@ -73,9 +75,9 @@ class HogwildMember(ReplicaMember[Hogwild]):
     gradient.
     """
 
-    shared: SharedTensor = field(metadata=optimizers.TRANSIENT)
-    updates: SharedTensor = field(metadata=optimizers.TRANSIENT)
     seen: int = 0
+    shared: SharedTensor = field(init=False)
+    updates: SharedTensor = field(init=False)
 
     def begin(self) -> None:
         """Note the updates so far: from here on the parameters are read."""
@@ -96,7 +98,7 @@ class HogwildMember(ReplicaMember[Hogwild]):
     def _count(self) -> int:
         return 0 if self.updates.values.is_meta else int(self.updates.values.sum())
 
-    def settle(self) -> None:
+    def settle(self, rest: Rest) -> None:
         """Wait until all workers have made their updates."""
         exchange.wait_for_workers(self.worker)
 
@@ -104,14 +106,12 @@ class HogwildMember(ReplicaMember[Hogwild]):
         """Return nothing: all have the same parameters already."""
         return ()
 
-    def stop(self) -> None:
-        """Let each worker take a copy of the parameters."""
-        worker = self.worker
-        self.settle()
-        if self.queue is not None:
-            self.queue.close()
-        if worker.rank == worker.workers.ranks[0]:
-            worker.snapshots.renew(worker.step.consumed, worker.parameters)
-        # Nobody may write before all have copied: hence the second `settle`.
-        worker.move_parameters(worker.parameters.clone())
-        self.settle()
+    def rest(self, rest: Rest) -> Kept:
+        """Wait for all updates; at the end, let each worker take a copy of the parameters."""
+        kept, worker = super().rest(rest), self.worker
+        if rest.reason.ends:
+            if worker.rank == worker.workers.ranks[0]:
+                worker.snapshots.renew(worker.step.consumed, worker.parameters)
+            worker.move_parameters(worker.parameters.clone())
+            exchange.wait_for_workers(worker)  # nobody writes before all have copied
+        return kept

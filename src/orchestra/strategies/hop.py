@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from orchestra import exchange
 from orchestra.errors import InputError
-from orchestra.optimizers import TRANSIENT
 from orchestra.settings import MAX_RANKS, MAX_STEPS, setting
 from orchestra.strategies.base import Replicas, Roles, torch
 from orchestra.strategies.member import ReplicaMember
@@ -18,6 +17,7 @@ from orchestra.transports.tags import Tag
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from orchestra.coordinator.rest import Rest
     from orchestra.transports.protocol import Handle
     from orchestra.worker.worker import Worker
 
@@ -144,10 +144,9 @@ class HopMember(ReplicaMember[Hop]):
     `queues` hold these updates; they are empty at a quiet point.
     """
 
-    queues: IterationQueues = field(init=False, metadata=TRANSIENT)
+    queues: IterationQueues = field(init=False)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.queues = IterationQueues(self.worker, self.strategy)
 
     def begin(self) -> None:
@@ -162,7 +161,7 @@ class HopMember(ReplicaMember[Hop]):
         worker.update_locally(self.optimizer)
         worker.snapshots.offer(worker.step.consumed, worker.parameters)
 
-    def settle(self) -> None:
+    def settle(self, rest: Rest) -> None:
         self.queues.drain()
 
 

@@ -20,7 +20,8 @@ from orchestra.strategies.traits import Footprint, Rehearsal, Traits, WorkMode
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from orchestra.exchange import Learnt
+    from orchestra.coordinator.rest import Rest
+    from orchestra.exchange import CompressionState, Kept, Learnt
     from orchestra.worker.worker import Worker
 
 
@@ -162,10 +163,9 @@ class LocalSGD(Replicas):
         return replace(super()._memory(rank, ranks), copies=copies)
 
     def member(self, worker: Worker) -> LocalMember:
-        mean = Mean(worker, self.algorithm)
+        state = None
         if self.compression is not None:
             state = exchange.CompressionState.of(worker, self.compression)
-            mean = CompressedMean(worker, self.algorithm, self.compression, state)
         rule: type[LocalMember] = LocalSGDMember
         if self.outer.beside_gradient:
             rule = EASGDMember
@@ -178,7 +178,7 @@ class LocalSGD(Replicas):
             if self.compression is not None and fragments[-1].outer.start is None:
                 fragments[-1].anchor = values.clone()
         epochs = int(worker.step.epoch)
-        return rule(self, worker, worker.local_optimizer(), fragments, mean, epochs=epochs)
+        return rule(self, worker, worker.local_optimizer(), fragments, state, epochs=epochs)
 
     def ending(self, count: int, steps: int, before: int, epochs: int) -> list[int]:
         """Return which of `count` fragments end a round with step `steps`.
@@ -198,10 +198,23 @@ class LocalMember(ReplicaMember[LocalSGD]):
     """A worker that takes local steps, and averages fragments of its replica by rounds."""
 
     fragments: list[Fragment]
-    mean: Mean
+    compression: CompressionState | None
     steps: int = 0
     epochs: int = 0  # complete passes over the data
     samples: int = 0  # of this worker since its buffers were last averaged
+    mean: Mean = field(init=False)
+
+    def open(self, *, fresh: bool) -> None:
+        """Begin a round, if the parameters are equal."""
+        super().open(fresh=fresh)
+        worker, settings, state = self.worker, self.strategy, self.compression
+        self.mean = Mean(worker, settings.algorithm)
+        if state is not None and settings.compression is not None:
+            self.mean = CompressedMean(worker, settings.algorithm, settings.compression, state)
+        if fresh:
+            self.samples = 0
+            for fragment in self.fragments:
+                fragment.samples = fragment.total = 0
 
     def count(self) -> None:
         """Count the step, and its samples for the fragments' weights."""
@@ -234,9 +247,13 @@ class LocalMember(ReplicaMember[LocalSGD]):
     def close_round(self) -> None:
         """Make the replica what this worker contributes; a round may be cut short here."""
 
-    def stop(self) -> None:
-        self.close_round()
-        self.show(self.worker.snapshots.renew)
+    def rest(self, rest: Rest) -> Kept:
+        """Land what is in flight; at the end of a phase, also close the round."""
+        kept = super().rest(rest)
+        if rest.reason.ends:
+            self.close_round()
+            self.show(self.worker.snapshots.renew)
+        return replace(kept, buffers_weight=self.samples or NEGLIGIBLE_WEIGHT)
 
     def learnt(self) -> Iterable[Learnt]:
         """Close the round; return each fragment with its weight."""
@@ -244,15 +261,6 @@ class LocalMember(ReplicaMember[LocalSGD]):
         for fragment in self.fragments:
             replica = fragment.replica(self.worker)
             yield exchange.Learnt.replica(replica, fragment.weight, fragment.first)
-
-    def rebase(self) -> None:
-        self.samples = 0
-        for fragment in self.fragments:
-            fragment.samples = fragment.total = 0
-
-    @property
-    def buffers_weight(self) -> float:
-        return self.samples or NEGLIGIBLE_WEIGHT
 
 
 @dataclass(eq=False)
@@ -325,9 +333,10 @@ class EASGDMember(LocalMember):
         for fragment in self.fragments:
             fragment.replica(self.worker).copy_(fragment.reference)
 
-    def rebase(self) -> None:
-        super().rebase()
-        self.ended = []
+    def open(self, *, fresh: bool) -> None:
+        super().open(fresh=fresh)
+        if fresh:
+            self.ended = []
 
 
 @dataclass(eq=False)
@@ -369,14 +378,13 @@ class StreamingMember(LocalMember):
         """theta <- mix theta + (1 - mix) theta_outer, in place of `outer`."""
         outer.lerp_(theta, self.strategy.mix)
 
-    def settle(self) -> None:
+    def settle(self, rest: Rest) -> None:
         """Wait for averages in flight, which are applied when they are due."""
         for fragment in self.fragments:
             fragment.land()
 
     def close_round(self) -> None:
         """Apply the averages in flight."""
-        self.settle()
         for fragment in self.fragments:
             if fragment.travelling is not None:
                 self.apply(fragment, fragment.travelling)

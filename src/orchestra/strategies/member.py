@@ -5,16 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from orchestra import exchange, optimizers
-from orchestra.strategies.base import Roles, Strategy, roles_of
-from orchestra.strategies.traits import Dealing, Traits
+from orchestra import exchange
+from orchestra.strategies.base import Strategy, roles_of
+from orchestra.strategies.traits import Dealing
 
 if TYPE_CHECKING:
     from torch import optim
 
-    from orchestra.coordinator.batches import WorkSource
     from orchestra.coordinator.rest import Rest
     from orchestra.exchange import Kept, Learnt, SharedWork
     from orchestra.parameter_server.messages import QuietPoint
@@ -26,37 +25,41 @@ S = TypeVar("S", bound=Strategy)
 
 @dataclass(eq=False)
 class Member(ABC, Generic[S]):
-    """One rank's live end of one phase; `strategy.join(worker)` makes it.
+    """One rank's live end of one phase; `strategy.join(worker)` makes it, and opens it.
 
-    Subclasses are dataclasses. Their fields are what a checkpoint keeps: tensors, numbers, texts,
-    optimizers, and such dataclasses, lists or dicts of them. A field that `join` makes anew, such
-    as a connection or a flow, has the metadata `TRANSIENT`. The defaults are those of a worker that
-    exchanges nothing.
+    Subclasses are dataclasses. What they are made from, beside `strategy` and `worker`, is what a
+    checkpoint keeps: tensors, numbers, texts, optimizers, and such dataclasses, lists or dicts of
+    them. What `open` makes, such as a connection or a flow, is a `field(init=False)`. The defaults
+    are those of a worker that exchanges nothing.
     """
 
-    strategy: S = field(metadata=optimizers.TRANSIENT)
-    worker: Worker = field(metadata=optimizers.TRANSIENT)
+    strategy: S
+    worker: Worker
 
-    @property
-    def work(self) -> WorkSource | None:
-        """The source of this worker's batches now; None if they follow the plan."""
-        return None
+    # Between steps
 
-    @property
-    def innermost(self) -> Member[Any]:
-        """The member of the phase under way; itself if its strategy has no phases."""
-        return self
+    def open(self, *, fresh: bool) -> None:
+        """Begin what goes on beside the steps: connections, flows, hooks. Collective.
 
-    @property
-    def roles(self) -> Roles:
-        """The roles in the phase under way, which `worker.begin_phase` changes."""
-        # The ranks of the budget, not those that run: Single() is given more than it uses.
-        return roles_of(self.strategy, self.worker.budget_ranks)
+        Called before the first step, and after each rest that does not end the phase. `fresh`: go
+        on from the parameters, which all have equal; else from what there was at the rest.
+        """
 
-    @property
-    def traits(self) -> Traits:
-        """The traits of the phase under way."""
-        return self.strategy.traits(self.worker.work)
+    def rest(self, rest: Rest) -> Kept:
+        """Land what is in flight, and end what `open` has begun. Collective; `rest` says why.
+
+        A member may keep open what is costly to open again, unless `rest.reason.ends` the phase.
+        """
+        return exchange.Kept(getattr(self, "optimizer", None))
+
+    def learnt(self) -> Iterable[Learnt]:
+        """Return what this rank contributes to the model. Collective, at rest.
+
+        By default its replica, unless all workers are in lockstep and have equal ones.
+        """
+        if self.strategy.traits().lockstep:
+            return ()
+        return [exchange.Learnt.replica(self.worker.parameters)]
 
     # A step, on workers
 
@@ -84,39 +87,6 @@ class Member(ABC, Generic[S]):
         """Serve until a quiet point; return None once all workers have left."""
         return None
 
-    # Between steps
-
-    def quiesce(self, rest: Rest) -> bool:
-        """Wait until nothing is in flight anywhere, on a worker; `rest` says why.
-
-        Return False if some workers have finished or were lost.
-        """
-        return True
-
-    def stop(self) -> None:
-        """Land what is in flight, and close. Collective; no step follows."""
-
-    def learnt(self) -> Iterable[Learnt]:
-        """Return what this rank contributes to the model; nothing is in flight. Collective.
-
-        By default its replica, unless all workers are in lockstep and have equal ones.
-        """
-        if self.strategy.traits().lockstep:
-            return ()
-        return [exchange.Learnt.replica(self.worker.parameters)]
-
-    def rebase(self) -> None:
-        """Go on from the parameters, which have become the model that all ranks have learnt."""
-
-    def kept(self) -> Kept:
-        """Return where the optimizer's moments are; by default in `optimizer`, if any."""
-        return exchange.Kept(getattr(self, "optimizer", None))
-
-    @property
-    def buffers_weight(self) -> float:
-        """The weight of this worker's buffers in their mean, if training goes on."""
-        return 1.0
-
 
 @dataclass(eq=False)
 class ReplicaMember(Member[S]):
@@ -126,36 +96,31 @@ class ReplicaMember(Member[S]):
     """
 
     optimizer: optim.Optimizer
-    queue: SharedWork | None = field(default=None, kw_only=True, metadata=optimizers.TRANSIENT)
+    queue: SharedWork | None = field(default=None, init=False)
 
-    def __post_init__(self) -> None:
+    def open(self, *, fresh: bool) -> None:
+        """Open the queue, if workers take batches at their own pace."""
+        worker, strategy = self.worker, self.strategy
         # One queue for all who take batches at their own pace: whoever is free takes the next.
-        if self.traits.dealing is Dealing.QUEUE:
-            self.queue = exchange.share_work(self.worker, self.roles.shares)
-
-    @property
-    def work(self) -> WorkSource | None:
-        """This worker's end of the queue, if workers take batches at their own pace."""
-        return self.queue
+        if self.queue is None and strategy.traits(worker.work).dealing is Dealing.QUEUE:
+            roles = roles_of(strategy, worker.budget_ranks)
+            self.queue = worker.source = exchange.share_work(worker, roles.shares)
 
     def exchange(self) -> None:
         """Keep the gradient on this worker."""
         # Left where autograd put it, not copied: optimizers read tensor by tensor.
         exchange.keep_gradient(self.worker)
 
-    def settle(self) -> None:
+    def settle(self, rest: Rest) -> None:
         """Wait until nothing of the workers is in flight. Collective over the workers."""
 
-    def quiesce(self, rest: Rest) -> bool:
-        """Wait until nothing is in flight; all workers are present."""
-        self.settle()
-        return True
-
-    def stop(self) -> None:
-        """Land what is in flight, and close the queue."""
-        self.settle()
+    def rest(self, rest: Rest) -> Kept:
+        """Land what is in flight; close the queue at the end."""
+        self.settle(rest)
         # Closed before the last snapshot: the queue's last answer tells how much all have consumed,
         # and a due point may lie between this worker's last batch and that.
-        if self.queue is not None:
+        if self.queue is not None and rest.reason.ends:
             self.queue.close()
+            self.queue = self.worker.source = None
             self.worker.snapshots.offer(self.worker.step.consumed, self.worker.parameters)
+        return super().rest(rest)

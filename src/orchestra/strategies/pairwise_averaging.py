@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from orchestra import exchange
 from orchestra.errors import InputError
-from orchestra.optimizers import TRANSIENT
 from orchestra.settings import MAX_SEED, setting
 from orchestra.strategies.base import Replicas, Roles, torch
 from orchestra.strategies.member import ReplicaMember
@@ -20,6 +19,8 @@ from orchestra.transports.tags import Tag
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from orchestra.coordinator.rest import Rest
+    from orchestra.exchange import Kept
     from orchestra.transports.protocol import Handle, Task, Transport
     from orchestra.worker.worker import Worker
 
@@ -73,16 +74,20 @@ class PairwiseMember(ReplicaMember[PairwiseAveraging]):
     """A worker whose parameters are averaged with another one's while it computes gradients."""
 
     step: int = 0  # steps done
-    pair: PairwiseAverage = field(init=False, metadata=TRANSIENT)
+    pair: PairwiseAverage = field(init=False)
     # The choices of a partner, for each step of the topology's period
-    partners: list[tuple[int, ...]] = field(init=False, metadata=TRANSIENT)
+    partners: list[tuple[int, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         workers = self.worker.workers
         own, graphs = workers.index(self.worker.rank), self.strategy.topology.graphs(len(workers))
         self.partners = [_partners(graph, own) for graph in graphs]
         self.pair = PairwiseAverage(self.worker)
+
+    def open(self, *, fresh: bool) -> None:
+        """Begin to answer other workers."""
+        super().open(fresh=fresh)
+        self.pair.open()
 
     def begin(self) -> None:
         """Let the parameters be averaged while the gradient of the old ones is taken."""
@@ -103,15 +108,16 @@ class PairwiseMember(ReplicaMember[PairwiseAveraging]):
         worker.snapshots.offer(worker.step.consumed, worker.parameters)
         self.step += 1
 
-    def settle(self) -> None:
+    def settle(self, rest: Rest) -> None:
         self.pair.settle()
+        if rest.reason.ends:
+            self.pair.close()
 
-    def stop(self) -> None:
-        self.pair.settle()
-        self.pair.close()
-        if self.queue is not None:
-            self.queue.close()
-        self.worker.snapshots.renew(self.worker.step.consumed, self.worker.parameters)
+    def rest(self, rest: Rest) -> Kept:
+        kept = super().rest(rest)
+        if rest.reason.ends:
+            self.worker.snapshots.renew(self.worker.step.consumed, self.worker.parameters)
+        return kept
 
 
 def _partners(graph: Graph, rank: int) -> tuple[int, ...]:
@@ -149,8 +155,11 @@ class PairwiseAverage:
         self._held = True  # by the main flow
         self._replies: dict[int, Handle] = {}
         self._flow: Task[None] | None = None
-        if len(worker.workers) > 1:
-            self._flow = worker.transport.spawn(self._run)
+
+    def open(self) -> None:
+        """Begin the flow, unless it goes on."""
+        if self._flow is None and len(self._worker.workers) > 1:
+            self._flow = self._worker.transport.spawn(self._run)
 
     def give(self, partner: int | None = None) -> None:
         """Let the flow have the parameters, and average them with the worker number `partner`."""

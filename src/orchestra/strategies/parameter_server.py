@@ -244,11 +244,10 @@ class ParameterServer(Strategy):
         slices = self._slices(worker, self.roles(worker.budget_ranks))
         exchange.push_and_pull_once(worker, slices, values)
 
-    def join(self, worker: Worker) -> ServedMember[Any]:
-        """Begin with the parameters of the first rank; each server takes its slice."""
+    def member(self, worker: Worker) -> ServedMember[Any]:
+        """Each server takes its slice."""
         for message in contradictions_with(self, worker):
             raise InputError(f"ParameterServer: {message}")
-        exchange.agree_on_parameters(worker)
         roles = self.roles(worker.budget_ranks)
         slices = self._slices(worker, roles)
         rules = self._rules(worker, roles, slices)

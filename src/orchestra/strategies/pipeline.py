@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from orchestra import exchange, optimizers
+from orchestra import exchange
 from orchestra.errors import InputError
 from orchestra.settings import MAX_RANKS, setting
 from orchestra.settings.notation import LazyModule
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from orchestra import collectives
     from orchestra.collectives import Group
-    from orchestra.exchange import GradientAverage
+    from orchestra.coordinator.rest import Rest
+    from orchestra.exchange import GradientAverage, Kept
     from orchestra.transports.protocol import Handle
     from orchestra.worker import batches
     from orchestra.worker.batches import Batch
@@ -76,7 +77,7 @@ class Pipeline(Strategy):
             return len(self.cuts) + 1
         return ranks if self.stages is None else self.stages
 
-    def _slot(self, rank: int, ranks: int) -> PipelineSlot:
+    def slot(self, rank: int, ranks: int) -> PipelineSlot:
         return PipelineSlot(rank, ranks, self._stages(ranks))
 
     def traits(self, work: WorkMode = "shared") -> Traits:
@@ -96,7 +97,7 @@ class Pipeline(Strategy):
 
     def _memory(self, rank: int, ranks: int) -> Footprint:
         """Return the memory of a stage, with its activations of the micro-batches under way."""
-        slot = self._slot(rank, ranks)  # S batches come in, and 1 / S of their activations are here
+        slot = self.slot(rank, ranks)  # S batches come in, and 1 / S of their activations are here
         kept = self.microbatches
         if self.schedule == "1f1b":
             kept = min(kept, slot.stages - slot.stage)
@@ -106,7 +107,7 @@ class Pipeline(Strategy):
         self, module: nn.Module, loss_of: Callable[[nn.Module], Tensor], rank: int, ranks: int
     ) -> ModelPart | None:
         """Return the stage of `rank`; ranks of the first pipeline own the parameters."""
-        slot = self._slot(rank, ranks)
+        slot = self.slot(rank, ranks)
         if slot.stages == 1:
             return None
         stage = exchange.stage_of(module, loss_of, slot.stages, slot.stage, self.cuts)
@@ -114,19 +115,15 @@ class Pipeline(Strategy):
         owned += [name for name, _ in stage.named_buffers()]
         return ModelPart(stage, frozenset(owned if rank < slot.stages else ()))
 
-    def join(self, worker: Worker) -> PipelineMember:
-        slot = self._slot(worker.rank, worker.runtime.ranks)
+    def member(self, worker: Worker) -> PipelineMember:
+        slot = self.slot(worker.rank, worker.runtime.ranks)
         if worker.own_loop or (slot.stages > 1 and not isinstance(worker.module, exchange.Stage)):
             raise InputError(
                 "Pipeline: a rank holds one stage of the model from the beginning on, so it needs "
                 "orchestra's own loop (orchestra train)"
             )
         worker.set_workers(slot.replicas.ranks)
-        worker.reporter.expendable(False)
-        exchange.agree_on_parameters(worker, worker.workers)
-        begin = exchange.make_collective(worker, "ring").of_buckets(worker)
-        average = exchange.GradientAverage(worker, begin)
-        return PipelineMember(self, worker, worker.local_optimizer(), average, slot)
+        return PipelineMember(self, worker, worker.local_optimizer())
 
 
 class Pass(NamedTuple):
@@ -201,12 +198,24 @@ class PipelineMember(Member[Pipeline]):
     """
 
     optimizer: Optimizer
-    average: GradientAverage = field(metadata=optimizers.TRANSIENT)
-    slot: PipelineSlot = field(metadata=optimizers.TRANSIENT)
-    stash: dict[int, tuple[list[Tensor], list[Tensor]]] = field(
-        default_factory=dict, metadata=optimizers.TRANSIENT
-    )
-    sent: list[Handle] = field(default_factory=list, metadata=optimizers.TRANSIENT)
+    average: GradientAverage = field(init=False)
+    slot: PipelineSlot = field(init=False)
+    stash: dict[int, tuple[list[Tensor], list[Tensor]]] = field(init=False, default_factory=dict)
+    sent: list[Handle] = field(init=False, default_factory=list)
+
+    def open(self, *, fresh: bool) -> None:
+        """Begin to listen to backward; at the start, agree with the replicas of the stage."""
+        worker = self.worker
+        self.slot = self.strategy.slot(worker.rank, worker.runtime.ranks)
+        if fresh:
+            exchange.agree_on_parameters(worker, worker.workers)
+        begin = exchange.make_collective(worker, "ring").of_buckets(worker)
+        self.average = exchange.GradientAverage(worker, begin)
+
+    def rest(self, rest: Rest) -> Kept:
+        """End the background flow; every rank keeps its stage."""
+        self.average.close()
+        return super().rest(rest)
 
     def begin(self) -> None:
         """Take the buffers of the first replica of the stage."""
@@ -234,10 +243,6 @@ class PipelineMember(Member[Pipeline]):
         if not self.slot.is_first:
             worker.step.samples = 0  # they are counted where they come in
         worker.snapshots.offer(worker.step.consumed, worker.parameters)
-
-    def stop(self) -> None:
-        """End the background flow; every rank keeps its stage."""
-        self.average.close()
 
     # The passes of a step
 

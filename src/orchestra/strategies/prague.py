@@ -8,7 +8,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +21,8 @@ from orchestra.strategies.traits import Traits, WorkMode
 from orchestra.transports.tags import Tag
 
 if TYPE_CHECKING:
+    from orchestra.coordinator.rest import Rest
+    from orchestra.exchange import Kept
     from orchestra.transports.protocol import Task, Transport
     from orchestra.worker.worker import Worker
 
@@ -74,18 +76,19 @@ class Prague(Replicas):
         return self._free_traits(work)
 
     def member(self, worker: Worker) -> PragueMember:
-        return PragueMember(self, worker, worker.local_optimizer())
+        return PragueMember(self, worker, worker.local_optimizer(), GroupAverage(worker, self))
 
 
 @dataclass(eq=False)
 class PragueMember(ReplicaMember[Prague]):
     """A worker that averages its parameters in groups after each of its steps."""
 
-    groups: GroupAverage = field(init=False)
+    groups: GroupAverage
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.groups = GroupAverage(self.worker, self.strategy)
+    def open(self, *, fresh: bool) -> None:
+        """Begin to form groups, on the first worker."""
+        super().open(fresh=fresh)
+        self.groups.open()
 
     def update(self) -> None:
         """Take the optimizer's step, then average in groups."""
@@ -95,17 +98,18 @@ class PragueMember(ReplicaMember[Prague]):
         self.groups.average()
         worker.snapshots.offer(worker.step.consumed, worker.parameters)
 
-    def settle(self) -> None:
+    def settle(self, rest: Rest) -> None:
         """Wait until all groups have been averaged."""
-        self.groups.settle()
+        if rest.reason.ends:
+            self.groups.close()
+        else:
+            self.groups.settle()
 
-    def stop(self) -> None:
-        """Average with those who wait."""
-        self.groups.leave()
-        if self.queue is not None:
-            self.queue.close()
-        self.groups.close()
-        self.worker.snapshots.renew(self.worker.step.consumed, self.worker.parameters)
+    def rest(self, rest: Rest) -> Kept:
+        kept = super().rest(rest)
+        if rest.reason.ends:
+            self.worker.snapshots.renew(self.worker.step.consumed, self.worker.parameters)
+        return kept
 
 
 @dataclass(eq=False)
@@ -243,8 +247,11 @@ class GroupAverage:
         kind = SmartGenerator if prague.generator == "smart" else RandomGenerator
         self._generator = kind(worker.workers.ranks, prague)
         self._flow: Task[None] | None = None
-        if worker.rank == self._holder and not self._alone:
-            self._flow = worker.transport.spawn(self._serve)
+
+    def open(self) -> None:
+        """Begin to form groups on the first worker, unless that goes on."""
+        if self._flow is None and self._worker.rank == self._holder and not self._alone:
+            self._flow = self._worker.transport.spawn(self._serve)
 
     def average(self) -> None:
         """Ask after a step, and average with each group of the answer: wait for its members."""
@@ -255,12 +262,9 @@ class GroupAverage:
         self._perform(_GroupRequest.REST)
         exchange.wait_for_workers(self._worker)
 
-    def leave(self) -> None:
-        """Average with those who wait for this worker; nobody does afterwards."""
-        self._perform(_GroupRequest.LEAVE)
-
     def close(self) -> None:
-        """After `leave`: wait until all have left."""
+        """Average with those who wait for this worker, until all have left."""
+        self._perform(_GroupRequest.LEAVE)
         if self._flow is not None:
             self._flow.wait()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from orchestra import exchange
@@ -13,7 +13,6 @@ from orchestra.strategies.member import Member
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from orchestra.coordinator.batches import WorkSource
     from orchestra.coordinator.rest import Rest
     from orchestra.exchange import Kept, Learnt, ServerChannel
     from orchestra.parameter_server import Answer, QuietPoint
@@ -29,27 +28,26 @@ class ServedMember(Member[S]):
 
     channel: ServerChannel
 
-    @property
-    def work(self) -> WorkSource | None:
-        """The batches that the first server hands out, if workers take them from a queue."""
+    def open(self, *, fresh: bool) -> None:
+        """Connect. The first server hands out batches, if workers take them from a queue."""
+        self.channel.open()
         client = self.channel.client
-        return client if client is not None and client.work is not None else None
+        if client is not None and client.work is not None:
+            self.worker.source = client
 
     def serve(self) -> QuietPoint | None:
         return self.channel.serve()
 
-    def quiesce(self, rest: Rest) -> bool:
-        """Wait until every push is applied and every worker is here."""
-        return self.channel.pause(rest)
-
-    def stop(self) -> None:
-        self.channel.close()
+    def rest(self, rest: Rest) -> Kept:
+        """Wait until every push is applied and every worker is here; leave at the end."""
+        channel, kept = self.channel, super().rest(rest)
+        complete = channel.rest(rest)
+        if rest.reason.ends:
+            self.worker.source = None
+        return replace(kept, parts=channel.optimizer_parts, complete=complete)
 
     def learnt(self) -> Iterable[Learnt]:
         return self.channel.learnt()
-
-    def kept(self) -> Kept:
-        return self.channel.kept()
 
 
 @dataclass(eq=False)
@@ -122,9 +120,6 @@ class AveragingWorker(ServedMember[Strategy]):
         worker.clip()
         worker.update_locally(self.optimizer)
         worker.offer_equal_parameters()
-
-    def kept(self) -> Kept:
-        return self.channel.kept(self.optimizer)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from orchestra import exchange, optimizers
+from orchestra import exchange
 from orchestra.errors import InputError
 from orchestra.strategies.member import Member
 from orchestra.strategies.traits import Footprint
@@ -21,9 +21,9 @@ from orchestra.strategies.traits import Footprint
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from orchestra.coordinator.rest import Rest
     from orchestra.exchange import GradientAverage, Kept, Shards
     from orchestra.strategies.all_reduce import AllReduce
-    from orchestra.transports.protocol import Group
     from orchestra.worker.worker import Worker
 
 SHARDS = ("nothing", "optimizer", "gradients", "parameters")  # the stages of ZeRO
@@ -33,12 +33,28 @@ SHARDS = ("nothing", "optimizer", "gradients", "parameters")  # the stages of Ze
 class ShardedMember(Member["AllReduce"]):
     """A worker that owns a slice: it sums gradients, updates its slice, and gathers the others.
 
-    `optimizer` holds the state of the slice alone.
+    `optimizer` is that of `shards`, and holds the state of the slice alone.
     """
 
     optimizer: Optimizer
-    average: GradientAverage = field(metadata=optimizers.TRANSIENT)
-    shards: Shards = field(metadata=optimizers.TRANSIENT)
+    shards: Shards = field(init=False)
+    average: GradientAverage = field(init=False)
+
+    def open(self, *, fresh: bool) -> None:
+        """Begin to listen to backward."""
+        worker = self.worker
+        if worker.own_loop:  # it may read the gradient, to clip it: it gets the whole of it
+            ring = exchange.make_collective(worker, "ring", self.strategy.order)
+            self.average = exchange.GradientAverage(worker, ring.of_buckets(worker))
+        else:
+            self.average = self.shards.average()
+
+    def rest(self, rest: Rest) -> Kept:
+        """Stop listening. The next phase has whole gradients again."""
+        self.average.close()
+        if rest.reason.ends:  # whole gradients take memory, which a checkpoint has not
+            self.shards.close()
+        return exchange.Kept(parts=[self.shards.part])
 
     def begin(self) -> None:
         """Take the first worker's buffers."""
@@ -54,14 +70,6 @@ class ShardedMember(Member["AllReduce"]):
         self.shards.update()
         worker.offer_equal_parameters()
 
-    def stop(self) -> None:
-        self.average.close()
-        self.shards.close()
-
-    def kept(self) -> Kept:
-        """Return the moments of this worker's slice."""
-        return exchange.Kept(parts=[self.shards.part])
-
 
 @dataclass(eq=False)
 class ShardedParametersMember(ShardedMember):
@@ -70,6 +78,12 @@ class ShardedParametersMember(ShardedMember):
     Forward and backward gather each bucket when an operation uses it, and free it afterwards.
     """
 
+    def open(self, *, fresh: bool) -> None:
+        """Take the first worker's buffers; each worker has made the parameters of its slice."""
+        super().open(fresh=fresh)
+        if fresh:
+            exchange.broadcast_buffers(self.worker, self.worker.everyone)
+
     def update(self) -> None:
         """Step on the slice of this worker. Each worker offers its slice to a snapshot."""
         worker = self.worker
@@ -77,55 +91,24 @@ class ShardedParametersMember(ShardedMember):
         worker.snapshots.offer(worker.step.consumed, worker.parameters)
 
 
-def join_sharded(strategy: AllReduce, worker: Worker) -> ShardedMember:
-    """Begin with the parameters of rank 0, in the stage of ZeRO that `strategy.shard` names."""
-    join = {
-        "optimizer": _shard_optimizer,
-        "gradients": _shard_gradients,
-        "parameters": _shard_parameters,
-    }[strategy.shard]
-    return join(strategy, worker)
-
-
-def _shard_optimizer(strategy: AllReduce, worker: Worker) -> ShardedMember:
-    """ZeRO-1: gradients and parameters are whole, their sums and updates are cut into slices."""
-    exchange.agree_on_parameters(worker)
-    worker.reporter.expendable(False)
-    ring = exchange.make_collective(worker, "ring", strategy.order)
-    shards = exchange.Shards(worker, ring.group)
-    if worker.own_loop:  # it may read the gradient, to clip it: it gets the whole of it
-        average = exchange.GradientAverage(worker, ring.of_buckets(worker))
-    else:
-        average = shards.average()
-    return ShardedMember(strategy, worker, shards.optimizer, average, shards)
-
-
-def _shard_gradients(strategy: AllReduce, worker: Worker) -> ShardedMember:
-    """ZeRO-2: a bucket of gradients has memory only until its sum is complete."""
-    _require_sums_in_backward(strategy, worker)
-    exchange.agree_on_parameters(worker)
-    worker.reporter.expendable(False)
-    ring = _ring(strategy, worker)
-    shards = exchange.Shards(worker, ring, scatter=len(ring) > 1)
-    return ShardedMember(strategy, worker, shards.optimizer, shards.average(), shards)
-
-
-def _shard_parameters(strategy: AllReduce, worker: Worker) -> ShardedMember:
-    """ZeRO-3: a bucket of parameters has memory only while an operation uses it."""
-    _require_sums_in_backward(strategy, worker)
+def sharded_member(strategy: AllReduce, worker: Worker) -> ShardedMember:
+    """Make a member in the stage of ZeRO that `strategy.shard` names."""
     several = len(worker.workers) > 1
-    if several:  # each worker has made the parameters of its slice alone
-        exchange.broadcast_buffers(worker, worker.everyone)
-    else:
-        exchange.agree_on_parameters(worker)
-    worker.reporter.expendable(False)
-    ring = _ring(strategy, worker)
-    shards = exchange.Shards(worker, ring, scatter=several, gather=several)
-    return ShardedParametersMember(strategy, worker, shards.optimizer, shards.average(), shards)
-
-
-def _ring(strategy: AllReduce, worker: Worker) -> Group:
-    return exchange.make_collective(worker, "ring", strategy.order).group
+    # ZeRO-1: gradients and parameters are whole, their sums and updates are cut into slices.
+    scatter = gather = False
+    kind = ShardedMember
+    if strategy.shard != "optimizer":
+        # ZeRO-2: a bucket of gradients has memory only until its sum is complete.
+        _require_sums_in_backward(strategy, worker)
+        scatter = several
+    if strategy.shard == "parameters":
+        # ZeRO-3: a bucket of parameters has memory only while an operation uses it.
+        kind, gather = ShardedParametersMember, several
+    ring = exchange.make_collective(worker, "ring", strategy.order).group
+    shards = exchange.Shards(worker, ring, scatter=scatter, gather=gather)
+    member = kind(strategy, worker, shards.optimizer)
+    member.shards = shards
+    return member
 
 
 def _require_sums_in_backward(strategy: AllReduce, worker: Worker) -> None:

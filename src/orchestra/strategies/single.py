@@ -30,7 +30,7 @@ class Single(Strategy):
     def roles(self, ranks: int) -> Roles:
         return Roles((float(ranks),))
 
-    def join(self, worker: Worker) -> SingleMember:
+    def member(self, worker: Worker) -> SingleMember:
         return SingleMember(self, worker, worker.local_optimizer())
 
 

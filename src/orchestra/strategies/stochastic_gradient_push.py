@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from orchestra import exchange, optimizers, topologies
+from orchestra import exchange, topologies
 from orchestra.errors import InputError
 from orchestra.settings import MAX_SEED, MAX_STEPS, setting
 from orchestra.strategies.base import Replicas, Roles, torch
@@ -22,7 +22,8 @@ from orchestra.transports.tags import Tag
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from orchestra.exchange import Learnt
+    from orchestra.coordinator.rest import Rest
+    from orchestra.exchange import Kept, Learnt
     from orchestra.transports.protocol import Task
     from orchestra.worker.worker import Worker
 
@@ -214,24 +215,27 @@ class PushMember(ReplicaMember[StochasticGradientPush]):
         """Run `function`, and charge it as work on the whole mass."""
         return exchange.charge(self.worker, "mix", self.mass.numel(), function)
 
-    def settle(self) -> None:
+    def open(self, *, fresh: bool) -> None:
+        """Begin with x, w = the parameters, 1, if all have equal ones."""
+        super().open(fresh=fresh)
+        if fresh:
+            self.x.copy_(self.worker.parameters)
+            self.mass[-1] = 1.0
+
+    def settle(self, rest: Rest) -> None:
         self.drain()
         self.show()
 
-    def stop(self) -> None:
-        if self.queue is not None:
-            self.queue.close()
-        self.drain()
-        z = self.x.double() / self.w  # in float32 its mean would not be the final one
-        self.worker.snapshots.renew(self.worker.step.consumed, z, weight=self.w)
+    def rest(self, rest: Rest) -> Kept:
+        kept = super().rest(rest)
+        if rest.reason.ends:
+            z = self.x.double() / self.w  # in float32 its mean would not be the final one
+            self.worker.snapshots.renew(self.worker.step.consumed, z, weight=self.w)
+        return kept
 
     def learnt(self) -> Iterable[Learnt]:
         """Return x and w: the model is the sum of x over the sum of w."""
         return [exchange.Learnt(0, self.x.double(), self.w)]
-
-    def rebase(self) -> None:
-        self.x.copy_(self.worker.parameters)
-        self.mass[-1] = 1.0
 
 
 @dataclass(eq=False)
@@ -265,9 +269,7 @@ class BackgroundPush(PushMember):
     """
 
     exchanges: int = 0  # begun so far
-    leaving: list[tuple[int, Task[Tensor]]] = field(
-        default_factory=list, metadata=optimizers.TRANSIENT
-    )
+    leaving: list[tuple[int, Task[Tensor]]] = field(init=False, default_factory=list)
 
     def send_shares(self, shares: Mapping[int, float], kept: float) -> None:
         """Begin to send the shares of an exchange, and keep the rest."""
@@ -297,9 +299,10 @@ class BackgroundPush(PushMember):
                 sending.wait()
         self.leaving = [(step, sending) for step, sending in self.leaving if step > due]
 
-    def rebase(self) -> None:
-        super().rebase()
-        self.worker.transport.end_background()
+    def open(self, *, fresh: bool) -> None:
+        super().open(fresh=fresh)
+        if fresh:
+            self.worker.transport.end_background()
 
 
 @dataclass(eq=False)
@@ -309,9 +312,7 @@ class OverlappedPush(BackgroundPush):
     `arriving` are the expected messages: the step in which each was sent, its source and itself.
     """
 
-    arriving: list[tuple[int, int, Task[Tensor]]] = field(
-        default_factory=list, metadata=optimizers.TRANSIENT
-    )
+    arriving: list[tuple[int, int, Task[Tensor]]] = field(init=False, default_factory=list)
 
     def mix(self) -> None:
         """Send in the steps that the period divides; add what is here, wait for what is due."""
@@ -369,7 +370,7 @@ class OneAtATimePush(MixFirst, OverlappedPush):
     `closed` are the ranks that drain, and how many exchanges each has begun.
     """
 
-    closed: dict[int, int] = field(default_factory=dict, metadata=optimizers.TRANSIENT)
+    closed: dict[int, int] = field(init=False, default_factory=dict)
 
     def mix(self) -> None:
         self.add_arrived(due=self.step - self.strategy.overlap)
@@ -413,15 +414,13 @@ class AsynchronousPush(BackgroundPush):
     become arbitrarily small otherwise, and its steps in z arbitrarily long.
     """
 
-    sent: Tensor = field(init=False, metadata=optimizers.TRANSIENT)  # to each since the last drain
-    received: int = field(default=0, metadata=optimizers.TRANSIENT)
-    heard: bool = field(default=True, metadata=optimizers.TRANSIENT)  # since it sent
-    arriving: deque[Task[Tensor]] = field(  # the next messages, of whatever rank
-        default_factory=deque, metadata=optimizers.TRANSIENT
-    )
+    sent: Tensor = field(init=False)  # to each since the last drain
+    received: int = field(init=False, default=0)
+    heard: bool = field(init=False, default=True)  # since it sent
+    # The next messages, of whatever rank
+    arriving: deque[Task[Tensor]] = field(init=False, default_factory=deque)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.sent = torch.zeros(len(self.worker.workers), dtype=torch.float64)
 
     def mix(self) -> None:

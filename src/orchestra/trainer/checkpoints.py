@@ -29,9 +29,8 @@ from orchestra.collectives import all_reduce, broadcast, receive_object, send_ob
 from orchestra.errors import PeerLost, RunFailed
 from orchestra.optimizers.state import capture, random_state, restore, restore_random_state
 from orchestra.settings.base import Mismatch
-from orchestra.strategies import life_cycle
 from orchestra.strategies.base import Strategy
-from orchestra.strategies.member import Member
+from orchestra.strategies.phases import Phases
 from orchestra.transports.protocol import Transport, send_unless_lost
 from orchestra.transports.tags import Tag
 from orchestra.worker.snapshots import Contribution
@@ -337,32 +336,32 @@ class CollectiveCheckpoints:
         return whole
 
 
-def rank_state(member: Member[Any], parameters: Any) -> dict[str, Any]:
+def rank_state(phases: Phases, parameters: Any) -> dict[str, Any]:
     """Return the state from which a rank can go on; `resume` puts it back, but for `parameters`."""
-    worker = member.worker
+    worker = phases.worker
     return {
         "parameters": parameters,
         "buffers": dict(worker.buffers),
-        "strategy": member,
+        "strategy": phases.state,
         "rate_scale": worker.rate_scale,
         "rates": worker.step.rates,
         "random": random_state(),
     }
 
 
-def resume(worker: Worker, strategy: Strategy, saved: Mapping[str, Any]) -> Member[Any]:
-    """Collective: put back a `rank_state`, but for the parameters; return the member."""
+def resume(worker: Worker, strategy: Strategy, saved: Mapping[str, Any]) -> Phases:
+    """Collective: put back a `rank_state`, but for the parameters; return the phases."""
     for name, buffer in worker.buffers:
         if name in saved["buffers"]:
             restore(buffer, saved["buffers"][name])
     # An average that is still on its way is applied at the rates of the last step, and a run that
     # resumes at the end of its budget has no step any more.
     worker.step.rates = tuple(saved.get("rates", ()))
-    member = life_cycle.resume(strategy, worker, saved["strategy"])
+    phases = Phases(strategy, worker, saved["strategy"])
     # After `resume`, as a strategy that starts a phase may scale the rates, too.
     worker.rate_scale = saved["rate_scale"]
     restore_random_state(saved["random"])
-    return member
+    return phases
 
 
 # Files, and plain data with tensors in it

@@ -9,15 +9,14 @@ from typing import Any
 
 from orchestra.coordinator.batches import BatchQueue, WorkSource
 from orchestra.coordinator.events import Finish, Take, Wait
-from orchestra.coordinator.rest import Reason, Rest
+from orchestra.coordinator.rest import Reason
 from orchestra.data import DataPlan, Shares, apportion, plan_of
 from orchestra.data.feed import Feed, Samples
 from orchestra.errors import RunFailed
 from orchestra.exchange import CommonStep
 from orchestra.settings.base import setting
 from orchestra.strategies.base import Strategy
-from orchestra.strategies.member import Member
-from orchestra.strategies.phased import PhasedMember
+from orchestra.strategies.phases import Phases
 from orchestra.strategies.traits import Pace
 from orchestra.trainer.balancing import Balancer
 from orchestra.trainer.recorder import Recorder
@@ -62,7 +61,7 @@ class Loop(ABC):
 
     worker: Worker
     strategy: Strategy
-    member: Member[Any]  # this rank's end of it
+    phases: Phases  # of it, on this rank
     training: Training
     epoch_samples: int
     budget: int  # samples of the whole run
@@ -84,10 +83,10 @@ class Loop(ABC):
 
     def _begin_phase(self) -> None:
         """Deal out what is left of the data to those who have roles now."""
-        member, rank = self.member, self.worker.rank
+        phases, rank = self.phases, self.worker.rank
         self._phase, self._base_rates = self.worker.phase, self.worker.optimizer.base_rates
-        self._roles = roles = member.roles
-        self._traits = member.traits
+        self._roles = roles = phases.roles
+        self._traits = phases.traits
         together = self._traits.has_barriers
         # Elsewhere nobody waits for slow workers, and larger batches would weigh too little in
         # updates that are made one by one.
@@ -100,7 +99,6 @@ class Loop(ABC):
         own = self.training.sharding is not None
         self._feed = Feed(self._samples(plan.shares), plan, roles.part(rank), own)
         self._works = rank in roles.workers
-        self._queue = member.work
 
     def _train_to_end(self) -> None:
         """Train to the end of the budget, or to the step at which the user's stop is agreed."""
@@ -112,8 +110,8 @@ class Loop(ABC):
                     return
             elif self.stopped:
                 return
-            elif self._queue is not None:
-                if not self._take(self._queue):
+            elif (source := self.worker.source) is not None:
+                if not self._take(source):
                     return
             elif self.position.plan_step >= self._feed.plan.steps:
                 return
@@ -152,11 +150,11 @@ class Loop(ABC):
 
     def _serve(self) -> bool:
         self.worker.reporter.phase("serving")
-        paused = self.member.serve()
+        paused = self.phases.serve()
         self.position.consumed = self.worker.step.consumed
         self.worker.reporter.phase("training")
         if paused is not None and paused.rest.reason is Reason.CHECKPOINT and paused.complete:
-            self._take_checkpoint()
+            self._rest_for_checkpoint()
         return paused is not None
 
     def _take(self, queue: WorkSource) -> bool:
@@ -179,11 +177,10 @@ class Loop(ABC):
         if isinstance(item, Finish):
             return False
         if item.rest.reason is Reason.PHASE:
-            assert isinstance(self.member, PhasedMember)
-            self.member.end_phase(item.rest.level)
+            self.phases.end(item.rest.level)
             return True
         self.stopped = item.rest.reason is Reason.STOP
-        self._checkpoint_together()
+        self._rest_for_checkpoint()
         return True
 
     def _part_of(self, item: Take) -> tuple[int, int]:
@@ -216,11 +213,11 @@ class Loop(ABC):
             self._feed = replace(self._feed, plan=plan)
         every = self.training.checkpoint_every
         if self.stopped or (every is not None and position.plan_step % every == 0):
-            self._checkpoint_together()
+            self._rest_for_checkpoint()
 
     def _train(self, batch: Any, step: Step, *, done: int) -> None:
         """Do a step on `batch`, after `done` samples of the whole cluster."""
-        worker, member = self.worker, self.member
+        worker, phases = self.worker, self.phases
         lockstep = self._traits.lockstep
         factor = self.training.schedule.factor(done / self.budget)
         step.rates = tuple(rate * factor for rate in self._base_rates)
@@ -228,12 +225,12 @@ class Loop(ABC):
         step.fraction = step.planned / self.budget
         worker.begin_step(step)
         moved = to_device(batch, worker.layout.device) if step.samples else None
-        member.gradient(moved)
+        phases.gradient(moved)
         if lockstep:  # before the update, which may end the phase
             # The first worker's buffers are the model's, as under DistributedDataParallel.
             first = self._roles.part(worker.rank) == self._roles.workers[0]
             self._offer_buffers(1.0 if first else 0.0)
-        member.update()
+        phases.update()
         if not lockstep:
             self._offer_buffers(float(self.recorder.totals.samples + step.samples))
         position = self.position
@@ -257,10 +254,11 @@ class Loop(ABC):
                 "set stop_on_nonfinite to false to go on"
             )
 
-    def _checkpoint_together(self) -> None:
-        """Take a checkpoint with nothing in flight, unless some workers have left."""
-        if self.member.quiesce(Rest(Reason.CHECKPOINT)):
+    def _rest_for_checkpoint(self) -> None:
+        """Come to rest, take a checkpoint unless some workers have left, and go on."""
+        if self.phases.rest(Reason.CHECKPOINT).complete:
             self._take_checkpoint()
+        self.phases.go_on()
 
     def _all_stop(self) -> bool:
         """Return whether this step is the last: agreed with its loss, or found as a common one."""

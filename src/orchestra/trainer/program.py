@@ -25,8 +25,7 @@ from orchestra.records.exports import Scalars, write_curve_events
 from orchestra.records.report import LeaderReport, Point, RankReport
 from orchestra.settings.base import REQUIRED, Mismatch, from_plain, setting
 from orchestra.strategies.base import ModelPart, Roles, Strategy
-from orchestra.strategies.life_cycle import finish
-from orchestra.strategies.member import Member
+from orchestra.strategies.phases import Phases
 from orchestra.strategies.switch import phases
 from orchestra.strategies.traits import Partition
 from orchestra.tasks.task import Task, evaluate, load_task
@@ -120,7 +119,7 @@ class Session(Loop):
         self.held: ModelPart | Share | None = None  # of the model; None: all of it
         self._begin_anew()
         self._passed("task")
-        self.member = self._start()
+        self.phases = self._start()
         self._passed("group")
         self.scalars: Scalars | None = None
         if training.tensorboard:
@@ -181,17 +180,17 @@ class Session(Loop):
         self._train_to_end()
         self.trace.close()
         reporter.phase("leaving")
-        finish(self.member)
+        self.phases.finish()
         self._stop_looking()
-        if not self.member.traits.lockstep:
-            leader = self.member.roles.leader
+        if not self.phases.traits.lockstep:
+            leader = self.phases.roles.leader
             curve.agree_on_buffers(worker, self.totals.samples, leader)
         self.recorder.pause()
 
     def finish(self) -> RankReport:
         """Evaluate on the leader, write the parameters, and report."""
-        worker, roles = self.worker, self.member.roles
-        lockstep = self.member.traits.lockstep
+        worker, roles = self.worker, self.phases.roles
+        lockstep = self.phases.traits.lockstep
         tolerant = roles.replicas > 0 or not lockstep
         self._add_final_parts()
         report = self._report(roles)
@@ -250,7 +249,7 @@ class Session(Loop):
         """Return the final model, on the leader."""
         if not self.in_parts:
             return self.worker.module
-        del self.member  # the optimizer makes room
+        del self.phases  # the optimizer makes room
         with undisturbed():
             # No rank has the whole model: it is made again by the seed, and filled.
             self.runtime.seed(self.run.seed)
@@ -375,7 +374,7 @@ class Session(Loop):
 
     # Checkpoints
 
-    def _start(self) -> Member[Any]:
+    def _start(self) -> Phases:
         """Join, from the newest checkpoint that fits if there is one."""
         leader, below = self.roles.leader, None
         while self.shared is None:
@@ -384,7 +383,7 @@ class Session(Loop):
                 break
             below = self.checkpoints.index
             try:
-                member = self._resume(saved)
+                phases = self._resume(saved)
             except Mismatch as mismatch:  # on every rank
                 if str(mismatch):
                     self.checkpoints.refuse(below, mismatch)
@@ -399,8 +398,8 @@ class Session(Loop):
                 self.runtime.reporter.notice(
                     f"resumed from checkpoint {below}, step {self.position.steps}"
                 )
-            return member
-        return self.strategy.join(self.worker)
+            return phases
+        return Phases(self.strategy, self.worker)
 
     def _read_saved(self, saved: Any) -> Saved:
         """Return a checkpoint's state of this rank; raise an exception if it does not fit the run.
@@ -422,8 +421,8 @@ class Session(Loop):
             restore_random_state(found.random)
         return found
 
-    def _resume(self, saved: Saved) -> Member[Any]:
-        """Collective: go on from this rank's state in a checkpoint; return the member."""
+    def _resume(self, saved: Saved) -> Phases:
+        """Collective: go on from this rank's state in a checkpoint; return the phases."""
         worker = self.worker
         restore(worker.parameters, saved.parameters)
         self.position, self.totals, worker.measures = saved.position, saved.totals, saved.measures
@@ -432,20 +431,20 @@ class Session(Loop):
         if self.balancer is not None and saved.balance is not None:
             self.balancer.state = saved.balance
         worker.step.consumed = saved.position.consumed
-        self.member = checkpoints.resume(worker, self.strategy, vars(saved))
+        self.phases = checkpoints.resume(worker, self.strategy, vars(saved))
         self.order.first_step, self.shares = saved.position.steps, saved.shares
-        return self.member
+        return self.phases
 
     def _write_checkpoint(self) -> None:
         if self.shared is None:
             # A run of shapes has nothing to write.
-            leader = self.member.roles.leader
+            leader = self.phases.roles.leader
             self.checkpoints.take(self.checkpoint_state(), leader)
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Return the state from which a run resumes, without its settings."""
         worker = self.worker
-        return checkpoints.rank_state(self.member, worker.parameters) | {
+        return checkpoints.rank_state(self.phases, worker.parameters) | {
             "position": self.position,
             "totals": self.totals,
             "measures": worker.measures,

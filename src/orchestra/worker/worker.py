@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from orchestra.collectives import Group
-from orchestra.coordinator.batches import BatchQueue
+from orchestra.coordinator.batches import BatchQueue, WorkSource
 from orchestra.errors import InputError
 from orchestra.optimizers.spec import Moments, OptimizerSpec, install_moments, set_rates
 from orchestra.records.live import is_logged
@@ -160,10 +160,10 @@ class Worker(FlatModel):
         self.rate_scale = 1.0
         self.inherited: Moments = {}
         self.queue_of: QueueOf | None = None
+        self.source: WorkSource | None = None  # of this worker's batches; None if by the plan
         self.check_loss: Callable[[float], None] = lambda _: None  # this rank's own, when it is new
         self.workers = _all_of(runtime.ranks)
         self.phase = 0  # how many have ended so far; the same on all ranks
-        self.before_phase: list[Callable[[], None]] = []
         self.arriving: Arriving | None = None
         self._loss = loss
         self.accumulation = accumulation
@@ -205,13 +205,7 @@ class Worker(FlatModel):
         self.workers = Group(tuple(ranks))
 
     def begin_phase(self, workers: Sequence[int]) -> None:
-        """Collective over all ranks, with nothing in flight: from now on `workers` have data.
-
-        First every rank calls all of `before_phase`, in which those that have had data may tell
-        the others what only they could count.
-        """
-        for tell in self.before_phase:
-            tell()
+        """Collective over all ranks, with nothing in flight: from now on `workers` have data."""
         self.set_workers(workers)
         self.phase += 1
 

@@ -67,6 +67,7 @@ class Batches(Epochs):
                 # Servers learn of the saving by this step of the pause
                 self.rest(Reason.SAVE)
                 ranks = self.collect(self._order_state())
+                self.phases.go_on()
             else:
                 self._serve(until_saved=True)
         return {
@@ -333,7 +334,7 @@ class OwnLoop:
             yield grad is not before or (grad is not None and grad._version != version)
 
     def _reduce(self) -> None:
-        self.batches.member.exchange()
+        self.batches.phases.member.exchange()
         if not self._gradients.alike:
             raise self.batches.ledger.refusal(self.batches.steps)
 
@@ -508,7 +509,7 @@ class OwnLoop:
             before = [options for _, options in worker.optimizer.groups]
             worker.step.options = changed_options(self.optimizer, before)
         try:
-            batches.member.update()
+            batches.phases.update()
         finally:
             # A strategy may scale rates for its update; the user's scheduler goes on from its own.
             set_rates(self.optimizer, rates)

@@ -12,12 +12,11 @@ from torch import nn
 from orchestra import exchange
 from orchestra.coordinator.batches import WorkSource
 from orchestra.coordinator.events import Finish, RestAt, Take
-from orchestra.coordinator.rest import Reason, Rest
+from orchestra.coordinator.rest import Reason
 from orchestra.data import loaders
 from orchestra.errors import InputError
 from orchestra.optimizers.state import random_state, restore_random_state, undisturbed
 from orchestra.strategies.base import Strategy
-from orchestra.strategies.life_cycle import agree
 from orchestra.strategies.traits import Dealing, Pace
 from orchestra.trainer.own_loop.model import BackwardPasses, Count
 from orchestra.trainer.own_loop.rank import Command, OwnRank
@@ -255,7 +254,7 @@ class Epochs(OwnRank):
         """Collective over the workers: begin a step, unless it has begun. Parameters may change."""
         if self.take_over() or not self.passes.entered:
             self.passes.entered = True
-            self.member.begin()
+            self.phases.member.begin()
 
     # Epochs
 
@@ -306,7 +305,7 @@ class Epochs(OwnRank):
 
     def rest(self, reason: Reason) -> None:
         """Wait until nothing is in flight anywhere; servers learn the `reason`."""
-        self.member.quiesce(Rest(reason))
+        self.kept = self.phases.rest(reason)
         self.passes.rest()
 
     def _take_part_in_agreement(self) -> None:
@@ -314,10 +313,10 @@ class Epochs(OwnRank):
         if self.is_worker() and self.source() is None and not self.worker.transport.lost():
             if not self.alike(self._turns & 0xFFFFFFFF):
                 raise InputError(loaders.UNLIKE)
-            pace = self.member.traits.pace
+            pace = self.phases.traits.pace
             if pace is not Pace.FREE and not self.alike(self.ledger.digest(self.worker.phase)):
                 raise self.ledger.refusal(self.steps)
-        agree(self.member)
+        self.phases.agree(self.kept)
         if not self.ended:  # replicas that differ have averaged them; others take the first one's
             exchange.broadcast_buffers(self.worker, self.worker.everyone)
         self.left = False
@@ -373,20 +372,23 @@ class Epochs(OwnRank):
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers
         last = None
         while not self.is_worker():
-            paused = self.member.serve()
+            paused = self.phases.serve()
             if paused is None:
                 command = self.hear()
                 if command not in (Command.RESTART, Command.RESUME):
                     self.ended, last = True, command
                     break
-            elif paused.rest.reason is Reason.SAVE:
-                self.collect(self._order_state())
-                if until_saved:
+            elif paused.rest.reason is not Reason.PHASE:
+                self.kept = self.phases.rest(paused.rest.reason)
+                if paused.rest.reason is Reason.SAVE:
+                    self.collect(self._order_state())
+                    self.phases.go_on()
+                    if until_saved:
+                        break
+                elif paused.rest.reason is Reason.AGREEMENT:
+                    self._take_part_in_agreement()
+                elif paused.rest.reason is Reason.EPOCH:
                     break
-            elif paused.rest.reason is Reason.AGREEMENT:
-                self._take_part_in_agreement()
-            elif paused.rest.reason is Reason.EPOCH:
-                break
         self.worker.reporter.phase("training")
         return last
 

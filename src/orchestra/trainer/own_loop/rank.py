@@ -17,7 +17,8 @@ from orchestra.errors import InputError, PeerLost
 from orchestra.optimizers import spec
 from orchestra.optimizers.state import capture, restore
 from orchestra.strategies.base import Roles, Strategy
-from orchestra.strategies.life_cycle import finish, restart
+from orchestra.strategies.phases import Phases
+from orchestra.strategies.traits import Partition
 from orchestra.trainer import checkpoints
 from orchestra.trainer.own_loop.model import LOADED, Hook, Ledger
 from orchestra.transports.protocol import send_unless_lost
@@ -71,7 +72,8 @@ class OwnRank:
                 parameter.data = from_dlpack(parameter.data)
         self._prepare_start()
         self._agree_on_moments()
-        self.member = strategy.join(self.worker)
+        self.phases = Phases(strategy, self.worker)
+        self.kept = exchange.Kept()  # at the last rest
         self._inherited = bool(self.worker.inherited)
         self._release_moments()
         self.worker.inherited = {}
@@ -93,7 +95,6 @@ class OwnRank:
         worker = self.worker
         worker.set_workers(self.strategy.roles(worker.runtime.ranks).workers)
         worker.queue_of = self._queue_of
-        worker.before_phase.clear()
         worker.rate_scale = 1.0
 
     def _agree_on_moments(self) -> None:
@@ -122,7 +123,7 @@ class OwnRank:
     @property
     def roles(self) -> Roles:
         """The roles in the phase under way."""
-        return self.member.roles
+        return self.phases.roles
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -136,14 +137,14 @@ class OwnRank:
     @property
     def synchronous(self) -> bool:
         """True if the workers step together now, on the average of their gradients."""
-        return self.member.traits.lockstep
+        return self.phases.traits.lockstep
 
     def source(self) -> WorkSource | None:
         """Return the queue from which workers take batches now, or None where these are dealt out.
 
         Workers that take batches from a queue have unlike numbers of them.
         """
-        return self.member.work
+        return self.worker.source
 
     def sum_over_workers(self, numbers: Tensor, tag: Tag = Tag.COUNT) -> Tensor:
         """Collective over the workers: return sums of their `numbers`, in float64 on the CPU."""
@@ -165,7 +166,7 @@ class OwnRank:
     @property
     def whole(self) -> bool:
         """True if the user's optimizer has the moments, on a worker."""
-        return self.member.kept().optimizer is self.optimizer
+        return getattr(self.phases.member, "optimizer", None) is self.optimizer
 
     def _release_moments(self) -> None:
         """Let the user's optimizer make room for moments that lie elsewhere."""
@@ -254,27 +255,23 @@ class OwnRank:
     def _restart(self, moments: spec.Moments | None) -> None:
         """Collective: start anew, with `moments`, or those that there were."""
         worker = self.worker
-        before = self.member.kept().parts
         consumed, groups = worker.step.consumed, spec.get_options(self.optimizer)
         put_back = worker.keep()
 
-        def renew() -> None:
-            nonlocal moments
+        def renew(kept: exchange.Kept) -> None:
+            self.kept = kept
             own = [moments, consumed, groups]
-            moments, worker.step.consumed, options = self._hand_out(lambda _: own)
+            loaded, worker.step.consumed, options = self._hand_out(lambda _: own)
             put_back()
             self._set_options(options)
-            worker.inherited = moments or {}
+            if loaded is None and self.phases.traits.optimizer is not Partition.REPLICATED:
+                loaded = self._all_moments()
+            worker.inherited = loaded or {}
 
-        self.member = restart(self.member, renew)
+        self.phases.begin_anew(renew)
+        self._inherited |= moments is not None or bool(worker.inherited)
+        self._release_moments()
         worker.inherited = {}
-        if moments is not None:
-            self._inherited = True
-            self._release_moments()
-            return
-        after = self.member.kept().parts
-        for old, new in zip(before, after, strict=True):
-            restore(new.optimizer, capture(old.optimizer))
 
     def _set_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Set weight decay and the like, also of optimizers that are made elsewhere or later."""
@@ -290,7 +287,7 @@ class OwnRank:
         """
         worker = self.worker
         parameters = worker.named_parameters() if self.is_worker() else {}
-        own = capture(checkpoints.rank_state(self.member, parameters))
+        own = capture(checkpoints.rank_state(self.phases, parameters))
         own |= {"moments": self._own_moments(), "order": order}
         if not self.is_worker():
             own["buffers"] = {}
@@ -315,8 +312,7 @@ class OwnRank:
         }
 
     def _own_moments(self) -> list[dict[str, Any]]:
-        parts = self.member.kept().parts
-        return [each for part in parts for each in part.moments()]
+        return [each for part in self.kept.parts for each in part.moments()]
 
     def _joined(self, ranks: Iterable[Sequence[Any]]) -> spec.Moments:
         parts = [part for parts in ranks for part in parts]
@@ -340,7 +336,7 @@ class OwnRank:
 
     def _resume(self, ranks: Mapping[str, Any], common: Any) -> None:
         worker = self.worker
-        finish(self.member)
+        self.phases.finish()
         exchange.wait_for_everyone(worker)
         own, (consumed, groups) = self._hand_out(lambda rank: [ranks[str(rank)], common])
         parameters = worker.named_parameters()
@@ -352,7 +348,7 @@ class OwnRank:
         self._restoring = True
         try:
             copied = map_tensors(own["strategy"], Tensor.clone)  # an optimizer goes on with them
-            self.member = checkpoints.resume(worker, self.strategy, own | {"strategy": copied})
+            self.phases = checkpoints.resume(worker, self.strategy, own | {"strategy": copied})
         finally:
             self._restoring = False
         self._inherited = True
@@ -405,19 +401,23 @@ class OwnRank:
                 command = Command.HANDS_OVER
             self.tell(command)
         put_back = self.worker.keep() if self._loaded_model else None
-        finish(self.member)
+        self.kept = self.phases.finish()
         if put_back is not None:
             put_back()
         return command if works else self.hear()
 
     def hand_over(self) -> None:
         """Collective, after the end: every rank's optimizer gets all moments."""
+        self._install(self._all_moments())
+
+    def _all_moments(self) -> spec.Moments:
+        """Collective: return the moments of all parts, as they were at the last rest."""
         worker, first = self.worker, self._places()[0]
         gathered = self._gather(self._own_moments(), first)
-        if worker.rank == first:
-            joined = self._joined(gathered.values())
-            for rank in gathered.keys() - {first}:
-                checkpoints.send_state(worker.transport, joined, rank)
-        else:
-            joined = checkpoints.receive_state(worker.transport, first, {})
-        self._install(joined)
+        if worker.rank != first:
+            received: spec.Moments = checkpoints.receive_state(worker.transport, first, {})
+            return received
+        joined = self._joined(gathered.values())
+        for rank in gathered.keys() - {first}:
+            checkpoints.send_state(worker.transport, joined, rank)
+        return joined
