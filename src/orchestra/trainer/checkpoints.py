@@ -187,13 +187,11 @@ class SnapshotFiles:
         self._written = written
 
     def _link(self, sha: str, source: Path, place: Path) -> bool:
-        try:
-            (place / self._name(sha)).hardlink_to(source / self._name(sha))
-        except FileExistsError:
-            return True  # of equal values
-        except OSError:
-            return False  # the file was deleted, or the file system has no hard links
-        return True
+        path = place / self._name(sha)
+        # The file may have been deleted, and some file systems have no hard links.
+        with contextlib.suppress(OSError):
+            path.hardlink_to(source / path.name)
+        return path.exists()
 
     def _write(self, values: Tensor, place: Path) -> str:
         unnamed = place / f".rank-{self._rank}"
@@ -277,8 +275,7 @@ class CollectiveCheckpoints:
         own = self._worker.rank
         try:
             saved = read_rank(self._folder, index, own)
-            # Checkpoints from before these were kept lack them.
-            place = saved.pop("rank", own), saved.pop("checkpoint", index)
+            place = saved.pop("rank"), saved.pop("checkpoint")
             if place != (own, index):
                 raise DamagedCheckpoint(f"it is of rank {place[0]}, checkpoint {place[1]}")
             self._snapshots.read(saved.get("snapshots", []), index)
@@ -292,8 +289,7 @@ class CollectiveCheckpoints:
         index, digest = self.index + 1, None
         # Without the state of a lost rank there would be nothing to resume.
         if not self._worker.transport.lost():
-            place = {"rank": self._worker.rank, "checkpoint": index}
-            saved = capture(state) | place
+            saved = capture(state) | {"rank": self._worker.rank, "checkpoint": index}
             self._snapshots.write(saved["snapshots"], index, self.index)
             digest = write_rank(self._folder, index, self._worker.rank, saved)
         if self._commit(index, digest, leader):
