@@ -31,7 +31,7 @@ from orchestra.bench.calibrate import (
 )
 from orchestra.bench.calibrate.contention import measure_speeds
 from orchestra.bench.calibrate.training import measure_task
-from orchestra.bench.timing import LEAST, Budget, Kept, repeat, waited
+from orchestra.bench.timing import LEAST, Budget, Conditions, repeat, waited
 from orchestra.cli.main import main
 from orchestra.cluster.calibration import Calibration, Quality, read_calibration, together
 from orchestra.engines.live import LINE_SECONDS, Lines
@@ -175,7 +175,7 @@ def test_what_is_slow_is_repeated_less_often(
     def call() -> None:
         clock.now += each
 
-    assert repeat(call, seconds, Kept(), most) == pytest.approx([each] * repeats)
+    assert repeat(call, seconds, Conditions(), most) == pytest.approx([each] * repeats)
 
 
 def test_seconds_in_which_the_machine_is_slower_are_not_one_sizes_alone(
@@ -270,8 +270,8 @@ def meter(passed: float, own: float, busy: float | None) -> UsageMeter:
 
 def kept_by(
     wanted: int, *meters: UsageMeter, ran: float = 0.0, passed: float = 0.0, share: float = 1.0
-) -> list[Kept]:
-    return [Kept(ran, passed, {wanted: one}, share=share) for one in meters]
+) -> list[Conditions]:
+    return [Conditions(ran, passed, {wanted: one}, share=share) for one in meters]
 
 
 @pytest.mark.parametrize(
@@ -289,14 +289,14 @@ def kept_by(
     ],
 )
 def test_what_others_took_of_what_was_wanted(
-    ranks: list[Kept], part: float, monkeypatch: pytest.MonkeyPatch
+    ranks: list[Conditions], part: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("orchestra.engines.processes.system.allowed_cores", lambda: (0, 1))
     assert waited(ranks) == pytest.approx(part)
 
 
 def test_a_stretch_is_watched() -> None:
-    kept = Kept()
+    kept = Conditions()
     for _ in range(2):
         with kept.watched(1):
             sum(range(1000))

@@ -32,7 +32,7 @@ from orchestra.cluster import Delay as DelayFault
 from orchestra.engines.emulation.check import connected
 from orchestra.engines.emulation.network import Network
 from orchestra.engines.emulation.nodes import Change, EmulatedCluster, Quotas
-from orchestra.engines.emulation.training import Schedule, train_run
+from orchestra.engines.emulation.training import TimedChanges, train_run
 from orchestra.engines.events import Heartbeat
 from orchestra.engines.processes import launch
 from orchestra.errors import RunFailed
@@ -382,7 +382,7 @@ def test_an_error_in_a_change_is_told() -> None:
     def fail() -> None:
         raise OSError("no such cable")
 
-    schedule = Schedule([Change(0.0, fail)], 1)
+    schedule = TimedChanges([Change(0.0, fail)], 1)
     schedule.begin()
     wait_until(lambda: not schedule._thread.is_alive(), "the change")
     with pytest.raises(OSError, match="no such cable"):
@@ -391,7 +391,7 @@ def test_an_error_in_a_change_is_told() -> None:
 
 def test_quotas_are_lifted_when_all_evaluate() -> None:
     ends: list[str] = []
-    schedule = Schedule([], 2, at_end=lambda: ends.append("end"))
+    schedule = TimedChanges([], 2, at_end=lambda: ends.append("end"))
 
     def tell(rank: int, phase: str) -> None:
         schedule.on_event(Heartbeat(rank, phase=phase))

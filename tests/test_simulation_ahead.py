@@ -17,7 +17,7 @@ from tests.test_simulation_collectives import COSTLY, schedule_of
 
 from orchestra.cluster.nodes import Line
 from orchestra.collectives import Group, execute
-from orchestra.engines.simulation.collective import Member
+from orchestra.engines.simulation.collective import Participation
 from orchestra.engines.simulation.participant import Participant
 from orchestra.engines.simulation.rendezvous import GroupQueue
 from orchestra.engines.simulation.rounds import PlacedPlan
@@ -196,7 +196,7 @@ def counted() -> Iterator[Counter[str]]:
 
     with (
         counting(Participant, "__init__", "participants", lambda _: True),
-        counting(Member, "__init__", "members", lambda _: True),
+        counting(Participation, "__init__", "members", lambda _: True),
         counting(GroupQueue, "rewind", "rewound", lambda queue: queue.is_ahead),
     ):
         yield counts

@@ -158,7 +158,7 @@ class Budget:
 
 
 @dataclass
-class Kept:
+class Conditions:
     """The conditions under which a process measured.
 
     `meters` has, by the number of cores that all ranks of the measurement wanted, the processor
@@ -187,7 +187,7 @@ class Kept:
             meter.running(False)
 
 
-def waited(ranks: Sequence[Kept]) -> float:
+def waited(ranks: Sequence[Conditions]) -> float:
     """Return the part of the processor time that a measurement wanted and other programs took,
     in its worst part; from the notes of all `ranks` of the measurement.
     """
@@ -203,7 +203,10 @@ def waited(ranks: Sequence[Kept]) -> float:
 
 
 def repeat(
-    function: Callable[[], object], seconds: float, kept: Kept, most: float = math.inf
+    function: Callable[[], object],
+    seconds: float,
+    kept: Conditions,
+    most: float = math.inf,
 ) -> list[float]:
     """Return the processor seconds of each call of `function`, for about `seconds`, after a
     warm-up.

@@ -64,7 +64,7 @@ ALIVE = (State.RUNNING, State.STOPPED)
 
 
 @dataclass
-class Member:
+class WatchedRank:
     """The knowledge about one rank."""
 
     rank: int
@@ -103,12 +103,12 @@ class FailureDetector:
         self._children = children
         self._started_at = self._ticked_at = self._now = start
         self._failed_at = 0.0
-        self._consequences: list[tuple[float, Member, events.Failure]] = []  # deadlines
+        self._consequences: list[tuple[float, WatchedRank, events.Failure]] = []  # deadlines
         self._refused: list[str] = []
         self._killed: set[int] = set()
         self._instructions: list[Instruction] = []
         self._members = {
-            rank: Member(rank, start, start, events.Heartbeat(rank)) for rank in range(ranks)
+            rank: WatchedRank(rank, start, start, events.Heartbeat(rank)) for rank in range(ranks)
         }
 
     @property
@@ -177,7 +177,7 @@ class FailureDetector:
             self._instructions.append(events.Stop())
             self._notice("stopping in good order; press Ctrl-C again to end at once")
 
-    def _heard(self, member: Member, event: events.OfRank) -> None:
+    def _heard(self, member: WatchedRank, event: events.OfRank) -> None:
         member.seen_at = self._now
         match event:
             case events.Joined(host=host):
@@ -198,7 +198,7 @@ class FailureDetector:
                 member.gone = True
                 self._dead(member, events.exit_text(status))
 
-    def _beat(self, member: Member, beat: events.Heartbeat) -> None:
+    def _beat(self, member: WatchedRank, beat: events.Heartbeat) -> None:
         back = member.state is State.STOPPED
         if beat.activity != member.beat.activity or back:
             member.active_at = self._now
@@ -207,7 +207,7 @@ class FailureDetector:
             member.state = State.RUNNING
             self._notice(f"{member.name} is back")
 
-    def _failed(self, member: Member, failure: events.Failure) -> None:
+    def _failed(self, member: WatchedRank, failure: events.Failure) -> None:
         if member.state is State.LEFT_OUT:
             return
         self._settle(member, State.FAILED)
@@ -220,11 +220,11 @@ class FailureDetector:
             self.bad_input = failure.message
         self._fail(events.failed_text(member.name, failure))
 
-    def _dead(self, member: Member, how: str) -> None:
+    def _dead(self, member: WatchedRank, how: str) -> None:
         if member.state not in (State.DONE, State.FAILED, State.LEFT_OUT):
             self._lose(member, how)
 
-    def _lose(self, member: Member, how: str) -> None:
+    def _lose(self, member: WatchedRank, how: str) -> None:
         """Go on without a lost rank if it is expendable; else end the run by its name, as in
         "rank 2 on host was killed by SIGKILL"."""
         if self.cause is not None:
@@ -281,7 +281,7 @@ class FailureDetector:
                 how = f"does not respond: no sign of life for {self.limits.patience:g} s"
                 self._lose(member, how)
 
-    def _is_stopped(self, member: Member) -> None:
+    def _is_stopped(self, member: WatchedRank) -> None:
         if not member.beat.expendable:
             self._lose(member, events.STOPPED)
             return
@@ -352,13 +352,13 @@ class FailureDetector:
             text += f"; rank {first} is at step {steps[first]}, rank {last} at {steps[last]}"
         self._fail(text)
 
-    def _parted(self, early: Member, late: Member) -> None:
+    def _parted(self, early: WatchedRank, late: WatchedRank) -> None:
         self._fail(
             f"{early.name} ended its script after step {early.beat.step}, but {late.name} still "
             "needs it: let every rank make as many steps before its script ends"
         )
 
-    def _is_awaited(self, member: Member) -> bool:
+    def _is_awaited(self, member: WatchedRank) -> bool:
         """Return whether an idle rank can hang: not while paused, nor while others still train.
 
         One that leaves may well wait for the slowest.
@@ -367,7 +367,7 @@ class FailureDetector:
             return False
         return member.beat.phase != "leaving" or all(m.leaving for m in self._members.values())
 
-    def _idle_text(self, member: Member, idle: float) -> str:
+    def _idle_text(self, member: WatchedRank, idle: float) -> str:
         beat = member.beat
         parts = [f"hangs: no progress for {idle:.0f} s (step {beat.step}, {beat.phase})"]
         waiters = [m.rank for m in self._members.values() if member.rank in m.beat.waits_for]
@@ -395,7 +395,7 @@ class FailureDetector:
 
     # Shared by all
 
-    def _in(self, *states: State) -> list[Member]:
+    def _in(self, *states: State) -> list[WatchedRank]:
         return [member for member in self._members.values() if member.state in states]
 
     def _fail(self, cause: str) -> None:
@@ -403,7 +403,7 @@ class FailureDetector:
             self.cause, self._failed_at = cause, self._now
             self._instructions.append(events.Abort(cause))
 
-    def _kill(self, members: Iterable[Member]) -> None:
+    def _kill(self, members: Iterable[WatchedRank]) -> None:
         for member in members:
             if not member.gone and member.rank not in self._killed:
                 self._killed.add(member.rank)
@@ -413,7 +413,7 @@ class FailureDetector:
         self.notices.append(text)
         self._instructions.append(events.Notice(text))
 
-    def _settle(self, member: Member, state: State) -> None:
+    def _settle(self, member: WatchedRank, state: State) -> None:
         member.state, member.settled_at = state, self._now
 
     def _decided(self) -> list[Instruction]:

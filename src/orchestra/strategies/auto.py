@@ -110,7 +110,7 @@ class Auto(Phased):
 
 
 @dataclass(eq=False)
-class Comparison:
+class CandidateChoice:
     """What one rank knows of the candidates, in seconds, and the choice between them."""
 
     strategy: Auto

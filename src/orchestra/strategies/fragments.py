@@ -68,7 +68,7 @@ class Fragment:
 
 
 @dataclass
-class Mean:
+class ReplicaMean:
     """The mean of the replicas, weighted by samples."""
 
     worker: Worker
@@ -82,7 +82,7 @@ class Mean:
 
 
 @dataclass
-class CompressedMean(Mean):
+class CompressedMean(ReplicaMean):
     """The mean by compressed differences: x <- x_0 + sum_w C(x_w - x_0)."""
 
     compressor: Compressor

@@ -12,7 +12,7 @@ from orchestra.errors import InputError
 from orchestra.settings import MAX_STEPS, setting
 from orchestra.strategies.all_reduce import AllReduce, require_ring
 from orchestra.strategies.base import Replicas
-from orchestra.strategies.fragments import NEGLIGIBLE_WEIGHT, CompressedMean, Fragment, Mean
+from orchestra.strategies.fragments import NEGLIGIBLE_WEIGHT, CompressedMean, Fragment, ReplicaMean
 from orchestra.strategies.member import ReplicaMember
 from orchestra.strategies.outer import Average, Outer, SlowMo
 from orchestra.strategies.traits import Footprint, Rehearsal, Traits, WorkMode
@@ -202,13 +202,13 @@ class LocalMember(ReplicaMember[LocalSGD]):
     steps: int = 0
     epochs: int = 0  # complete passes over the data
     samples: int = 0  # of this worker since its buffers were last averaged
-    mean: Mean = field(init=False)
+    mean: ReplicaMean = field(init=False)
 
     def open(self, *, fresh: bool) -> None:
         """Begin a round, if the parameters are equal."""
         super().open(fresh=fresh)
         worker, settings, state = self.worker, self.strategy, self.compression
-        self.mean = Mean(worker, settings.algorithm)
+        self.mean = ReplicaMean(worker, settings.algorithm)
         if state is not None and settings.compression is not None:
             self.mean = CompressedMean(worker, settings.algorithm, settings.compression, state)
         if fresh:

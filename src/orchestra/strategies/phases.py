@@ -17,7 +17,7 @@ from orchestra import exchange, optimizers
 from orchestra.coordinator.batches import BatchQueue, Observer
 from orchestra.coordinator.rest import Reason, Rest
 from orchestra.settings.base import Mismatch
-from orchestra.strategies.auto import Auto, Comparison
+from orchestra.strategies.auto import Auto, CandidateChoice
 from orchestra.strategies.base import Roles, Strategy, restore_state, roles_of, state_of
 from orchestra.strategies.switch import Switch, phases
 from orchestra.strategies.switch_rules import RuleState
@@ -94,7 +94,7 @@ class Phases:
         self._transitions = transitions_of(strategy)
         self._watches: dict[int, Watch] = {}  # by the number of the transition
         self._queue_of = worker.queue_of  # makes queues that end with the budget
-        self._comparison: Comparison | None = None
+        self._choice: CandidateChoice | None = None
         self._seconds = 0.0  # of this worker alone, up to its last report
         self._phase = 0
         if saved is None:
@@ -108,11 +108,11 @@ class Phases:
     @property
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, at rest."""
-        compared = self._comparison
+        choice = self._choice
         return {
             "phase": self._phase,
             "watches": {str(number): watch for number, watch in self._watches.items()},
-            "comparison": None if compared is None else state_of(compared),
+            "choice": None if choice is None else state_of(choice),
             "member": state_of(self.member),
         }
 
@@ -132,16 +132,16 @@ class Phases:
         exchange.require_fit(worker, watches, saved["watches"])
         for name, watch in watches.items():
             optimizers.restore(watch, saved["watches"][name])
-        if self._comparison is not None:
-            restore_state(worker, self._comparison, saved["comparison"])
+        if self._choice is not None:
+            restore_state(worker, self._choice, saved["choice"])
 
     # What is under way
 
     @property
     def _under_way(self) -> Strategy:
         """The strategy of the phase, without phases of its own."""
-        compared = self._comparison
-        return self._strategies[self._phase] if compared is None else compared.candidate
+        choice = self._choice
+        return self._strategies[self._phase] if choice is None else choice.candidate
 
     @property
     def roles(self) -> Roles:
@@ -166,8 +166,8 @@ class Phases:
 
     def gradient(self, batch: Batch | None) -> None:
         """Compute the gradient of `batch`, and exchange it."""
-        if self._comparison is not None:
-            self._comparison.begin_step()
+        if self._choice is not None:
+            self._choice.begin_step()
         self.member.gradient(batch)
 
     def update(self) -> None:
@@ -185,7 +185,7 @@ class Phases:
         self.member.update()
         if ending := self._observe_step(square):
             self._change_to(max(ending))  # the outermost one, which leaves out those inside
-        elif self._comparison is not None and (new := self._comparison.after_step()) is not None:
+        elif self._choice is not None and (new := self._choice.after_step()) is not None:
             self._change_candidate(new)
 
     def end(self, level: int) -> None:
@@ -339,13 +339,13 @@ class Phases:
 
     def _change_candidate(self, new: int) -> None:
         """Go on with another candidate of `Auto`, on the same workers."""
-        worker, compared = self.worker, self._comparison
-        assert compared is not None
-        before, after = self.traits, compared.strategy.candidates[new].traits()
+        worker, choice = self.worker, self._choice
+        assert choice is not None
+        before, after = self.traits, choice.strategy.candidates[new].traits()
         apart = after.lockstep and not before.lockstep
         self._leave("averaged" if apart else "kept", 0, self._watches)
-        self._enter(worker.workers.ranks, compared.steps, buffers=before.lockstep)
-        compared.change_to(new)
+        self._enter(worker.workers.ranks, choice.steps, buffers=before.lockstep)
+        choice.change_to(new)
         # Parameters are equal now: to broadcast them would take N - 1 times their size, and go on
         # in the background of the first steps, which would be measured as slow.
         exchange.broadcast_buffers(worker, worker.everyone)
@@ -369,7 +369,7 @@ class Phases:
         for number, transition in enumerate(self._transitions):
             if transition.watches(self._phase) and number not in self._watches:
                 self._watches[number] = Watch(transition.switch.when.begin(), steps)
-        self._comparison = Comparison(strategy, worker) if isinstance(strategy, Auto) else None
+        self._choice = CandidateChoice(strategy, worker) if isinstance(strategy, Auto) else None
         worker.queue_of = self._queue_of
         if self._watches and self._queue_of is not None:
             # Epochs of a loop of the user's own have ends of their own.

@@ -31,7 +31,7 @@ from orchestra.tasks.task import Task, evaluate
 from orchestra.transports.tags import Tag
 from orchestra.worker.layout import FlatModel, Layout, buffer_places
 from orchestra.worker.runtime import chosen_threads, usable_cores
-from orchestra.worker.snapshots import Contribution, Mean, buffers_vector, set_buffers
+from orchestra.worker.snapshots import Contribution, RunningMean, buffers_vector, set_buffers
 from orchestra.worker.worker import Worker
 
 T = TypeVar("T")
@@ -251,7 +251,7 @@ def _assemble(model: FlatModel, gathered: Gathered, index: int) -> Point | None:
     Parts that cover the same elements are averaged by their weights. Return None if the parts do
     not cover all parameters, as where a run was stopped in between.
     """
-    means: dict[str, Mean] = defaultdict(partial(Mean, model.layout.size))
+    means: dict[str, RunningMean] = defaultdict(partial(RunningMean, model.layout.size))
     buffers, samples, seconds = [], 0, 0.0
     for part in gathered.parts(index):
         if part.kind == "buffers":

@@ -131,7 +131,7 @@ def _copy_on_host(values: Tensor) -> Tensor:
 # Means of parts, and buffers
 
 
-class Mean:
+class RunningMean:
     """The weighted mean of vectors that come one at a time, each covering some elements.
 
     It is taken in float64. `square` is, for each element, sum_i w_i (x_i - mean)^2 (Welford's
@@ -180,7 +180,7 @@ def set_buffers(buffers: Buffers, parts: Sequence[Contribution]) -> None:
     own = buffers_vector(buffers)
     if not parts or own is None:
         return
-    first, mean = own.cpu(), Mean(len(own))
+    first, mean = own.cpu(), RunningMean(len(own))
     # Backwards, so that the first part is written last.
     for part in reversed(parts):
         first[part.covered] = part.values

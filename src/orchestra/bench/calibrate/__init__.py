@@ -199,7 +199,7 @@ def _measurement(
 ) -> Measurement:
     """Return a measurement that runs `program`, which counts up to `total`, on `ranks` ranks, on
     nodes that are `emulated` if given, and does so `times` times. Each rank that measures returns a
-    value and its conditions (`Kept`), the others None.
+    value and its conditions (`Conditions`), the others None.
     """
 
     def launch(until: float, end: float, tell: Callable[[float], None]) -> Sequence[Any]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from orchestra.bench.calibrate.training import Workload
-from orchestra.bench.timing import Budget, Kept, rounds, total
+from orchestra.bench.timing import Budget, Conditions, rounds, total
 from orchestra.cluster.nodes import MemoryCosts
 from orchestra.collectives import Group, all_reduce
 from orchestra.data.feed import open_samples
@@ -47,10 +47,10 @@ def ranks_wanted(cores: int) -> int:
     return max(3, min(cores, 8))
 
 
-def measure_memory(runtime: Runtime, allowed: tuple[float, float]) -> tuple[Times, Kept]:
+def measure_memory(runtime: Runtime, allowed: tuple[float, float]) -> tuple[Times, Conditions]:
     """Measure all-reduces of several sizes, on at least three ranks."""
     torch.set_num_threads(1)
-    transport, kept, (seconds, until) = runtime.transport, Kept(), allowed
+    transport, kept, (seconds, until) = runtime.transport, Conditions(), allowed
     runtime.reporter.phase("training")  # so that memory is kept as it is there
     all_cores = max(2, min(len(usable_cores()), runtime.ranks))
     # Small vectors for what a collective and a barrier take, large ones for the copies
@@ -121,7 +121,7 @@ def memory_costs(measured: Sequence[Times]) -> MemoryCosts:
     )
 
 
-def measure_speeds(runtime: Runtime, order: Workload) -> tuple[tuple[float, float], Kept]:
+def measure_speeds(runtime: Runtime, order: Workload) -> tuple[tuple[float, float], Conditions]:
     """Measure how a step slows down beside others, on one rank more than there are cores.
 
     The first figure is how fast a core is while all cores take steps, over one alone. The second is
@@ -135,7 +135,7 @@ def measure_speeds(runtime: Runtime, order: Workload) -> tuple[tuple[float, floa
     step = _step_of(order)
     runtime.reporter.phase("training")  # so that memory is kept as it is there
     cores = max(runtime.ranks - 1, 1)
-    shared, turns, kept = [], [], Kept()
+    shared, turns, kept = [], [], Conditions()
     budget = Budget(order.until, 3 * TURNS)
     for turn in range(TURNS):
         alone, all_cores, one_more = (
@@ -172,7 +172,11 @@ def _step_of(order: Workload) -> Callable[[], None]:
 
 
 def _crowd(
-    runtime: Runtime, crowd: int, step: Callable[[], None], seconds: float, kept: Kept
+    runtime: Runtime,
+    crowd: int,
+    step: Callable[[], None],
+    seconds: float,
+    kept: Conditions,
 ) -> float:
     """Return the processor seconds of a step while `crowd` ranks take steps at once."""
     total(runtime.transport)
@@ -182,11 +186,13 @@ def _crowd(
         return total(runtime.transport, own) / crowd
 
 
-def measure_slices(runtime: Runtime, allowed: tuple[float, float]) -> tuple[list[float], Kept]:
+def measure_slices(
+    runtime: Runtime, allowed: tuple[float, float]
+) -> tuple[list[float], Conditions]:
     """Return the lengths of the times for which this rank ran without a pause, on one rank more
     than there are cores; all of the seconds if it never paused.
     """
-    kept, (seconds, _) = Kept(), allowed
+    kept, (seconds, _) = Conditions(), allowed
     total(runtime.transport)
     runs: list[float] = []
     with kept.watched(runtime.ranks):

@@ -16,7 +16,7 @@ from torch import Tensor
 from orchestra.bench.timing import (
     FIRST_STEPS,
     Budget,
-    Kept,
+    Conditions,
     Profile,
     curve_of,
     repeat,
@@ -65,19 +65,21 @@ class Found:
     buffer_bytes: int
 
 
-def measure_near(runtime: Runtime, allowed: tuple[float, float]) -> tuple[MessageTimes, Kept]:
+def measure_near(runtime: Runtime, allowed: tuple[float, float]) -> tuple[MessageTimes, Conditions]:
     """Measure messages back and forth in every size on two ranks that share memory."""
-    kept, (seconds, until) = Kept(), allowed
+    kept, (seconds, until) = Conditions(), allowed
     budget = Budget(until, PASSES * len(SIZES))
     with kept.watched(2):
         return _in_every_size(runtime, seconds, budget), kept
 
 
-def measure_messages(runtime: Runtime, allowed: tuple[float, float, str]) -> tuple[Found, Kept]:
+def measure_messages(
+    runtime: Runtime, allowed: tuple[float, float, str]
+) -> tuple[Found, Conditions]:
     """Measure messages back and forth in every size on two ranks; then the rest on the first one
     alone. `allowed`: seconds for each figure, until when, and a folder for files meanwhile.
     """
-    transport, kept, (seconds, until, folder) = runtime.transport, Kept(), allowed
+    transport, kept, (seconds, until, folder) = runtime.transport, Conditions(), allowed
     budget = Budget(until, PASSES * (len(SIZES) + len(SMALL)) + KINDS * len(ELEMENTS) + 1)
     with kept.watched(2):
         times = _in_every_size(runtime, seconds, budget)
@@ -272,14 +274,16 @@ def _local(transport: Transport, size: int, seconds: float, most: float) -> list
     task = transport.spawn(send_back)
     # Both flows are threads of this process, so the thread's own clock has half of it
     began = time.process_time()
-    repeat(once, seconds, Kept(), most)  # it waits for the other flow, so that nothing is kept
+    repeat(
+        once, seconds, Conditions(), most
+    )  # it waits for the other flow, so that nothing is kept
     spent = (time.process_time() - began) / count / 2
     transport.send(torch.zeros(0), transport.rank, there)
     task.wait()
     return [spent]
 
 
-def elementwise(seconds: float, kept: Kept, budget: Budget) -> dict[str, Curve]:
+def elementwise(seconds: float, kept: Conditions, budget: Budget) -> dict[str, Curve]:
     """Return the seconds of work on elements of float32, which is the same for every task."""
     kinds: dict[str, Callable[[Tensor, Tensor], object]] = {
         "add": lambda own, other: own.add_(other),

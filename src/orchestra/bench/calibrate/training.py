@@ -19,7 +19,7 @@ from orchestra.bench.timing import (
     LEAST,
     MOST,
     Budget,
-    Kept,
+    Conditions,
     Profile,
     curve_of,
     repeat,
@@ -90,7 +90,7 @@ class Workload:
         return tuple(sorted(size for size in wanted if size > 0))
 
 
-def measure_task(runtime: Runtime, order: Workload) -> tuple[TaskCosts, Kept] | None:
+def measure_task(runtime: Runtime, order: Workload) -> tuple[TaskCosts, Conditions] | None:
     """Measure the costs of a task on rank 0 of two. The other rank answers messages."""
     torch.set_num_threads(1)
     if runtime.rank > 0:
@@ -134,7 +134,7 @@ def measure_task(runtime: Runtime, order: Workload) -> tuple[TaskCosts, Kept] | 
     return costs, kept
 
 
-def measure_gradient(runtime: Runtime, order: Workload) -> tuple[list[float], Kept]:
+def measure_gradient(runtime: Runtime, order: Workload) -> tuple[list[float], Conditions]:
     """Measure a gradient of the batch asked for, with one thread, on the only rank."""
     torch.set_num_threads(1)
     meter = _Meter(runtime, order)
@@ -159,7 +159,7 @@ class _Meter:
         self._runtime, self._order, self._done = runtime, order, 0
         # Nothing is judged: evaluations would take time from the figures
         self.task = replace(load_task(order.task), test=None, validation=None)
-        self.kept = Kept(share=order.share)
+        self.kept = Conditions(share=order.share)
         figures = ROUNDS * len(order.threads) * len(order.sizes)
         # And those of `cold`, `_parameters` and `_updates`
         self.budget = Budget(order.until, figures + 2 * ROUNDS + 1 + 1 + len(SLICES))
@@ -206,7 +206,9 @@ class _Meter:
             in_turn = self.steps(1, size, lambda: _exchange(runtime))["whole"]
             more.append(trimmed_mean(in_turn) - trimmed_mean(alone))
         seconds, most = self._order.seconds / 2, self.budget.share()
-        exchanges = repeat(lambda: _exchange(runtime), seconds, Kept(), most)  # waits for a peer
+        exchanges = repeat(
+            lambda: _exchange(runtime), seconds, Conditions(), most
+        )  # waits for a peer
         _exchange(runtime, last=1.0)
         self._done += 1
         # Gradients and messages push each other out of the caches; measured one by one both are too
@@ -268,7 +270,9 @@ def _middle(turns: Sequence[list[float]]) -> list[float]:
     return sorted(turns, key=trimmed_mean)[len(turns) // 2]
 
 
-def _updates(module: nn.Module, order: Workload, kept: Kept, budget: Budget) -> dict[int, float]:
+def _updates(
+    module: nn.Module, order: Workload, kept: Conditions, budget: Budget
+) -> dict[int, float]:
     """Return the part of an update's seconds that slices of servers take, by their elements."""
     layout = Layout.of_module(module)
     names = [slot.name for slot in layout.slots]

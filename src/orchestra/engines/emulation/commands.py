@@ -27,7 +27,7 @@ from orchestra.engines.emulation.nodes import (
     require_plain,
     share_of,
 )
-from orchestra.engines.emulation.training import Schedule
+from orchestra.engines.emulation.training import TimedChanges
 from orchestra.engines.processes.environment import LATENCIES
 from orchestra.engines.processes.system import RankPlace
 from orchestra.errors import InputError, RunFailed
@@ -57,7 +57,7 @@ def run_command(cluster: Cluster, ranks: int, command: Sequence[str]) -> None:
     processes: list[subprocess.Popen[str]] = []
     with ExitStack() as readers, EmulatedCluster(cluster, ranks) as emulated:
         places = emulated.places()
-        schedule = Schedule(emulated.changes(), ranks)
+        schedule = TimedChanges(emulated.changes(), ranks)
         try:
             for rank, place in enumerate(places):
                 with emulated.network.namespaces[place.node].inside():

@@ -66,7 +66,7 @@ def train_run(
         write_environment(folder)
         write_atomically(folder / CLUSTER, cluster_text(cluster))
         # Nobody's stopwatch runs while snapshots are evaluated
-        schedule = Schedule(emulated.changes(), ranks, at_end=emulated.quotas.lift)
+        schedule = TimedChanges(emulated.changes(), ranks, at_end=emulated.quotas.lift)
         meters = emulated.network.meters()
         notices = not_emulated(emulated, native=run.strategy.traits().native)
         with Display(run, roles, quiet=quiet, progress=progress, folder=folder) as display:
@@ -131,7 +131,7 @@ def program(
     return RankResult(report, runtime.transport.bytes_sent, before, after)
 
 
-class Schedule:
+class TimedChanges:
     """Carries out `changes` in a thread, once all `ranks` have begun to train, until `close`.
 
     When they evaluate and none trains any more, nothing more is changed, and `at_end` is called.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
-from orchestra.engines.simulation.collective import CollectivePart, Member
+from orchestra.engines.simulation.collective import CollectivePart, Participation
 from orchestra.engines.simulation.kernel import Flow, Wait
 from orchestra.engines.simulation.network import Port
 from orchestra.engines.simulation.rendezvous import GroupQueue, Rendezvous
@@ -100,7 +100,7 @@ class BackgroundQueue:
         self.signal_seconds, self.traffic = signal_seconds, traffic
         self.processor = port.new_processor()
         self.tasks: deque[Queued] = deque()  # that are not through, or not counted yet
-        self._member: Member | None = None
+        self._member: Participation | None = None
         self._started = self._joined = 0.0  # the first of them
         self._uncounted: Counter[PlacedPlan] = Counter()  # how often each was executed
         port.meter.uncounted.append(self._count)
@@ -151,7 +151,7 @@ class BackgroundQueue:
         for task in self.tasks:
             task.finished_at = task.through = inf
 
-    def go_on(self, member: Member, started: float) -> None:
+    def go_on(self, member: Participation, started: float) -> None:
         """The first task is under way since the time `started`, as `member`."""
         self._member, self._started, self._joined = member, started, member.arrived
 

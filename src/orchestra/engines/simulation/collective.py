@@ -44,7 +44,7 @@ class CollectivePart(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Member:
+class Participation:
     """A rank that takes part; `then` is called when it is through."""
 
     collective: Collective | None  # None once it is through: cycles are left to the collector
@@ -127,7 +127,7 @@ class Collective:
         if before is not None:
             before._before = None  # each rank was through with that before it joined `before`
         self._over = inf
-        self._members: dict[int, Member] = {}
+        self._members: dict[int, Participation] = {}
         self._vectors: dict[int, Tensor] = {}
         self._timers: list[Timer] = []
         self._ended: list[Participant] = []  # at the present instant
@@ -147,7 +147,7 @@ class Collective:
 
     def join(
         self, index: int, given: CollectivePart, processor: Thread, then: Call, arrived: float
-    ) -> Member:
+    ) -> Participation:
         """The rank at place `index` takes part from the time `arrived` on, now or later."""
         call = given.call
         assert given.placed is self.placed, f"tag {self._tag}: an all-reduce of unlike vectors"
@@ -241,9 +241,9 @@ class Collective:
         else:
             self.enter_world()
 
-    def rejoin(self, index: int, processor: Thread, then: Call, arrived: float) -> Member:
+    def rejoin(self, index: int, processor: Thread, then: Call, arrived: float) -> Participation:
         """`join` for one that joined at the time `arrived`; `announce` says how it goes on."""
-        member = self._members[index] = Member(self, index, processor, then, arrived)
+        member = self._members[index] = Participation(self, index, processor, then, arrived)
         return member
 
     def announce(self, ends: Ends) -> None:
@@ -251,7 +251,7 @@ class Collective:
         self.usage = ends.usage
         columns = (each.tolist() for each in (ends.clock, ends.waiting, ends.communicating))
         # One event for all who are through at one time; they go on in the order of their places.
-        together: dict[float, list[tuple[Member, float, float]]] = {}
+        together: dict[float, list[tuple[Participation, float, float]]] = {}
         for member, clock, *seconds in zip(self._by_place(), *columns, strict=True):
             together.setdefault(clock, []).append((member, *seconds))
         kernel, now = self._kernel, self._kernel.now()
@@ -259,7 +259,7 @@ class Collective:
         for clock, group in together.items():
             self._timers.append(kernel.at(max(clock, now), functools.partial(_finish, group)))
 
-    def _by_place(self) -> list[Member]:
+    def _by_place(self) -> list[Participation]:
         return [self._members[place] for place in range(len(self._members))]
 
     def _use_connections(self, ends: Ends) -> bool:
@@ -285,6 +285,6 @@ class Collective:
             self._members[each.index].finish(each.waiting, each.communicating)
 
 
-def _finish(group: list[tuple[Member, float, float]]) -> None:
+def _finish(group: list[tuple[Participation, float, float]]) -> None:
     for member, waiting, communicating in group:
         member.finish(waiting, communicating)

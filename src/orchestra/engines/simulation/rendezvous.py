@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from orchestra.engines.simulation.collective import Collective, CollectivePart, Member
+from orchestra.engines.simulation.collective import Collective, CollectivePart, Participation
 from orchestra.engines.simulation.fluid import Resource
 from orchestra.engines.simulation.kernel import Call, Kernel, Wait
 from orchestra.engines.simulation.network import Net
@@ -104,7 +104,7 @@ class Rendezvous:
         arrived: float,
         *,
         message_by_message: bool = False,
-    ) -> Member | None:
+    ) -> Participation | None:
         """Let `rank` take part from the time `arrived` on, now or later.
 
         None: message by message, as the first to come has asked for, or because ranks may be

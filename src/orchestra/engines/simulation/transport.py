@@ -13,7 +13,7 @@ from torch import Tensor
 
 from orchestra.collectives import Group, all_reduce
 from orchestra.engines.simulation.background import BackgroundQueue, Queued
-from orchestra.engines.simulation.collective import CollectivePart, Member
+from orchestra.engines.simulation.collective import CollectivePart, Participation
 from orchestra.engines.simulation.kernel import Flow
 from orchestra.engines.simulation.network import Message, Port, Sending
 from orchestra.engines.simulation.participant import carry_out
@@ -221,10 +221,10 @@ class SimulatedTransport(Transport):
         """Make what two flows of this rank wait on."""
         return FlowHandOver(self._port)
 
-    def _join(self, given: CollectivePart, message_by_message: bool) -> Member | None:
+    def _join(self, given: CollectivePart, message_by_message: bool) -> Participation | None:
         """Join the rendezvous once virtual time has caught up with that of this flow."""
         kernel, flow = self._kernel, self._kernel.current
-        joined: list[Member | None] = []
+        joined: list[Participation | None] = []
 
         def join() -> None:
             member = self._rendezvous.join(
