@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.by_turns import by_turns
 from tests.commands import torchrun
-from tests.own_loops import BATCH, State, Stream, member_of, samples
+from tests.own_loops import BATCH, State, Stream, member_of, samples, sgd
 from tests.threads import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
@@ -65,10 +65,16 @@ class Run:
     """One rank's loop, which keeps what it has seen and saved."""
 
     def __init__(
-        self, runtime: Runtime, strategy: str, loader: Any, initial: int = 0, **options: Any
+        self,
+        runtime: Runtime,
+        strategy: str,
+        loader: Any,
+        initial: int = 0,
+        optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adam,
+        **options: Any,
     ) -> None:
         self.model = a_model(initial)
-        self.optimizer = adam(self.model)
+        self.optimizer = optimizer(self.model)
         self.loop = OwnLoop(
             runtime, self.model, self.optimizer, loader,
             parse(strategy, STRATEGIES, where="strategy"), **options,
@@ -277,7 +283,7 @@ def test_models_that_are_trained_by_turns(strategy: str) -> None:
             for batch in first.batches:
                 first.step(batch)
                 nn.functional.mse_loss(second.model(batch[0]), batch[1]).backward()
-                if second.loop.batches.passes.done % 2 == 0:
+                if first.batches.taken % 2 == 0:
                     second.optimizer.step()
                     second.optimizer.zero_grad()
                 steps += 1
@@ -544,10 +550,6 @@ def test_states_of_something_else_are_refused() -> None:
     def load(run: Run) -> None:
         run.load(first[1])
 
-    def load_another_optimizers(run: Run) -> None:
-        run.batches.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
-        load(run)
-
     def load_another_models(run: Run) -> None:
         state = torch.load(io.BytesIO(first[1]))
         state["ranks"]["0"]["parameters"]["0.weight"] = torch.zeros(5, 4)
@@ -566,7 +568,6 @@ def test_states_of_something_else_are_refused() -> None:
     first, second = run_ranks(2, save)
     shorter = DataLoader(samples(COUNT // 2), batch_size=BATCH, shuffle=True)
     for words, attempt in (
-        ("of optimizer=AdamW, and .* optimizer=SGD", load_another_optimizers),
         (r"another model.*'0.weight' has the shape \(5, 4\)", load_another_models),
         ("workers load unlike states", load_unlike),
         ("is under way: call it before", load_in_an_iteration),
@@ -575,6 +576,8 @@ def test_states_of_something_else_are_refused() -> None:
     ):
         refused(words, attempt, "LocalSGD(2)")
     refused(r"of strategy=LocalSGD\(2\), and this loop of strategy=Gossip", load, "Gossip")
+    words = "of optimizer=AdamW, and .* optimizer=SGD"
+    refused(words, load, "LocalSGD(2)", optimizer=sgd)
     refused("seed=0, and this loop of seed=1: distribute with", load, "LocalSGD(2)", seed=1)
     refused("in the midst of an epoch of 6 batches", load, "LocalSGD(2)", loader=shorter)
     with pytest.raises(InputError, match="of ranks=2, and this loop of ranks=3"):

@@ -31,7 +31,7 @@ from orchestra.errors import InputError, PeerLost, RunAborted, RunEnded, RunFail
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import strategy_of
 from orchestra.trainer.own_loop import Batches, OwnLoop
-from orchestra.trainer.own_loop.model import may_serve
+from orchestra.trainer.own_loop.checks import may_serve
 from orchestra.transports.handshake import address_of, listen
 from orchestra.transports.native import Native
 from orchestra.transports.sockets import connect_mesh
