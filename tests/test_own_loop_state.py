@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import threading
 from collections.abc import Callable
@@ -264,6 +265,31 @@ def test_models_that_are_trained_by_turns_agree_in_mid_epoch() -> None:
 
     one, other = run_ranks(2, train)
     assert all(equal(*pair) for pair in zip(one, other, strict=True))
+
+
+def test_a_third_model_may_be_given_the_batches_of_the_second() -> None:
+    """As a script does that calls what `distribute` returns `batches`, each time."""
+
+    def train(runtime: Runtime) -> list[State]:
+        runs = [Run(runtime, "AllReduce", shuffled())]
+        for number in (1, 2):
+            channel = intercepted(runtime, Channel(number))
+            runs.append(Run(channel, "AllReduce", runs[-1].batches, initial=3 * number))
+        for batch in runs[-1].batches:
+            for run in runs:
+                run.step(batch)
+        for run in runs:
+            run.loop.finish()
+        return [member_of(run.model) for run in runs]
+
+    def alone(runtime: Runtime, initial: int) -> State:
+        run = Run(runtime, "AllReduce", shuffled(), initial=initial)
+        run.train(epochs=1)
+        return run.end()[0]
+
+    for number, state in enumerate(run_ranks(2, train)[0]):
+        expected, _ = run_ranks(2, functools.partial(alone, initial=3 * number))
+        assert equal(state, expected)
 
 
 @pytest.mark.parametrize("strategy", ["AllReduce", BESIDE])
