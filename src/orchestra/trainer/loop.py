@@ -7,8 +7,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any
 
-from orchestra.coordinator.batches import BatchQueue, WorkSource
+from orchestra.coordinator.batches import BatchQueue
 from orchestra.coordinator.events import Finish, Take, Wait
+from orchestra.coordinator.planned import PlannedWork
 from orchestra.coordinator.rest import Reason
 from orchestra.data import DataPlan, Shares, apportion, plan_of
 from orchestra.data.feed import Feed, Samples
@@ -98,25 +99,44 @@ class Loop(ABC):
             plan = self._balances.begin(plan, self.position.steps)
         own = self.training.sharding is not None
         self._feed = Feed(self._samples(plan.shares), plan, roles.part(rank), own)
+        every = self.training.checkpoint_every
+        self._planned = PlannedWork(plan, self.position.plan_step, every)
         self._works = rank in roles.workers
 
     def _train_to_end(self) -> None:
         """Train to the end of the budget, or to the step at which the user's stop is agreed."""
         self._open_window()
-        while True:
+        while self._go_on():
             self._follow_phase()
-            if not self._works:
-                if not self._serve():
-                    return
-            elif self.stopped:
-                return
-            elif (source := self.worker.source) is not None:
-                if not self._take(source):
-                    return
-            elif self.position.plan_step >= self._feed.plan.steps:
-                return
+
+    def _go_on(self) -> bool:
+        """Do what comes next; return whether anything may come after it."""
+        if not self._works:
+            return self._serve()
+        source, worker = self.worker.source, self.worker
+        if source is None:
+            item = self._planned.take()
+        elif isinstance(item := source.take(), Wait):
+            worker.reporter.phase("leaving")  # a worker that is stopped is not waited for any more
+            item = source.take()
+            worker.reporter.phase("training")
+        assert not isinstance(item, Wait)
+        if isinstance(item, Take):
+            if source is None:
+                self._step(item)
             else:
-                self._step()
+                self._take(item)
+            return True
+        if source is not None:
+            worker.step.consumed = self.position.consumed = item.at
+        if isinstance(item, Finish):
+            return False
+        if item.rest.reason is Reason.PHASE:
+            self.phases.end(item.rest.level)
+            return True
+        self.stopped = item.rest.reason is Reason.STOP
+        self._rest_for_checkpoint()
+        return not self.stopped
 
     def _follow_phase(self) -> None:
         """If the strategy has begun another phase, share out what is left of the data.
@@ -157,31 +177,14 @@ class Loop(ABC):
             self._rest_for_checkpoint()
         return paused is not None
 
-    def _take(self, queue: WorkSource) -> bool:
-        """Carry out the next instruction; return whether anything may come after it."""
-        item, worker, position = queue.take(), self.worker, self.position
-        if isinstance(item, Wait):
-            worker.reporter.phase("leaving")  # a worker that is stopped is not waited for any more
-            item = queue.take()
-            worker.reporter.phase("training")
-        if isinstance(item, Take):
-            part = self._part_of(item)
-            batch = self.recorder.read(lambda: self._feed.samples.read(*part))
-            samples = item.samples
-            step = Step(samples, samples, item.stop, planned=item.stop, position=item.start)
-            # The learning rate follows the place in the global order, whoever takes the batch.
-            self._train(batch, step, done=item.start)
-            return True
-        assert not isinstance(item, Wait)
-        worker.step.consumed = position.consumed = item.at
-        if isinstance(item, Finish):
-            return False
-        if item.rest.reason is Reason.PHASE:
-            self.phases.end(item.rest.level)
-            return True
-        self.stopped = item.rest.reason is Reason.STOP
-        self._rest_for_checkpoint()
-        return True
+    def _take(self, item: Take) -> None:
+        """Do a step on a batch from the queue, which is this worker's alone."""
+        part = self._part_of(item)
+        batch = self.recorder.read(lambda: self._feed.samples.read(*part))
+        samples = item.samples
+        step = Step(samples, samples, item.stop, planned=item.stop, position=item.start)
+        # The learning rate follows the place in the global order, whoever takes the batch.
+        self._train(batch, step, done=item.start)
 
     def _part_of(self, item: Take) -> tuple[int, int]:
         """Return where the samples of `item` are: in the stream of all, or of this rank's shard."""
@@ -194,26 +197,25 @@ class Loop(ABC):
         position.own += item.samples
         return first, position.own
 
-    def _step(self) -> None:
-        position = self.position
+    def _step(self, item: Take) -> None:
+        """Do this worker's part of a step of all."""
+        position, planned = self.position, self._planned
         batch, samples = self.recorder.read(lambda: self._feed.next(position.plan_step))
-        start, stop = map(self._feed.plan.position, (position.plan_step, position.plan_step + 1))
-        position.plan_step += 1
+        position.plan_step = planned.step
         # Where workers step together one without samples still takes part in the exchange.
         if not samples and self._traits.pace is Pace.FREE:
             return
-        consumed = min(position.consumed + stop - start, self.budget)
-        step = Step(samples, stop - start, consumed, planned=stop)
+        consumed = min(position.consumed + item.samples, self.budget)
+        step = Step(samples, item.samples, consumed, planned=item.stop)
         self._train(batch, step, done=position.consumed)
         if self.worker.phase != self._phase:
             return  # `_follow_phase` takes a checkpoint with all ranks; some count no steps
-        self.stopped = self._all_stop()
-        if self._balances is not None and not self.stopped:
+        stop = self._all_stop()
+        planned.done(stop=stop)
+        if self._balances is not None and not stop:
             plan = self._balances.after_step(self._feed.plan, position.plan_step, position.steps)
             self._feed = replace(self._feed, plan=plan)
-        every = self.training.checkpoint_every
-        if self.stopped or (every is not None and position.plan_step % every == 0):
-            self._rest_for_checkpoint()
+            planned.plan = plan
 
     def _train(self, batch: Any, step: Step, *, done: int) -> None:
         """Do a step on `batch`, after `done` samples of the whole cluster."""

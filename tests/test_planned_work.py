@@ -1,0 +1,49 @@
+"""What all workers of a plan do next: events in, instructions out."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestra.coordinator.events import Finish, RestAt, Take
+from orchestra.coordinator.planned import PlannedWork
+from orchestra.coordinator.rest import Reason, Rest
+from orchestra.data import DataPlan
+
+CHECKPOINT, STOP = Rest(Reason.CHECKPOINT), Rest(Reason.STOP)
+
+
+@given(
+    st.integers(0, 60),
+    st.integers(1, 9),
+    st.none() | st.integers(1, 4),
+    st.none() | st.integers(1, 9),
+)
+def test_each_sample_is_dealt_once_and_rests_are_where_all_expect_them(
+    samples: int, batch: int, every: int | None, stop: int | None
+) -> None:
+    plan = DataPlan(0, samples, batch, (1.0, 1.0))
+    work = PlannedWork(plan, 0, every)
+    taken: list[int] = []
+    rests: list[tuple[int, Rest]] = []
+    while not isinstance(item := work.take(), Finish):
+        if isinstance(item, RestAt):
+            rests.append((work.step, item.rest))
+            assert item.at == plan.position(work.step)
+            continue
+        assert isinstance(item, Take)
+        taken += range(item.start, item.stop)
+        work.done(stop=work.step == stop)
+    last = plan.steps if stop is None else min(stop, plan.steps)
+    assert taken == list(range(plan.position(last)))
+    assert item.at == plan.position(last)
+    expected = [(step, CHECKPOINT) for step in range(1, last + 1) if every and step % every == 0]
+    if stop is not None and stop <= plan.steps:
+        expected = [pair for pair in expected if pair[0] < stop] + [(stop, STOP)]
+    assert rests == expected
+
+
+def test_a_resumed_plan_goes_on_behind_its_rest() -> None:
+    plan = DataPlan(0, 40, 8, (1.0,))
+    work = PlannedWork(plan, 2, rest_every=2)
+    assert work.take() == Take(16, 24)
