@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tests.training import Trained, member_of, settings
 from torch import Tensor, nn
 
+from orchestra.coordinator.rest import Reason
 from orchestra.data import DataPlan
 from orchestra.data.feed import Feed, open_samples
 from orchestra.records.report import RankReport
@@ -110,10 +111,10 @@ def train_recorded(run: Any, folder: Path) -> Trained:
         last: list[dict[str, Tensor]] = []
         finish = session.phases.finish
 
-        def noting() -> Any:
+        def noting(reason: Reason = Reason.END) -> Any:
             state = session.worker.module.state_dict()
             last.append({k: v.detach().clone() for k, v in state.items()})
-            return finish()
+            return finish(reason)
 
         session.phases.finish = noting  # type: ignore[method-assign]
         session.train()

@@ -29,10 +29,12 @@ from tests.threads import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader
 
+from orchestra.engines.processes.distribute import Channel
 from orchestra.errors import InputError
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.own_loop import Batches, OwnLoop
+from orchestra.worker.interception import intercepted
 from orchestra.worker.runtime import Runtime
 
 WORKERS, COUNT, EPOCHS = 2, 20, 2  # five batches of each worker in an epoch
@@ -330,6 +332,80 @@ def test_a_batch_of_a_queue_without_a_step_is_passed_over_before_the_rest(strate
     one, other = run(strategy, WORKERS + ("Server" in strategy), play)
     assert sorted(taken) == list(range(COUNT))
     assert equal([one.after_rests[0], other.after_rests[0], small_model().state_dict()])
+
+
+UNLIKE_NUMBERS = [
+    (QUEUE, WORKERS),
+    ("ParameterServer(consistency='asynchronous')", WORKERS + 1),
+    ("ParameterServer(consistency='bounded', staleness=1, placement='beside')", WORKERS),
+]
+
+
+def leave_unlike(script: Script) -> None:
+    """Break off after unlike numbers of steps, with a batch in hand."""
+    assert script.distributed is not None
+    first = script.distributed.worker.rank == 0
+    batches = iter(script.batches)
+    for batch in itertools.islice(batches, 2 if first else 1):
+        script.backward(batch)
+        script.step()
+    next(batches)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    # Where replicas average in pairs, one that loads answers nobody that still makes a step
+    [each for each in UNLIKE_NUMBERS if each[0] != QUEUE],
+)
+def test_a_state_is_loaded_after_workers_left_a_queue_at_unlike_batches(
+    strategy: str, ranks: int
+) -> None:
+    """Each sample is read once in the epoch that begins anew."""
+    taken: list[int] = []
+
+    def begin(script: Script) -> None:
+        in_state_dict(script, iter(()))
+
+    saved = run(strategy, ranks, begin)[0].saved
+
+    def play(script: Script) -> None:
+        assert script.distributed is not None
+        assert saved is not None
+        leave_unlike(script)
+        script.distributed.load_state_dict(saved)
+        for batch in script.batches:
+            taken.extend(batch[2].tolist())
+            script.backward(batch)
+            script.step()
+        script.note()
+
+    scripts = run(strategy, ranks, play)
+    assert sorted(taken) == list(range(COUNT))
+    assert equal([script.after_rests[-1] for script in scripts])
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), UNLIKE_NUMBERS)
+def test_another_loop_begins_after_workers_left_a_queue_at_unlike_batches(
+    strategy: str, ranks: int
+) -> None:
+    def program(runtime: Runtime) -> State:
+        model = small_model()
+        optimizer, parsed = sgd(model), parse(strategy, STRATEGIES, where="strategy")
+        for number in range(2):
+            channel = intercepted(runtime, Channel(number))
+            loop = OwnLoop(channel, model, optimizer, in_order(COUNT), parsed)
+            script = Script(model, optimizer, loop.batches, 1)
+            if not loop.batches.is_worker():
+                loop.batches.serve_to_the_end()
+            elif number == 0:
+                leave_unlike(script)
+            else:
+                script.train()
+            loop.finish(goes_on=True)
+            loop.close(handed_over=True)
+        return member_of(model)
+
+    assert equal(run_ranks(ranks, program))
 
 
 # A rank that serves

@@ -654,11 +654,13 @@ def test_moments_on_one_rank_only_are_refused() -> None:
         run_ranks(2, distribute)
 
 
+@pytest.mark.parametrize("loaded", [False, True])
 @pytest.mark.parametrize("strategy", ["AllReduce", SHARDED, "ParameterServer", BESIDE])
-def test_moments_go_into_the_next_loop(strategy: str) -> None:
-    """Two loops with one optimizer are one of two epochs; dedicated servers come back between."""
+def test_moments_go_into_the_next_loop(strategy: str, loaded: bool) -> None:
+    """Two loops with one optimizer are one of two epochs; dedicated servers come back between. What
+    was loaded since the last step takes the place of what was trained."""
     workers = 2 if strategy == "ParameterServer" else 3
-    initial = without_buffers(0)
+    initial, states = without_buffers(0), plain_states(workers)
 
     def train(runtime: Runtime) -> State:
         model = copy.deepcopy(initial)
@@ -669,6 +671,10 @@ def test_moments_go_into_the_next_loop(strategy: str) -> None:
             loop = OwnLoop(channel, model, optimizer, in_order(), parsed)
             if loop.batches.is_worker():
                 some_steps(model, optimizer, loop.batches)
+                if loaded and not number:
+                    some_steps(model, optimizer, loop.batches)
+                    model.load_state_dict(states[0][0])
+                    optimizer.load_state_dict(copy.deepcopy(states[0][1]))
             else:
                 loop.batches.serve_to_the_end()
             loop.finish(goes_on=True)
@@ -676,7 +682,7 @@ def test_moments_go_into_the_next_loop(strategy: str) -> None:
         return member_of(model)
 
     for state in run_ranks(3, train)[:workers]:
-        same(state, dict(plain_states(workers)[1][0]))
+        same(state, dict(states[1][0]))
 
 
 # On processes

@@ -746,7 +746,7 @@ def moments_elsewhere() -> None:
 
 @row("the same optimizer in a further `distribute`")
 def optimizer_once_more() -> None:
-    states.test_moments_go_into_the_next_loop("AllReduce(shard='optimizer')")
+    states.test_moments_go_into_the_next_loop("AllReduce(shard='optimizer')", loaded=False)
 
 
 class Shuffled:

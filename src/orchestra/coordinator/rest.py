@@ -16,11 +16,15 @@ class Reason(enum.IntEnum):
     SAVE = 4  # the first worker collects the state of all ranks
     STOP = 5  # the user wishes to stop: all ranks write a checkpoint, and do not go on
     END = 6  # of the run, or of the strategy in it: nobody takes a further step
+    # Of a strategy in a loop of the user's own:
+    RESTART = 7  # it begins anew, with what the user has loaded into model or optimizer
+    RESUME = 8  # it goes on from a state that the user has loaded
+    NEXT_LOOP = 9  # the script goes on with another loop
 
     @property
     def ends(self) -> bool:
         """True if members of the strategy under way take no further step."""
-        return self in (Reason.PHASE, Reason.END)
+        return self is Reason.PHASE or self >= Reason.END
 
 
 class Rest(NamedTuple):

@@ -230,9 +230,9 @@ class Phases:
             exchange.exact_mean_of_buffers(self.worker, kept.buffers_weight)
         self.member.open(fresh=True)
 
-    def finish(self) -> Kept:
+    def finish(self, reason: Reason = Reason.END) -> Kept:
         """End, and let all ranks take the parameters that were learnt. Collective."""
-        kept = self._rest(Rest(Reason.END))
+        kept = self._rest(Rest(reason))
         self._take_model()
         return kept
 
@@ -240,7 +240,7 @@ class Phases:
         """End the phase under way, and begin it anew with what `renew` puts in place: all ranks
         take the parameters of the first one, and the moments that they inherit. Collective.
         """
-        kept = self.member.rest(Rest(Reason.END))
+        kept = self.member.rest(Rest(Reason.RESTART))
         self._take_model()
         renew(kept)
         self.member = self._under_way.join(self.worker)

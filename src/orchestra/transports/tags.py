@@ -22,7 +22,6 @@ class Tag(enum.IntEnum):
     READY = 12
     REPLICAS = 13
     NATIVE = 14
-    GOES_ON = 15
 
     # between workers and servers
     REQUEST = 16

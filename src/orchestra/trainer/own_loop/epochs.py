@@ -15,7 +15,7 @@ from orchestra.strategies.traits import Pace
 from orchestra.trainer.own_loop.dealer import Dealer
 from orchestra.trainer.own_loop.passes import BackwardPasses, Count
 from orchestra.trainer.own_loop.rank import OwnRank
-from orchestra.trainer.own_loop.strategy_state import Command, StrategyState
+from orchestra.trainer.own_loop.strategy_state import StrategyState
 from orchestra.trainer.own_loop.weights import SampleWeights
 
 ENDED = (
@@ -198,15 +198,13 @@ class Epochs:
         self._dealer.follow(self._rank, self.epoch)
 
     def _end(self) -> None:
-        command = None
         self._passes.end_epoch()
         if self._rank.is_worker():
             self.rest(Reason.EPOCH)
         else:
-            command = self.serve()
-        self._agree()
-        if command is not None:
-            self.end_loop(command)
+            self.serve()
+        if not self.ended:
+            self._agree()
         self._in_epoch = False
         self.taken = 0
         self.epoch += 1
@@ -263,40 +261,36 @@ class Epochs:
             self._end()
         self.is_over()
 
-    def serve(self, *, until_saved: bool = False) -> Command | None:
-        """Serve to the end of the workers' epoch; return a command that ended the loop, if any."""
-        rank, state = self._rank, self._state
+    def serve(self, *, until_saved: bool = False) -> None:
+        """Serve to the end of the workers' epoch, or of this loop."""
+        rank = self._rank
         rank.worker.reporter.phase("serving")
-        # for torch's schedulers
-        rank.optimizer._opt_called = True  # type: ignore[attr-defined]
-        last = None
-        while not rank.is_worker():
-            paused = rank.phases.serve()
-            if paused is None:
-                command = state.hear()
-                if command not in (Command.RESTART, Command.RESUME):
-                    rank.ended, last = True, command
+        rank.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers
+        while not rank.is_worker() and not self.ended:
+            reason = self._state.serve()
+            if reason in (Reason.END, Reason.NEXT_LOOP):
+                self._note_end(reason)
+            elif reason is Reason.SAVE:
+                self.collect()
+                if until_saved:
                     break
-            elif paused.rest.reason is not Reason.PHASE:
-                state.rest(paused.rest.reason)
-                if paused.rest.reason is Reason.SAVE:
-                    self.collect()
-                    if until_saved:
-                        break
-                elif paused.rest.reason is Reason.AGREEMENT:
-                    self._agree()
-                elif paused.rest.reason is Reason.EPOCH:
-                    break
+            elif reason is Reason.AGREEMENT:
+                self._agree()
+            elif reason is Reason.EPOCH:
+                break
         rank.worker.reporter.phase("training")
-        return last
 
-    def end_loop(self, command: Command) -> None:
-        """End the loop; `command` tells whether the script goes on with another one."""
+    def end_loop(self, *, goes_on: bool) -> None:
+        """End this loop, and leave in order; the script may go on with another one."""
+        if not self.ended:
+            reason = Reason.NEXT_LOOP if goes_on else Reason.END
+            self._state.end(reason)
+            self._note_end(reason)
+
+    def _note_end(self, reason: Reason) -> None:
         self.begun = self._rank.ended = True
         self.left = False
-        self._goes_on = command is not Command.OVER
-        if command is Command.HANDS_OVER:
-            self._state.hand_over()
+        self._goes_on = reason is Reason.NEXT_LOOP
 
     # Saving and resuming
 

@@ -371,12 +371,11 @@ class OwnLoop:
     def finish(self, *, goes_on: bool = False) -> None:
         """End this loop, and leave in order, whatever the others still do.
 
-        Ranks that serve are told whether the script `goes_on` with another loop.
+        Ranks that serve learn whether the script `goes_on` with another loop.
         """
         if goes_on:
             self.worker.reporter.phase("training")
-        if not self._rank.ended:
-            self._epochs.end_loop(self._state.leave(goes_on=goes_on))
+        self._epochs.end_loop(goes_on=goes_on)
 
     def close(self, *, handed_over: bool) -> None:
         """Release the model, and the optimizer if it is `handed_over`. Called after `finish`."""

@@ -117,6 +117,7 @@ class Saver:
         if not rank.alike(digest([position, _parameters_in(ranks)])):
             raise InputError(f"{where}: workers load unlike states: give all the same one")
         self._state.load(state)
+        self._dealer.item = None  # of the queue before, which nobody has to be told of
         self._go_on(position, ranks[str(rank.worker.rank)]["order"])
 
     def start_at(self, batch: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from orchestra import exchange
 from orchestra.coordinator.rest import Reason
-from orchestra.errors import InputError, PeerLost
+from orchestra.errors import InputError
 from orchestra.optimizers import spec
 from orchestra.optimizers.state import capture, restore
 from orchestra.strategies.phases import Phases
@@ -19,19 +18,7 @@ from orchestra.strategies.traits import Partition
 from orchestra.trainer import checkpoints
 from orchestra.trainer.own_loop.checks import LOADED, Hook
 from orchestra.trainer.own_loop.rank import OwnRank
-from orchestra.transports.protocol import send_unless_lost
-from orchestra.transports.tags import Tag
 from orchestra.worker.batches import map_tensors
-
-
-class Command(enum.IntEnum):
-    """The first worker's word to ranks that serve, as all workers leave: what follows."""
-
-    OVER = 0  # the script is over
-    GOES_ON = 1  # it goes on with another loop
-    RESTART = 2  # the strategy starts anew, with what the user has loaded
-    RESUME = 3  # it goes on from a state
-    HANDS_OVER = 4  # as GOES_ON; first all optimizers get the moments that lie in parts
 
 
 class StrategyState:
@@ -167,7 +154,6 @@ class StrategyState:
                 "known from which it would count: load before the epoch, or set work='equal' in "
                 "distribute"
             )
-        self._tell(Command.RESTART)
         parameters = rank.worker.named_parameters()
         self._restart(spec.export_moments(self._optimizer, parameters) if moved else None)
         return True
@@ -184,7 +170,7 @@ class StrategyState:
             loaded, worker.step.consumed, options = rank.hand_out(lambda _: own)
             put_back()
             self._set_options(options)
-            if loaded is None and rank.phases.traits.optimizer is not Partition.REPLICATED:
+            if loaded is None and self._moments_are_apart:
                 loaded = self._all_moments()
             worker.inherited = loaded or {}
 
@@ -249,13 +235,12 @@ class StrategyState:
     def load(self, state: Mapping[str, Any]) -> None:
         """Collective over the workers, and the ranks that serve: go on from a `state` that fits."""
         self._loaded_model = self._loaded_moments = self._collected = False
-        self._tell(Command.RESUME)
         self._resume(state["ranks"], [state["position"]["consumed"], state["groups"]])
         self._rank.steps = state["position"]["steps"]
 
     def _resume(self, ranks: Mapping[str, Any], common: Any) -> None:
         rank, worker = self._rank, self._rank.worker
-        rank.phases.finish()
+        rank.phases.finish(Reason.RESUME)
         exchange.wait_for_everyone(worker)
         own, (consumed, groups) = rank.hand_out(lambda number: [ranks[str(number)], common])
         parameters = worker.named_parameters()
@@ -272,59 +257,56 @@ class StrategyState:
             self._restoring = False
         self._inherited = True
 
-    # What ranks that serve hear as all workers leave
+    # Ranks that serve
 
-    def _tell(self, command: Command) -> None:
-        """Let the first worker tell ranks that serve what follows; called before workers stop."""
-        first, serving = self._rank.places()
-        if self._rank.worker.rank == first:
-            transport = self._rank.worker.transport
-            for rank in serving:
-                send_unless_lost(transport, torch.tensor([command]), rank, Tag.GOES_ON)
+    def serve(self) -> Reason:
+        """On a rank without data, serve until all workers rest; return why they do.
 
-    def hear(self) -> Command:
-        """On a rank that serves and has stopped: return what follows; restart or resume here."""
-        first, _ = self._rank.places()
-        try:
-            transport = self._rank.worker.transport
-            command = Command(int(transport.receive(first, Tag.GOES_ON).wait()))
-        except PeerLost:
-            return Command.OVER
-        if command is Command.RESTART:
+        Where the strategy begins anew, goes on from a state, or ends, that is done here.
+        """
+        paused = self._rank.phases.serve()
+        reason = Reason.END if paused is None else paused.rest.reason
+        if reason is Reason.RESTART:
             self._restart(None)
-        elif command is Command.RESUME:
+        elif reason is Reason.RESUME:
             self._resume({}, None)
-        return command
+        elif reason.ends and reason is not Reason.PHASE:
+            self.end(reason)
+        elif reason is not Reason.PHASE:  # whose next one has begun
+            self.rest(reason)
+        return reason
 
     # The end
 
-    def leave(self, *, goes_on: bool) -> Command:
-        """Stop the strategy; return what follows. What was loaded last stays in the model."""
-        rank, command = self._rank, Command.GOES_ON if goes_on else Command.OVER
-        works = rank.is_worker()
-        if works:
-            if goes_on and not rank.whole and not self._loaded_moments:
-                command = Command.HANDS_OVER
-            self._tell(command)
+    def end(self, reason: Reason) -> None:
+        """Collective over all ranks: end the strategy; what was loaded last stays in the model.
+
+        Before the NEXT_LOOP every rank's optimizer gets all moments.
+        """
+        rank = self._rank
         put_back = rank.worker.keep() if self._loaded_model else None
-        self._kept = rank.phases.finish()
+        self._kept = rank.phases.finish(reason)
         if put_back is not None:
             put_back()
-        return command if works else self.hear()
+        if reason is Reason.NEXT_LOOP and self._moments_are_apart:
+            self._install(self._all_moments())
 
-    def hand_over(self) -> None:
-        """Collective, after the end: every rank's optimizer gets all moments."""
-        self._install(self._all_moments())
+    @property
+    def _moments_are_apart(self) -> bool:
+        """True if no worker's optimizer has all moments; the same on all ranks."""
+        return self._rank.phases.traits.optimizer is not Partition.REPLICATED
 
     def _all_moments(self) -> spec.Moments:
-        """Collective: return the moments of all parts, as they were at the last rest."""
+        """Collective: return all moments, as they were at the last rest, or were loaded since."""
         rank, worker = self._rank, self._rank.worker
         first = rank.places()[0]
         gathered = rank.gather(self._own_moments(), first)
         if worker.rank != first:
             received: spec.Moments = checkpoints.receive_state(worker.transport, first, {})
             return received
-        joined = self._joined(gathered.values())
+        moments = self._joined(gathered.values())
+        if self._loaded_moments:
+            moments = spec.export_moments(self._optimizer, worker.named_parameters())
         for other in gathered.keys() - {first}:
-            checkpoints.send_state(worker.transport, joined, other)
-        return joined
+            checkpoints.send_state(worker.transport, moments, other)
+        return moments
