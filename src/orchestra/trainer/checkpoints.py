@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from orchestra import exchange
-from orchestra.collectives import all_reduce, broadcast, receive_object, send_object
+from orchestra.collectives import all_reduce, receive_object, send_object
 from orchestra.errors import PeerLost, RunFailed
 from orchestra.optimizers.state import capture, random_state, restore, restore_random_state
 from orchestra.settings.base import Mismatch
@@ -40,8 +40,6 @@ from orchestra.worker.worker import Worker
 KEEP = 2
 MANIFEST = "manifest.json"
 DOOMED = ".deleted"
-
-
 TENSOR = "$tensor"
 
 S = TypeVar("S")
@@ -205,8 +203,6 @@ class SnapshotFiles:
         """Undo `write`. A snapshot is lost where the file of one of its `parts` is not whole."""
         self._written, self.lost = {}, set()
         for part in parts:
-            if "sha256" not in part:
-                continue
             sha = part.pop("sha256")
             path = self._folder / f"{index:04d}" / self._name(sha)
             with contextlib.suppress(OSError):
@@ -241,12 +237,9 @@ class CollectiveCheckpoints:
         """
         worker = self._worker
         found = self._whole(below) if worker.rank == leader else iter(())
-        chosen = torch.full((1,), -1, dtype=torch.int64)
         while True:
-            chosen[0] = next(found, -1)
-            broadcast(worker.transport, chosen, leader, worker.everyone, Tag.CHECKPOINT)
-            index = int(chosen)
-            if index < 0:
+            index: int = exchange.agree_on_data(worker, next(found, 0), leader)
+            if not index:
                 return None
             saved = self._fitting(index, read)
             if not exchange.wait_for_everyone(worker, int(saved is None)):
@@ -352,7 +345,7 @@ def resume(worker: Worker, strategy: Strategy, saved: Mapping[str, Any]) -> Phas
             restore(buffer, saved["buffers"][name])
     # An average that is still on its way is applied at the rates of the last step, and a run that
     # resumes at the end of its budget has no step any more.
-    worker.step.rates = tuple(saved.get("rates", ()))
+    worker.step.rates = tuple(saved["rates"])
     phases = Phases(strategy, worker, saved["strategy"])
     # After `resume`, as a strategy that starts a phase may scale the rates, too.
     worker.rate_scale = saved["rate_scale"]

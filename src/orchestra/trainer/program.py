@@ -77,10 +77,9 @@ class Saved:
     totals: Totals
     measures: Measures
     snapshots: list[Contribution]
+    rates: tuple[float, ...]
+    shares: tuple[float, ...]
     rate_scale: float = setting(REQUIRED, "of the learning rates", low=0, high=1e9)
-    # Checkpoints from before there were rates, measured shares and balancing lack these.
-    rates: tuple[float, ...] = ()
-    shares: tuple[float, ...] = ()
     balance: BalanceState | None = None
 
 
