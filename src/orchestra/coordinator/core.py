@@ -9,15 +9,19 @@ from statistics import fmean
 from orchestra.coordinator.batches import BatchQueue, Observer, earliest
 from orchestra.coordinator.events import (
     Done,
+    Ended,
     Event,
     Free,
     Instruction,
     Lost,
     RestAt,
     Rested,
+    Settle,
+    Settled,
     Started,
     Take,
     Wait,
+    Wish,
 )
 from orchestra.coordinator.rest import Reason, Rest
 
@@ -52,11 +56,17 @@ class Coordinator:
         self._waiting: set[int] = set()  # workers that were told to wait, and will ask again
         self._idle: set[int] = set()  # workers that have asked again
         self._gone = set(gone)
+        self._ended: set[int] = set()  # workers that have done their batches, and left
         self._returned: list[Take] = []
         for observer in queue.observers:
             if observer.fired:
                 self._due = observer.level
         self._deal()
+
+    @property
+    def over(self) -> bool:
+        """True once all workers have left, or are lost."""
+        return self._size_of.keys() <= self._gone | self._ended
 
     @property
     def idle(self) -> Set[int]:
@@ -69,27 +79,21 @@ class Coordinator:
         A worker that asks comes first, before those that have waited.
         """
         asking = None
+        told: Told = []
         for event in events:
-            kind = type(event)
-            if kind is Done:
-                self._done(event)  # type: ignore[arg-type]
-            elif kind is Rested:
-                # Not where all rest for something else, and some workers go on with their batches.
-                if self._size_of.keys() - self._gone <= self._resting:
-                    self._deal()
+            if isinstance(event, Done):
+                self._done(event)
+            elif isinstance(event, Free):
+                asking = self._free(event.worker)
+            elif isinstance(event, Started):
+                asking = self._started(event.worker)
+            elif isinstance(event, Settle):
+                # The reports of the worker came before, and were observed at once.
+                told.append((event.worker, Settled()))
             else:
-                worker = event.worker  # type: ignore[union-attr]
-                if kind is Free:
-                    asking = self._free(worker)
-                elif kind is Started:
-                    asking = self._started(worker)
-                elif kind is Lost:
-                    self._lose(worker)
-                # Where some workers are to rest and go on, all of them go on: the user's wish comes
-                # again with the next batch.
-                elif not self._resting:
-                    self._closed = True
-        told = [] if asking is None else [(asking, self._instruct(asking))]
+                self._note(event)
+        if asking is not None:
+            told.append((asking, self._instruct(asking)))
         if self._idle:
             for worker in sorted(self._idle):
                 if self._has_to_wait():
@@ -97,6 +101,24 @@ class Coordinator:
                 self._idle.discard(worker)
                 told.append((worker, self._instruct(worker)))
         return told
+
+    def _note(self, event: Event) -> None:
+        """Take note of an event that asks for nothing."""
+        if isinstance(event, Rested):
+            # Not where all rest for something else, and some workers go on with their batches.
+            if self._size_of.keys() - self._gone <= self._resting:
+                self._deal()
+        elif isinstance(event, Ended):
+            self._ended.add(event.worker)
+        elif isinstance(event, Lost):
+            if event.worker not in self._ended:
+                self._lose(event.worker)
+        else:
+            assert isinstance(event, Wish)
+            # Where some workers are to rest and go on, all of them go on: the user's wish comes
+            # again with the next batch.
+            if not self._resting:
+                self._closed = True
 
     def _free(self, worker: int) -> int | None:
         """Return `worker`, or None if it was told to wait before."""

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from orchestra.exchange.agreement import *  # noqa: F403
     from orchestra.exchange.average import *  # noqa: F403
     from orchestra.exchange.channel import *  # noqa: F403
-    from orchestra.exchange.common_step import *  # noqa: F403
     from orchestra.exchange.compression import *  # noqa: F403
     from orchestra.exchange.consensus import *  # noqa: F403
+    from orchestra.exchange.control import *  # noqa: F403
     from orchestra.exchange.servers import *  # noqa: F403
     from orchestra.exchange.shards import *  # noqa: F403
     from orchestra.exchange.stages import *  # noqa: F403
 else:
     __getattr__ = lazy_package(
         __name__, "agreement", "average", "compression", "consensus", "servers", "channel",
-        "shards", "common_step", "stages",
+        "shards", "control", "stages",
     )  # fmt: skip

@@ -25,7 +25,7 @@ from orchestra.strategies.traits import Dealing, Pace, Traits
 
 if TYPE_CHECKING:
     from orchestra.coordinator.events import Done
-    from orchestra.exchange import CommonStep, Kept
+    from orchestra.exchange import Fence, Kept
     from orchestra.parameter_server.messages import QuietPoint
     from orchestra.strategies.member import Member
     from orchestra.worker.batches import Batch
@@ -66,7 +66,7 @@ class Watch:
     Where workers take batches from a queue in place of steps, `rule` and `steps` are those of the
     sample number `begun`, at which that began. On the rank that holds the queue a rule that
     observes goes on meanwhile, and has `fired` where the queue is to end. `queue` is that queue.
-    Where workers do not decide alike, `leaving` finds the step after which all leave.
+    Where workers do not decide alike, `fence` finds the step after which all leave.
     """
 
     rule: RuleState
@@ -74,7 +74,7 @@ class Watch:
     begun: int | None = None
     fired: bool = False
     queue: BatchQueue | None = field(init=False, default=None)
-    leaving: CommonStep | None = field(init=False, default=None)
+    fence: Fence | None = field(init=False, default=None)
 
 
 class Phases:
@@ -208,13 +208,13 @@ class Phases:
     def _rest(self, rest: Rest) -> Kept:
         kept = self.member.rest(rest)
         for watch in self._watches.values():
-            if watch.leaving is None:
+            if watch.fence is None:
                 continue
             if rest.reason.ends:
-                watch.leaving.close()
-                watch.leaving = None
+                watch.fence.close()
+                watch.fence = None
             elif kept.complete:
-                watch.leaving.settle()
+                watch.fence.settle()
         return kept
 
     def go_on(self) -> None:
@@ -262,8 +262,8 @@ class Phases:
         """
         worker = self.worker
         for watch in staying.values():
-            if watch.leaving is not None:
-                watch.leaving.settle()
+            if watch.fence is not None:
+                watch.fence.settle()
         kept = self._rest(Rest(Reason.PHASE, level))
         self._take_model()
         if self._has_own_buffers:
@@ -390,7 +390,7 @@ class Phases:
                 worker.reporter.expendable(False)  # it announces the step to leave after
             if switch.is_announced and worker.rank in worker.workers.ranks:
                 observe = functools.partial(switch.when.observe, watch.rule)
-                watch.leaving = exchange.CommonStep(
+                watch.fence = exchange.Fence(
                     worker, steps=watch.steps, level=number + 1, observe=observe
                 )
                 worker.gradients.measures_square |= switch.when.reads_gradients
@@ -401,15 +401,15 @@ class Phases:
         """
         worker = self.worker
         report: tuple[float, ...] = ()
-        if any(watch.leaving is not None for watch in self._watches.values()):
+        if any(watch.fence is not None for watch in self._watches.values()):
             report = (*self._report(), worker.gradients.square, square)
         for number, watch in self._watches.items():
             watch.steps += 1
-            if watch.leaving is None:
+            if watch.fence is None:
                 watch.fired = self._switch(number).when.observe(watch.rule, worker.step)
             else:
-                watch.leaving.report(watch.steps, worker.step.samples, *report)
-                watch.fired = watch.leaving.reached(watch.steps, wish=False)
+                watch.fence.report(watch.steps, worker.step.samples, *report)
+                watch.fired = watch.fence.reached(watch.steps, wish=False)
         return [number for number, watch in self._watches.items() if watch.fired]
 
     def _report(self) -> tuple[float, ...]:

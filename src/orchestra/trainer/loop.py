@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestra.coordinator.batches import BatchQueue
-from orchestra.coordinator.events import Finish, Take, Wait
+from orchestra.coordinator.events import Finish, RestAt, Take, Wait
 from orchestra.coordinator.planned import PlannedWork
 from orchestra.coordinator.rest import Reason
 from orchestra.data import DataPlan, Shares, apportion, plan_of
 from orchestra.data.feed import Feed, Samples
 from orchestra.errors import RunFailed
-from orchestra.exchange import CommonStep
+from orchestra.exchange import Fence
 from orchestra.settings.base import setting
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.phases import Phases
@@ -72,7 +72,7 @@ class Loop(ABC):
     shares: Shares = ()  # measured, of the ranks' parts wherever workers step together
     balancer: Balancer | None = None  # changes these parts as the run goes on, if a rule says so
     stopped = False  # the user's stop was agreed on
-    _leaving: CommonStep | None = None
+    _fence: Fence | None = None
 
     @abstractmethod
     def _samples(self, shares: Shares) -> Samples:
@@ -120,7 +120,7 @@ class Loop(ABC):
             worker.reporter.phase("leaving")  # a worker that is stopped is not waited for any more
             item = source.take()
             worker.reporter.phase("training")
-        assert not isinstance(item, Wait)
+        assert isinstance(item, Take | RestAt | Finish)
         if isinstance(item, Take):
             if source is None:
                 self._step(item)
@@ -263,21 +263,21 @@ class Loop(ABC):
         self.phases.go_on()
 
     def _all_stop(self) -> bool:
-        """Return whether this step is the last: agreed with its loss, or found as a common one."""
+        """Return whether this step is the last: agreed with its loss, or a fence."""
         step = self.worker.step
         if step.loss_is_global or self._traits.pace is Pace.FREE:
             return step.stop
         plan_step = self.position.plan_step
-        if self._leaving is None:
+        if self._fence is None:
             # Made for the first step that needs it: strategies that agree with the loss never do.
-            self._leaving = CommonStep(self.worker, steps=plan_step - 1)
-        return self._leaving.reached(plan_step, wish=step.stop)
+            self._fence = Fence(self.worker, steps=plan_step - 1)
+        return self._fence.reached(plan_step, wish=step.stop)
 
     def _stop_looking(self) -> None:
-        """Collective, after the strategy has stopped: end what finds a common step to leave at."""
-        if self._leaving is not None:
-            self._leaving.close()
-            self._leaving = None
+        """Collective, after the strategy has stopped: end the search for a fence."""
+        if self._fence is not None:
+            self._fence.close()
+            self._fence = None
 
     def _offer_buffers(self, weight: float) -> None:
         """Offer to snapshots the first worker's in synchronous steps, else the mean of all."""

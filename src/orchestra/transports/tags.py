@@ -46,7 +46,7 @@ class Tag(enum.IntEnum):
     PAIR_MEAN = 35
     HAND_OVER = 36
     TAKEN = 37
-    WORK_REQUEST = 38  # to the queue of batches, and from it
+    WORK_REQUEST = 38  # to the queue of batches, and from it: the number after that
     WORK = 39
 
     # between the stages of a pipeline
@@ -66,9 +66,9 @@ class Tag(enum.IntEnum):
     GROUP = 49
     GROUP_VALUES = 50
 
-    # a common step: each level of nesting takes two numbers from here
-    # Above all others, as it grows: level n takes COMMON_STEP + 2 n.
-    COMMON_STEP = 64
+    # a fence: each level of nesting takes two numbers from here
+    # Above all others, as it grows: level n takes FENCE + 2 n.
+    FENCE = 64
 
 
 _NAMES = {tag.value: tag.name.lower() for tag in Tag}

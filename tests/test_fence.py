@@ -1,4 +1,4 @@
-"""A common step is found, whoever wishes for it, at whatever pace the others go."""
+"""A fence is found, whoever wishes for it, at whatever pace the others go."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.simulated import run_ranks as simulate
 from tests.tasks_for_tests import Weight
 from tests.threads import run_ranks
 from tests.waiting import wait_until
 
-from orchestra.exchange import CommonStep, wait_for_everyone
-from orchestra.exchange.common_step import LEASE
+from orchestra.coordinator.fence import LEASE
+from orchestra.exchange import Fence, wait_for_everyone
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.worker import Step, Worker
@@ -53,18 +54,18 @@ class Case:
 
     def _run(self, runtime: Runtime) -> int:
         worker = make_worker(runtime)
-        common = CommonStep(worker, steps=self.started)
+        fence = Fence(worker, steps=self.started)
         own, left = runtime.rank, self.started
         for step in range(self.started + 1, self.steps + 1):
             if own in self.held and step > 2:
                 assert self.held[own].wait(60)
             self._work(runtime)
             left = self.done[own] = step
-            if common.reached(step, wish=step >= self.wishes.get(own, self.steps + 1)):
+            if fence.reached(step, wish=step >= self.wishes.get(own, self.steps + 1)):
                 break
         worker.transport.send(torch.tensor([left]), (own + 1) % self.ranks, TOKEN + 1)
         worker.transport.receive((own - 1) % self.ranks, TOKEN + 1).wait()
-        common.close()
+        fence.close()
         return left
 
     def _work(self, runtime: Runtime) -> None:
@@ -118,9 +119,9 @@ def test_nobody_passes_the_step_while_another_is_slow() -> None:
 def test_without_a_wish_it_costs_a_message_to_oneself_every_few_steps() -> None:
     def program(runtime: Runtime) -> tuple[int, int, int]:
         worker = make_worker(runtime)
-        common = CommonStep(worker)
+        fence = Fence(worker)
         before = runtime.transport.traffic.messages_sent
-        assert not any(common.reached(step, wish=False) for step in range(1, 101))
+        assert not any(fence.reached(step, wish=False) for step in range(1, 101))
         sent = runtime.transport.traffic.messages_sent - before
         return sent, runtime.transport.bytes_sent, LEASE
 
@@ -140,20 +141,38 @@ def test_after_settling_all_reports_have_been_observed() -> None:
 
     def program(runtime: Runtime) -> list[int]:
         worker = make_worker(runtime)
-        common = CommonStep(worker, observe=observe)
+        fence = Fence(worker, observe=observe)
         known = []
         for step in range(1, 31):
-            common.report(step, 1, step, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0)
-            assert not common.reached(step, wish=False)
+            fence.report(step, 1, step, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0)
+            assert not fence.reached(step, wish=False)
             if step % 10 == 0:
-                common.settle()
+                fence.settle()
                 known.append(sum(number <= step for number in heard))
-        common.close()
+        fence.close()
         return known
 
     for ranks in (2, 4):
         heard.clear()
         assert run_ranks(ranks, program) == [[10, 20, 30]] * ranks
+
+
+def test_a_rule_that_fails_ends_the_run_with_its_error() -> None:
+    """The main flows wait for an instruction that will not come."""
+
+    def observe(step: Step) -> bool:
+        raise ValueError("no such rule")
+
+    def program(runtime: Runtime) -> None:
+        fence = Fence(make_worker(runtime), observe=observe)
+        fence.report(1, 1, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0)
+        fence.settle()
+
+    with pytest.raises(ValueError, match="no such rule"):
+        run_ranks(2, program)
+    failure = simulate(2, program).failure
+    assert failure is not None
+    assert "no such rule" in str(failure)
 
 
 def test_everyone_is_observed_together_and_the_wish_for_all_counts() -> None:
@@ -167,14 +186,14 @@ def test_everyone_is_observed_together_and_the_wish_for_all_counts() -> None:
 
     def program(runtime: Runtime) -> int:
         worker = make_worker(runtime)
-        common = CommonStep(worker, observe=observe)
+        fence = Fence(worker, observe=observe)
         for step in range(1, 200):
             wait_for_neighbour(runtime, 3)  # or one has done all before the others begin
             report = (runtime.rank, step + runtime.rank, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0)
-            common.report(step, *report)
-            if common.reached(step, wish=False):
+            fence.report(step, *report)
+            if fence.reached(step, wish=False):
                 break
-        common.close()
+        fence.close()
         return step
 
     left = run_ranks(3, program)
