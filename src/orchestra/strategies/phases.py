@@ -21,7 +21,7 @@ from orchestra.strategies.auto import Auto, CandidateChoice
 from orchestra.strategies.base import Roles, Strategy, restore_state, roles_of, state_of
 from orchestra.strategies.switch import Switch, phases
 from orchestra.strategies.switch_rules import RuleState
-from orchestra.strategies.traits import Dealing, Pace, Traits
+from orchestra.strategies.traits import Dealing, Pace, Traits, WorkMode
 
 if TYPE_CHECKING:
     from orchestra.coordinator.events import Done
@@ -97,6 +97,7 @@ class Phases:
         self._choice: CandidateChoice | None = None
         self._seconds = 0.0  # of this worker alone, up to its last report
         self._phase = 0
+        self._known: tuple[Strategy, WorkMode, Traits] | None = None  # traits that were asked for
         if saved is None:
             self._watch_from(worker.measures.switched_at_step or 0)
         else:
@@ -152,10 +153,16 @@ class Phases:
     @property
     def traits(self) -> Traits:
         """The traits of the phase under way; before a transition free workers count steps alike."""
-        traits = self._under_way.traits(self.worker.work)
+        traits = self._traits_of(self._under_way, self.worker.work)
         if self._watches and traits.pace is Pace.FREE and traits.dealing is Dealing.PLAN:
             return replace(traits, pace=Pace.ROUNDS)
         return traits
+
+    def _traits_of(self, strategy: Strategy, work: WorkMode) -> Traits:
+        """Return traits of `strategy`; made once, since each step asks for them."""
+        if self._known is None or self._known[:2] != (strategy, work):
+            self._known = strategy, work, strategy.traits(work)
+        return self._known[2]
 
     @property
     def _takes(self) -> bool:

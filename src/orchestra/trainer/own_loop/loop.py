@@ -62,6 +62,7 @@ class OwnLoop:
         checks.check_roles(strategy, runtime.ranks)
         checks.check_model(model, optimizer, len(strategy.roles(runtime.ranks).workers))
         self.optimizer, self.strategy = optimizer, strategy
+        self._traits = strategy.traits()  # of all phases
         lead = None
         if isinstance(loader, Batches):
             first, loader = loader.epochs.lead, loader.loader
@@ -244,7 +245,7 @@ class OwnLoop:
     @property
     def _knows_only_steps(self) -> bool:
         """True if the strategy would not learn of a change that anything but `step` makes now."""
-        exact = self._averaged and not self.strategy.traits().phases
+        exact = self._averaged and not self._traits.phases
         return not (exact or self._stepping or self._rank.ended or len(self.worker.workers) == 1)
 
     def before_others_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -307,7 +308,7 @@ class OwnLoop:
         epochs.begin_step()
         self._state.begin_update()
         self._take_changes()
-        if self.strategy.traits().reads_loss and math.isnan(rank.loss):
+        if self._traits.reads_loss and math.isnan(rank.loss):
             raise InputError(
                 f"{self.strategy!r} watches the training loss, which this loop keeps to itself: "
                 "call batches.report(loss.item()) before loss.backward()"
