@@ -200,7 +200,7 @@ class Epochs:
     def _end(self) -> None:
         self._passes.end_epoch()
         if self._rank.is_worker():
-            self.rest(Reason.EPOCH)
+            self._rest(Reason.EPOCH)
         else:
             self.serve()
         if not self.ended:
@@ -209,7 +209,7 @@ class Epochs:
         self.taken = 0
         self.epoch += 1
 
-    def rest(self, reason: Reason) -> None:
+    def _rest(self, reason: Reason) -> None:
         """Wait until nothing is in flight anywhere; servers learn the `reason`."""
         self._state.rest(reason)
         self._passes.rest()
@@ -229,7 +229,7 @@ class Epochs:
     def agree(self) -> None:
         """Let every worker's model hold the agreed parameters in mid-epoch; training can go on."""
         for each in self._in_mid_epoch("agree"):
-            each.rest(Reason.AGREEMENT)
+            each._rest(Reason.AGREEMENT)
             each._agree()
 
     def end_epoch(self) -> None:
@@ -271,7 +271,7 @@ class Epochs:
             if reason in (Reason.END, Reason.NEXT_LOOP):
                 self._note_end(reason)
             elif reason is Reason.SAVE:
-                self.collect()
+                self._collect()
                 if until_saved:
                     break
             elif reason is Reason.AGREEMENT:
@@ -302,12 +302,11 @@ class Epochs:
     def save(self) -> dict[str, Any]:
         """Collective, on a worker: return the states of all ranks on the first worker, by rank."""
         self._take_over()
-        # Servers learn of the saving by this step of the pause
-        self.rest(Reason.SAVE)
-        return self.collect()
+        self._rest(Reason.SAVE)
+        return self._collect()
 
-    def collect(self) -> dict[str, Any]:
-        """Collective over all ranks, with nothing in flight: as `save`."""
+    def _collect(self) -> dict[str, Any]:
+        """Collective over all ranks, at rest: as `save`."""
         return self._state.collect(self.order_state())
 
     def order_state(self) -> dict[str, Any]:

@@ -194,8 +194,8 @@ class StrategyState:
         """Collective over all ranks, at rest: let all have the model that was learnt, and go on."""
         rank = self._rank
         rank.phases.agree(self._kept)
-        if not rank.ended:  # replicas that differ have averaged them; others take the first one's
-            exchange.broadcast_buffers(rank.worker, rank.worker.everyone)
+        # Replicas that differ have averaged buffers; others take the first one's.
+        exchange.broadcast_buffers(rank.worker, rank.worker.everyone)
 
     def collect(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """Collective over all ranks, at rest: return the states of all on the first worker; go on.
@@ -265,12 +265,13 @@ class StrategyState:
         Where the strategy begins anew, goes on from a state, or ends, that is done here.
         """
         paused = self._rank.phases.serve()
+        # At the end of a script workers leave without a rest: others may still train.
         reason = Reason.END if paused is None else paused.rest.reason
         if reason is Reason.RESTART:
             self._restart(None)
         elif reason is Reason.RESUME:
             self._resume({}, None)
-        elif reason.ends and reason is not Reason.PHASE:
+        elif reason in (Reason.END, Reason.NEXT_LOOP):
             self.end(reason)
         elif reason is not Reason.PHASE:  # whose next one has begun
             self.rest(reason)
