@@ -1,4 +1,4 @@
-"""What decides for workers that do not step together, and the flow that carries its messages."""
+"""The flow that carries messages to and from what decides for all workers: fences, and queues."""
 
 from __future__ import annotations
 
