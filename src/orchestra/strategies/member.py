@@ -117,10 +117,15 @@ class ReplicaMember(Member[S]):
     def rest(self, rest: Rest) -> Kept:
         """Land what is in flight; close the queue at the end."""
         self.settle(rest)
-        # Closed before the last snapshot: the queue's last answer tells how much all have consumed,
-        # and a due point may lie between this worker's last batch and that.
         if self.queue is not None and rest.reason.ends:
-            self.queue.close()
-            self.queue = self.worker.source = None
+            self.close_queue()
+            # The queue's last answer tells how much all have consumed, and a due point may lie
+            # between this worker's last batch and that.
             self.worker.snapshots.offer(self.worker.step.consumed, self.worker.parameters)
         return super().rest(rest)
+
+    def close_queue(self) -> None:
+        """Take no more batches. Collective over the workers."""
+        if self.queue is not None:
+            self.queue.close()
+            self.queue = self.worker.source = None

@@ -101,13 +101,14 @@ class PragueMember(ReplicaMember[Prague]):
     def settle(self, rest: Rest) -> None:
         """Wait until all groups have been averaged."""
         if rest.reason.ends:
-            self.groups.close()
+            self.groups.leave()
         else:
             self.groups.settle()
 
     def rest(self, rest: Rest) -> Kept:
         kept = super().rest(rest)
         if rest.reason.ends:
+            self.groups.close()
             self.worker.snapshots.renew(self.worker.step.consumed, self.worker.parameters)
         return kept
 
@@ -262,9 +263,12 @@ class GroupAverage:
         self._perform(_GroupRequest.REST)
         exchange.wait_for_workers(self._worker)
 
-    def close(self) -> None:
-        """Average with those who wait for this worker, until all have left."""
+    def leave(self) -> None:
+        """Average with those who wait for this worker; nobody does afterwards."""
         self._perform(_GroupRequest.LEAVE)
+
+    def close(self) -> None:
+        """After `leave`: wait until all have left."""
         if self._flow is not None:
             self._flow.wait()
 

@@ -227,6 +227,8 @@ class PushMember(ReplicaMember[StochasticGradientPush]):
         self.show()
 
     def rest(self, rest: Rest) -> Kept:
+        if rest.reason.ends:
+            self.close_queue()  # first, so that all have taken their last batch when they drain
         kept = super().rest(rest)
         if rest.reason.ends:
             z = self.x.double() / self.w  # in float32 its mean would not be the final one
@@ -299,10 +301,11 @@ class BackgroundPush(PushMember):
                 sending.wait()
         self.leaving = [(step, sending) for step, sending in self.leaving if step > due]
 
-    def open(self, *, fresh: bool) -> None:
-        super().open(fresh=fresh)
-        if fresh:
-            self.worker.transport.end_background()
+    def rest(self, rest: Rest) -> Kept:
+        """Also end the flows."""
+        kept = super().rest(rest)
+        self.worker.transport.end_background()
+        return kept
 
 
 @dataclass(eq=False)
@@ -459,14 +462,14 @@ class AsynchronousPush(BackgroundPush):
         self.heard = True
         self.add(arrived)
 
-    def learnt(self) -> Iterable[Learnt]:
-        """Cancel the posted receives, by messages to this rank itself; then return x and w."""
+    def settle(self, rest: Rest) -> None:
+        """Also cancel the posted receives, by messages to this rank itself."""
+        super().settle(rest)
         transport = self.worker.transport
         for message in self.arriving:
             transport.send(torch.zeros(0), transport.rank, Tag.MIX).wait()
             message.wait()
         self.arriving.clear()
-        return super().learnt()
 
 
 class MixFirstAsynchronousPush(MixFirst, AsynchronousPush):
