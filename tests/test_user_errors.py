@@ -41,6 +41,8 @@ def arguments(*changes: str, task: str = "fine", strategy: str = "AllReduce") ->
 
 SERVER = "ParameterServer(servers=3)"
 BESIDE = "ParameterServer(servers=3, placement='beside')"
+OWN = "tests.unfinished_plug_ins"
+DECORATE = "is not a dataclass: decorate it with @dataclass"
 CASES = {
     "unknown strategy": (arguments(strategy="AlReduce"), "did you mean 'AllReduce'?"),
     "unknown argument": (arguments(strategy="AllReduce(algoritm=1)"), "did you mean 'algorithm'?"),
@@ -99,6 +101,31 @@ CASES = {
     "nothing to measure": (
         arguments("target={metric: accuracy, at_least: 0.9}", task="untested"),
         "target: the task has neither validation nor test data",
+    ),
+    "a function in a member": (
+        arguments(strategy=f"{OWN}:Keeps"),
+        "KeepsMember.rule: a function cannot be kept in a checkpoint: make it in `open`, as "
+        "field(init=False)",
+    ),
+    "streams in a member": (
+        arguments(strategy=f"{OWN}:Keeps('streams')"),
+        "KeepsMember.rule: a Random cannot be kept in a checkpoint: make it in `open`, as ",
+    ),
+    "an undecorated strategy": (
+        arguments(strategy=f"{OWN}:Undecorated(4)"),
+        f"--strategy: Undecorated {DECORATE}(frozen=True, repr=False)",
+    ),
+    "an undecorated strategy's settings": (
+        ["list", f"{OWN}:Undecorated"],
+        f"Undecorated {DECORATE}(frozen=True, repr=False)",
+    ),
+    "an undecorated member": (
+        arguments(strategy=f"{OWN}:Plain"),
+        f"PlainMember {DECORATE}(eq=False)",
+    ),
+    "a member without an update": (
+        arguments(strategy=f"{OWN}:NoUpdate"),
+        "NoUpdateMember is not complete: it has to define update",
     ),
     "no GPU": (
         arguments("device=cuda"),

@@ -34,7 +34,9 @@ def capture(value: Any) -> Any:
         return {str(key): capture(item) for key, item in value.items()}
     if isinstance(value, Sequence):
         return [capture(item) for item in value]
-    raise AssertionError(f"{type(value).__name__} cannot be kept in a checkpoint: {value!r}")
+    kind = type(value).__name__
+    article = "an" if kind[0].lower() in "aeiou" else "a"
+    raise AssertionError(f"{article} {kind} cannot be kept in a checkpoint")
 
 
 def _opened(value: Any) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import math
 import numbers
 import typing
@@ -337,9 +338,23 @@ def describe(cls: type[Settings]) -> list[Described]:
 
 
 def settings_of(cls: type[Settings]) -> tuple[dataclasses.Field[Any], ...]:
-    """Return the fields that the constructor of `cls` takes, in order: keyword-only ones last."""
+    """Return the fields that the constructor of `cls` takes, in order: keyword-only ones last.
+
+    Raises:
+        InputError: `cls` has settings of its own, and is not decorated.
+    """
+    require_decorated(cls, "@dataclass(frozen=True, repr=False)")
     taken = (field for field in dataclasses.fields(cls) if field.init)
     return tuple(sorted(taken, key=lambda field: bool(field.kw_only)))
+
+
+def require_decorated(cls: type, decorator: str) -> None:
+    """Raise `InputError` if `cls` has fields of its own but lacks the `decorator` of dataclasses.
+
+    Python would take them for plain attributes of the class, without a word.
+    """
+    if "__dataclass_fields__" not in vars(cls) and inspect.get_annotations(cls):
+        raise InputError(f"{cls.__name__} is not a dataclass: decorate it with {decorator}")
 
 
 def type_hints(cls: type) -> dict[str, Any]:

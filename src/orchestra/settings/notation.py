@@ -22,7 +22,7 @@ from functools import cached_property
 from typing import Any
 
 from orchestra.errors import InputError, nearest, text_of
-from orchestra.settings.base import Settings, call_text
+from orchestra.settings.base import Settings, call_text, settings_of
 
 MAX_NESTED = 40  # the most levels of a text that is read, as notation or as YAML
 MAX_DIGITS = 100  # the most digits of a whole number in such a text
@@ -219,8 +219,13 @@ def bound(call: Call, registry: Registry, *, where: str) -> Callable[..., Any]:
     if missing := getattr(target, "__abstractmethods__", None):
         names = ", ".join(sorted(missing))
         raise InputError(f"{where}: {call.name} is not complete: it has to define {names}")
-    # A name in a file may be any function, as os:system: only what says so is called (decision 53).
-    if not (isinstance(target, type) and issubclass(target, Settings)):
+    if isinstance(target, type) and issubclass(target, Settings):
+        try:
+            settings_of(target)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None
+    else:
+        # A name in a file may be any function, as os:system: only what says so is called.
         _require_maker(target, call, registry, where)
     signature = inspect.signature(target)
     _no_bare_text(call, registry, where)

@@ -124,10 +124,12 @@ class Strategy(Settings, ABC):
 
         Raises:
             Mismatch: `saved` does not fit, on some rank. Nothing is open.
+            InputError: the member is made from something that no checkpoint can keep.
         """
         if saved is None and self.traits().partition is Partition.REPLICATED:
             exchange.agree_on_parameters(worker)
         member = self.member(worker)
+        require_keepable(member)
         if saved is not None:
             restore_state(worker, member, saved)
         worker.reporter.expendable(is_expendable(self, worker.rank, worker.budget_ranks))
@@ -168,6 +170,17 @@ def state_of(member: Any) -> dict[str, Any]:
     """Return what a checkpoint keeps of `member`: all that it was made from."""
     made_from = [item.name for item in fields(member) if item.init]
     return {name: getattr(member, name) for name in made_from if name not in ("strategy", "worker")}
+
+
+def require_keepable(member: Any) -> None:
+    """Raise `InputError` if a checkpoint cannot keep a value that `member` was made from."""
+    for name, value in state_of(member).items():
+        try:
+            optimizers.capture(value)
+        except AssertionError as error:
+            raise InputError(
+                f"{type(member).__name__}.{name}: {error}: make it in `open`, as field(init=False)"
+            ) from None
 
 
 def restore_state(worker: Worker, member: Any, saved: Mapping[str, Any]) -> None:

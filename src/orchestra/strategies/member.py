@@ -5,9 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from orchestra import exchange
+from orchestra.errors import InputError
+from orchestra.settings.base import require_decorated
 from orchestra.strategies.base import Strategy, roles_of
 from orchestra.strategies.traits import Dealing
 
@@ -35,6 +37,14 @@ class Member(ABC, Generic[S]):
 
     strategy: S
     worker: Worker
+
+    def __new__(cls, *values: Any, **named: Any) -> Self:
+        """Refuse a class that its author has not completed."""
+        if missing := cls.__abstractmethods__:
+            names = ", ".join(sorted(missing))
+            raise InputError(f"{cls.__name__} is not complete: it has to define {names}")
+        require_decorated(cls, "@dataclass(eq=False)")
+        return super().__new__(cls)
 
     # Between steps
 
