@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import itertools
+import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -83,6 +87,27 @@ def slow(seconds: float, sample: int = 70) -> Task:
             ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
     return task(disturb)
+
+
+def dying(folder: str, deaths: str) -> Task:
+    """Rank r is killed in its n-th step of the first launch, for "r@n", and so on by commas.
+
+    A file in `folder` for each death tells the launches apart.
+    """
+    planned = [tuple(map(int, death.split("@"))) for death in deaths.split(",") if death]
+    launch = len(list(Path(folder).glob("death-*")))
+    rank, step = planned[launch] if launch < len(planned) else (-1, 0)
+    own = os.environ.get("RANK") or multiprocessing.current_process().name.removeprefix("rank ")
+    calls = itertools.count()  # the first one is the warm-up
+
+    def loss(model: torch.nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if next(calls) == step and own == str(rank):
+            (Path(folder) / f"death-{launch}").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return cross_entropy(model, batch)
+
+    plain = task(lambda *_: None)
+    return dataclasses.replace(plain, loss=loss)
 
 
 def diverging() -> Task:

@@ -27,7 +27,8 @@ from orchestra.report.study import Study
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.balancing import BALANCINGS, LBBSP, Balancer, Balancing, Proportional
-from orchestra.trainer.checkpoints import complete, read_rank
+from orchestra.trainer.checkpoint_files import complete
+from orchestra.trainer.checkpoints import read_rank
 from orchestra.trainer.settings import Run, Training
 
 IMAGES = "images(samples=240, dtype='float64')"

@@ -17,7 +17,7 @@ from tests.training import settings
 
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
-from orchestra.trainer import checkpoints
+from orchestra.trainer import checkpoint_files
 from orchestra.trainer.program import train
 
 MOMENTS = "/strategy/member/optimizer/0"
@@ -43,7 +43,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def change(folder: Path, edit: Edit) -> Path:
     """Edit rank 1's file of the checkpoint in `folder`, and make its manifest right again."""
-    path = folder / checkpoints.rank_file(1)
+    path = folder / checkpoint_files.rank_file(1)
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         tree = json.loads(file.metadata()["tree"])
@@ -58,9 +58,9 @@ def parameters(folder: Path) -> bytes:
 
 
 def sign(path: Path) -> None:
-    manifest = path.parent / checkpoints.MANIFEST
+    manifest = path.parent / checkpoint_files.MANIFEST
     content = json.loads(manifest.read_text())
-    content["files"][path.name] = checkpoints.digest(path)
+    content["files"][path.name] = checkpoint_files.digest(path)
     manifest.write_text(json.dumps(content))
 
 
@@ -145,7 +145,7 @@ def test_files_of_two_ranks_that_were_swapped_are_refused(whole: Path, tmp_path:
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     first, second = (
-        folder / "checkpoints" / "0004" / checkpoints.rank_file(rank) for rank in range(2)
+        folder / "checkpoints" / "0004" / checkpoint_files.rank_file(rank) for rank in range(2)
     )
     first.rename(tmp_path / "first")
     second.rename(first)

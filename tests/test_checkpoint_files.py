@@ -12,8 +12,8 @@ from tests.simulated import run_ranks
 from tests.training import settings
 
 from orchestra.strategies.all_reduce import AllReduce
-from orchestra.trainer import checkpoints
-from orchestra.trainer.checkpoints import DamagedCheckpoint
+from orchestra.trainer import checkpoint_files, checkpoints
+from orchestra.trainer.checkpoint_files import DamagedCheckpoint
 from orchestra.trainer.program import train
 from orchestra.trainer.recorder import Recorder, Totals
 from orchestra.worker.worker import Worker
@@ -40,7 +40,7 @@ def member_of(rank: int, index: int = 0) -> dict[str, Any]:
 
 def write(folder: Path, index: int, ranks: int = RANKS) -> None:
     digests = {
-        checkpoints.rank_file(rank): checkpoints.write_rank(
+        checkpoint_files.rank_file(rank): checkpoints.write_rank(
             folder, index, rank, member_of(rank, index)
         )
         for rank in range(ranks)
@@ -66,7 +66,7 @@ def assert_same(one: Any, other: Any) -> None:
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     write(tmp_path, 1)
-    checkpoints.verify(tmp_path, 1, RANKS)
+    checkpoint_files.verify(tmp_path, 1, RANKS)
     for rank in range(RANKS):
         assert_same(checkpoints.read_rank(tmp_path, 1, rank), member_of(rank, 1))
 
@@ -91,33 +91,33 @@ def test_tensors_that_share_memory_are_written_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_one_flipped_bit_is_found_and_named(tmp_path: Path, rank: int, place: int) -> None:
     write(tmp_path, 1)
-    path = tmp_path / "0001" / checkpoints.rank_file(rank)
+    path = tmp_path / "0001" / checkpoint_files.rank_file(rank)
     content = bytearray(path.read_bytes())
     content[place] ^= 1
     path.write_bytes(content)
     with pytest.raises(DamagedCheckpoint, match=f"0001/rank-{rank}.safetensors: its checksum"):
-        checkpoints.verify(tmp_path, 1, RANKS)
+        checkpoint_files.verify(tmp_path, 1, RANKS)
 
 
 def test_a_file_cut_short_is_found_and_named(tmp_path: Path) -> None:
     write(tmp_path, 1)
-    path = tmp_path / "0001" / checkpoints.rank_file(1)
+    path = tmp_path / "0001" / checkpoint_files.rank_file(1)
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(DamagedCheckpoint, match=r"rank-1\.safetensors: its checksum"):
-        checkpoints.verify(tmp_path, 1, RANKS)
+        checkpoint_files.verify(tmp_path, 1, RANKS)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     write(tmp_path, 1)
-    (tmp_path / "0001" / checkpoints.rank_file(1)).unlink()
+    (tmp_path / "0001" / checkpoint_files.rank_file(1)).unlink()
     with pytest.raises(DamagedCheckpoint, match=r"rank-1\.safetensors: missing"):
-        checkpoints.verify(tmp_path, 1, RANKS)
+        checkpoint_files.verify(tmp_path, 1, RANKS)
 
 
 def test_a_rank_that_the_manifest_does_not_know_is_named(tmp_path: Path) -> None:
     write(tmp_path, 1)
     with pytest.raises(DamagedCheckpoint, match=r"rank-2\.safetensors: missing"):
-        checkpoints.verify(tmp_path, 1, RANKS + 1)
+        checkpoint_files.verify(tmp_path, 1, RANKS + 1)
 
 
 @pytest.mark.parametrize(
@@ -127,36 +127,39 @@ def test_a_manifest_that_is_missing_or_damaged_is_named(
     tmp_path: Path, content: str | None
 ) -> None:
     write(tmp_path, 1)
-    manifest = tmp_path / "0001" / checkpoints.MANIFEST
+    manifest = tmp_path / "0001" / checkpoint_files.MANIFEST
     if content is None:
         manifest.unlink()
     else:
         manifest.write_text(content, encoding="latin-1")
     with pytest.raises(DamagedCheckpoint, match=r"0001/manifest\.json"):
-        checkpoints.verify(tmp_path, 1, RANKS)
+        checkpoint_files.verify(tmp_path, 1, RANKS)
 
 
 def test_what_was_interrupted_does_not_count_and_is_written_over(tmp_path: Path) -> None:
     write(tmp_path, 1)
     checkpoints.write_rank(tmp_path, 2, 0, {"interrupted": torch.ones(3)})
-    assert list(checkpoints.complete(tmp_path)) == [1]
+    assert list(checkpoint_files.complete(tmp_path)) == [1]
     write(tmp_path, 2)
-    assert sorted(checkpoints.complete(tmp_path)) == [1, 2]
-    checkpoints.verify(tmp_path, 2, RANKS)
+    assert sorted(checkpoint_files.complete(tmp_path)) == [1, 2]
+    checkpoint_files.verify(tmp_path, 2, RANKS)
     assert not (tmp_path / ".0002").exists()
 
 
 def test_a_damaged_one_is_written_over(tmp_path: Path) -> None:
     write(tmp_path, 1)
-    (tmp_path / "0001" / checkpoints.rank_file(0)).write_bytes(b"damaged")
+    (tmp_path / "0001" / checkpoint_files.rank_file(0)).write_bytes(b"damaged")
     write(tmp_path, 1)
-    checkpoints.verify(tmp_path, 1, RANKS)
+    checkpoint_files.verify(tmp_path, 1, RANKS)
 
 
 def test_the_last_two_are_kept(tmp_path: Path) -> None:
     for index in range(5):
         write(tmp_path, index)
-        assert sorted(checkpoints.complete(tmp_path)) == [max(0, index - 1), index][-(index + 1) :]
+        assert (
+            sorted(checkpoint_files.complete(tmp_path))
+            == [max(0, index - 1), index][-(index + 1) :]
+        )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0003", "0004"]
 
 
@@ -164,11 +167,11 @@ def test_what_a_run_that_begins_anew_writes_is_kept_and_later_numbers_go(tmp_pat
     """It found the later ones damaged. They have to go: they are no use to a run that resumes."""
     for index in (4, 5, 1):
         write(tmp_path, index)
-    assert list(checkpoints.complete(tmp_path)) == [1]
+    assert list(checkpoint_files.complete(tmp_path)) == [1]
 
 
 def test_no_folder_holds_no_checkpoints(tmp_path: Path) -> None:
-    assert list(checkpoints.complete(tmp_path / "none")) == []
+    assert list(checkpoint_files.complete(tmp_path / "none")) == []
 
 
 def test_files_hold_tensors_and_json_and_nothing_to_run(tmp_path: Path) -> None:
@@ -187,12 +190,12 @@ def test_files_hold_tensors_and_json_and_nothing_to_run(tmp_path: Path) -> None:
 def test_what_is_half_deleted_does_not_count(tmp_path: Path) -> None:
     for index in (1, 2):
         digest = checkpoints.write_rank(tmp_path, index, 0, {"step": index})
-        checkpoints.commit(tmp_path, index, {checkpoints.rank_file(0): digest})
+        checkpoints.commit(tmp_path, index, {checkpoint_files.rank_file(0): digest})
     half = tmp_path / f".0001{checkpoints.DOOMED}"
     (tmp_path / "0001").rename(half)  # as a run killed while it deleted leaves it
-    assert sorted(checkpoints.complete(tmp_path)) == [2]
+    assert sorted(checkpoint_files.complete(tmp_path)) == [2]
     digest = checkpoints.write_rank(tmp_path, 3, 0, {"step": 3})
-    checkpoints.commit(tmp_path, 3, {checkpoints.rank_file(0): digest})
+    checkpoints.commit(tmp_path, 3, {checkpoint_files.rank_file(0): digest})
     assert not half.exists()
 
 
@@ -210,13 +213,13 @@ def test_what_has_not_the_name_of_one_is_none_and_is_written_over(tmp_path: Path
     for name in ("\u00b2", "2", "00003", "notes"):
         (tmp_path / name).mkdir()
     (tmp_path / "0002").write_text("a file")
-    assert list(checkpoints.complete(tmp_path)) == [1]
-    assert {path.name for path in checkpoints.others(tmp_path)} == {
+    assert list(checkpoint_files.complete(tmp_path)) == [1]
+    assert {path.name for path in checkpoint_files.others(tmp_path)} == {
         "\u00b2", "2", "00003", "notes", "0002"
     }  # fmt: skip
     write(tmp_path, 2)
-    assert sorted(checkpoints.complete(tmp_path)) == [1, 2]
-    checkpoints.verify(tmp_path, 2, RANKS)
+    assert sorted(checkpoint_files.complete(tmp_path)) == [1, 2]
+    checkpoint_files.verify(tmp_path, 2, RANKS)
 
 
 def test_a_run_that_goes_on_names_what_is_odd_and_removes_what_is_unfinished(
@@ -236,15 +239,14 @@ def test_a_run_that_goes_on_names_what_is_odd_and_removes_what_is_unfinished(
     (folder / "\u00b2").mkdir()
     (folder / ".0001").mkdir()
     (folder / ".0002.deleted").mkdir()
-    (folder / "0004" / checkpoints.MANIFEST).write_text("[" * 100_000)
+    (folder / "0004" / checkpoint_files.MANIFEST).write_text("[" * 100_000)
     found = notices()
     refused = [notice.split(": ")[1] for notice in found[:3]]
-    assert refused == [
-        str(folder / "0005"), str(folder / "\u00b2"), str(folder / "0004" / checkpoints.MANIFEST)
-    ]  # fmt: skip
+    manifest = folder / "0004" / checkpoint_files.MANIFEST
+    assert refused == [str(folder / "0005"), str(folder / "\u00b2"), str(manifest)]
     assert found[3:] == ("resumed from checkpoint 3, step 3",)
     assert not list(folder.glob(".*"))
-    checkpoints.verify(folder, 4, 2)
+    checkpoint_files.verify(folder, 4, 2)
 
 
 def test_lines_of_steps_are_kept_by_their_number(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from orchestra.optimizers.state import capture
 from orchestra.records.report import Point
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
-from orchestra.trainer import checkpoints
+from orchestra.trainer import checkpoint_files, checkpoints
 from orchestra.trainer.program import train
 from orchestra.worker.snapshots import Snapshots
 
@@ -105,7 +105,7 @@ def test_the_files_of_ranks_do_not_grow_with_the_number_of_snapshots(tmp_path: P
         trained(tmp_path / str(number), snapshots=number)
     for rank in range(RANKS):
         none, ten = (
-            (place_of(tmp_path / number, 2) / checkpoints.rank_file(rank)).stat().st_size
+            (place_of(tmp_path / number, 2) / checkpoint_files.rank_file(rank)).stat().st_size
             for number in ("0", "12")
         )
         assert len(parts_of(tmp_path / "12", 2, rank)) == 20  # parameters and buffers
@@ -162,7 +162,7 @@ def test_a_damaged_one_does_not_keep_a_run_from_an_older_checkpoint(
     shutil.copytree(whole("Gossip")[0], folder)
     path = file_of(folder, 1, rank=1, samples=32)
     flip(path)
-    flip(refused := place_of(folder, 2) / checkpoints.rank_file(0))
+    flip(refused := place_of(folder, 2) / checkpoint_files.rank_file(0))
     again, notices = trained(folder)
     assert notices == (
         f"checkpoint refused: {refused}: its checksum is not that of the manifest",
@@ -201,7 +201,7 @@ def test_a_file_that_was_deleted_during_the_run_is_written_again(tmp_path: Path)
         files.write(parts, index, index - 1)
         checkpoints.commit(tmp_path, index, {})
         path = tmp_path / f"{index:04d}" / f"rank-0-{parts[0]['sha256']}.safetensors"
-        assert checkpoints.digest(path) == parts[0]["sha256"]
+        assert checkpoint_files.digest(path) == parts[0]["sha256"]
         path.unlink()
 
 

@@ -23,7 +23,8 @@ from orchestra.settings import parse
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer import setup
-from orchestra.trainer.checkpoints import complete, read_rank
+from orchestra.trainer.checkpoint_files import complete
+from orchestra.trainer.checkpoints import read_rank
 from orchestra.trainer.settings import Training
 
 ONE_SLOW = str(Path(__file__).parent.parent / "examples" / "simulation" / "one_slow.yaml")

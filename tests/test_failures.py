@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,23 @@ def train(task: str, strategy: str, **settings: Any) -> list[str]:
 
 
 class Gate:
-    """A training whose workers wait in mid-epoch, for the test to do something to one rank."""
+    """A training whose workers wait in mid-epoch, for the test to do something to one rank.
 
-    def __init__(self, folder: Path, strategy: str, workers: int, **settings: Any) -> None:
+    `more` is added to its command line.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        strategy: str,
+        workers: int,
+        more: Sequence[str] = (),
+        **settings: Any,
+    ) -> None:
         self.folder = folder
         self.temporary = folder / ("longer-than-the-name-of-a-socket-may-be-" * 3)
         self.temporary.mkdir()
-        words = train(f"gated('{folder}')", strategy, **settings)
+        words = [*train(f"gated('{folder}')", strategy, **settings), *more]
         self.command = started(words, folder, TMPDIR=str(self.temporary))
         self._workers = workers
 

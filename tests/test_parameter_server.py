@@ -16,7 +16,8 @@ from orchestra.errors import InputError
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.switch import Switch
 from orchestra.strategies.switch_rules import AfterSteps
-from orchestra.trainer.checkpoints import complete, read_rank
+from orchestra.trainer.checkpoint_files import complete
+from orchestra.trainer.checkpoints import read_rank
 from orchestra.trainer.own_loop import OwnLoop
 from orchestra.trainer.program import Session
 from orchestra.worker.runtime import Runtime

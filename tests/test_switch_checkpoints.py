@@ -24,7 +24,7 @@ from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.switch import Switch
 from orchestra.strategies.switch_rules import AfterSteps
-from orchestra.trainer import checkpoints
+from orchestra.trainer import checkpoint_files, checkpoints
 from orchestra.trainer.program import train
 from orchestra.trainer.settings import Run
 from orchestra.transports.tags import Tag
@@ -127,7 +127,7 @@ def resumed_from_each(text: str, folder: Path, **options: Any) -> int:
     """How many checkpoints the run leaves; it goes on from each of them."""
     strategy = parse(text, STRATEGIES, where="test")
     whole = told(trained(text, folder / "whole", **options))
-    there = sorted(checkpoints.complete(folder / "whole" / "checkpoints"))
+    there = sorted(checkpoint_files.complete(folder / "whole" / "checkpoints"))
     for index in there:
         name = f"checkpoints/{index:04d}"
         shutil.copytree(folder / "whole" / name, folder / str(index) / name)
@@ -195,7 +195,7 @@ def _one_after_the_other(runtime: Runtime, folder: Path) -> dict[str, list[RankR
         run = run_of(text, checkpoint_every=2)
         whole = folder / label / "whole" / "checkpoints"
         reports[label] = [train(runtime, (run, whole.parent))]
-        for index in sorted(checkpoints.complete(whole)):
+        for index in sorted(checkpoint_files.complete(whole)):
             there = folder / label / str(index)
             if runtime.rank == 0:
                 shutil.copytree(whole / f"{index:04d}", there / "checkpoints" / f"{index:04d}")

@@ -272,6 +272,73 @@ def test_an_expendable_rank_that_does_not_respond_is_killed_and_left_out() -> No
     ]
 
 
+@pytest.mark.parametrize(
+    ("status", "loss"), [(-signal.SIGKILL, True), (-signal.SIGSEGV, True), (0, False), (3, False)]
+)
+def test_a_death_is_a_loss_if_a_signal_caused_it(status: int, loss: bool) -> None:
+    story = Story()
+    story.die(1, status)
+    assert story.detector.ended_by_loss == loss
+
+
+def test_disconnected_stopped_and_silent_ranks_are_losses() -> None:
+    elsewhere = Story(children=False)
+    elsewhere.tell(Disconnected(1))
+    dropped = Story()
+    dropped.silent.add(1)
+    dropped.tell(Disconnected(1))
+    dropped.pass_time(4)
+    stopped = Story()
+    stopped.held.add(2)
+    stopped.pass_time(4)
+    silent = Story()
+    silent.silent.add(2)
+    silent.pass_time(70, busy=(0, 1))
+    parted = Story()  # by the network, as the watcher still hears of both
+    parted.tell(Failed(0, lost(2)))
+    parted.pass_time(4)
+    for story in (elsewhere, dropped, stopped, silent, parted):
+        assert story.detector.ended_by_loss, story.cause
+
+
+def test_exceptions_hangs_and_ctrl_c_are_no_losses() -> None:
+    raised = Story()
+    raised.tell(Failed(0, lost(1)))
+    raised.tell(Failed(1, Failure("ValueError", "bad sample 17")))
+    hung = Story()
+    hung.pass_time(70, busy=(0, 1))
+    deadlocked = Story()
+    for rank in range(3):
+        deadlocked.change(rank, waits_for=((rank + 1) % 3,))
+    deadlocked.pass_time(70)
+    interrupted = Story()
+    interrupted.tell(Interrupted())
+    interrupted.tell(Interrupted())
+    died_as_asked = Story()
+    died_as_asked.tell(Interrupted())
+    died_as_asked.die(1)
+    stopped_by_user_after = Story()
+    stopped_by_user_after.die(1)
+    stopped_by_user_after.tell(Interrupted())
+    for story in (raised, hung, deadlocked, interrupted, died_as_asked, stopped_by_user_after):
+        assert story.cause
+        assert not story.detector.ended_by_loss, story.cause
+
+
+def test_what_follows_from_an_expendable_rank_is_a_loss_unless_that_hung() -> None:
+    for hangs in (False, True):
+        story = Story()
+        story.change(2, expendable=True)
+        story.beat()
+        if hangs:
+            story.pass_time(61, busy=(0, 1))
+        else:
+            story.die(2)
+        story.tell(Failed(0, lost(2)))
+        story.pass_time(4, busy=(1,))
+        assert story.detector.ended_by_loss == (not hangs), story.cause
+
+
 def test_stopped_ranks_alone_do_not_hold_up_the_end() -> None:
     story = Story()
     story.change(2, expendable=True)

@@ -3,7 +3,8 @@
     OrchestraError
     ├── InputError (also a ValueError)      bad input: one line, exit status 2
     ├── RunFailed                           a run ended before its time: exit status 1
-    │   └── RunEnded                        the same, where rank 0 has told this rank
+    │   ├── RunEnded                        the same, where rank 0 has told this rank
+    │   └── RankLost                        the same, for a loss; a restart goes on with the run
     ├── PeerLost                            a rank on the other end of a stream is gone
     └── RunAborted                          another rank ended this run; never a first cause
 
@@ -48,6 +49,11 @@ class RunFailed(OrchestraError):
 
 class RunEnded(RunFailed):
     """The run failed for a cause that this rank was told by the watcher, which tells the user."""
+
+
+class RankLost(RunFailed):
+    """The run lost a rank that it needs: a signal killed or stopped it, its connection closed, or
+    it fell silent. Neither the program nor its input is at fault, so that a restart can help."""
 
 
 class PeerLost(OrchestraError):

@@ -54,6 +54,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.option("--seed", "N", "in place of the file's first one", type=int)
     out = "the record's folder (default: a new one in runs/); one of the same run is resumed"
     parser.add_run_options(out)
+    restarts = "restart a run that lost a rank, from its newest checkpoint (default: 0 times)"
+    parser.option("--max-restarts", "N", restarts, type=int, default=0)
     options, launched = parser.read(arguments), detect(os.environ)
     # An agent of torchrun sends it once one rank has ended: the record is still to be written.
     with handling({} if launched is None else {signal.SIGTERM: lambda: None}):
@@ -87,7 +89,9 @@ def _run(options: Namespace, launched: Launched | None) -> int:
 
     for line in idle_nodes([run]):
         print(line)
-    record = make_run(run, experiment, folder, train, on_resume=tell_resumed)
+    record = make_run(
+        run, experiment, folder, train, on_resume=tell_resumed, max_restarts=options.max_restarts
+    )
     print_record(record, run)
     return 0 if record.status == "completed" else 1
 
@@ -102,6 +106,11 @@ def resolve(options: Namespace, launched: Launched | None = None) -> Experiment:
         if options.out is None:
             raise InputError(
                 f"under {launched.launcher} give --out DIR: every rank has to know the folder"
+            )
+        if options.max_restarts:
+            raise InputError(
+                f"--max-restarts: {launched.launcher} has started the ranks, and only it can start "
+                "them again: give torchrun its own --max-restarts"
             )
         # A launcher has said how many ranks there are.
         options.ranks = launched.ranks if options.ranks is None else options.ranks
@@ -197,6 +206,9 @@ def _conditions(record: RunRecord, run: Run) -> Iterator[tuple[str, str]]:
         step = record.switched_at_step
         yield "switched", "never: its rule did not fire" if step is None else f"at step {step}"
     yield from ((f"without rank {rank}", reason) for rank, reason in record.left_out.items())
+    if record.restarts:
+        again = sum(restart["steps_again"] for restart in record.restarts)
+        yield "restarts", f"{len(record.restarts)}; {again} steps were done twice"
 
 
 REPLAY = """\

@@ -99,6 +99,7 @@ class ForkServerLost:
     """The fork server, which starts the ranks and learns how they end, is gone or does not run."""
 
     how: str
+    by_signal: bool  # a signal killed or stopped it
 
 
 Event = OfRank | Interrupted | ForkServerLost

@@ -17,6 +17,8 @@ The rules:
   unlike numbers of steps.
 - A failure that is the consequence of another one waits a moment for the true cause.
 - An expendable rank is left out; any other ends the run.
+- A run that ends because a rank is gone, stopped or silent ends by a loss. An exception, an exit
+  status of the program's own, a hang and Ctrl-C are no losses.
 """
 
 from __future__ import annotations
@@ -75,6 +77,7 @@ class WatchedRank:
     host: str = ""
     disconnected_at: float | None = None
     gone: bool = False  # its process, or its connection where it is nobody's child
+    lost: bool = False  # by a loss, in contrast to a hang or an exit of its own
     settled_at: float | None = None  # when it finished, failed or was left out
 
     @property
@@ -96,6 +99,7 @@ class FailureDetector:
     def __init__(self, ranks: int, limits: Limits, *, start: float, children: bool) -> None:
         self.limits = limits
         self.cause: str | None = None  # why the run fails
+        self._by_loss = False  # that is the loss of a rank
         self.bad_input: str | None = None  # the same, for an input error of the set-up
         self.left_out: dict[int, str] = {}  # why, for each rank that the run goes on without
         self.notices: list[str] = []  # one line each, for the user
@@ -110,6 +114,11 @@ class FailureDetector:
         self._members = {
             rank: WatchedRank(rank, start, start, events.Heartbeat(rank)) for rank in range(ranks)
         }
+
+    @property
+    def ended_by_loss(self) -> bool:
+        """True if the run fails by the loss of a rank, and the user has not asked for its end."""
+        return self._by_loss and not self.stopped
 
     @property
     def over(self) -> bool:
@@ -132,7 +141,7 @@ class FailureDetector:
         if isinstance(event, events.Interrupted):
             self._interrupted()
         elif isinstance(event, events.ForkServerLost):
-            self._fail(event.how)
+            self._fail(event.how, loss=event.by_signal)
         else:
             self._heard(self._members[event.rank], event)
         return self._decided()
@@ -193,10 +202,10 @@ class FailureDetector:
                 member.disconnected_at = self._now
                 if not self._children:  # else the exit status says more, and comes in a moment
                     member.gone = True
-                    self._dead(member, "is gone: its control connection closed")
+                    self._dead(member, "is gone: its control connection closed", loss=True)
             case events.Exited(status=status):
                 member.gone = True
-                self._dead(member, events.exit_text(status))
+                self._dead(member, events.exit_text(status), loss=status < 0)
 
     def _beat(self, member: WatchedRank, beat: events.Heartbeat) -> None:
         back = member.state is State.STOPPED
@@ -220,15 +229,16 @@ class FailureDetector:
             self.bad_input = failure.message
         self._fail(events.failed_text(member.name, failure))
 
-    def _dead(self, member: WatchedRank, how: str) -> None:
+    def _dead(self, member: WatchedRank, how: str, *, loss: bool) -> None:
         if member.state not in (State.DONE, State.FAILED, State.LEFT_OUT):
-            self._lose(member, how)
+            self._give_up(member, how, loss=loss)
 
-    def _lose(self, member: WatchedRank, how: str) -> None:
-        """Go on without a lost rank if it is expendable; else end the run by its name, as in
+    def _give_up(self, member: WatchedRank, how: str, *, loss: bool) -> None:
+        """Go on without a rank if it is expendable; else end the run by its name, as in
         "rank 2 on host was killed by SIGKILL"."""
         if self.cause is not None:
             return
+        member.lost = loss
         if member.beat.expendable:
             self._settle(member, State.LEFT_OUT)
             self.left_out[member.rank] = how
@@ -237,7 +247,7 @@ class FailureDetector:
             self._notice(f"{member.name} {how}; going on without it")
         else:
             refused = self._refused if member.state is State.ABSENT else ()
-            self._fail(f"{member.name} {'; '.join([how, *refused])}")
+            self._fail(f"{member.name} {'; '.join([how, *refused])}", loss=loss)
         self._kill([member])
 
     def _begin_anew(self) -> None:
@@ -267,7 +277,7 @@ class FailureDetector:
         for member in self._members.values():
             ended = member.disconnected_at
             if ended is not None and not member.gone and self._now - ended > self.limits.status:
-                self._dead(member, "closed its control connection")
+                self._dead(member, "closed its control connection", loss=True)
 
     def _silences(self, stopped: Collection[int]) -> None:
         for rank in self.suspects(self._now):
@@ -279,11 +289,11 @@ class FailureDetector:
                 member.seen_at = self._now
             elif self._now - member.seen_at > self.limits.patience:
                 how = f"does not respond: no sign of life for {self.limits.patience:g} s"
-                self._lose(member, how)
+                self._give_up(member, how, loss=True)
 
     def _is_stopped(self, member: WatchedRank) -> None:
         if not member.beat.expendable:
-            self._lose(member, events.STOPPED)
+            self._give_up(member, events.STOPPED, loss=True)
             return
         # Once it runs again its silence counts from here, not from its last beat; it stays a
         # suspect, so that it is asked for again.
@@ -301,10 +311,11 @@ class FailureDetector:
         if lost is not None and lost.state is State.DONE:
             self._parted(lost, member)
         elif lost is None or lost.rank not in self.left_out:
-            self._fail(events.failed_text(member.name, failure))
+            # Ranks may lose each other while the watcher reaches both: a connection that is gone.
+            self._fail(events.failed_text(member.name, failure), loss=lost is not None)
         else:
             consequence = events.failed_text(member.name, failure, "could not go on")
-            self._fail(f"{lost.name} {self.left_out[lost.rank]}; {consequence}")
+            self._fail(f"{lost.name} {self.left_out[lost.rank]}; {consequence}", loss=lost.lost)
 
     def _hangs(self) -> None:
         patience = self.limits.patience
@@ -327,7 +338,7 @@ class FailureDetector:
                     beside = member.beat.waits_for == (member.rank,)
                     waiting[member.rank] = tuple(alive) if beside else member.beat.waits_for
             elif idle > patience * (1 if member.beat.step > 0 else 3) and self._is_awaited(member):
-                self._lose(member, self._idle_text(member, idle))
+                self._give_up(member, self._idle_text(member, idle), loss=False)
         deadlocked = events.stuck(waiting, alive)
         if deadlocked:
             self._deadlocked(deadlocked, over)
@@ -335,7 +346,7 @@ class FailureDetector:
         stopped = self._in(State.STOPPED)
         if stopped and events.stuck(waiting, alive - {m.rank for m in stopped}):
             for member in stopped:  # at a checkpoint, say
-                self._lose(member, "is stopped, and all others wait for it")
+                self._give_up(member, "is stopped, and all others wait for it", loss=True)
 
     def _deadlocked(self, waits: Mapping[int, tuple[int, ...]], over: Collection[int]) -> None:
         early, late = waits.keys() & over, waits.keys() - over
@@ -382,7 +393,7 @@ class FailureDetector:
         waiting = all(m.leaving or m.beat.phase == "serving" for m in others)
         if waiting and not self._in(State.ABSENT) and any(m.leaving for m in others):
             for member in self._in(State.STOPPED):
-                self._lose(member, "was still stopped at the end")
+                self._give_up(member, "was still stopped at the end", loss=True)
 
     def _overstayed(self) -> None:
         self._kill(
@@ -398,9 +409,9 @@ class FailureDetector:
     def _in(self, *states: State) -> list[WatchedRank]:
         return [member for member in self._members.values() if member.state in states]
 
-    def _fail(self, cause: str) -> None:
+    def _fail(self, cause: str, *, loss: bool = False) -> None:
         if self.cause is None:
-            self.cause, self._failed_at = cause, self._now
+            self.cause, self._failed_at, self._by_loss = cause, self._now, loss
             self._instructions.append(events.Abort(cause))
 
     def _kill(self, members: Iterable[WatchedRank]) -> None:

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any, Self
 from orchestra.cluster.units import clock_text
 from orchestra.engines.events import Event, Heartbeat, Interrupted, Joined, Notice
 from orchestra.errors import tell, visible
-from orchestra.records.live import Live, RankNow, Waiting, remove_live, write_live
+from orchestra.records.live import (
+    MAX_NOTICES,
+    Live,
+    RankNow,
+    Waiting,
+    read_live,
+    remove_live,
+    write_live,
+)
 from orchestra.records.report import CounterSeries, StragglerFinding
 from orchestra.records.stragglers import find
 from orchestra.strategies.base import Roles
@@ -31,7 +39,6 @@ LEAST_PAUSE = 50
 """Between two writes, in times of what the last one took since `due`: 2 % of one core at most."""
 BEATS = 20
 """Heartbeats of a rank over which its waits are counted; on processes they span 10 s."""
-MAX_NOTICES = 5
 
 LOOK_SECONDS = 2.0  # between two comparisons
 LASTING_SECONDS = 5.0  # what lasts less is not told
@@ -119,7 +126,10 @@ class LiveFile:
         self._clock = clock
         self._beats: dict[int, Heartbeat] = {}
         self._waits: dict[int, deque[tuple[int, ...]]] = {}
-        self._notices: deque[str] = deque(maxlen=MAX_NOTICES)
+        before = read_live(folder)
+        # A restarted run goes on in the same process, and why it was restarted is still news.
+        own = before is not None and (before.host, before.process) == (gethostname(), os.getpid())
+        self._notices = deque(before.notices if before and own else (), maxlen=MAX_NOTICES)
         self._since: float | None = None
         self._fraction: float | None = None
         self._fraction_then = 0.0

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestra.engines.run import train_run
-from orchestra.errors import InputError
+from orchestra.errors import InputError, tell
 from orchestra.experiments.comparison import Comparison, carry_out
 from orchestra.experiments.experiment import Experiment, only_run
 from orchestra.experiments.file import NOTATIONS, load
@@ -36,6 +36,7 @@ def train(
     seed: int = 0,
     out: str | Path | None = None,
     quiet: bool = False,
+    max_restarts: int = 0,
     **settings: Any,
 ) -> RunRecord:
     """Train `task` under `strategy` on processes of this machine, and return the record.
@@ -54,6 +55,8 @@ def train(
         out: the folder of the run's records; a new one in `runs` by default. With the folder of
             the same run, it is resumed; if it was completed, its record is returned.
         quiet: no progress, no notices.
+        max_restarts: how often a run that lost a rank goes on by itself, from its newest
+            checkpoint; from its beginning without `checkpoint_every`.
         settings: any key of an experiment file: batch_size=64, epochs=5, steps=100,
             optimizer="Adam(lr=1e-3)", schedule="Cosine(warmup=0.1)", clip_norm=1.0 ...
 
@@ -67,7 +70,10 @@ def train(
     experiment = _experiment(None, given | settings)
     run = only_run(experiment, "ranks")
     folder = folder_for(out, f"{experiment.name}-{run.name}")
-    return make_run(run, experiment, folder, partial(train_run, quiet=quiet))
+    return make_run(
+        run, experiment, folder, partial(train_run, quiet=quiet), max_restarts=max_restarts,
+        notify=(lambda _: None) if quiet else tell,
+    )  # fmt: skip
 
 
 def compare(

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from orchestra.cluster.file import load_cluster
+from orchestra.engines.restarts import Restarts
 from orchestra.engines.run import failed_record
-from orchestra.errors import InputError, RunFailed
+from orchestra.errors import InputError, RankLost, RunFailed, tell
 from orchestra.experiments.experiment import Experiment, alone
 from orchestra.experiments.file import to_yaml
 from orchestra.experiments.tracking import tracked
@@ -45,6 +46,8 @@ def make_run(
     *,
     tuned: Mapping[str, Any] | None = None,
     on_resume: Callable[[RunRecord | None], None] | None = None,
+    max_restarts: int = 0,
+    notify: Callable[[str], None] = tell,
 ) -> RunRecord:
     """Claim `folder` for `run`, train, write `summary.json`, release the folder, and return the
     record; that of then where the run was completed there before.
@@ -53,11 +56,14 @@ def make_run(
         experiment: has the run among its own.
         tuned: the settings that were chosen for the run by trials.
         on_resume: called where the folder has this run already, with its record if completed.
+        max_restarts: how often the run goes on from its newest checkpoint after it lost a rank.
+        notify: called with each line about restarts.
 
     Raises:
-        InputError: as `held`, `tracked` and `train` do.
+        InputError: as `Restarts`, `held`, `tracked` and `train` do.
         RunFailed: as `train` does; `summary.json` then has a failed record.
     """
+    restarts = Restarts(run, folder, max_restarts, notify)
     with held(folder, alone(experiment, run)) as resumed:
         completed = next(iter(finished(folder)), None) if resumed else None
         if resumed and on_resume is not None:
@@ -66,23 +72,63 @@ def make_run(
             return completed
         # A run that was retried and killed is under way, and not failed (decision 13).
         (folder / SUMMARY).unlink(missing_ok=True)
-        with tracked(run, experiment, folder) as tracking:
+        restarts.begin()
+        while True:
             try:
-                record = replace(train(run, folder), tuned=tuned or {})
-            except RunFailed as failure:
-                write_failure(run, folder, experiment.name, failure)
+                return _attempt(run, experiment, folder, train, tuned or {}, restarts)
+            except RankLost as loss:
+                if not restarts.follow(loss):
+                    raise
+                try:
+                    restarts.prepare(loss)
+                except KeyboardInterrupt:
+                    write_failure(run, folder, experiment.name, loss, restarts)
+                    raise
+            except InputError as error:
+                if not restarts.made:
+                    raise
+                # The folder holds what was trained before; `held` would remove it.
+                failure = RunFailed(str(error))
+                write_failure(run, folder, experiment.name, failure, restarts)
+                raise failure from None
+
+
+def _attempt(
+    run: Run,
+    experiment: Experiment,
+    folder: Path,
+    train: Callable[[Run, Path], RunRecord],
+    tuned: Mapping[str, Any],
+    restarts: Restarts,
+) -> RunRecord:
+    """Train once, and write `summary.json` unless a restart follows."""
+    with tracked(run, experiment, folder) as tracking:
+        try:
+            record = train(run, folder)
+        except RunFailed as failure:
+            if restarts.follow(failure):
                 raise
-            write_summary(folder, experiment.name, [record])
-            if tracking is not None:
-                tracking.record = record
+            last = restarts.concluded(failure)
+            write_failure(run, folder, experiment.name, last, restarts)
+            raise last from None
+        record = restarts.added_to(replace(record, tuned=tuned))
+        write_summary(folder, experiment.name, [record])
+        if tracking is not None:
+            tracking.record = record
     return record
 
 
 def write_failure(
-    run: Run, folder: Path, experiment: str, failure: RunFailed | InputError
+    run: Run,
+    folder: Path,
+    experiment: str,
+    failure: RunFailed | InputError,
+    restarts: Restarts | None = None,
 ) -> RunRecord:
     """Write the record of a failed run into `folder`, unless the disk is full, and return it."""
     record = failed_record(run, folder, failure)
+    if restarts is not None:
+        record = restarts.added_to(record)
     with suppress(OSError):  # a full disk is the failure itself
         write_summary(folder, experiment, [record])
     return record

@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
 from socket import gethostname
@@ -24,6 +24,7 @@ LIVE = "live.json"
 FRESH_SECONDS = 10.0  # an older file belongs to a run that has ended, unless a lock says otherwise
 MOST_BYTES = 1 << 20
 """The most bytes read at a time. Where more were added, lines at even distances stand for them."""
+MAX_NOTICES = 5  # the newest ones, in `live.json`
 SAMPLES = 64
 MOST = 1e18  # no figure of a step comes near
 MOST_LOGGED = 1e300  # of a number that a strategy logs: means over many are finite, too
@@ -99,6 +100,13 @@ def read_live(folder: Path) -> Live | None:
     except (FileNotFoundError, InputError):
         return None
     return live
+
+
+def add_notice(folder: Path, text: str) -> None:
+    """Add a notice to `live.json`, where the last attempt of a run has left one."""
+    live = read_live(folder)
+    if live is not None:
+        write_live(folder, replace(live, notices=(*live.notices, text)[-MAX_NOTICES:]))
 
 
 def remove_live(folder: Path) -> None:

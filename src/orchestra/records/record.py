@@ -67,6 +67,17 @@ class RankTotals:
 
 
 @dataclass(frozen=True)
+class Restart:
+    """A restart of a run that had lost a rank: an entry of `restarts`."""
+
+    cause: str  # of the end of the run before it, in one line
+    at: float  # when that run had ended, in seconds since 1970
+    checkpoint: int | None  # from which the run went on; None: from its beginning
+    step: int  # of the first worker in that checkpoint
+    steps_again: int  # steps that were done before and were then repeated, the most of any rank
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """One run, summed up over its ranks: an entry of `summary.json`, whose fields docs/records.md
     defines; None where a figure cannot be, or was not known to the version that wrote it.
@@ -121,6 +132,7 @@ class RunRecord:
     threads: int = 1
     by_rank: Sequence[Mapping[str, Any]] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
+    restarts: Sequence[Mapping[str, Any]] = ()
     notices: Sequence[str] = ()
     failure: str | None = None
     cluster: str | None = None
@@ -263,6 +275,7 @@ def read_summary(path: Path) -> list[RunRecord]:
     for record in records:
         plain_value(list[StragglerFinding], list(record.stragglers), str(path))
         plain_value(list[RankTotals], list(record.by_rank), str(path))
+        plain_value(list[Restart], list(record.restarts), str(path))
     return [replace(record, folder=path.parent) for record in records]
 
 

@@ -31,6 +31,15 @@ from orchestra.optimizers.state import capture, random_state, restore, restore_r
 from orchestra.settings.base import Mismatch
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.phases import Phases
+from orchestra.trainer.checkpoint_files import (
+    MANIFEST,
+    DamagedCheckpoint,
+    complete,
+    digest,
+    others,
+    rank_file,
+    verify,
+)
 from orchestra.transports.protocol import Transport, send_unless_lost
 from orchestra.transports.tags import Tag
 from orchestra.worker.snapshots import Contribution
@@ -38,7 +47,6 @@ from orchestra.worker.worker import Worker
 
 # The newest one, and one to fall back on where a file of that is damaged.
 KEEP = 2
-MANIFEST = "manifest.json"
 DOOMED = ".deleted"
 TENSOR = "$tensor"
 
@@ -46,15 +54,6 @@ S = TypeVar("S")
 
 Tensors = dict[str, Tensor]
 """Tensors by the SHA-256 of their type, shape and content."""
-
-
-class DamagedCheckpoint(Exception):
-    """A file of a checkpoint is missing, was changed, or is not of this run."""
-
-
-def rank_file(rank: int) -> str:
-    """Return the name of a rank's file inside a checkpoint."""
-    return f"rank-{rank}.safetensors"
 
 
 def write_rank(folder: Path, index: int, rank: int, state: Any) -> str:
@@ -106,50 +105,11 @@ def _remove(folder: Path, pattern: str) -> None:
             path.unlink(missing_ok=True)
 
 
-def complete(folder: Path) -> Iterator[int]:
-    """Yield the numbers of the checkpoints in `folder`, whole or damaged."""
-    yield from (int(path.name) for path in sorted(folder.glob("*")) if _is_checkpoint(path))
-
-
-def others(folder: Path) -> list[Path]:
-    """Return the paths in `folder` that are no checkpoints, without hidden ones."""
-    return [path for path in sorted(folder.glob("[!.]*")) if not _is_checkpoint(path)]
-
-
-def _is_checkpoint(path: Path) -> bool:
-    """Return whether the name of `path` is one that `commit` gives."""
-    name = path.name
-    # "²" is a digit to `isdigit`, but not to `int`.
-    number = name.isascii() and name.isdigit() and name == f"{int(name):04d}"
-    return number and path.is_dir()
-
-
-def verify(folder: Path, index: int, ranks: int) -> None:
-    """Raise `DamagedCheckpoint` unless every file of checkpoint `index` is as it was written."""
-    place = folder / f"{index:04d}"
-    try:
-        files = dict(json.loads((place / MANIFEST).read_text())["files"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{place / MANIFEST}: {error}") from error
-    for name in (rank_file(rank) for rank in range(ranks)):
-        path = place / name
-        if name not in files or not path.is_file():
-            raise DamagedCheckpoint(f"{path}: missing")
-        if digest(path) != files[name]:
-            raise DamagedCheckpoint(f"{path}: its checksum is not that of the manifest")
-
-
 def read_rank(folder: Path, index: int, rank: int) -> Any:
     """Return the state that `rank` wrote into checkpoint `index`."""
     with safe_open(folder / f"{index:04d}" / rank_file(rank), framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return unpack(json.loads(file.metadata()["tree"]), tensors)
-
-
-def digest(path: Path) -> str:
-    """Return the SHA-256 of a file, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:

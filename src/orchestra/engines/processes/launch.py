@@ -145,7 +145,7 @@ def launch(
 
     Raises `InputError` for a program that cannot be sent to a rank, or one that a rank's program
     raised in its phase "set-up", and `RunFailed` with the first cause in its first line; the
-    failing rank's traceback follows.
+    failing rank's traceback follows. Where that is the loss of a rank, it raises `RankLost`.
     """
     _check_may_launch(ranks)
     payload = _pickled(program, argument)
@@ -251,7 +251,7 @@ def _start(watcher: Watcher, spec: RankSpec, job: Job) -> None:
         try:
             process.start()
         except (EOFError, OSError) as error:
-            raise RunFailed(watcher.server_lost(error)) from None
+            raise watcher.server_lost(error) from None
         if is_first:  # the fork server took the process when its imports were done
             watcher.imported = watcher.age()
     watcher.adopt(spec.rank, process)

@@ -20,7 +20,7 @@ from orchestra.engines import events
 from orchestra.engines.failure_detector import FailureDetector, Limits
 from orchestra.engines.processes.control import BadFrame, Frames, Message, pack
 from orchestra.engines.processes.system import exit_status, is_stopped, machine
-from orchestra.errors import InputError, RunFailed
+from orchestra.errors import InputError, RankLost, RunFailed
 from orchestra.records.report import Counters
 from orchestra.settings.base import from_plain
 from orchestra.transports.handshake import TLS, WATCHER, Reception, address_of, listen
@@ -145,11 +145,18 @@ class Watcher:
         """Watch over the fork server, process `server`: without it no rank starts or is reaped."""
         self._server, self._server_runs_at = server, time.monotonic()
 
-    def server_lost(self, error: Exception) -> str:
+    def server_lost(self, error: Exception) -> RunFailed:
         """Return why the run failed, after the fork server gave `error` in place of a rank."""
         status = None if self._server is None else exit_status(self._server, within=1.0)
-        how = f"does not answer: {error}" if status is None else events.exit_text(status)
-        return self.detector.cause or f"{SERVER} {how}"
+        if self.detector.cause is not None:
+            return self._failure(self.detector.cause)
+        if status is None:
+            return RunFailed(f"{SERVER} does not answer: {error}")
+        text = f"{SERVER} {events.exit_text(status)}"
+        return RankLost(text) if status < 0 else RunFailed(text)
+
+    def _failure(self, cause: str) -> RunFailed:
+        return RankLost(cause) if self.detector.ended_by_loss else RunFailed(cause)
 
     def fail(self, rank: int, error: Exception) -> None:
         """End the run: `rank`, of this process, could not join it."""
@@ -168,12 +175,12 @@ class Watcher:
 
     def outcome(self, read: Callable[[bytes], Any]) -> Outcome:
         """Return the outcome of a run whose ranks are gone; `read` decodes a rank's result. Raises
-        `InputError` or `RunFailed` with the cause, where it has failed."""
+        `InputError` or `RunFailed` with the cause, where it has failed: `RankLost` for a loss."""
         detector, setup = self.detector, dict(self.setup)
         if detector.bad_input is not None:
             raise InputError(detector.bad_input)
         if detector.cause is not None:
-            raise RunFailed(detector.cause)
+            raise self._failure(detector.cause)
         if self.imported and "processes" in setup:
             # A busy launcher may see the end of the imports after the rank that waited for them.
             imported = min(self.imported, setup["processes"])
@@ -245,7 +252,8 @@ class Watcher:
         if status is None and now - self._server_runs_at < self.detector.limits.silence:
             return
         how = events.STOPPED if status is None else events.exit_text(status)
-        self._observe(events.ForkServerLost(f"{SERVER} {how}"))
+        by_signal = status is None or status < 0
+        self._observe(events.ForkServerLost(f"{SERVER} {how}", by_signal))
         if status is None:
             os.kill(self._server, signal.SIGKILL)  # which wakes a launcher that waits for it
         self._server = None

@@ -16,7 +16,7 @@ from orchestra.errors import InputError, RunFailed
 from orchestra.optimizers.state import capture
 from orchestra.strategies.base import roles_of
 from orchestra.strategies.single import Single
-from orchestra.trainer import checkpoints
+from orchestra.trainer import checkpoint_files, checkpoints
 from orchestra.trainer.program import Session
 from orchestra.trainer.recorder import read_order
 from orchestra.trainer.settings import Run
@@ -161,7 +161,7 @@ class Halt:
     def conclude(self) -> dict[int, int]:
         """Keep the states of the ranks that serve, too; return the steps of the workers."""
         for rank in self.sessions:
-            if checkpoints.rank_file(rank) not in self._digests:
+            if checkpoint_files.rank_file(rank) not in self._digests:
                 self._keep(rank)
         checkpoints.commit(self._folder, STATES, self._digests)
         assert self._until is not None
@@ -176,7 +176,7 @@ class Halt:
         """Write what the rank holds, as a checkpoint would keep it, and its gradient."""
         session = self.sessions[rank]
         state = session.checkpoint_state() | {"gradients": session.worker.gradients.current()}
-        name = checkpoints.rank_file(rank)
+        name = checkpoint_files.rank_file(rank)
         self._digests[name] = checkpoints.write_rank(self._folder, STATES, rank, capture(state))
 
 
