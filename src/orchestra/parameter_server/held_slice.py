@@ -7,12 +7,13 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from orchestra.errors import PeerLost
+from orchestra.errors import PeerLost, RunFailed
 from orchestra.parameter_server.how import Application, Correction, SliceRange, WorkerMemory
 from orchestra.parameter_server.messages import (
     Answer,
@@ -275,11 +276,23 @@ class HeldSlice:
         self.application.apply(gradient, self._whole, push, update.used, divisor)
 
     def _correct(self, push: Push, gradient: Tensor) -> float:
-        """Apply the corrections to `gradient`; return what its learning rates are divided by."""
+        """Apply the corrections to `gradient`; return what its learning rates are divided by.
+
+        Raises:
+            RunFailed: a correction returned no such number.
+        """
         divisor = 1.0
         for correction in self.corrections:
             memory = self._memory[push.worker]
-            divisor *= correction.correct(push, gradient, self.values, memory)
+            factor: Any = correction.correct(push, gradient, self.values, memory)
+            is_number = isinstance(factor, Real)
+            if not (is_number and factor > 0):
+                found = factor if is_number else type(factor).__name__
+                raise RunFailed(
+                    f"{type(correction).__name__}.correct() has to return what the learning rates "
+                    f"are divided by, a number above 0; it returned {found}"
+                )
+            divisor *= factor
         return divisor
 
     def all_have_read(self) -> None:

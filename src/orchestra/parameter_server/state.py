@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 from orchestra.coordinator.core import Applied, Coordinator
 from orchestra.coordinator.events import Done, Event, Free, Instruction, Lost, Rested, Wish
+from orchestra.errors import RunFailed, shortened
 from orchestra.parameter_server.messages import Answer, Push
 from orchestra.parameter_server.when import When
 
@@ -139,25 +141,60 @@ class ServerState:
         self.read = dict.fromkeys(self.live, self.version)
 
     def _decide(self) -> Decision:
-        updates = []
         # Kept between changes: with a thousand workers it is too much to form for each push.
         if self._at_work is None:
             self._at_work = frozenset(self.live - self.paused - self.idle)
         at_work = self._at_work
-        for pushes in self.when.ready(self.pending, len(at_work)):
-            for push in pushes:
-                self.pending.remove(push)
-            updates.append(self._account(tuple(pushes)))
+        updates = [self._account(pushes) for pushes in self._take_ready(len(at_work))]
         answers = self._answers(at_work)
         self.read.update((answer.worker, answer.version) for answer in answers)
         # Nothing held, nobody unanswered, and all who are there have paused: nothing is in flight.
         quiet = not self.pending and not self.waiting and self.live <= self.paused
         work = tuple(self._told.items())
+        if not (updates or answers or work):
+            self._require_progress(len(at_work))
         if work:
             self._given.update(work)
             self._told.clear()
             self._at_work = None
         return Decision(tuple(updates), tuple(answers), work, quiet)
+
+    def _take_ready(self, working: int) -> list[tuple[Push, ...]]:
+        """Take the groups of pushes that the rule applies now out of `pending`.
+
+        Raises:
+            RunFailed: the rule returned something else, or left pushes although nobody works.
+        """
+        groups = self.when.ready(self.pending, working)
+        try:
+            taken = [tuple(group) for group in groups]
+            for push in chain.from_iterable(taken):
+                self.pending.remove(push)
+            is_right = all(taken)
+        except (TypeError, ValueError):  # no groups; no push, or one that is not pending
+            is_right = False
+        if not is_right:
+            message = (
+                f"{type(self.when).__name__}.ready() has to return lists of pending pushes, none "
+                f"empty and no push twice; it returned {groups!r}"
+            )
+            raise RunFailed(shortened(message))
+        if self.pending and not working:
+            raise self._left_over("no worker pushes any more: with working=0 it has to return all")
+        return taken
+
+    def _require_progress(self, working: int) -> None:
+        """Raise `RunFailed` if every worker at work waits for its push, and none is applied."""
+        # Each of them has one push that is pending, or an answer that is held back.
+        blocked = len(self.pending) + len(self.waiting) >= working
+        if self.pending and blocked and not self.when.answers_on_arrival:
+            why = f"every worker waits for its answer: with working={working} it has to return some"
+            raise self._left_over(why)
+
+    def _left_over(self, although: str) -> RunFailed:
+        rule, count = type(self.when).__name__, len(self.pending)
+        pushes = f"{count} push{'es' * (count > 1)}"
+        return RunFailed(f"{rule}.ready() left {pushes} unapplied, although {although}")
 
     def _answers(self, at_work: frozenset[int]) -> list[Answer]:
         """Return the answers to workers that may go on."""
