@@ -279,9 +279,41 @@ def test_train_takes_the_one_strategy_of_a_file_and_its_first_seed(
     assert main(["train", "one.yaml"]) == 0
     assert (engine[0][0].name, engine[0][0].seed) == ("ring", 4)
     assert main(["train", "two.yaml"]) == 2
-    assert "holds 2 strategies (ring, single); train takes one" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "holds 2 strategies (ring, single); train takes one: name it with --strategy ring" in (
+        message
+    )
     assert main(["train", "two.yaml", "--strategy", "ParameterServer", "--seed", "6"]) == 0
     assert (engine[1][0].name, engine[1][0].seed) == ("ParameterServer", 6)
+
+
+def test_train_takes_the_strategy_of_a_label(
+    folder: Path, engine: list[tuple[Run, Path]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A label need be no name of Python's, and comes before a strategy that is called the same."""
+    (folder / "many.yaml").write_text(
+        "task: digits\ndevices: {from: cpu, Single: auto}\nstrategies:\n"
+        "  from: LocalSGD(4)\n  one process: Single\n  Single: AllReduce('tree')\n  1: Gossip\n"
+    )
+    taken = [
+        ("from", "LocalSGD(4)", "cpu"),
+        ("one process", "Single()", "cpu"),
+        ("Single", "AllReduce('tree')", "auto"),
+        ("1", "Gossip(", "cpu"),
+        ("AllReduce", "AllReduce('ring')", "cpu"),
+    ]
+    for label, strategy, device in taken:
+        assert main(["train", "many.yaml", "--strategy", label]) == 0
+        run = engine[-1][0]
+        assert run.name == label
+        assert repr(run.strategy).startswith(strategy)
+        assert run.training.device == device
+    changed = ["--set", "strategies.from.every=7"]
+    assert main(["train", "many.yaml", "--strategy", "from", *changed]) == 0
+    assert repr(engine[-1][0].strategy) == "LocalSGD(7)"
+    capsys.readouterr()
+    assert main(["train", "many.yaml", "--strategy", "form"]) == 2
+    assert "--strategy: unknown strategy 'form'" in capsys.readouterr().err
 
 
 def test_a_folder_is_resumed_but_never_overwritten(

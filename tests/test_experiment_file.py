@@ -166,7 +166,7 @@ def test_a_strategy_of_the_users_own_loads_back(write: Write) -> None:
 
 def test_a_strategy_that_lacks_a_half_is_named(write: Write) -> None:
     text = f"task: digits\nstrategies:\n  own: {__name__}:Unfinished\n"
-    with pytest.raises(InputError, match="not complete: it has to define join"):
+    with pytest.raises(InputError, match="not complete: it has to define member"):
         load(write(text))
 
 
@@ -528,7 +528,7 @@ def test_only_completed_runs_are_finished(tmp_path: Path) -> None:
     assert [record.status for record in finished(tmp_path)] == ["completed"]
     empty = (
         "notices", "by_rank", "worker_batches", "shares", "batches", "costs_doubts", "stragglers",
-        "decisions",
+        "decisions", "restarts",
     )  # fmt: skip
     lists: dict[str, Any] = {name: [] for name in empty}
     expected = replace(_record("completed"), folder=tmp_path, **lists)

@@ -40,6 +40,7 @@ EPILOG = """\
 examples:
   orchestra train --task digits --strategy 'ParameterServer(consistency="asynchronous")'
   orchestra train --task my_package.tasks:speech --strategy Single --set batch_size=64
+  orchestra train experiment.yaml --strategy ring
   orchestra train experiment.yaml --engine simulation --cluster 'lan_1gbit(nodes=16)' --ranks 16
   orchestra train experiment.yaml --set strategies.ring.algorithm=parallel --out runs/parallel
 """
@@ -49,7 +50,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser("train", DESCRIPTION, EPILOG)
     parser.add_argument("experiment", nargs="?", type=Path, metavar="EXPERIMENT")
     parser.option("--task", "TASK", "digits, or package.module:function")
-    parser.option("--strategy", "EXPRESSION", "in place of the file's: 'AllReduce(\"ring\")'")
+    strategy = "one of the file's, by its label, or another: 'AllReduce(\"ring\")'"
+    parser.option("--strategy", "STRATEGY", strategy)
     parser.option("--ranks", "N", "processes, servers included", type=int)
     parser.option("--seed", "N", "in place of the file's first one", type=int)
     out = "the record's folder (default: a new one in runs/); one of the same run is resumed"
@@ -116,13 +118,9 @@ def resolve(options: Namespace, launched: Launched | None = None) -> Experiment:
         options.ranks = launched.ranks if options.ranks is None else options.ranks
     given = entries(options, *RUN_SETTINGS, "task", "ranks")
     given["tune"] = Entry(None, "train")  # it tunes nothing
-    if options.strategy is not None:
-        label = read(options.strategy, where="--strategy").name.rpartition(":")[2]
-        given["strategies"] = Entry({label: options.strategy}, "--strategy")
-        given["devices"] = Entry({}, "--strategy")
     if options.seed is not None:
         given["seeds"] = Entry([options.seed], "--seed")
-    return load(options.experiment, options.set, given)
+    return load(options.experiment, options.set, given, strategy=options.strategy)
 
 
 def check_task(text: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -245,7 +246,7 @@ def only_run(experiment: Experiment, source: str) -> Run:
         if len(many) > 1:
             raise InputError(
                 f"{source}: holds {len(many)} {noun} ({', '.join(many)}); train takes one: name "
-                f"it with {option}, or run all with orchestra compare"
+                f"it with {option} {shlex.quote(many[0])}, or run all with orchestra compare"
             )
     return runs(experiment)[0]
 

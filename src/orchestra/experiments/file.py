@@ -48,7 +48,11 @@ KNOWN_KEYS = (*_HEAD, *TRAINING_KEYS, "parameter_groups")
 
 
 def load(
-    path: Path | None, overrides: Sequence[str] = (), given: Mapping[str, Entry] | None = None
+    path: Path | None,
+    overrides: Sequence[str] = (),
+    given: Mapping[str, Entry] | None = None,
+    *,
+    strategy: str | None = None,
 ) -> Experiment:
     """Return the experiment in the file `path`, with changes from a command line.
 
@@ -59,6 +63,7 @@ def load(
         overrides: "key=value" each; a dotted key reaches inside ("optimizer.lr=0.1"). Keys
             without a dot come first, then the dotted ones, each in their order.
         given: whole keys that replace the file's.
+        strategy: the only one of the experiment: a label of the file, or else in the notation.
 
     Raises:
         InputError: one line with the place, what is wrong, and the nearest known key.
@@ -70,6 +75,8 @@ def load(
             # Last, but before the working folder, which a command has put there.
             sys.path.insert(len(sys.path) - (sys.path[-1] == str(Path.cwd())), beside)
     document = _replaced(document, given or {})
+    if strategy is not None:
+        document |= _only(document, strategy)
     pairs = [_pair(text) for text in overrides]
     for key, text, where in pairs:
         # Whole keys first: a dotted key may reach inside of one that is given here, too.
@@ -130,6 +137,21 @@ def _replaced(document: Mapping[str, Entry], given: Mapping[str, Entry]) -> dict
     rivals = {"steps": "epochs", "epochs": "steps"}
     displaced = {rivals[key] for key, entry in given.items() if key in rivals and entry.value}
     return {key: entry for key, entry in document.items() if key not in displaced} | dict(given)
+
+
+def _only(document: Mapping[str, Entry], strategy: str) -> dict[str, Entry]:
+    """Return the keys that tell of strategies, with the label `strategy` alone, or a new one."""
+    nothing = Entry({}, "--strategy")
+    written, devices = document.get("strategies", nothing), document.get("devices", nothing)
+    for label, entry in written.inside.items():
+        if str(label) == strategy:
+            own = mapping(devices, "devices", "{ring: cuda}").get(label)
+            return {
+                "strategies": replace(written, value={label: entry.value}, inside={label: entry}),
+                "devices": nothing if own is None else Entry({label: own.value}, own.where),
+            }
+    name = read(strategy, where="--strategy").name.rpartition(":")[2]
+    return {"strategies": Entry({name: strategy}, "--strategy"), "devices": nothing}
 
 
 def _experiment(document: Mapping[str, Entry], path: Path | None) -> Experiment:
