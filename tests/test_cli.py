@@ -92,6 +92,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
             [*TRAIN, "--strategy", "Quux"],
             "known: AllReduce, Auto, ElasticAveraging, Gossip, Hogwild, Hop, LocalSGD, ",
         ),
+        ([*TRAIN, "--strategy", "doubling"], "'doubling'; known: AllReduce, Auto, ElasticAve"),
         ([*TRAIN, "--strategy", "AftrSteps(3)"], "did you mean 'AfterSteps'?"),
         ([*TRAIN, "--strategy", "LossStable"], "--strategy: expected Strategy, got LossStable"),
         ([*TRAIN, "--out", "own_tasks.py"], "own_tasks.py: is not a folder"),

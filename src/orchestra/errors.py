@@ -119,10 +119,12 @@ def tell(message: object) -> None:
 
 
 def nearest(name: str, known: Iterable[str], others: Iterable[str] = ()) -> str:
-    """The end of a message about an unknown `name`: the nearest of all names, or all `known`."""
-    choices = sorted(known)
-    every = sorted([*choices, *others])
-    name = name[:REPEATED]
+    """The end of a message about an unknown `name`: the nearest of all names, or all `known`.
+
+    One of the `others` has to be near enough to be the same name, misspelt.
+    """
+    choices, name = sorted(known), name[:REPEATED]
+    every = sorted([*choices, *difflib.get_close_matches(name, others, cutoff=0.75)])
     close = difflib.get_close_matches(name, every, n=1, cutoff=0.5)
     if not close:
         by_lower = {choice.lower(): choice for choice in every}
