@@ -64,7 +64,7 @@ class OwnStrategy(Strategy):
 
 @dataclass(frozen=True, repr=False)
 class Unfinished(Strategy):
-    """A strategy that lacks `join`."""
+    """A strategy that lacks `member`."""
 
 
 def own_task(size: int) -> None:

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from orchestra import exchange
-from orchestra.collectives import all_reduce, receive_object, send_object
+from orchestra.collectives import all_reduce, broadcast, receive_object, send_object
 from orchestra.errors import PeerLost, RunFailed
 from orchestra.optimizers.state import capture, random_state, restore, restore_random_state
 from orchestra.settings.base import Mismatch
@@ -198,8 +198,9 @@ class CollectiveCheckpoints:
         worker = self._worker
         found = self._whole(below) if worker.rank == leader else iter(())
         while True:
-            index: int = exchange.agree_on_data(worker, next(found, 0), leader)
-            if not index:
+            chosen = torch.tensor([next(found, 0)])
+            broadcast(worker.transport, chosen, leader, worker.everyone, Tag.CHECKPOINT)
+            if not (index := int(chosen)):
                 return None
             saved = self._fitting(index, read)
             if not exchange.wait_for_everyone(worker, int(saved is None)):
