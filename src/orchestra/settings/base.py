@@ -357,6 +357,19 @@ def require_decorated(cls: type, decorator: str) -> None:
         raise InputError(f"{cls.__name__} is not a dataclass: decorate it with {decorator}")
 
 
+class Completed:
+    """A base of abstract dataclasses that others derive from: one that its author has not completed
+    is refused in one line.
+    """
+
+    def __new__(cls, *values: Any, **named: Any) -> Self:
+        if missing := getattr(cls, "__abstractmethods__", ()):
+            names = ", ".join(sorted(missing))
+            raise InputError(f"{cls.__name__} is not complete: it has to define {names}")
+        require_decorated(cls, "@dataclass(eq=False)")
+        return super().__new__(cls)
+
+
 def type_hints(cls: type) -> dict[str, Any]:
     """Return the annotations of `cls`, evaluated on first use."""
     if cls not in _HINTS:

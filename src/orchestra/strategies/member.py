@@ -5,11 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from orchestra import exchange
-from orchestra.errors import InputError
-from orchestra.settings.base import require_decorated
+from orchestra.settings.base import Completed
 from orchestra.strategies.base import Strategy, roles_of
 from orchestra.strategies.traits import Dealing
 
@@ -26,7 +25,7 @@ S = TypeVar("S", bound=Strategy)
 
 
 @dataclass(eq=False)
-class Member(ABC, Generic[S]):
+class Member(Completed, ABC, Generic[S]):
     """One rank's live end of one phase; `strategy.join(worker)` makes it, and opens it.
 
     Subclasses are dataclasses. What they are made from, beside `strategy` and `worker`, is what a
@@ -37,14 +36,6 @@ class Member(ABC, Generic[S]):
 
     strategy: S
     worker: Worker
-
-    def __new__(cls, *values: Any, **named: Any) -> Self:
-        """Refuse a class that its author has not completed."""
-        if missing := cls.__abstractmethods__:
-            names = ", ".join(sorted(missing))
-            raise InputError(f"{cls.__name__} is not complete: it has to define {names}")
-        require_decorated(cls, "@dataclass(eq=False)")
-        return super().__new__(cls)
 
     # Between steps
 
