@@ -103,7 +103,7 @@ class ServerChannel:
         """Gather the gradient into the flat vector, weighted if servers add it up by parts."""
         self.worker.gradients.collect_rest(1.0 if self.parts is None else self.parts.weight)
 
-    def push(self, into: Tensor) -> list[Answer]:
+    def push(self, *, into: Tensor) -> list[Answer]:
         """Push the gradient of this step; pull flat `into`; return the servers' answers.
 
         `parts` knows by itself where to pull to.

@@ -79,7 +79,7 @@ class AsynchronousWorker(PushingWorker):
     def update(self) -> None:
         """Push the gradient, and go on from the values that come back."""
         self.worker.clip()
-        note_staleness(self.worker, self.channel.push(self.worker.parameters))
+        note_staleness(self.worker, self.channel.push(into=self.worker.parameters))
 
 
 @dataclass(eq=False)
@@ -92,7 +92,7 @@ class SynchronousWorker(PushingWorker):
 
     def update(self) -> None:
         """Push the gradient, and go on from the values that come back."""
-        note_agreement(self.worker, self.channel.push(self.worker.parameters))
+        note_agreement(self.worker, self.channel.push(into=self.worker.parameters))
 
 
 @dataclass(eq=False)
@@ -111,7 +111,7 @@ class AveragingWorker(ServedMember[Strategy]):
         channel.collect()
         if channel.compression is not None:
             channel.compression.begin_sum(worker)
-        note_agreement(worker, channel.push(worker.gradients.vector))
+        note_agreement(worker, channel.push(into=worker.gradients.vector))
         worker.gradients.forget_unused()
 
     def update(self) -> None:
@@ -156,7 +156,7 @@ class BackupWorker(PushingWorker):
             return  # the step was passed over
         assert client is not None
         before = client.clock
-        note_staleness(self.worker, self.channel.push(self.worker.parameters))
+        note_staleness(self.worker, self.channel.push(into=self.worker.parameters))
         # A dropped push skips steps.
         self.missed = Missed(client.clock - before - 1, step.loss, step.consumed)
 
