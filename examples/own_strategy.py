@@ -24,7 +24,7 @@ class DynamicAveraging(Strategy):
     every: int = setting(4, "b: steps between two looks at the distance", low=1)
 
     def traits(self, work: WorkMode = "shared") -> Traits:
-        return replace(super().traits(work), pace=Pace.ROUNDS)  # replicas differ
+        return replace(super().traits(work), pace=Pace.ROUNDS, reads_values=True)  # replicas differ
 
     def member(self, worker: Worker) -> DynamicMember:
         return DynamicMember(self, worker, worker.local_optimizer(), worker.parameters.clone())

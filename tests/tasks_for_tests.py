@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from examples.own_strategy import DynamicAveraging
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset, IterableDataset
@@ -17,6 +18,7 @@ from orchestra.settings import setting
 from orchestra.strategies.all_reduce import AllReduce, AllReduceMember
 from orchestra.strategies.base import Roles
 from orchestra.strategies.local_sgd import LocalSGD
+from orchestra.strategies.traits import Traits, WorkMode
 from orchestra.tasks import Digits, Task, TensorData
 from orchestra.worker.worker import Worker
 
@@ -321,6 +323,14 @@ class Signs(LocalSGD):
     def reduce(self, worker: Worker, state: Any) -> None:
         exchange.keep_gradient(worker)
         worker.gradients.current().sign_()
+
+
+@dataclass(frozen=True, repr=False)
+class ReadsValues(DynamicAveraging):
+    """Reads parameters to decide, and does not say so."""
+
+    def traits(self, work: WorkMode = "shared") -> Traits:
+        return replace(super().traits(work), reads_values=False)
 
 
 @dataclass(frozen=True, repr=False)

@@ -23,10 +23,11 @@ def test_the_guide_shows_the_example_and_its_row() -> None:
     assert row.strip() in (ROOT / "tests" / "test_contract.py").read_text()
 
 
-def test_the_example_is_as_short_as_the_guide_says() -> None:
-    found = re.search(r"It needs (\d+) lines", GUIDE)
-    assert found is not None
-    assert len(EXAMPLE.splitlines()) == int(found[1]) < 65
+def test_the_example_is_as_short_as_the_guide_and_the_readme_say() -> None:
+    readme = (ROOT / "README.md").read_text()
+    (told,) = re.findall(r"It needs (\d+) lines", GUIDE)
+    (promised,) = re.findall(r"\[in (\d+) lines\]\(docs/writing-a-strategy.md\)", readme)
+    assert len(EXAMPLE.splitlines()) == int(told) == int(promised) < 65
 
 
 def dynamic_averaging(drift: float, every: int) -> tuple[Matrix, int]:

@@ -200,7 +200,7 @@ def test_strategies_of_the_user_are_timed_with_values_or_the_plan_says_why_not(
     tmp_path: Path,
 ) -> None:
     own = {
-        "reads values": "examples.own_strategy:DynamicAveraging",
+        "reads values": "tests.tasks_for_tests:ReadsValues",
         "fails": "tests.tasks_for_tests:NeverUpdates",
         "too few": "Hop(backup=2)",
     }

@@ -14,8 +14,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from examples.own_strategy import DynamicAveraging
 from tests.simulated import cluster
-from tests.tasks_for_tests import Signs
+from tests.tasks_for_tests import ReadsValues, Signs
 from tests.test_contract import TABLE, Row
 from tests.training import settings
 
@@ -259,8 +260,9 @@ def test_what_reads_values_is_refused(
 
 
 def test_a_strategy_of_the_users_that_reads_values_is_refused(tmp_path: Path) -> None:
-    built = parse("examples.own_strategy:DynamicAveraging(0.1)", STRATEGIES, where="test")
-    run = in_shapes(settings(built, 3, "images()", steps=9))
+    with pytest.raises(InputError, match="decides by losses"):
+        in_shapes(settings(DynamicAveraging(0.1), 3, "images()", steps=9))
+    run = in_shapes(settings(ReadsValues(0.1), 3, "images()", steps=9))
     outcome: SimulationOutcome = Simulation(
         cluster("lan_1gbit"), 3, assumed_costs(run), OVERHEAD, SilentReporter(), values=False,
     ).run(lambda runtime: train(runtime, (run, tmp_path)))  # fmt: skip

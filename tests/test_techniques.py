@@ -143,7 +143,7 @@ def test_strategies_that_read_values_are_searched_with_values(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(trials, "FURTHEST", 1)
-    own = "examples.own_strategy:DynamicAveraging"
+    own = "tests.tasks_for_tests:ReadsValues"
     made = experiment(
         engine="simulation", cluster="lan_1gbit(nodes=2)", calibration="none", steps=4,
         task="synthetic(3000, samples=16)",

@@ -30,7 +30,8 @@ class When(Settings, ABC):
     """The other workers go on if one is lost."""
 
     averages: ClassVar[bool] = False
-    """A step has one update, the average over workers that read the same values."""
+    """A step has one update, over workers that read the same values. Groups are averaged in any
+    case."""
 
     drops_late: ClassVar[bool] = False
     """The server drops a push for a step that has been applied."""
