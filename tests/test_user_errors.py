@@ -147,6 +147,14 @@ def test_one_line_and_status_2(name: str, folder: Path, capfd: pytest.CaptureFix
     assert rank_pids() == []
 
 
+def test_what_a_member_keeps_later_is_named_at_the_first_checkpoint(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert main(arguments("checkpoint_every=1", strategy=f"{OWN}:KeepsLater")) == 1
+    first = capfd.readouterr().err.splitlines()[0]
+    assert "KeepsLaterMember.rule: a function cannot be kept in a checkpoint" in first
+
+
 def test_more_threads_than_torch_survives(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,6 +30,22 @@ class KeepsMember(Member[Keeps]):
         """Learn nothing."""
 
 
+@dataclass(frozen=True, repr=False)
+class KeepsLater(Strategy):
+    """Makes a member that holds such a thing from its first step on."""
+
+    def member(self, worker: Any) -> Member[Any]:
+        return KeepsLaterMember(self, worker)
+
+
+@dataclass(eq=False)
+class KeepsLaterMember(Member[KeepsLater]):
+    rule: Any = None
+
+    def update(self) -> None:
+        self.rule = lambda: 0
+
+
 class Undecorated(Strategy):
     every: int = setting(4, "steps between averages")
 

@@ -18,7 +18,14 @@ from orchestra.coordinator.batches import BatchQueue, Observer
 from orchestra.coordinator.rest import Reason, Rest
 from orchestra.settings.base import Mismatch
 from orchestra.strategies.auto import Auto, CandidateChoice
-from orchestra.strategies.base import Roles, Strategy, restore_state, roles_of, state_of
+from orchestra.strategies.base import (
+    Roles,
+    Strategy,
+    require_keepable,
+    restore_state,
+    roles_of,
+    state_of,
+)
 from orchestra.strategies.switch import Switch, phases
 from orchestra.strategies.switch_rules import RuleState
 from orchestra.strategies.traits import Dealing, Pace, Traits, WorkMode
@@ -108,8 +115,13 @@ class Phases:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, at rest."""
+        """What a checkpoint keeps, at rest.
+
+        Raises:
+            InputError: the member has come to hold something that no checkpoint can keep.
+        """
         choice = self._choice
+        require_keepable(self.member)
         return {
             "phase": self._phase,
             "watches": {str(number): watch for number, watch in self._watches.items()},
