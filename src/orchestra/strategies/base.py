@@ -175,6 +175,8 @@ def state_of(member: Any) -> dict[str, Any]:
 def require_keepable(member: Any) -> None:
     """Raise `InputError` if a checkpoint cannot keep a value that `member` was made from."""
     for name, value in state_of(member).items():
+        if isinstance(value, torch.optim.Optimizer):
+            continue  # any can be kept, and a user's has hooks on its state
         try:
             optimizers.capture(value)
         except AssertionError as error:
