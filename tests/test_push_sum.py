@@ -446,9 +446,12 @@ def test_receivers_of_a_suspended_peer_advance_by_the_overlap_and_resume(
         # Rank 1 has sent the mass of the step that it is blocked in.
         expected = {1: gate.at + overlap, 2: gate.at + overlap + 1 + overlap}
         wait_until(
-            lambda: all(
-                gate.done.get(rank) == steps and gate.waiting.get(rank) == rank - 1
-                for rank, steps in expected.items()
+            lambda: (
+                gate.done.get(0) == gate.at
+                and all(
+                    gate.done.get(rank) == steps and gate.waiting.get(rank) == rank - 1
+                    for rank, steps in expected.items()
+                )
             ),
             f"ranks 1 and 2 to be blocked after {expected} steps",
         )
