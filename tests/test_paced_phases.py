@@ -174,8 +174,8 @@ def test_it_repeats_to_the_bit(first: str, rule: str, tmp_path: Path) -> None:
 # The coordinator
 
 
-def ends(level: int, at: int) -> RestAt:
-    return RestAt(at, Rest(Reason.PHASE, level))
+def ends(transition: int, at: int) -> RestAt:
+    return RestAt(at, Rest(Reason.PHASE, transition))
 
 
 def fires(*, fired: bool = False) -> Observer:

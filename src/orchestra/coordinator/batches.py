@@ -17,12 +17,12 @@ Sizes = tuple[tuple[int, int], ...]
 
 
 class Observer(NamedTuple):
-    """Ends the phase `level` when `observe(reports, seconds)` returns True; see `Rounds`.
+    """Ends the phase by `transition` when `observe(reports, seconds)` returns True; see `Rounds`.
 
     `fired`: it has done so already, and the phase ends as soon as possible.
     """
 
-    level: int
+    transition: int
     observe: Callable[[Sequence[Done], tuple[float, ...]], bool]
     fired: bool = False
 
@@ -44,7 +44,7 @@ class BatchQueue:
     No batch crosses such a point."""
     reason: Reason = Reason.CHECKPOINT  # of these rests
     end: int | None = None  # of the phase, where it ends before the budget
-    level: int = 0  # of nested phases, the one that ends there; 0 is the innermost one
+    transition: int = 0  # the number of the one that ends it there; outer ones have higher numbers
     observers: tuple[Observer, ...] = ()
 
     @property
@@ -57,12 +57,12 @@ class BatchQueue:
         """The sample before which the phase ends, at the latest."""
         return self.budget if self.end is None else self.end
 
-    def ending(self, stop: int, level: int) -> BatchQueue:
-        """Return the queue with the end of phase `level` at `stop`."""
+    def ending(self, stop: int, transition: int) -> BatchQueue:
+        """Return the queue of a phase that `transition` ends at `stop`, at the latest."""
         assert self.stop is not None
         # At the same sample the outer phase ends, and with it those inside.
-        if (stop, -level) < (self.stop, -self.level):
-            return replace(self, end=stop, level=level)
+        if (stop, -transition) < (self.stop, -self.transition):
+            return replace(self, end=stop, transition=transition)
         return self
 
     def watched(self, observer: Observer) -> BatchQueue:
@@ -74,9 +74,9 @@ class BatchQueue:
         every = self.rest_every
         return None if every is None else (position // every + 1) * every
 
-    def at_end(self, level: int, at: int) -> Instruction:
+    def at_end(self, transition: int, at: int) -> Instruction:
         """Return what all workers do once the samples before `at`, the end, are handed out."""
-        return Finish(at) if at == self.budget else RestAt(at, Rest(Reason.PHASE, level))
+        return Finish(at) if at == self.budget else RestAt(at, Rest(Reason.PHASE, transition))
 
     def first(self, position: int) -> Mapping[int, Instruction]:
         """Return an instruction for each worker, in rank order, if all before `position` is done.
@@ -95,7 +95,7 @@ def _first(queue: BatchQueue, position: int) -> Mapping[int, Instruction]:
         if end > position:
             instructions[rank] = Take(position, end)
         elif end == queue.stop:
-            instructions[rank] = queue.at_end(queue.level, position)
+            instructions[rank] = queue.at_end(queue.transition, position)
         else:
             instructions[rank] = RestAt(position, Rest(queue.reason))
         position = end

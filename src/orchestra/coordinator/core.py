@@ -45,7 +45,7 @@ class Coordinator:
         self._expendable = expendable
         self._size_of = dict(queue.sizes)
         self._rounds = [Rounds(queue, observer) for observer in queue.observers]
-        self._stop, self._level = queue.stop, queue.level
+        self._stop, self._transition = queue.stop, queue.transition
         self._next = queue.start  # the first sample that is not handed out
         self._limit = queue.rest_after(queue.start)
         self._closed = False  # the user wishes to stop: nobody gets another batch before a rest
@@ -60,7 +60,7 @@ class Coordinator:
         self._returned: list[Take] = []
         for observer in queue.observers:
             if observer.fired:
-                self._due = observer.level
+                self._due = observer.transition
         self._deal()
 
     @property
@@ -142,7 +142,7 @@ class Coordinator:
         if done.loss is not None:
             for rounds in self._rounds:
                 if rounds.report(done):
-                    self._end(rounds.level)
+                    self._end(rounds.transition)
 
     def _lose(self, worker: int) -> None:
         self._gone.add(worker)
@@ -183,7 +183,7 @@ class Coordinator:
             # The earliest first: under a bound all wait for the first gap in what is applied.
             batch = heapq.heappop(self._returned)
         elif start == self._stop:
-            return self._queue.at_end(self._level, start)
+            return self._queue.at_end(self._transition, start)
         elif self._closed or start == self._limit:
             reason = Reason.STOP if self._closed else self._queue.reason
             self._resting.add(worker)
@@ -199,16 +199,16 @@ class Coordinator:
         over = self._next == self._stop and not (self._returned or self._closed)
         return over and self._expendable and bool(self._held)
 
-    def _end(self, level: int) -> None:
-        """End the phase `level` as soon as possible: with the samples that are handed out.
+    def _end(self, transition: int) -> None:
+        """End the phase by `transition` as soon as possible: with the samples that are handed out.
 
         Workers that are to rest here go on first: each with the batch that it knows.
         """
-        self._due = level
+        self._due = transition
         if not self._resting:
             self._due = None
             if self._next != self._stop:
-                self._stop, self._level = self._next, level
+                self._stop, self._transition = self._next, transition
 
 
 class Applied:
@@ -235,7 +235,7 @@ class Rounds:
     """
 
     def __init__(self, queue: BatchQueue, observer: Observer) -> None:
-        self.level = observer.level
+        self.transition = observer.transition
         self._observe = observer.observe
         self._round = queue.round
         self._applied = Applied(queue.start)

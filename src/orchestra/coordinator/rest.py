@@ -28,18 +28,18 @@ class Reason(enum.IntEnum):
 
 
 class Rest(NamedTuple):
-    """A rest of all workers. `level`: of a PHASE, which of nested ones; 0 is the innermost one."""
+    """A rest of all workers. `transition`: of a PHASE, the number of the one that follows."""
 
     reason: Reason
-    level: int = 0
+    transition: int = 0
 
     @property
     def code(self) -> int:
         """The rest as a number, for messages."""
-        return self.level * len(Reason) + self.reason
+        return self.transition * len(Reason) + self.reason
 
     @staticmethod
     def of(code: int) -> Rest:
         """Return the rest that has this `code`."""
-        level, reason = divmod(code, len(Reason))
-        return Rest(Reason(reason), level)
+        transition, reason = divmod(code, len(Reason))
+        return Rest(Reason(reason), transition)

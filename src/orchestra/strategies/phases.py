@@ -203,19 +203,15 @@ class Phases:
             square = float(worker.gradients.current().double().square().sum())
         self.member.update()
         if ending := self._observe_step(square):
-            self._change_to(max(ending))  # the outermost one, which leaves out those inside
+            self.change_by(max(ending))  # the outermost one, which leaves out those inside
         elif self._choice is not None and (new := self._choice.after_step()) is not None:
             self._change_candidate(new)
-
-    def end(self, level: int) -> None:
-        """Change as the transition number `level` says: the queue of batches has ended by it."""
-        self._change_to(level)
 
     def serve(self) -> QuietPoint | None:
         """Serve as the phase under way does; where its workers change, change with them."""
         paused = self.member.serve()
         if paused is not None and paused.rest.reason is Reason.PHASE:
-            self._change_to(paused.rest.level)
+            self.change_by(paused.rest.transition)
         return paused
 
     # Between steps
@@ -275,7 +271,7 @@ class Phases:
 
     # Changes
 
-    def _leave(self, moments: Moments, level: int, staying: Mapping[int, Watch]) -> None:
+    def _leave(self, moments: Moments, number: int, staying: Mapping[int, Watch]) -> None:
         """End the phase under way; leave model, buffers and `moments` to the next one. The rules
         of `staying` have observed all of its steps then.
         """
@@ -283,7 +279,7 @@ class Phases:
         for watch in staying.values():
             if watch.fence is not None:
                 watch.fence.settle()
-        kept = self._rest(Rest(Reason.PHASE, level))
+        kept = self._rest(Rest(Reason.PHASE, number))
         self._take_model()
         if self._has_own_buffers:
             exchange.exact_mean_of_buffers(worker)
@@ -300,8 +296,8 @@ class Phases:
         worker.snapshots.skip(worker.step.consumed, buffers=buffers)
         worker.begin_phase(workers)
 
-    def _change_to(self, number: int) -> None:
-        """Make the transition `number`. Collective over all ranks."""
+    def change_by(self, number: int) -> None:
+        """Change to the next phase by the transition `number`. Collective over all ranks."""
         worker, transition = self.worker, self._transitions[number]
         switch = transition.switch
         position = max(worker.step.consumed, worker.step.planned)

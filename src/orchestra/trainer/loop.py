@@ -132,7 +132,7 @@ class Loop(ABC):
         if isinstance(item, Finish):
             return False
         if item.rest.reason is Reason.PHASE:
-            self.phases.end(item.rest.level)
+            self.phases.change_by(item.rest.transition)
             return True
         self.stopped = item.rest.reason is Reason.STOP
         self._rest_for_checkpoint()
