@@ -5,6 +5,7 @@ Threads share torch's global generator; what draws from it is tested on processe
 
 from __future__ import annotations
 
+import gc
 import secrets
 import threading
 from collections.abc import Callable
@@ -94,10 +95,19 @@ def run_ranks(ranks: int, program: Callable[[Runtime], Any], timeout: float = 60
             transport.close()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout)
+    collects = gc.isenabled()
+    # torch holds a generator's lock while it makes a tensor of its state. Garbage collected there
+    # may free another tensor, which lets a second thread run: if that one asks the same generator,
+    # it waits for the lock and keeps the interpreter, for ever.
+    gc.disable()
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout)
+    finally:
+        if collects:
+            gc.enable()
     if errors:
         raise errors[0]
     assert not any(thread.is_alive() for thread in threads), "a rank hangs"
