@@ -135,7 +135,6 @@ class Served:
             server = self.servers[-1]  # to all but which the workers are lost
             server.own.state.live.update(range(workers))
             server.own.all_have_read()
-            server._expected, server._lost = set(range(workers)), set()
             transport.given = {m: self.servers[-1].own.values.clone() for m in range(workers)}
 
     @property

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from orchestra.coordinator.rest import Reason, Rest
 from orchestra.optimizers.state import capture
-from orchestra.parameter_server.client import Client
 from orchestra.parameter_server.held_slice import HeldSlice
 from orchestra.parameter_server.how import AdaptiveDelayCompensation, OptimizerStep
 from orchestra.parameter_server.messages import Push
 from orchestra.parameter_server.placement import Slice, place
-from orchestra.parameter_server.server import Server
+from orchestra.parameter_server.replicas import Replica, ReplicatedServer
+from orchestra.parameter_server.replicated_client import ReplicatedClient
 from orchestra.parameter_server.state import ServerState
 from orchestra.parameter_server.when import Synchronous, When
 
@@ -86,7 +86,7 @@ class Play:
         values = torch.zeros(self.servers * self.workers)
         gradient = torch.zeros_like(values)
         gradient[rank :: self.workers] = 1.0
-        client = Client(port, slices, parameters=values)
+        client = ReplicatedClient(port, slices, values)
         used, rate = (True,) * self.servers, 1.0
         if isinstance(self.consistency, Synchronous):
             rate = float(self.workers)
@@ -103,12 +103,14 @@ class Play:
         client.leave()
         return values
 
-    def make_server(self, port: Any) -> Server:
+    def make_server(self, port: Any) -> ReplicatedServer:
         slices, index = self.slices(), self.server_ranks.index(port.rank)
         own, mirror = (self.make_slice(slices[place]) for place in (index, index - 1))
-        server = Server(own, mirror, self.server_ranks, index, lost=(), alone=self.notices.append)
-        for held in server.held:
-            self.write_down(server, held)
+        server = ReplicatedServer(
+            own, mirror, self.server_ranks, index, lost=(), alone=self.notices.append
+        )
+        for replica in server.replicas:
+            self.write_down(server, replica)
         return server
 
     def make_slice(self, part: Slice) -> HeldSlice:
@@ -125,18 +127,18 @@ class Play:
             corrections=corrections,
         )
 
-    def write_down(self, server: Server, held: Any) -> None:
+    def write_down(self, server: ReplicatedServer, replica: Replica) -> None:
         """What a replica holds after each request that it took, until it stands in for another."""
-        take, is_own = held.take, held is server.own
+        take, is_own = replica.take, replica.held is server.own
 
-        def noting(transport: Any, request: Any, gradient: Tensor | None) -> None:
-            take(transport, request, gradient)
+        def noting(transport: Any, addressed: Any, gradient: Tensor | None) -> None:
+            take(transport, addressed, gradient)
             if is_own or server._before not in server._lost:
-                state = capture(held)
-                state |= {"request": repr(request), "points": held.log.points}
-                self.histories[held.place, is_own].append(plain(state))
+                state = capture(replica.held)
+                state |= {"request": repr(addressed), "points": replica.log.points}
+                self.histories[replica.place, is_own].append(plain(state))
 
-        held.take = noting
+        replica.take = noting  # type: ignore[method-assign]
 
     def check_histories(self) -> None:
         """A replica holds what the other one held after as many requests, bit for bit."""

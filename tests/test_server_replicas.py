@@ -22,9 +22,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from orchestra.errors import InputError, PeerLost
 from orchestra.optimizers.state import capture
-from orchestra.parameter_server.messages import Kind, Push, Request, encode_request
+from orchestra.parameter_server.messages import Kind, Push, Request
 from orchestra.parameter_server.placement import Slice
-from orchestra.parameter_server.server import Server
+from orchestra.parameter_server.replicas import (
+    Addressed,
+    Notice,
+    ReplicatedServer,
+    encode_addressed,
+    encode_notice,
+)
 from orchestra.parameter_server.when import Asynchronous, Bounded, Synchronous, When
 from orchestra.strategies.pairwise_averaging import PairwiseAveraging
 from orchestra.strategies.parameter_server import ParameterServer
@@ -77,12 +83,12 @@ def test_without_a_death_replicas_are_equal_at_every_quiet_point() -> None:
 class Script:
     """The transport of rank 3, the second of servers 2 and 3: `arriving` comes in this order.
 
-    What arrives is a source, the place of a slice and a request, or the loss of a rank.
+    What arrives is a source and a message, or the loss of a rank.
     """
 
     rank, size = 3, 4
 
-    def __init__(self, arriving: Sequence[tuple[int, int, Request] | PeerLost]) -> None:
+    def __init__(self, arriving: Sequence[tuple[int, Tensor] | PeerLost]) -> None:
         self._arriving = list(arriving)
         self.sent: list[tuple[int, int]] = []
         self.values: dict[int, list[float]] = {}
@@ -93,8 +99,8 @@ class Script:
         following = self._arriving.pop(0)
         if isinstance(following, PeerLost):
             raise following
-        source, place, request = following
-        return Here(encode_request(request, place), source)
+        source, message = following
+        return Here(message, source)
 
     def send(self, tensor: Tensor, to: int, tag: int, **options: Any) -> Here:
         self.sent.append((to, tag))
@@ -105,22 +111,23 @@ class Script:
     def serve(self) -> None:
         play = Play(Asynchronous(), 2, 2)
         own, mirror = (play.make_slice(Slice(0, 1, (), rank)) for rank in (3, 2))
-        server = Server(own, mirror, (2, 3), 1, lost=(), alone=lambda _: None)
+        server = ReplicatedServer(own, mirror, (2, 3), 1, lost=(), alone=lambda _: None)
         assert server.serve(self) is None  # type: ignore[arg-type]
         assert not self._arriving
 
 
-def a_push(worker: int) -> Request:
-    return Request(worker, Kind.PUSH, Push(worker, 1, 1, 1, 0.0, False, (1.0,), (True,)))
+def a_push(worker: int, place: int) -> Tensor:
+    push = Push(worker, 1, 1, 1, 0.0, False, (1.0,), (True,))
+    return encode_addressed(Addressed(place, Request(worker, Kind.PUSH, push)))
 
 
-DONE = [(0, 1, Request(0, Kind.DONE)), (1, 1, Request(1, Kind.DONE))]
+DONE = [(worker, encode_notice(Notice.DONE, 1, worker)) for worker in (0, 1)]
 
 
 def test_who_is_answered_is_given_what_has_been_confirmed_and_no_more() -> None:
     """The second push is applied already, and may yet be lost with this server."""
-    confirmed = [(2, 1, Request(worker, Kind.CONFIRMED)) for worker in (0, 1)]
-    script = Script([(0, 1, a_push(0)), (1, 1, a_push(1)), *confirmed, *DONE])
+    confirmed = [(2, encode_notice(Notice.CONFIRMED, 1, worker)) for worker in (0, 1)]
+    script = Script([(0, a_push(0, 1)), (1, a_push(1, 1)), *confirmed, *DONE])
     script.serve()
     passed_on = [(2, Tag.BACKUP_GRADIENT), (2, Tag.REQUEST)]
     answers = [(worker, tag) for worker in (0, 1) for tag in (Tag.ANSWER, Tag.VALUES)]
@@ -130,9 +137,12 @@ def test_who_is_answered_is_given_what_has_been_confirmed_and_no_more() -> None:
 
 def test_who_asks_again_is_given_the_values_of_its_quiet_point() -> None:
     """The other worker was told by the server that was lost then, and has pushed since."""
-    pauses = [Request(worker, Kind.PAUSE, step=4, values=True) for worker in (0, 1)]
-    passed_on = [(2, 0, pause) for pause in pauses]
-    script = Script([*passed_on, PeerLost(2), (0, 0, a_push(0)), (1, 0, pauses[1]), *DONE])
+    pauses = [
+        encode_addressed(Addressed(0, Request(worker, Kind.PAUSE, step=4), values=True))
+        for worker in (0, 1)
+    ]
+    passed_on = [(2, pause) for pause in pauses]
+    script = Script([*passed_on, PeerLost(2), (0, a_push(0, 0)), (1, pauses[1]), *DONE])
     script.serve()
     told = [(worker, tag) for worker in (0, 1) for tag in (Tag.BACKUP_ANSWER, Tag.BACKUP_VALUES)]
     assert script.sent == [(2, Tag.REQUEST)] * 2 + told
@@ -141,7 +151,10 @@ def test_who_asks_again_is_given_the_values_of_its_quiet_point() -> None:
 
 def test_who_takes_over_knows_of_workers_that_were_lost_before() -> None:
     """The server that was lost may have heard of it, and told nobody."""
-    leaves = [(1, home, Request(1, Kind.LEAVE, values=True)) for home in (0, 1)]
+    leaves = [
+        (1, encode_addressed(Addressed(home, Request(1, Kind.LEAVE), values=True)))
+        for home in (0, 1)
+    ]
     script = Script([PeerLost(0), PeerLost(2), *leaves, DONE[1]])
     script.serve()
     own, mirror = (1, Tag.VALUES), (1, Tag.BACKUP_VALUES)

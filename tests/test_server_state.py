@@ -29,6 +29,7 @@ from orchestra.parameter_server.when import (
 
 WORKERS = st.integers(1, 6)
 STEP_SAMPLES = 18
+REST = Rest(Reason.CHECKPOINT)
 
 
 @dataclass
@@ -86,7 +87,7 @@ class Books:
     def pause(self, worker: int) -> Decision:
         self.answered.remove(worker)
         self.paused.add(worker)
-        return self.follow(self.state.pause(worker))
+        return self.follow(self.state.pause(worker, REST))
 
     def leave(self, worker: int) -> Decision:
         if not self.consistency.answers_on_arrival:
@@ -122,7 +123,7 @@ class Books:
             self.answered.add(answer.worker)
         assert self.state.version == self.updates
         assert self.state.dropped == len(self.dropped)
-        assert decision.quiet == (not self.pending and self.live == self.paused)
+        assert bool(decision.quiet) == (not self.pending and self.live == self.paused)
         if decision.quiet:
             self.state.resume()
             self.answered |= self.paused
@@ -309,12 +310,12 @@ def test_quiet_when_all_have_paused_and_again_after_resuming(consistency: When) 
     for _ in range(2):
         for worker in range(3):
             books.push(worker, 1)
-        assert [books.pause(worker).quiet for worker in (1, 0, 2)] == [False, False, True]
+        assert [bool(books.pause(worker).quiet) for worker in (1, 0, 2)] == [False, False, True]
     books.pause(0)
     books.pause(2)
     assert books.leave(1).quiet
     books.pause(0)
-    assert [books.leave(worker).quiet for worker in (2, 0)] == [True, True]
+    assert [bool(books.leave(worker).quiet) for worker in (2, 0)] == [True, True]
 
 
 def test_loss_stop_and_used_of_the_pushes_applied_together() -> None:
@@ -419,7 +420,7 @@ def test_under_a_bound_out_of_reach_it_decides_as_asynchronous_does(
         for worker in sorted(other.live - books.live):
             assert other.leave(worker) == decision
         for worker in sorted(books.paused - other.paused):
-            assert other.pause(worker) == decision
+            assert other.pause(worker, REST) == decision
         if decision.quiet:
             break  # the books have resumed already
     assert (other.version, other.read) == (books.state.version, books.state.read)
@@ -490,7 +491,7 @@ def test_a_second_push_for_the_last_batch_before_a_pause_brings_no_further_batch
     ]
     assert items == [RestAt(2, Rest(Reason.CHECKPOINT))] * 4
     for worker in (0, 1):
-        state.pause(worker)
+        state.pause(worker, REST)
     state.resume()
     # Both went on, with [2, 3) and [3, 4).
     assert next_item(0, 3, 2) == RestAt(4, Rest(Reason.CHECKPOINT))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +19,13 @@ from orchestra.parameter_server.messages import (
     decode_request,
     encode_reply,
     encode_request,
+)
+from orchestra.parameter_server.replicas import (
+    Addressed,
+    Notice,
+    decode_addressed,
+    encode_addressed,
+    encode_notice,
 )
 
 COUNT = st.integers(0, 2**53)
@@ -87,9 +95,29 @@ def test_quiet_point(reason: Reason, level: int, complete: bool) -> None:
 
 
 def test_request() -> None:
-    request = Request(3, Kind.PAUSE, step=-1, points=2, values=True)
-    place, worker, *message = encode_request(request, place=1)
-    assert (place, worker) == (1, 3)
-    assert decode_request(torch.stack(message), 3) == request
-    assert encode_request(request).tolist() == [Kind.PAUSE, -1]
-    assert decode_request(encode_request(request), 3, points=2) == request._replace(values=False)
+    request = Request(3, Kind.PAUSE, step=-1)
+    message = encode_request(request)
+    assert message.tolist() == [Kind.PAUSE, -1]
+    assert decode_request(message, 3) == request
+
+
+PUSH = Push(3, 1, 1, 1, 0.5, False, (0.1,), (True, False))
+
+
+@pytest.mark.parametrize(
+    "addressed",
+    [
+        Addressed(1, Request(3, Kind.PAUSE, step=4), points=2, values=True),
+        Addressed(1, Request(3, Kind.PUSH, PUSH)),
+        Addressed(1, Request(3, Kind.PUSH, PUSH._replace(options="{}"))),
+    ],
+)
+def test_request_about_a_slice_with_a_replica(addressed: Addressed) -> None:
+    message = encode_addressed(addressed)
+    assert message[:2].tolist() == [1, 3]
+    assert decode_addressed(message) == addressed
+
+
+@pytest.mark.parametrize("notice", Notice)
+def test_notice_about_a_slice_with_a_replica(notice: Notice) -> None:
+    assert decode_addressed(encode_notice(notice, 1, 3)) is notice

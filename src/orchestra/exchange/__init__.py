@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from orchestra.exchange.compression import *  # noqa: F403
     from orchestra.exchange.consensus import *  # noqa: F403
     from orchestra.exchange.control import *  # noqa: F403
+    from orchestra.exchange.replicas import *  # noqa: F403
     from orchestra.exchange.servers import *  # noqa: F403
     from orchestra.exchange.shards import *  # noqa: F403
     from orchestra.exchange.stages import *  # noqa: F403
 else:
     __getattr__ = lazy_package(
         __name__, "agreement", "average", "compression", "consensus", "servers", "channel",
-        "shards", "control", "stages",
+        "replicas", "shards", "control", "stages",
     )  # fmt: skip

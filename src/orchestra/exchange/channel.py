@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from orchestra.coordinator.batches import BatchQueue
 from orchestra.coordinator.rest import Reason, Rest
 from orchestra.exchange.agreement import agree_on_parameters, broadcast_buffers
 from orchestra.exchange.compression import CompressionState, SliceCodec
@@ -18,11 +19,10 @@ from orchestra.exchange.servers import (
     ServerRules,
     learnt_slices,
     make_server,
-    tell_servers,
 )
 from orchestra.optimizers.spec import OptimizerPart
 from orchestra.optimizers.state import restore
-from orchestra.parameter_server.client import Client
+from orchestra.parameter_server.client import Client, Encode
 from orchestra.parameter_server.messages import Answer, Push, QuietPoint
 from orchestra.parameter_server.placement import Slice
 from orchestra.parameter_server.server import Server
@@ -54,7 +54,7 @@ class ServerChannel:
 
     def __post_init__(self) -> None:
         if self.worker.rank in self.servers:
-            self.server = make_server(self.worker, self.slices, self.workers, self.rules)
+            self.server = self._make_server()
         if self.worker.rank in self.workers:
             self.client = self._make_client()
 
@@ -89,15 +89,22 @@ class ServerChannel:
         """The ranks that own slices."""
         return [part.rank for part in self.slices]
 
+    def _make_server(self) -> Server:
+        return make_server(self.worker, self.slices, self.workers, self.rules)
+
     def _make_client(self) -> Client:
-        worker, rules, encode = self.worker, self.rules, None
-        queue = None if rules.queue_shares is None else worker.make_queue(rules.queue_shares)
+        return Client(self.worker.transport, self.slices, *self._queue_and_codec())
+
+    def _queue_and_codec(self) -> tuple[BatchQueue | None, Encode | None]:
+        """Return the queue of a worker's batches, and what encodes its pushes, if there are any."""
+        worker, rules, queue, encode = self.worker, self.rules, None, None
+        if rules.queue_shares is not None:
+            queue = worker.make_queue(rules.queue_shares)
         if rules.compression is not None:
             self.compression = CompressionState.of(worker, rules.compression)
             codec = SliceCodec(worker, rules.compression)
             encode = partial(codec.encode_push, self.slices, self.compression)
-        parameters = worker.parameters if rules.replicas else None
-        return Client(worker.transport, self.slices, queue, parameters, encode)
+        return queue, encode
 
     def collect(self) -> None:
         """Gather the gradient into the flat vector, weighted if servers add it up by parts."""
@@ -167,23 +174,10 @@ class ServerChannel:
         worker, rules = self.worker, self.rules
         if not rules.application.holds_model:
             agree_on_parameters(worker)  # servers without data have no model
-        elif rules.replicas:
-            self._ask_for_slices()
         else:
             yield from learnt_slices(worker, self.slices, self.server)
             if rules.when.lockstep:
                 broadcast_buffers(worker, worker.everyone)
-
-    def _ask_for_slices(self) -> None:
-        """Let workers ask for the values, since any server may be lost; one tells the servers."""
-        worker = self.worker
-        if self.client is not None:
-            self.client.agree()
-            if self.rules.when.lockstep:
-                broadcast_buffers(worker, worker.workers)
-        elif self.server is not None:
-            self.server.serve(worker.transport)
-        tell_servers(worker, sorted(set(self.servers) - set(self.workers)), self.leader)
 
     @property
     def optimizer_parts(self) -> Sequence[OptimizerPart]:

@@ -5,25 +5,21 @@ And the worker's side that pushes gradients, and pulls values, in parts while it
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from orchestra.collectives import Group, all_reduce, receive_object, send_object
+from orchestra.collectives import Group, all_reduce
 from orchestra.compression.base import Compressor
 from orchestra.coordinator.core import Applied, Coordinator
-from orchestra.errors import PeerLost
-from orchestra.exchange.agreement import agree_on_parameters, charge
+from orchestra.exchange.agreement import charge
 from orchestra.exchange.compression import SliceCodec
 from orchestra.exchange.consensus import Learnt
 from orchestra.optimizers.spec import install_moments
-from orchestra.optimizers.state import capture, restore
 from orchestra.parameter_server.client import Client
 from orchestra.parameter_server.held_slice import HeldSlice
 from orchestra.parameter_server.how import (
@@ -65,7 +61,6 @@ class ServerRules:
     # Where workers take batches from a queue, their shares of a step; the server of the first slice
     # hands the batches out.
     queue_shares: tuple[float, ...] | None = None
-    replicas: bool = False  # each server also holds the slice of the one before it
     parts: Sequence[Part] = ()  # what pushes come in; none if they come slice by slice
     apply_per_part: bool = False  # a part is applied once all workers have pushed it
     compression: Compressor | None = None  # of pushes
@@ -75,28 +70,11 @@ def make_server(
     worker: Worker, slices: Sequence[Slice], workers: Sequence[int], rules: ServerRules
 ) -> Server:
     """Make the server of this rank, with the moments that `worker` has inherited, if any."""
-    ranks = tuple(part.rank for part in slices)
-    place = ranks.index(worker.rank)
-    own = _held_slice(worker, slices, slices[place], workers, rules)
-    if not rules.replicas:
-        return Server(own)
-    # Of the server before this one; that of the first is the last (place - 1 is -1 then).
-    mirror = _held_slice(worker, slices, slices[place - 1], workers, rules)
-    before, after = ranks[place - 1], ranks[(place + 1) % len(ranks)]
-    lost = worker.transport.lost()
-    if after not in lost:
-        _hand_on_moments(worker.transport, own, after)
-    if before not in lost:
-        _take_over_moments(worker.transport, mirror, before)
-
-    def alone(text: str) -> None:
-        worker.reporter.expendable(False)
-        worker.reporter.notice(text)
-
-    return Server(own, mirror, ranks, place, lost=lost, alone=alone)
+    own = next(part for part in slices if part.rank == worker.rank)
+    return Server(make_slice(worker, slices, own, workers, rules))
 
 
-def _held_slice(
+def make_slice(
     worker: Worker, slices: Sequence[Slice], part: Slice, workers: Sequence[int], rules: ServerRules
 ) -> HeldSlice:
     """Make the server's side of `part`, one of `slices`, with its optimizer and its state."""
@@ -107,7 +85,7 @@ def _held_slice(
     decode = None
     if rules.compression is not None:
         decode = partial(SliceCodec(worker, rules.compression).decode_push, part)
-    offer = partial(worker.snapshots.offer, offset=part.first, mirror=part.rank != worker.rank)
+    offer = partial(worker.snapshots.offer, offset=part.first)
     return HeldSlice(
         _server_state(worker, workers, rules, hands_out=part == slices[0]),
         _application(worker, part, rules.application),
@@ -147,32 +125,6 @@ def _server_state(
     if hands_out:
         state.coordinator = Coordinator(queue, gone=set(workers) - live)
     return state
-
-
-def _hand_on_moments(transport: Transport, held: HeldSlice, to: int) -> None:
-    """Send the moments to the replica: ranks may have inherited different ones."""
-    moments = [
-        (index, name, value)
-        for part in held.application.optimizer_parts()
-        for index, state in capture(part.optimizer).items()
-        for name, value in state.items()
-    ]
-    tensors = [value.contiguous() for _, _, value in moments if isinstance(value, Tensor)]
-    heads = [
-        (index, name, True, None) if isinstance(value, Tensor) else (index, name, False, value)
-        for index, name, value in moments
-    ]
-    send_object(transport, heads, to)
-    for tensor in tensors:
-        transport.send(tensor, to, Tag.AGREE).wait()
-
-
-def _take_over_moments(transport: Transport, held: HeldSlice, source: int) -> None:
-    state: dict[int, dict[str, Any]] = defaultdict(dict)
-    for index, name, is_tensor, value in receive_object(transport, source):
-        state[index][name] = transport.receive(source, Tag.AGREE).wait() if is_tensor else value
-    for part in held.application.optimizer_parts():
-        restore(part.optimizer, state)
 
 
 def tensors_of(
@@ -219,16 +171,6 @@ def learnt_slices(
             values = server.own.values
             server.own.all_have_read()
         yield Learnt(part.first, values, float(part.rank == worker.rank), part.rank)
-
-
-def tell_servers(worker: Worker, servers: Sequence[int], leader: int) -> None:
-    """Give `servers` without data the parameters and buffers of the `leader`, a worker."""
-    if worker.rank in servers:
-        agree_on_parameters(worker, Group((leader, worker.rank)))
-    elif worker.rank == leader:
-        for server in servers:
-            with contextlib.suppress(PeerLost):
-                agree_on_parameters(worker, Group((leader, server)))
 
 
 # In parts, while a worker computes

@@ -9,11 +9,13 @@ if TYPE_CHECKING:
     from orchestra.parameter_server.held_slice import *  # noqa: F403
     from orchestra.parameter_server.how import *  # noqa: F403
     from orchestra.parameter_server.messages import *  # noqa: F403
+    from orchestra.parameter_server.replicas import *  # noqa: F403
+    from orchestra.parameter_server.replicated_client import *  # noqa: F403
     from orchestra.parameter_server.server import *  # noqa: F403
     from orchestra.parameter_server.state import *  # noqa: F403
     from orchestra.parameter_server.when import *  # noqa: F403
 else:
     __getattr__ = lazy_package(
         __name__, "state", "messages", "client", "server", "held_slice",
-        "when", "how",
+        "when", "how", "replicas", "replicated_client",
     )  # fmt: skip

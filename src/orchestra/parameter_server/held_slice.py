@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from numbers import Real
@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orchestra.coordinator.events import Instruction
 from orchestra.errors import PeerLost, RunFailed
 from orchestra.parameter_server.how import Application, Correction, SliceRange, WorkerMemory
 from orchestra.parameter_server.messages import (
     Answer,
     Kind,
     Push,
-    Reply,
+    QuietPoint,
     Request,
-    RequestLog,
     encode_reply,
 )
 from orchestra.parameter_server.placement import Part
-from orchestra.parameter_server.state import ServerState, Update
+from orchestra.parameter_server.state import Decision, ServerState, Update
 from orchestra.transports.protocol import Handle, Transport
 from orchestra.transports.tags import Tag
 
@@ -56,10 +56,7 @@ class HeldSlice:
     apply_per_part: bool = False
 
     def __post_init__(self) -> None:
-        self.log = RequestLog(self.state)
-        self.place = 0
         self.values = self.application.values
-        self._tags = Tag.ANSWER, Tag.VALUES
         self._whole = SliceRange(0, self.values.numel(), slice(None))
         start = self.parts[0].first if self.parts else 0
         self._spans = [
@@ -70,28 +67,14 @@ class HeldSlice:
         self._clocks: dict[int, int] = {}  # of the last push of each worker
         self._memory: dict[int, WorkerMemory] = defaultdict(WorkerMemory)
         self._needs_given = any(correction.needs_given for correction in self.corrections)
-        self._copies: dict[int, Tensor] | None = None  # answers that are decided on
-        self._agreed: Tensor | None = None
         self._sending: dict[int, list[Handle]] = {}
         # Parts that not all workers have pushed, by number and worker
         self._arrived: dict[int, dict[int, tuple[Push, Tensor]]] = defaultdict(dict)
         if self._needs_given:
             self.all_have_read()
 
-    def replicate(self, place: int, *, backed: bool, is_mirror: bool) -> None:
-        """Let another server hold the slice, too; it is at `place` among all slices.
-
-        Values are then copied when they are decided on, not when they are sent: what a worker is
-        given must not hold what only this server has taken.
-        """
-        self.place = place
-        self.log.backed = backed
-        self._copies = {}
-        if is_mirror:
-            self._tags = Tag.BACKUP_ANSWER, Tag.BACKUP_VALUES
-
-    def take(self, transport: Transport, request: Request, gradient: Tensor | None) -> None:
-        """Carry out a new request, and apply the updates that follow from it."""
+    def take(self, transport: Transport, request: Request, gradient: Tensor | None) -> Decision:
+        """Carry out a request, and apply the updates that follow from it."""
         if request.kind is Kind.PUSH:
             assert request.push is not None
             self._clocks[request.worker] = request.push.clock
@@ -100,7 +83,7 @@ class HeldSlice:
                 if self.decode is not None:
                     gradient = self.decode(request.push, gradient)
                 self._gradients[request.worker, request.push.clock] = gradient
-        decision = self.log.take(request)
+        decision = self.state.take(request)
         if request.kind is Kind.LOST:
             pending = {push.clock for push in self.state.pending if push.worker == request.worker}
             for worker, clock in list(self._gradients):
@@ -108,14 +91,7 @@ class HeldSlice:
                     del self._gradients[worker, clock]
         for update in decision.apply:
             self._update(transport, update)
-        if self._copies is None:
-            return
-        for answer in decision.answers:
-            # Now, not when it is sent: further requests may be taken before the confirmation.
-            self._copies[answer.worker] = self._copy_for(answer.worker)
-        if decision.quiet and self.state.live and self.log.gives_values:
-            self._agreed = self.values.clone()
-            self.all_have_read()
+        return decision
 
     def take_part(self, transport: Transport, request: Request, gradient: Tensor) -> None:
         """Take the next part of a worker's push."""
@@ -163,31 +139,33 @@ class HeldSlice:
 
         self.charge("update", size, apply)
 
-    def send(self, transport: Transport, replies: Collection[Reply]) -> None:
-        """Send replies; at a quiet point the one to this rank's own worker comes last.
+    def reply(self, transport: Transport, decision: Decision) -> None:
+        """Send what workers are told: answers with the values, work, and the quiet point.
 
-        So all that was sent is counted when that worker goes on.
+        Work and the quiet point come last to this rank's own worker: so all that was sent is
+        counted when that worker goes on.
         """
-        own = transport.rank
-        for reply in sorted(
-            replies, key=lambda r: r.worker == own and not isinstance(r.content, Answer)
-        ):
-            worker, content, handles = reply.worker, reply.content, []
-            values, buffer = None, None
-            if reply.values and not self.apply_per_part:
-                values, buffer = self._values_of(reply)
-            if content is not None:
-                head = encode_reply(content)
-                more = values is not None
-                handles.append(transport.send(head, worker, self._tags[0], more=more))
-            if values is not None and not self._spans:
-                handles.append(transport.send(values, worker, self._tags[1], buffer=buffer))
-            elif values is not None:
-                # The first layers first: the next forward pass needs them first.
-                for first, end, _ in reversed(self._spans):
-                    part, copy = values[first:end], None if buffer is None else buffer[first:end]
-                    handles.append(transport.send(part, worker, self._tags[1], buffer=copy))
-            self._sending[worker] = handles
+        for answer in decision.answers:
+            self._answer(transport, answer)
+        told: list[tuple[int, Instruction | QuietPoint]] = [*decision.work]
+        if decision.quiet is not None:
+            told += [(worker, decision.quiet) for worker in sorted(self.state.live)]
+        for worker, content in sorted(told, key=lambda each: each[0] == transport.rank):
+            handle = transport.send(encode_reply(content), worker, Tag.ANSWER)
+            self._sending[worker] = [handle]
+
+    def _answer(self, transport: Transport, answer: Answer) -> None:
+        worker, head = answer.worker, encode_reply(answer)
+        if self.apply_per_part:  # each part has brought its values
+            self._sending[worker] = [transport.send(head, worker, Tag.ANSWER)]
+            return
+        values, buffer = self._values_for(worker)
+        handles = [transport.send(head, worker, Tag.ANSWER, more=True)]
+        # The first layers first: the next forward pass needs them first.
+        for first, end, _ in reversed(self._spans or [self._whole]):
+            part, copy = values[first:end], None if buffer is None else buffer[first:end]
+            handles.append(transport.send(part, worker, Tag.VALUES, buffer=copy))
+        self._sending[worker] = handles
 
     def finish_sending(self) -> None:
         """Wait until all that was sent has left; a worker that is lost meanwhile is left out."""
@@ -197,22 +175,16 @@ class HeldSlice:
                     handle.wait()
         self._sending.clear()
 
-    def _values_of(self, reply: Reply) -> tuple[Tensor, Tensor | None]:
-        """Return what a worker is given, and a buffer for it if it may change meanwhile."""
-        if isinstance(reply.content, Answer):
-            if self._copies is not None:
-                return self._copies[reply.worker], None
-            if self.application.answers_with_gradient or self._needs_given:
-                return self._copy_for(reply.worker), None
-            # `send` copies into the buffer: a slow worker holds up nobody.
-            self.charge("encode", self.values.numel(), lambda: None)
-            return self.application.answer, self._spare(reply.worker)
-        if reply.content is None:
-            return self.values, None
-        assert self._agreed is not None
-        return self._agreed, None
+    def _values_for(self, worker: int) -> tuple[Tensor, Tensor | None]:
+        """Return what a worker is answered with, and a buffer for it if it may change meanwhile."""
+        if self.application.answers_with_gradient or self._needs_given:
+            return self.copy_answer(worker), None
+        # `send` copies into the buffer: a slow worker holds up nobody.
+        self.charge("encode", self.values.numel(), lambda: None)
+        return self.application.answer, self._spare(worker)
 
-    def _copy_for(self, worker: int) -> Tensor:
+    def copy_answer(self, worker: int) -> Tensor:
+        """Return what a worker is answered with, which no later update changes."""
         copy = self._spare(worker)
         if not self.application.answers_with_gradient:
             self.charge("encode", copy.numel(), lambda: copy.copy_(self.application.answer))

@@ -1,4 +1,4 @@
-"""What workers and servers tell each other, as messages; which requests were taken, and answered.
+"""What workers and servers tell each other, as messages.
 
 A message is a small float64 vector (exact for integers below 2^53).
 """
@@ -8,17 +8,13 @@ from __future__ import annotations
 import enum
 import functools
 from array import array
-from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from orchestra.coordinator.events import Instruction, instruction_of, numbers_of
-from orchestra.coordinator.rest import Reason, Rest
-
-if TYPE_CHECKING:
-    from orchestra.parameter_server.state import Decision, ServerState
+from orchestra.coordinator.rest import Rest
 
 PUSH_HEAD, ANSWER_HEAD = 9, 11
 """Numbers before the rates of a push, and before the flags of an answer."""
@@ -88,17 +84,15 @@ class QuietPoint(NamedTuple):
 
 
 class Kind(enum.IntEnum):
-    """Kinds of requests; LOST, CONFIRMED and DONE where slices have replicas."""
+    """Kinds of requests."""
 
     PUSH = 0
     PAUSE = 1
     LEAVE = 2
-    LOST = 3  # the worker is
-    CONFIRMED = 4  # by the other replica: it has taken the next request
-    DONE = 5  # the worker has all that it wanted of this server
-    WAIT = 6  # for work, where there is none left
-    PART = 7  # of the gradient of a push that is to come
-    OPTIONS = 8  # in messages: a PUSH with options, whose characters and number come last
+    LOST = 3  # the worker is; the server tells itself
+    WAIT = 4  # for work, where there is none left
+    PART = 5  # of the gradient of a push that is to come
+    OPTIONS = 6  # in messages: a PUSH with options, whose characters and number come last
 
 
 PUSH, PART = Kind.PUSH, Kind.PART  # attributes of an Enum are slow to look up
@@ -108,44 +102,33 @@ _KINDS = tuple(Kind)
 class Request(NamedTuple):
     """A request of `worker` to a slice, or the news that it is lost.
 
-    `push` comes with PUSH, and with PART, where it tells of the tensors of that part alone. A PAUSE
-    comes after step `step`, from a worker that has `points` quiet points behind it; with `values`
-    it wants them as they are at this one. `step` numbers the WAITs of a worker, from 1, and the
-    PARTs of a push, from 0. `points` and `values` are for slices with replicas.
+    `push` comes with PUSH, and with PART, where it tells of the tensors of that part alone. `step`
+    is the code of the rest that a PAUSE is for; it numbers the WAITs of a worker, from 1, and the
+    PARTs of a push, from 0.
     """
 
     worker: int
     kind: Kind
     push: Push | None = None
     step: int = 0
-    points: int = 0
-    values: bool = False
 
 
-def encode_request(request: Request, place: int | None = None) -> Tensor:
-    """Encode a request; `place` is that of the slice among all, if it has a replica."""
+def encode_request(request: Request) -> Tensor:
+    """Encode a request."""
     push = request.push
-    if push is not None:
-        position = -1 if push.position is None else push.position
-        kind = Kind.OPTIONS if push.options else PUSH
-        head = (kind, push.clock, push.samples, push.step_samples, push.loss, push.stop)
-        counts = (len(push.rates), len(push.report))
-        part = (PART, request.step) if request.kind is PART else ()
-        body = _vector(
-            (*part, *head, position, *counts, *push.rates, *push.report), push.used, push.options
-        )
-    elif place is None:
-        body = _vector((request.kind, request.step))
-    else:
-        body = _vector((request.kind, request.step, request.points, request.values))
-    return body if place is None else torch.cat([_vector((place, request.worker)), body])
+    if push is None:
+        return _vector((request.kind, request.step))
+    position = -1 if push.position is None else push.position
+    kind = Kind.OPTIONS if push.options else PUSH
+    head = (kind, push.clock, push.samples, push.step_samples, push.loss, push.stop)
+    counts = (len(push.rates), len(push.report))
+    part = (PART, request.step) if request.kind is PART else ()
+    numbers = (*part, *head, position, *counts, *push.rates, *push.report)
+    return _vector(numbers, push.used, push.options)
 
 
-def decode_request(message: Tensor, worker: int, points: int = 0) -> Request:
-    """Decode the request of `worker` in `message`, which begins with its kind.
-
-    A worker whose slices have no replica does not tell its quiet points so far: they are `points`.
-    """
+def decode_request(message: Tensor, worker: int) -> Request:
+    """Decode the request of `worker` in `message`."""
     numbers = tuple(message.tolist())
     kind = _KINDS[int(numbers[0])]
     if kind is PART:
@@ -158,9 +141,7 @@ def decode_request(message: Tensor, worker: int, points: int = 0) -> Request:
         options = bytes(map(int, numbers[first:-1])).decode("ascii")
         push = Push(worker, *_content_of_push(numbers[:first]))
         return Request(worker, PUSH, push._replace(options=options))
-    _, step, *more = map(int, numbers)
-    points, values = more or (points, False)
-    return Request(worker, kind, None, step, points, bool(values))
+    return Request(worker, kind, step=int(numbers[1]))
 
 
 # What messages say is nearly always the same for all workers, and so made and read once.
@@ -220,141 +201,3 @@ def decode_quiet_point(message: Tensor) -> QuietPoint:
     """Decode a quiet point."""
     code, complete = message.tolist()
     return QuietPoint(Rest.of(int(code)), bool(complete))
-
-
-class Reply(NamedTuple):
-    """The reply to `worker`: the answer to its push, a quiet point, its next work; None if all have
-    left. With `values` the values come with it."""
-
-    worker: int
-    content: Answer | QuietPoint | Instruction | None
-    values: bool
-
-
-class RequestLog:
-    """Takes the requests for a slice, each once, and says what has to be replied. Pure.
-
-    Where `backed`, another server takes each request after this one, and nobody is answered before
-    it has confirmed that: what a worker knows outlives either server. `points` counts quiet points;
-    `quiet_point` is the last one, and `gives_values` says that its workers asked for values.
-    """
-
-    def __init__(self, state: ServerState) -> None:
-        self.state = state
-        self.backed = False
-        self.points = 0
-        self.quiet_point = QuietPoint(Rest(Reason.CHECKPOINT), complete=True)
-        self.gives_values = False
-        self._last_pause: Request
-        self._last: dict[int, Answer | Instruction] = {}  # that a push, or a wait for work, led to
-        self._waits: dict[int, int] = {}  # requests for work that were taken of each worker
-        self._asking: dict[int, Request] = {}
-        self._settled: list[int] = []  # workers about whom something was decided, in that order
-        self._left: set[int] = set()
-        self._unconfirmed: deque[list[Reply]] = deque()  # what each request passed on led to
-
-    @property
-    def confirmed_all(self) -> bool:
-        """True if the other server has confirmed all requests that were passed on."""
-        return not self._unconfirmed
-
-    def hear(self, request: Request) -> bool:
-        """Note a request that its worker has sent. True if it is new, and has to be taken."""
-        worker, kind = request.worker, request.kind
-        if kind in (Kind.PUSH, Kind.PAUSE, Kind.WAIT) and worker not in self.state.live:
-            return False  # it is lost, and its loss came first
-        if kind is Kind.LOST:
-            self._asking.pop(worker, None)
-        elif kind is not Kind.LEAVE or request.values:
-            self._asking[worker] = request
-        new = self._is_new(request)
-        # Asked again after a server was lost: the reply is that of the first time.
-        if not new:
-            self._settled.append(worker)
-        elif self.backed:
-            # One list for each request that is passed on, in order; `due` fills it.
-            self._unconfirmed.append([])
-        return new
-
-    def _is_new(self, request: Request) -> bool:
-        state, worker = self.state, request.worker
-        if request.push is not None:
-            return request.push.clock > state.clocks.get(worker, 0)
-        if request.kind is Kind.PAUSE:
-            return request.points == self.points and worker not in state.paused
-        if request.kind is Kind.WAIT:
-            return request.step > self._waits.get(worker, 0)
-        return worker in state.live
-
-    def take(self, request: Request) -> Decision:
-        """Carry out a new request; both servers of a slice do so, in the same order."""
-        state, worker = self.state, request.worker
-        if request.push is not None:
-            decision = state.push(request.push)
-        elif request.kind is Kind.PAUSE:
-            self._last_pause = request
-            decision = state.pause(worker)
-        elif request.kind is Kind.WAIT:
-            self._waits[worker] = request.step
-            decision = state.wait(worker)
-        else:
-            if request.kind is Kind.LEAVE:
-                self._left.add(worker)
-            decision = state.leave(worker)
-        last = {answer.worker: answer for answer in decision.answers} | dict(decision.work)
-        self._last.update(last)
-        self._settled += last
-        if decision.quiet:
-            self._settled += sorted(self._asking)
-            if state.live:
-                self.points += 1
-                # Servers may hear of a loss at different times, but of who left they agree.
-                rest = Rest.of(self._last_pause.step)
-                self.quiet_point = QuietPoint(rest, complete=not self._left)
-                self.gives_values = self._last_pause.values
-                state.resume()  # before anybody takes a checkpoint of it
-        return decision
-
-    def due(self) -> list[Reply]:
-        """Return the replies that may be sent now; others are returned by `confirmed`."""
-        replies = []
-        for worker in self._settled:
-            reply = self._reply(self._asking[worker]) if worker in self._asking else None
-            if reply is not None:
-                replies.append(reply)
-                del self._asking[worker]
-        self._settled.clear()
-        if not self._unconfirmed:
-            return replies
-        # Behind the last request passed on, since they may show what came of it.
-        self._unconfirmed[-1] += replies
-        return []
-
-    def _reply(self, request: Request) -> Reply | None:
-        """Return the reply to `request`, if it is known."""
-        state, worker = self.state, request.worker
-        if request.kind is Kind.PAUSE:
-            done = self.points > request.points
-            return Reply(worker, self.quiet_point, request.values) if done else None
-        if request.kind is Kind.LEAVE:
-            return None if state.live else Reply(worker, None, values=True)
-        last = self._last.get(worker)
-        if request.push is None:
-            decided = worker not in state.idle
-        else:
-            decided = isinstance(last, Answer) and last.clock >= request.push.clock
-        if not decided:
-            return None
-        assert last is not None
-        return Reply(worker, last, values=request.kind is Kind.PUSH)
-
-    def confirmed(self) -> list[Reply]:
-        """Note that the other server has taken one more request; return the replies due by that."""
-        return self._unconfirmed.popleft()
-
-    def backup_lost(self) -> list[Reply]:
-        """Note that the other server is lost; return the replies that have waited for it."""
-        self.backed = False
-        replies = [reply for waiting in self._unconfirmed for reply in waiting]
-        self._unconfirmed.clear()
-        return replies

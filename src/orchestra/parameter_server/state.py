@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from orchestra.coordinator.core import Applied, Coordinator
 from orchestra.coordinator.events import Done, Event, Free, Instruction, Lost, Rested, Wish
+from orchestra.coordinator.rest import Reason, Rest
 from orchestra.errors import RunFailed, shortened
-from orchestra.parameter_server.messages import Answer, Push
+from orchestra.parameter_server.messages import Answer, Kind, Push, QuietPoint, Request
 from orchestra.parameter_server.when import When
 
 
@@ -29,12 +30,13 @@ class Update(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Apply the updates, in order; then answer, and give `work` to those that waited for it."""
+    """Apply the updates, in order; then answer, give `work` to those that waited for it, and tell
+    all live workers of the `quiet` point, if it is one."""
 
     apply: tuple[Update, ...] = ()
     answers: tuple[Answer, ...] = ()
     work: tuple[tuple[int, Instruction], ...] = ()
-    quiet: bool = False
+    quiet: QuietPoint | None = None
 
 
 @dataclass
@@ -76,11 +78,31 @@ class ServerState:
     """Workers whose last push was a second or later one for the same batch."""
     _told: dict[int, Instruction] = field(default_factory=dict, compare=False, repr=False)
     """What the coordinator has told workers since the last decision."""
+    _rest: Rest = field(default=Rest(Reason.CHECKPOINT), compare=False, repr=False)
+    """The rest that the last worker has paused for."""
+    _complete: bool = field(default=True, compare=False, repr=False)
+    """No worker has left; see `QuietPoint`."""
 
     @property
     def idle(self) -> Set[int]:
         """The workers that wait for work."""
         return frozenset() if self.coordinator is None else self.coordinator.idle
+
+    def take(self, request: Request) -> Decision:
+        """Carry out a request."""
+        if request.push is not None:
+            return self.push(request.push)
+        if request.kind is Kind.PAUSE:
+            decision = self.pause(request.worker, Rest.of(request.step))
+        elif request.kind is Kind.WAIT:
+            decision = self.wait(request.worker)
+        elif request.kind is Kind.LEAVE:
+            decision = self.leave(request.worker)
+        else:
+            decision = self.lose(request.worker)
+        if decision.quiet is not None and self.live:
+            self.resume()  # before anybody takes a checkpoint of it
+        return decision
 
     def push(self, push: Push) -> Decision:
         """Take a gradient that has arrived."""
@@ -105,8 +127,9 @@ class ServerState:
             self._hold(push, push.loss, push.stop, push.used)
         return self._decide()
 
-    def pause(self, worker: int) -> Decision:
-        """`worker` pushes no more until all have paused: then nothing is in flight."""
+    def pause(self, worker: int, rest: Rest) -> Decision:
+        """`worker` pushes no more until all have paused for `rest`: then nothing is in flight."""
+        self._rest = rest
         self.paused.add(worker)
         self._at_work = None
         return self._decide()
@@ -118,7 +141,12 @@ class ServerState:
         return self._decide()
 
     def leave(self, worker: int) -> Decision:
-        """`worker` is gone for good: it has finished, or was lost with its push, if any."""
+        """`worker` has finished."""
+        self._complete = False
+        return self.lose(worker)
+
+    def lose(self, worker: int) -> Decision:
+        """`worker` is gone for good, with its push, if any."""
         self.live.discard(worker)
         self._at_work = None
         self.paused.discard(worker)
@@ -149,7 +177,8 @@ class ServerState:
         answers = self._answers(at_work)
         self.read.update((answer.worker, answer.version) for answer in answers)
         # Nothing held, nobody unanswered, and all who are there have paused: nothing is in flight.
-        quiet = not self.pending and not self.waiting and self.live <= self.paused
+        is_quiet = not self.pending and not self.waiting and self.live <= self.paused
+        quiet = QuietPoint(self._rest, self._complete) if is_quiet else None
         work = tuple(self._told.items())
         if not (updates or answers or work):
             self._require_progress(len(at_work))

@@ -251,7 +251,8 @@ class ParameterServer(Strategy):
         roles = self.roles(worker.budget_ranks)
         slices = self._slices(worker, roles)
         rules = self._rules(worker, roles, slices)
-        channel = exchange.ServerChannel(worker, slices, roles.workers, roles.leader, rules)
+        kind = exchange.ReplicatedChannel if self.replicas else exchange.ServerChannel
+        channel = kind(worker, slices, roles.workers, roles.leader, rules)
         if worker.rank not in roles.workers:
             return DedicatedServer(self, worker, channel)
         if self.returns == "gradients":
@@ -296,7 +297,6 @@ class ParameterServer(Strategy):
             self._corrections(workers),
             clips=updates and when.averages,
             queue_shares=None if when.averages else roles.shares,
-            replicas=bool(self.replicas),
             compression=self.compression,
             parts=parts,
             apply_per_part=when.lockstep and stepwise and bool(parts),
