@@ -13,15 +13,18 @@ if TYPE_CHECKING:
     from orchestra.exchange.agreement import *  # noqa: F403
     from orchestra.exchange.average import *  # noqa: F403
     from orchestra.exchange.channel import *  # noqa: F403
+    from orchestra.exchange.clipping import *  # noqa: F403
     from orchestra.exchange.compression import *  # noqa: F403
     from orchestra.exchange.consensus import *  # noqa: F403
     from orchestra.exchange.control import *  # noqa: F403
+    from orchestra.exchange.parts import *  # noqa: F403
     from orchestra.exchange.replicas import *  # noqa: F403
     from orchestra.exchange.servers import *  # noqa: F403
     from orchestra.exchange.shards import *  # noqa: F403
+    from orchestra.exchange.slices import *  # noqa: F403
     from orchestra.exchange.stages import *  # noqa: F403
 else:
     __getattr__ = lazy_package(
-        __name__, "agreement", "average", "compression", "consensus", "servers", "channel",
-        "replicas", "shards", "control", "stages",
+        __name__, "agreement", "average", "compression", "consensus", "servers", "slices", "parts",
+        "clipping", "channel", "replicas", "shards", "control", "stages",
     )  # fmt: skip

@@ -14,12 +14,9 @@ from orchestra.coordinator.rest import Reason, Rest
 from orchestra.exchange.agreement import agree_on_parameters, broadcast_buffers
 from orchestra.exchange.compression import CompressionState, SliceCodec
 from orchestra.exchange.consensus import Learnt
-from orchestra.exchange.servers import (
-    PartsClient,
-    ServerRules,
-    learnt_slices,
-    make_server,
-)
+from orchestra.exchange.parts import PartsClient
+from orchestra.exchange.servers import ServerRules, make_server
+from orchestra.exchange.slices import learnt_slices
 from orchestra.optimizers.spec import OptimizerPart
 from orchestra.optimizers.state import restore
 from orchestra.parameter_server.client import Client, Encode

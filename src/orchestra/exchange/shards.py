@@ -14,7 +14,8 @@ from torch import Tensor
 
 from orchestra.collectives import Group, all_reduce
 from orchestra.exchange.average import Bucket, GradientAverage, ScheduledGroup
-from orchestra.exchange.servers import clip_together, tensors_of
+from orchestra.exchange.clipping import clip_together
+from orchestra.exchange.slices import views_of_pieces
 from orchestra.optimizers.spec import (
     OptimizerPart,
     apply_changed_options,
@@ -106,17 +107,19 @@ class Shards:
         return bool(len(group) * squares == total**2)
 
     def _own(self, unit: ShardUnit) -> dict[str, tuple[Tensor, int]]:
-        """Return, by name, the tensors of `unit` that this worker updates; see `tensors_of`."""
+        """Return, by name, what this worker updates of `unit`; see `views_of_pieces`."""
         worker, first = self._worker, unit.first
         pieces = [
             Piece(unit.first_slot + piece.tensor, first + piece.first, first + piece.end)
             for piece in unit.pieces
         ]
         at = unit.shard_offset if self._sharded else unit.owned_start
-        values = tensors_of(
+        values = views_of_pieces(
             worker.layout, pieces, worker.parameters[at : at + unit.owned_length], unit.owned_start
         )
-        gradients = tensors_of(worker.layout, pieces, worker.gradients.own(unit), unit.owned_start)
+        gradients = views_of_pieces(
+            worker.layout, pieces, worker.gradients.own(unit), unit.owned_start
+        )
         for piece, value, gradient in zip(pieces, values.values(), gradients.values(), strict=True):
             self._parts.append((piece.tensor, value[0], gradient[0]))
         return values
