@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,9 +13,11 @@ import torch
 from tests.simulated import run_ranks
 from tests.training import settings
 
+from orchestra.errors import RunFailed
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.trainer import checkpoint_files, checkpoints
-from orchestra.trainer.checkpoint_files import DamagedCheckpoint
+from orchestra.trainer.checkpoint_files import DamagedCheckpoint, Manifest, Span
+from orchestra.trainer.checkpoints import Attempt
 from orchestra.trainer.program import train
 from orchestra.trainer.recorder import Recorder, Totals
 from orchestra.worker.worker import Worker
@@ -38,14 +42,19 @@ def member_of(rank: int, index: int = 0) -> dict[str, Any]:
     }
 
 
-def write(folder: Path, index: int, ranks: int = RANKS) -> None:
-    digests = {
-        checkpoint_files.rank_file(rank): checkpoints.write_rank(
-            folder, index, rank, member_of(rank, index)
-        )
-        for rank in range(ranks)
+def manifest_of(ranks: int = RANKS) -> Manifest:
+    return Manifest(0, ("worker",) * ranks, history=(Span(ranks, ranks, 0),))
+
+
+def write(folder: Path, index: int, *states: Any, attempt: Attempt | None = None) -> None:
+    """Write a checkpoint of the ranks that have these `states`, and make it count."""
+    attempt = attempt or Attempt.begin(folder)
+    files = {
+        checkpoint_files.rank_file(rank): checkpoints.write_rank(attempt, index, rank, state)
+        for rank, state in enumerate(states or [member_of(rank, index) for rank in range(RANKS)])
     }
-    checkpoints.commit(folder, index, digests)
+    checkpoints.commit(attempt, index, replace(manifest_of(len(files)), files=files))
+    attempt.end()
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -66,22 +75,19 @@ def assert_same(one: Any, other: Any) -> None:
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     write(tmp_path, 1)
-    checkpoint_files.verify(tmp_path, 1, RANKS)
+    checkpoint_files.verify(tmp_path, 1)
     for rank in range(RANKS):
         assert_same(checkpoints.read_rank(tmp_path, 1, rank), member_of(rank, 1))
 
 
 def test_a_state_without_tensors(tmp_path: Path) -> None:
-    checkpoints.commit(
-        tmp_path, 3, {"rank-0.safetensors": checkpoints.write_rank(tmp_path, 3, 0, {"a": [1]})}
-    )
+    write(tmp_path, 3, {"a": [1]})
     assert checkpoints.read_rank(tmp_path, 3, 0) == {"a": [1]}
 
 
 def test_tensors_that_share_memory_are_written_apart(tmp_path: Path) -> None:
     whole = torch.arange(4.0)
-    checkpoints.write_rank(tmp_path, 0, 0, {"whole": whole, "part": whole[1:3]})
-    checkpoints.commit(tmp_path, 0, {})
+    write(tmp_path, 0, {"whole": whole, "part": whole[1:3]})
     read = checkpoints.read_rank(tmp_path, 0, 0)
     assert torch.equal(read["whole"], whole)
     assert torch.equal(read["part"], whole[1:3])
@@ -96,7 +102,7 @@ def test_one_flipped_bit_is_found_and_named(tmp_path: Path, rank: int, place: in
     content[place] ^= 1
     path.write_bytes(content)
     with pytest.raises(DamagedCheckpoint, match=f"0001/rank-{rank}.safetensors: its checksum"):
-        checkpoint_files.verify(tmp_path, 1, RANKS)
+        checkpoint_files.verify(tmp_path, 1)
 
 
 def test_a_file_cut_short_is_found_and_named(tmp_path: Path) -> None:
@@ -104,20 +110,84 @@ def test_a_file_cut_short_is_found_and_named(tmp_path: Path) -> None:
     path = tmp_path / "0001" / checkpoint_files.rank_file(1)
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(DamagedCheckpoint, match=r"rank-1\.safetensors: its checksum"):
-        checkpoint_files.verify(tmp_path, 1, RANKS)
+        checkpoint_files.verify(tmp_path, 1)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     write(tmp_path, 1)
     (tmp_path / "0001" / checkpoint_files.rank_file(1)).unlink()
     with pytest.raises(DamagedCheckpoint, match=r"rank-1\.safetensors: missing"):
-        checkpoint_files.verify(tmp_path, 1, RANKS)
+        checkpoint_files.verify(tmp_path, 1)
 
 
-def test_a_rank_that_the_manifest_does_not_know_is_named(tmp_path: Path) -> None:
+def test_a_file_of_no_member_is_named(tmp_path: Path) -> None:
     write(tmp_path, 1)
-    with pytest.raises(DamagedCheckpoint, match=r"rank-2\.safetensors: missing"):
-        checkpoint_files.verify(tmp_path, 1, RANKS + 1)
+    place = tmp_path / "0001"
+    shutil.copy(place / checkpoint_files.rank_file(1), place / checkpoint_files.rank_file(2))
+    with pytest.raises(DamagedCheckpoint, match=r"rank-2\.safetensors: the manifest names no such"):
+        checkpoint_files.verify(tmp_path, 1)
+
+
+def test_a_manifest_whose_files_are_not_those_of_its_members_is_named(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    path = tmp_path / "0001" / checkpoint_files.MANIFEST
+    content = json.loads(path.read_text())
+    del content["files"][checkpoint_files.rank_file(1)]
+    path.write_text(json.dumps(content))
+    with pytest.raises(DamagedCheckpoint, match=r"manifest\.json: its files are not those"):
+        checkpoint_files.verify(tmp_path, 1)
+
+
+def test_another_format_is_named(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    path = tmp_path / "0001" / checkpoint_files.MANIFEST
+    path.write_text(json.dumps({"schema": 1, "files": {}}))
+    with pytest.raises(DamagedCheckpoint, match="of format 1, and this version of orchestra reads"):
+        checkpoint_files.verify(tmp_path, 1)
+
+
+def test_a_manifest_tells_what_it_was_given(tmp_path: Path) -> None:
+    told = Manifest(
+        7, ("worker", "server"), {"optimizer": "sharded"}, consumed=64, steps=2, budget=640,
+        global_batch=32, history=(Span(4, 3, 0), Span(2, 1, 32, 1)),
+        files={checkpoint_files.rank_file(rank): "" for rank in range(2)},
+    )  # fmt: skip
+    attempt = Attempt.begin(tmp_path)
+    checkpoints.commit(attempt, 1, told)
+    assert checkpoint_files.read_manifest(tmp_path, 1) == replace(told, generation=1)
+    assert told.ranks == 2
+
+
+# Attempts
+
+
+def test_each_attempt_has_a_later_number_than_all_before_it(tmp_path: Path) -> None:
+    first = Attempt.begin(tmp_path)
+    second = Attempt.begin(tmp_path)  # the first was killed
+    assert (first.number, second.number) == (1, 2)
+    write(tmp_path, 1, attempt=second)
+    shutil.rmtree(second.place, ignore_errors=True)
+    assert Attempt.begin(tmp_path).number == 3
+
+
+def test_an_attempt_that_another_one_followed_changes_nothing(tmp_path: Path) -> None:
+    """Its machine was cut off: it goes on to write, and to make what it wrote count."""
+    zombie = Attempt.begin(tmp_path)
+    checkpoints.write_rank(zombie, 1, 0, {"of": "the zombie"})
+    write(tmp_path, 1, {"of": "the next"})
+    for index in (1, 2):
+        with pytest.raises(RunFailed, match="another process has gone on with this run meanwhile"):
+            checkpoints.write_rank(zombie, index, 0, {"of": "the zombie"})
+        with pytest.raises(RunFailed, match="another process has gone on"):
+            checkpoints.commit(zombie, index, manifest_of(1))
+    assert list(checkpoint_files.complete(tmp_path)) == [1]
+    checkpoint_files.verify(tmp_path, 1)
+    assert checkpoints.read_rank(tmp_path, 1, 0) == {"of": "the next"}
+
+
+def test_nothing_is_left_of_an_attempt_without_checkpoints(tmp_path: Path) -> None:
+    Attempt.begin(tmp_path / "checkpoints").end()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -133,24 +203,25 @@ def test_a_manifest_that_is_missing_or_damaged_is_named(
     else:
         manifest.write_text(content, encoding="latin-1")
     with pytest.raises(DamagedCheckpoint, match=r"0001/manifest\.json"):
-        checkpoint_files.verify(tmp_path, 1, RANKS)
+        checkpoint_files.verify(tmp_path, 1)
 
 
 def test_what_was_interrupted_does_not_count_and_is_written_over(tmp_path: Path) -> None:
     write(tmp_path, 1)
-    checkpoints.write_rank(tmp_path, 2, 0, {"interrupted": torch.ones(3)})
+    killed = Attempt.begin(tmp_path)
+    checkpoints.write_rank(killed, 2, 0, {"interrupted": torch.ones(3)})
     assert list(checkpoint_files.complete(tmp_path)) == [1]
     write(tmp_path, 2)
     assert sorted(checkpoint_files.complete(tmp_path)) == [1, 2]
-    checkpoint_files.verify(tmp_path, 2, RANKS)
-    assert not (tmp_path / ".0002").exists()
+    checkpoint_files.verify(tmp_path, 2)
+    assert not killed.place.exists()
 
 
 def test_a_damaged_one_is_written_over(tmp_path: Path) -> None:
     write(tmp_path, 1)
     (tmp_path / "0001" / checkpoint_files.rank_file(0)).write_bytes(b"damaged")
     write(tmp_path, 1)
-    checkpoint_files.verify(tmp_path, 1, RANKS)
+    checkpoint_files.verify(tmp_path, 1)
 
 
 def test_the_last_two_are_kept(tmp_path: Path) -> None:
@@ -187,24 +258,13 @@ def test_files_hold_tensors_and_json_and_nothing_to_run(tmp_path: Path) -> None:
     assert 8 + length + max(ends) == len(content)
 
 
-def test_what_is_half_deleted_does_not_count(tmp_path: Path) -> None:
-    for index in (1, 2):
-        digest = checkpoints.write_rank(tmp_path, index, 0, {"step": index})
-        checkpoints.commit(tmp_path, index, {checkpoint_files.rank_file(0): digest})
-    half = tmp_path / f".0001{checkpoints.DOOMED}"
-    (tmp_path / "0001").rename(half)  # as a run killed while it deleted leaves it
-    assert sorted(checkpoint_files.complete(tmp_path)) == [2]
-    digest = checkpoints.write_rank(tmp_path, 3, 0, {"step": 3})
-    checkpoints.commit(tmp_path, 3, {checkpoint_files.rank_file(0): digest})
-    assert not half.exists()
-
-
 def test_what_a_killed_run_left_half_deleted_is_in_nobodys_way(tmp_path: Path) -> None:
-    write(tmp_path, 1)
-    (tmp_path / ".0001.deleted").mkdir()
-    (tmp_path / ".0001.deleted" / "rank-0.safetensors").write_text("")
-    for index in (2, 3):
+    for index in (1, 2):
         write(tmp_path, index)
+    killed = Attempt.begin(tmp_path)
+    (tmp_path / "0001").rename(killed.place / "0001.deleted")
+    assert sorted(checkpoint_files.complete(tmp_path)) == [2]
+    write(tmp_path, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0002", "0003"]
 
 
@@ -219,7 +279,7 @@ def test_what_has_not_the_name_of_one_is_none_and_is_written_over(tmp_path: Path
     }  # fmt: skip
     write(tmp_path, 2)
     assert sorted(checkpoint_files.complete(tmp_path)) == [1, 2]
-    checkpoint_files.verify(tmp_path, 2, RANKS)
+    checkpoint_files.verify(tmp_path, 2)
 
 
 def test_a_run_that_goes_on_names_what_is_odd_and_removes_what_is_unfinished(
@@ -237,7 +297,7 @@ def test_a_run_that_goes_on_names_what_is_odd_and_removes_what_is_unfinished(
     assert sorted(path.name for path in folder.iterdir()) == ["0003", "0004"]
     (folder / "0005").write_text("a file")
     (folder / "\u00b2").mkdir()
-    (folder / ".0001").mkdir()
+    (folder / ".attempt-1" / "0001").mkdir(parents=True)
     (folder / ".0002.deleted").mkdir()
     (folder / "0004" / checkpoint_files.MANIFEST).write_text("[" * 100_000)
     found = notices()
@@ -246,7 +306,7 @@ def test_a_run_that_goes_on_names_what_is_odd_and_removes_what_is_unfinished(
     assert refused == [str(folder / "0005"), str(folder / "\u00b2"), str(manifest)]
     assert found[3:] == ("resumed from checkpoint 3, step 3",)
     assert not list(folder.glob(".*"))
-    checkpoint_files.verify(folder, 4, 2)
+    checkpoint_files.verify(folder, 4)
 
 
 def test_lines_of_steps_are_kept_by_their_number(tmp_path: Path) -> None:

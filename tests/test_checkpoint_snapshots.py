@@ -192,14 +192,24 @@ def test_a_file_system_without_hard_links_has_copies(
     assert trained(tmp_path)[0] == curve
 
 
+def complete(
+    folder: Path, files: checkpoints.SnapshotFiles, parts: list[dict[str, Any]], index: int
+) -> None:
+    """Write a checkpoint that has nothing but `parts`."""
+    attempt = checkpoints.Attempt.begin(folder)
+    files.write(parts, attempt.make(index), index - 1)
+    history = (checkpoint_files.Span(1, 1, 0),)
+    checkpoints.commit(attempt, index, checkpoint_files.Manifest(0, history=history))
+    attempt.end()
+
+
 def test_a_file_that_was_deleted_during_the_run_is_written_again(tmp_path: Path) -> None:
     snapshots = Snapshots((10,), lambda: 0.0)
     snapshots.offer(10, torch.ones(3))
     files = checkpoints.SnapshotFiles(tmp_path, 0, print)
     for index in (1, 2):
         parts = capture(snapshots.parts)
-        files.write(parts, index, index - 1)
-        checkpoints.commit(tmp_path, index, {})
+        complete(tmp_path, files, parts, index)
         path = tmp_path / f"{index:04d}" / f"rank-0-{parts[0]['sha256']}.safetensors"
         assert checkpoint_files.digest(path) == parts[0]["sha256"]
         path.unlink()
@@ -212,8 +222,7 @@ def test_one_that_was_renewed_is_written_again_and_the_old_file_stays(tmp_path: 
     written = {}
     for index in (1, 2, 3):
         written[index] = capture(snapshots.parts)
-        files.write(written[index], index, index - 1)
-        checkpoints.commit(tmp_path, index, {})
+        complete(tmp_path, files, written[index], index)
         snapshots.renew(10, torch.full((3,), 2.0))
         if index == 2:
             assert len(list(tmp_path.glob("*/*.safetensors"))) == 2
@@ -229,7 +238,6 @@ def test_equal_contributions_of_a_rank_are_in_one_file(tmp_path: Path) -> None:
         snapshots.offer(samples, torch.ones(3))
     files = checkpoints.SnapshotFiles(tmp_path, 0, print)
     for index in (1, 2):
-        files.write(capture(snapshots.parts), index, index - 1)
-        checkpoints.commit(tmp_path, index, {})
+        complete(tmp_path, files, capture(snapshots.parts), index)
     (one, other) = tmp_path.glob("*/*.safetensors")
     assert one.samefile(other)

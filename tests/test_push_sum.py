@@ -31,7 +31,6 @@ from torch import Tensor, nn
 
 from orchestra.coordinator.rest import Reason, Rest
 from orchestra.errors import InputError
-from orchestra.exchange import take_consensus
 from orchestra.optimizers import capture
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.base import restore_state, state_of
@@ -312,7 +311,7 @@ def test_mass_is_conserved(ranks: int, steps: int, overlap: int, seed: int, exch
 
 def agreed(push: PushMember) -> None:
     push.drain()
-    take_consensus(push.worker, push.learnt(), tolerant=False)
+    push.take_model(tolerant=False)
     push.open(fresh=True)
 
 

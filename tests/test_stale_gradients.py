@@ -16,11 +16,11 @@ from tests.arrivals import RATE, Served
 from torch import Tensor, nn
 
 from orchestra.errors import InputError
-from orchestra.exchange.consensus import take_consensus
 from orchestra.optimizers.state import capture
 from orchestra.parameter_server.messages import Kind
 from orchestra.strategies.parameter_server import ParameterServer
-from orchestra.trainer.checkpoints import commit, read_rank, write_rank
+from orchestra.trainer.checkpoint_files import Manifest, Span
+from orchestra.trainer.checkpoints import Attempt, commit, read_rank, write_rank
 
 Vector = NDArray[np.float64]
 
@@ -207,11 +207,10 @@ def test_backups_and_mean_squares_survive_a_checkpoint(servers: int, tmp_path: P
 
     first = served(**ASYNCHRONOUS, **settings, learning_rate="by_staleness")
     first.serve(ORDER[:9], Kind.PAUSE)
-    digests = {
-        f"rank-{rank}.safetensors": write_rank(tmp_path, 1, rank, capture(server))
-        for rank, server in enumerate(first.servers)
-    }
-    commit(tmp_path, 1, digests)
+    attempt, history = Attempt.begin(tmp_path), (Span(servers, WORKERS, 0),)
+    for rank, server in enumerate(first.servers):
+        write_rank(attempt, 1, rank, capture(server))
+    commit(attempt, 1, Manifest(0, history=history))
     second = served(**ASYNCHRONOUS, **settings, learning_rate="by_staleness")
     second.resume([read_rank(tmp_path, 1, rank) for rank in range(servers)], first)
     assert torch.equal(second.serve(ORDER[9:]), expected)
@@ -223,7 +222,7 @@ def test_who_is_given_the_values_at_a_quiet_point_computes_there() -> None:
     servers = Served(strategy, WORKERS, Point, arriving)
     servers.serve(ORDER[:9], Kind.PAUSE)
     member = servers.members[0]
-    take_consensus(member.worker, member.learnt(), tolerant=True)
+    member.take_model(tolerant=True)
     (transport,), (server,) = servers.transports, servers.servers
     transport.given = {worker: server.own.values.clone() for worker in range(WORKERS)}
     w = server.own.values.numpy().copy()

@@ -26,6 +26,11 @@ class Reason(enum.IntEnum):
         """True if members of the strategy under way take no further step."""
         return self is Reason.PHASE or self >= Reason.END
 
+    @property
+    def takes_model(self) -> bool:
+        """True if all ranks take the model that was learnt next."""
+        return self.ends or self in (Reason.EPOCH, Reason.AGREEMENT)
+
 
 class Rest(NamedTuple):
     """A rest of all workers. `transition`: of a PHASE, the number of the one that follows."""

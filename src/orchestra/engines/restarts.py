@@ -12,8 +12,7 @@ from orchestra.errors import InputError, RankLost, RunFailed
 from orchestra.records.live import Tail, add_notice
 from orchestra.records.record import Restart, RunRecord
 from orchestra.settings.base import to_plain
-from orchestra.strategies.base import roles_of
-from orchestra.trainer.checkpoint_files import newest_steps
+from orchestra.trainer.checkpoint_files import newest_whole, steps_of
 from orchestra.trainer.settings import Run
 
 PAUSE_SECONDS = 1.0  # before the first restart; before each further one twice as long
@@ -65,11 +64,8 @@ class Restarts:
     def prepare(self, loss: RankLost) -> None:
         """Note where the run will go on, tell the user, and pause. No rank may be left."""
         recorded = self._recorded()
-        roles = roles_of(self._run.strategy, self._run.training.ranks)
-        found = newest_steps(self._folder / "checkpoints", len(roles.shares))
-        checkpoint, saved = (None, [0] * len(roles.shares)) if found is None else found
-        step = saved[roles.workers[0]]
-        again = max((last - saved[rank] for rank, last in recorded.items()), default=0)
+        checkpoint, step, saved = self._newest()
+        again = max((last - saved.get(rank, step) for rank, last in recorded.items()), default=0)
         cause = str(loss).split("\n", 1)[0]
         restart = Restart(cause, time.time(), checkpoint, step, max(0, again))
         start = "the beginning"
@@ -90,6 +86,17 @@ class Restarts:
             restarts=[to_plain(restart) for restart in self.made],
             notices=(*self._notices, *record.notices),
         )
+
+    def _newest(self) -> tuple[int | None, int, dict[int, int]]:
+        """Return the number of the newest whole checkpoint, the steps of its first worker, and
+        those of each of its ranks; None and 0 where there is none."""
+        folder = self._folder / "checkpoints"
+        found = newest_whole(folder)
+        if found is None:
+            return None, 0, {}
+        index, manifest = found
+        steps = {rank: steps_of(folder, index, rank) for rank in range(len(manifest.members))}
+        return index, manifest.steps, steps
 
     def _say(self, text: str) -> None:
         self._notices.append(text)

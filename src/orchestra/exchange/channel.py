@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from orchestra.coordinator.batches import BatchQueue
 from orchestra.coordinator.rest import Reason, Rest
 from orchestra.exchange.agreement import agree_on_parameters, broadcast_buffers
 from orchestra.exchange.compression import CompressionState, SliceCodec
-from orchestra.exchange.consensus import Learnt
+from orchestra.exchange.consensus import Learnt, take_consensus
 from orchestra.exchange.parts import PartsClient
 from orchestra.exchange.servers import ServerRules, make_server
 from orchestra.exchange.slices import learnt_slices
@@ -166,13 +166,21 @@ class ServerChannel:
         elif self.server is not None:
             self.server.serve_to_the_end(self.worker.transport)
 
-    def learnt(self) -> Iterator[Learnt]:
-        """Yield the slices of the model, each of which its server owns. Collective."""
+    def learnt(self) -> Iterable[Learnt]:
+        """Return the slices of the model, each of which its server owns, unless workers have it."""
+        if not self.rules.application.holds_model:
+            return ()
+        return learnt_slices(self.worker, self.slices, self.server)
+
+    def take_model(self, *, tolerant: bool) -> None:
+        """Collective over all ranks, at rest: let all take the model. See `take_consensus`."""
         worker, rules = self.worker, self.rules
         if not rules.application.holds_model:
             agree_on_parameters(worker)  # servers without data have no model
         else:
-            yield from learnt_slices(worker, self.slices, self.server)
+            take_consensus(worker, self.learnt(), tolerant=tolerant)
+            if self.server is not None:
+                self.server.own.all_have_read()
             if rules.when.lockstep:
                 broadcast_buffers(worker, worker.everyone)
 

@@ -22,19 +22,21 @@ from orchestra.worker.worker import Worker
 class Learnt:
     """What this rank contributes to the elements of the model from `offset` on.
 
-    The model is the sum of the numerators of all workers over the sum of their weights. Where
-    elements have an `owner`, that rank alone contributes, and the others have a weight of 0.
+    The model is the mean of the values of all workers, weighted by `weight`; where values are
+    `summed`, as push-sum's x, they are multiplied by their weight already. Where elements have an
+    `owner`, that rank alone contributes, and the others have a weight of 0.
     """
 
     offset: int
-    numerator: Tensor  # in float64, unless there is an owner
+    values: Tensor
     weight: float = 1.0
+    summed: bool = False
     owner: int | None = None
 
-    @staticmethod
-    def replica(values: Tensor, weight: float = 1.0, offset: int = 0) -> Learnt:
-        """Return what a replica contributes, weighted by `weight`."""
-        return Learnt(offset, weight * values.double(), weight)
+    @property
+    def numerator(self) -> Tensor:
+        """The weighted values, in float64."""
+        return self.values.double() if self.summed else self.weight * self.values.double()
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def take_consensus(worker: Worker, learnt: Iterable[Learnt], *, tolerant: bool) 
     `tolerant`: a rank that is lost meanwhile does without.
     """
     for each in learnt:
-        values = worker.parameters[each.offset : each.offset + each.numerator.numel()]
+        values = worker.parameters[each.offset : each.offset + each.values.numel()]
         if each.owner is not None:
             _take_from_owner(worker, values, each, each.owner, tolerant=tolerant)
         elif len(worker.workers) > 1:
@@ -71,7 +73,7 @@ def _take_from_owner(
         worker.transport.receive(owner, Tag.COLLECT, values).wait()
         return
     with torch.no_grad():
-        values.copy_(learnt.numerator)
+        values.copy_(learnt.values)
     others = [rank for rank in worker.everyone.ranks if rank != owner]
     for handle in [worker.transport.send(values, rank, Tag.COLLECT) for rank in others]:
         try:
@@ -92,7 +94,7 @@ def _mean(worker: Worker, numerator: Tensor, weight: float) -> Tensor:
 
 def exact_mean(worker: Worker) -> None:
     """Replace all workers' parameters by their mean."""
-    take_consensus(worker, [Learnt.replica(worker.parameters)], tolerant=False)
+    take_consensus(worker, [Learnt(0, worker.parameters)], tolerant=False)
 
 
 def exact_mean_of_buffers(worker: Worker, weight: float = 1.0) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +15,6 @@ from orchestra.collectives import Group, receive_object, send_object
 from orchestra.errors import PeerLost
 from orchestra.exchange.agreement import agree_on_parameters, broadcast_buffers
 from orchestra.exchange.channel import ServerChannel
-from orchestra.exchange.consensus import Learnt
 from orchestra.exchange.servers import make_slice
 from orchestra.optimizers.state import capture, restore
 from orchestra.parameter_server.client import Client
@@ -61,7 +60,7 @@ class ReplicatedChannel(ServerChannel):
 
         return ReplicatedServer(own, mirror, ranks, place, lost=lost, alone=alone)
 
-    def learnt(self) -> Iterator[Learnt]:
+    def take_model(self, *, tolerant: bool) -> None:
         """Let workers ask for the values, since any server may be lost; one tells the servers."""
         worker = self.worker
         if self.client is not None:
@@ -72,7 +71,6 @@ class ReplicatedChannel(ServerChannel):
         elif self.server is not None:
             self.server.serve(worker.transport)
         _tell_servers(worker, sorted(set(self.servers) - set(self.workers)), self.leader)
-        return iter(())
 
 
 def _hand_on_moments(transport: Transport, held: HeldSlice, to: int) -> None:

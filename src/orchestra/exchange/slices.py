@@ -53,5 +53,4 @@ def learnt_slices(
         if part.rank == worker.rank:
             assert server is not None
             values = server.own.values
-            server.own.all_have_read()
-        yield Learnt(part.first, values, float(part.rank == worker.rank), part.rank)
+        yield Learnt(part.first, values, float(part.rank == worker.rank), owner=part.rank)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from orchestra.coordinator.rest import Rest
-    from orchestra.exchange import Kept, Learnt, SharedWork
+    from orchestra.exchange import Kept, SharedWork
     from orchestra.parameter_server import Answer
     from orchestra.worker.worker import Worker
 
@@ -204,10 +203,10 @@ class ElasticWorker(ElasticMember):
         self._account()
         return super().rest(rest)
 
-    def learnt(self) -> Iterable[Learnt]:
-        """Return the centre, which everybody's model shows until a worker goes on from its own."""
+    def take_model(self, *, tolerant: bool) -> None:
+        """Take the centre, which the model shows until this worker goes on from its own."""
         self.own = self.worker.parameters.clone()
-        return super().learnt()
+        super().take_model(tolerant=tolerant)
 
     def _take_back(self) -> None:
         """End a step that has begun without an update: x keeps what it gave to the centre only."""

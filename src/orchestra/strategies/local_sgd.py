@@ -245,22 +245,25 @@ class LocalMember(ReplicaMember[LocalSGD]):
             offer(consumed, values, offset=offset, weight=fragment.weight)
 
     def close_round(self) -> None:
-        """Make the replica what this worker contributes; a round may be cut short here."""
+        """Make the replica what all agree on next; a round may be cut short here."""
 
     def rest(self, rest: Rest) -> Kept:
-        """Land what is in flight; at the end of a phase, also close the round."""
+        """Land what is in flight; before all take the model, also close the round."""
         kept = super().rest(rest)
-        if rest.reason.ends:
+        if rest.reason.takes_model:
             self.close_round()
+        if rest.reason.ends:
             self.show(self.worker.snapshots.renew)
-        return replace(kept, buffers_weight=self.samples or NEGLIGIBLE_WEIGHT)
+        return kept
+
+    def kept(self) -> Kept:
+        return replace(super().kept(), buffers_weight=self.samples or NEGLIGIBLE_WEIGHT)
 
     def learnt(self) -> Iterable[Learnt]:
-        """Close the round; return each fragment with its weight."""
-        self.close_round()
+        """Return each fragment with its weight."""
         for fragment in self.fragments:
             replica = fragment.replica(self.worker)
-            yield exchange.Learnt.replica(replica, fragment.weight, fragment.first)
+            yield exchange.Learnt(fragment.first, replica, fragment.weight)
 
 
 @dataclass(eq=False)
@@ -327,6 +330,11 @@ class EASGDMember(LocalMember):
             replica, offset = fragment.replica(self.worker), fragment.first
             offer(consumed, fragment.reference, offset=offset, weight=fragment.weight)
             offer(consumed, replica, offset=offset, kind="replica")
+
+    def learnt(self) -> Iterable[Learnt]:
+        """Return the centre, which is the same on all workers."""
+        for fragment in self.fragments:
+            yield exchange.Learnt(fragment.first, fragment.reference, fragment.weight)
 
     def close_round(self) -> None:
         """Replace the replica by the centre."""

@@ -51,16 +51,28 @@ class Member(Completed, ABC, Generic[S]):
 
         A member may keep open what is costly to open again, unless `rest.reason.ends` the phase.
         """
+        return self.kept()
+
+    def kept(self) -> Kept:
+        """Return what `rest` returns. Changes nothing: a checkpoint asks, too."""
         return exchange.Kept(getattr(self, "optimizer", None))
 
     def learnt(self) -> Iterable[Learnt]:
-        """Return what this rank contributes to the model. Collective, at rest.
+        """Return what this rank contributes to the model, at rest. Changes nothing: a checkpoint
+        asks, too, and the run goes on from where it was.
 
         By default its replica, unless all workers are in lockstep and have equal ones.
         """
         if self.strategy.traits().lockstep:
             return ()
-        return [exchange.Learnt.replica(self.worker.parameters)]
+        return [exchange.Learnt(0, self.worker.parameters)]
+
+    def take_model(self, *, tolerant: bool) -> None:
+        """Let all ranks take the model that was learnt. Collective, at rest.
+
+        `tolerant`: a rank that is lost meanwhile does without.
+        """
+        exchange.take_consensus(self.worker, self.learnt(), tolerant=tolerant)
 
     # A step, on workers
 

@@ -261,8 +261,7 @@ class Phases:
         self.member = self._under_way.join(self.worker)
 
     def _take_model(self) -> None:
-        lockstep = self.traits.lockstep
-        exchange.take_consensus(self.worker, self.member.learnt(), tolerant=not lockstep)
+        self.member.take_model(tolerant=not self.traits.lockstep)
 
     @property
     def _has_own_buffers(self) -> bool:

@@ -40,14 +40,19 @@ class ServedMember(Member[S]):
 
     def rest(self, rest: Rest) -> Kept:
         """Wait until every push is applied and every worker is here; leave at the end."""
-        channel, kept = self.channel, super().rest(rest)
-        complete = channel.rest(rest)
+        complete = self.channel.rest(rest)
         if rest.reason.ends:
             self.worker.source = None
-        return replace(kept, parts=channel.optimizer_parts, complete=complete)
+        return replace(self.kept(), complete=complete)
+
+    def kept(self) -> Kept:
+        return replace(super().kept(), parts=self.channel.optimizer_parts)
 
     def learnt(self) -> Iterable[Learnt]:
         return self.channel.learnt()
+
+    def take_model(self, *, tolerant: bool) -> None:
+        self.channel.take_model(tolerant=tolerant)
 
 
 @dataclass(eq=False)

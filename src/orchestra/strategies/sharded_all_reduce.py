@@ -54,6 +54,9 @@ class ShardedMember(Member["AllReduce"]):
         self.average.close()
         if rest.reason.ends:  # whole gradients take memory, which a checkpoint has not
             self.shards.close()
+        return self.kept()
+
+    def kept(self) -> Kept:
         return exchange.Kept(parts=[self.shards.part])
 
     def begin(self) -> None:

@@ -237,7 +237,7 @@ class PushMember(ReplicaMember[StochasticGradientPush]):
 
     def learnt(self) -> Iterable[Learnt]:
         """Return x and w: the model is the sum of x over the sum of w."""
-        return [exchange.Learnt(0, self.x.double(), self.w)]
+        return [exchange.Learnt(0, self.x, self.w, summed=True)]
 
 
 @dataclass(eq=False)

@@ -7,15 +7,53 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from orchestra.settings.base import REQUIRED, from_plain, setting
+
 MANIFEST = "manifest.json"
+FORMAT = 2
+"""The version of the format of checkpoints; this is the only one that is read."""
+
+_RANK_FILE = re.compile(r"rank-\d+\.safetensors")
 
 
 class DamagedCheckpoint(Exception):
     """A file of a checkpoint is missing, was changed, or is not of this run."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a run that had one number of ranks."""
+
+    ranks: int  # the setting
+    workers: int  # at its start
+    sample: int  # of the run at which it began
+    checkpoint: int | None = None  # from which it went on; None: from the beginning
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds: whose files, how the model lies over them, how far the run was."""
+
+    generation: int = setting(REQUIRED, "number of the attempt at the run that wrote it", low=0)
+    members: tuple[str, ...] = ()  # the role of each rank: "worker", "server", "worker and server"
+    layout: dict[str, str] = field(default_factory=dict)  # parameters, optimizer, replicas
+    consumed: int = setting(0, "samples of all workers", low=0)
+    steps: int = setting(0, "gradients of the first worker", low=0)
+    budget: int = setting(0, "samples of the whole run", low=0)
+    global_batch: int = setting(0, "samples in a step of all workers", low=0)
+    history: tuple[Span, ...] = ()  # the last one is of the ranks that wrote the checkpoint
+    files: dict[str, str] = field(default_factory=dict)  # each rank's file -> SHA-256
+
+    @property
+    def ranks(self) -> int:
+        """The setting `ranks` of those who wrote it."""
+        return self.history[-1].ranks
 
 
 def rank_file(rank: int) -> str:
@@ -41,19 +79,39 @@ def _is_checkpoint(path: Path) -> bool:
     return number and path.is_dir()
 
 
-def verify(folder: Path, index: int, ranks: int) -> None:
-    """Raise `DamagedCheckpoint` unless every file of checkpoint `index` is as it was written."""
-    place = folder / f"{index:04d}"
+def read_manifest(folder: Path, index: int) -> Manifest:
+    """Return the manifest of checkpoint `index`. Raises `DamagedCheckpoint`."""
+    path = folder / f"{index:04d}" / MANIFEST
     try:
-        files = dict(json.loads((place / MANIFEST).read_text())["files"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{place / MANIFEST}: {error}") from error
-    for name in (rank_file(rank) for rank in range(ranks)):
+        content = json.loads(path.read_text())
+        written = content.pop("format", 1)
+        if written != FORMAT:
+            raise DamagedCheckpoint(
+                f"{path}: is of format {written}, and this version of orchestra reads {FORMAT}"
+            )
+        found: Manifest = from_plain(Manifest, content)
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path}: {error}") from error
+    names = [rank_file(rank) for rank in range(len(found.members))]
+    if sorted(found.files) != sorted(names) or not found.history:
+        raise DamagedCheckpoint(f"{path}: its files are not those of its members")
+    return found
+
+
+def verify(folder: Path, index: int) -> Manifest:
+    """Return the manifest of checkpoint `index`. Raise `DamagedCheckpoint` unless the files of all
+    its members are as they were written, and there are no others."""
+    place, manifest = folder / f"{index:04d}", read_manifest(folder, index)
+    for name, expected in manifest.files.items():
         path = place / name
-        if name not in files or not path.is_file():
+        if not path.is_file():
             raise DamagedCheckpoint(f"{path}: missing")
-        if digest(path) != files[name]:
+        if digest(path) != expected:
             raise DamagedCheckpoint(f"{path}: its checksum is not that of the manifest")
+    there = {path.name for path in place.iterdir() if _RANK_FILE.fullmatch(path.name)}
+    if surplus := sorted(there - manifest.files.keys()):
+        raise DamagedCheckpoint(f"{place / surplus[0]}: the manifest names no such member")
+    return manifest
 
 
 def digest(path: Path) -> str:
@@ -62,17 +120,16 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def newest_steps(folder: Path, ranks: int) -> tuple[int, list[int]] | None:
-    """Return the number of the newest whole checkpoint in `folder`, and the steps that each of the
-    `ranks` ranks had made when it was taken; None where there is no whole checkpoint."""
+def newest_whole(folder: Path) -> tuple[int, Manifest] | None:
+    """Return the number and the manifest of the newest whole checkpoint in `folder`, if any."""
     for index in sorted(complete(folder), reverse=True):
-        with suppress(DamagedCheckpoint, OSError, ValueError, LookupError, TypeError):
-            verify(folder, index, ranks)
-            return index, [_steps_of(folder, index, rank) for rank in range(ranks)]
+        with suppress(DamagedCheckpoint, OSError):
+            return index, verify(folder, index)
     return None
 
 
-def _steps_of(folder: Path, index: int, rank: int) -> int:
+def steps_of(folder: Path, index: int, rank: int) -> int:
+    """Return the steps that `rank` had made when checkpoint `index`, a whole one, was taken."""
     # The header of a file of safetensors: its length in 8 bytes, then JSON.
     with (folder / f"{index:04d}" / rank_file(rank)).open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))

@@ -1,11 +1,13 @@
 """Checkpoints, taken by all ranks of a run: atomic, checksummed, read without running any code.
 
-    checkpoints/0002/manifest.json          the SHA-256 of each rank's file; written last
+    checkpoints/0002/manifest.json          members, layout, budget, checksums; written last
                      rank-0.safetensors     tensors; the rest as JSON in the file's metadata
                      rank-0-SHA.safetensors a contribution to a snapshot, by its own SHA-256
+                .attempt-3/0004/            a checkpoint that attempt 3 at the run is writing
 
-A checkpoint is written into a hidden folder, which is renamed when it is complete. A contribution
-is written once: later checkpoints have hard links to its file. The rank's file has its checksum.
+A checkpoint is written into a hidden folder of the attempt, and moved when it is complete. A
+contribution is written once: later checkpoints have hard links to its file. The rank's file has its
+checksum.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,16 +31,19 @@ from orchestra import exchange
 from orchestra.collectives import all_reduce, broadcast, receive_object, send_object
 from orchestra.errors import PeerLost, RunFailed
 from orchestra.optimizers.state import capture, random_state, restore, restore_random_state
-from orchestra.settings.base import Mismatch
+from orchestra.settings.base import Mismatch, to_plain
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.phases import Phases
 from orchestra.trainer.checkpoint_files import (
+    FORMAT,
     MANIFEST,
     DamagedCheckpoint,
+    Manifest,
     complete,
     digest,
     others,
     rank_file,
+    read_manifest,
     verify,
 )
 from orchestra.transports.protocol import Transport, send_unless_lost
@@ -47,7 +53,7 @@ from orchestra.worker.worker import Worker
 
 # The newest one, and one to fall back on where a file of that is damaged.
 KEEP = 2
-DOOMED = ".deleted"
+_ATTEMPT = ".attempt-"
 TENSOR = "$tensor"
 
 S = TypeVar("S")
@@ -56,9 +62,85 @@ Tensors = dict[str, Tensor]
 """Tensors by the SHA-256 of their type, shape and content."""
 
 
-def write_rank(folder: Path, index: int, rank: int, state: Any) -> str:
+@dataclass(frozen=True)
+class Attempt:
+    """An attempt at a run, which writes checkpoints into `folder`.
+
+    What it has not completed lies in a folder of its own. The next attempt removes that. So an
+    attempt that still goes on, because its machine was only cut off, fails when it writes, and
+    cannot replace what the next attempt has written.
+    """
+
+    folder: Path
+    number: int
+
+    @staticmethod
+    def begin(folder: Path) -> Attempt:
+        """Begin the next attempt. Called by one rank, before it looks for checkpoints."""
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            number = 1 + max(_numbers_of(folder), default=0)
+            while True:
+                attempt = Attempt(folder, number)
+                try:
+                    attempt.place.mkdir()
+                    break
+                except FileExistsError:  # another process has just begun this one
+                    number += 1
+            for path in folder.glob(".*"):
+                if path != attempt.place:
+                    _remove(path)
+        return attempt
+
+    @property
+    def place(self) -> Path:
+        """The folder of what is not complete."""
+        return self.folder / f"{_ATTEMPT}{self.number}"
+
+    def pending(self, index: int) -> Path:
+        """Return the folder of checkpoint `index` until it is complete."""
+        return self.place / f"{index:04d}"
+
+    def make(self, index: int) -> Path:
+        """Make the folder of checkpoint `index`, if need be, and return it.
+
+        Raises:
+            RunFailed: a later attempt has begun.
+        """
+        pending = self.pending(index)
+        with writing(pending):
+            if not self.place.is_dir():
+                raise RunFailed(
+                    f"cannot write {pending}: another process has gone on with this run meanwhile"
+                )
+            pending.mkdir(exist_ok=True)
+        return pending
+
+    def discard(self, path: Path) -> None:
+        """Remove checkpoint `path`. Renamed first, since half of one would seem damaged."""
+        doomed = self.place / f"{path.name}.deleted"
+        path.rename(doomed)
+        _remove(doomed)
+
+    def end(self) -> None:
+        """Remove the folder of this attempt, and that of checkpoints if there are none."""
+        _remove(self.place)
+        with contextlib.suppress(OSError):  # it holds checkpoints
+            self.folder.rmdir()
+
+
+def _numbers_of(folder: Path) -> Iterator[int]:
+    """Yield the numbers of attempts that have left something in `folder`."""
+    for path in folder.glob(f"{_ATTEMPT}*"):
+        if (number := path.name.removeprefix(_ATTEMPT)).isdecimal():
+            yield int(number)
+    for index in complete(folder):
+        with contextlib.suppress(DamagedCheckpoint):
+            yield read_manifest(folder, index).generation
+
+
+def write_rank(attempt: Attempt, index: int, rank: int, state: Any) -> str:
     """Write one rank's `state` (as `capture` gives it); return the file's SHA-256, in hex."""
-    pending = folder / f".{index:04d}"
     tensors: dict[str, Tensor] = {}
 
     def put(place: str, tensor: Tensor) -> str:
@@ -68,41 +150,39 @@ def write_rank(folder: Path, index: int, rank: int, state: Any) -> str:
         return place
 
     tree = json.dumps(pack(state, put))
-    path = pending / rank_file(rank)
+    path = attempt.make(index) / rank_file(rank)
     with writing(path):
-        pending.mkdir(parents=True, exist_ok=True)
         save_file(tensors, path, metadata={"tree": tree})
         _sync(path)
         return digest(path)
 
 
-def commit(folder: Path, index: int, digests: dict[str, str]) -> None:
+def commit(attempt: Attempt, index: int, manifest: Manifest) -> None:
     """Make checkpoint `index` count once all ranks have written; keep it and the one before it."""
-    pending, final = folder / f".{index:04d}", folder / f"{index:04d}"
-    manifest = pending / MANIFEST
-    with writing(manifest):
-        manifest.write_text(json.dumps({"schema": 1, "files": digests}, indent=1))
-        _sync(manifest)
+    folder, pending = attempt.folder, attempt.make(index)
+    final, path = folder / pending.name, pending / MANIFEST
+    content = {"format": FORMAT, **to_plain(manifest), "generation": attempt.number}
+    with writing(path):
+        path.write_text(json.dumps(content, indent=1))
+        _sync(path)
         # Contents and names have to reach the disk before the rename makes the checkpoint count.
         _sync(pending)
-        # Where one of this number exists it is damaged: the run went on from the one before it.
-        _remove(folder, final.name)
+        if final.exists():
+            # Where one of this number exists it is damaged: the run went on from the one before it.
+            attempt.discard(final)
         pending.rename(final)
         _sync(folder)
-        _remove(folder, f".*{DOOMED}")  # a run that was killed in the midst of it left something
         for other in list(complete(folder)):
             # A run that found later ones damaged, and went on before them, has no use for them.
-            if not index - KEEP < other <= index:  # renamed first: half of one seems damaged
-                (folder / f"{other:04d}").rename(folder / f".{other:04d}{DOOMED}")
-        _remove(folder, f".*{DOOMED}")
+            if not index - KEEP < other <= index:
+                attempt.discard(folder / f"{other:04d}")
 
 
-def _remove(folder: Path, pattern: str) -> None:
-    for path in folder.glob(pattern):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def read_rank(folder: Path, index: int, rank: int) -> Any:
@@ -130,12 +210,12 @@ class SnapshotFiles:
         self._written: dict[Tensor, str] = {}  # values in the newest checkpoint -> SHA-256
         self.lost: set[int] = set()  # indices of snapshots, found by `read`
 
-    def write(self, parts: list[dict[str, Any]], index: int, newest: int) -> None:
-        """Write `parts`, as `capture` gives them, into checkpoint `index`, which is not complete;
-        link those that checkpoint `newest` has. A SHA-256 takes the place of the values."""
-        place, written = self._folder / f".{index:04d}", dict[Tensor, str]()
+    def write(self, parts: list[dict[str, Any]], place: Path, newest: int) -> None:
+        """Write `parts`, as `capture` gives them, into the folder `place` of a checkpoint that is
+        not complete; link those that checkpoint `newest` has. A SHA-256 takes the place of the
+        values."""
+        written: dict[Tensor, str] = {}
         with writing(place):
-            place.mkdir(parents=True, exist_ok=True)
             for part in parts:
                 values = part.pop("values")
                 sha = self._written.get(values)
@@ -185,6 +265,7 @@ class CollectiveCheckpoints:
         self.index = 0
         self._worker = worker
         self._folder = folder
+        self._attempt: Attempt | None = None
         self._ranks = range(worker.runtime.ranks)
         self._snapshots = SnapshotFiles(folder, worker.rank, worker.reporter.notice)
 
@@ -195,12 +276,19 @@ class CollectiveCheckpoints:
         The leader looks for whole ones, with a number below `below` if given. `read` raises an
         exception for a state that does not fit this rank.
         """
-        worker = self._worker
-        found = self._whole(below) if worker.rank == leader else iter(())
+        worker, attempt = self._worker, 0
+        found: Iterator[int] = iter(())
+        if worker.rank == leader:
+            if self._attempt is None:
+                self._attempt = Attempt.begin(self._folder)
+            found, attempt = self._whole(below), self._attempt.number
         while True:
-            chosen = torch.tensor([next(found, 0)])
+            # Both numbers in one, so that ranks agree on them by one message.
+            chosen = torch.tensor([attempt << 32 | next(found, 0)])
             broadcast(worker.transport, chosen, leader, worker.everyone, Tag.CHECKPOINT)
-            if not (index := int(chosen)):
+            attempt, index = divmod(int(chosen), 1 << 32)
+            self._attempt = Attempt(self._folder, attempt)
+            if not index:
                 return None
             saved = self._fitting(index, read)
             if not exchange.wait_for_everyone(worker, int(saved is None)):
@@ -238,34 +326,43 @@ class CollectiveCheckpoints:
             self.refuse(index, error)
             return None
 
-    def take(self, state: Any, leader: int) -> None:
-        """Collective, at a quiet point: write `state`; it counts only if all ranks have written."""
-        index, digest = self.index + 1, None
+    def take(self, state: Any, manifest: Manifest, leader: int) -> None:
+        """Collective, at a quiet point: write `state`; it counts only if all ranks have written.
+
+        `manifest` lacks the files, and is the leader's.
+        """
+        index, digest, attempt = self.index + 1, None, self._attempt
+        assert attempt is not None
         # Without the state of a lost rank there would be nothing to resume.
         if not self._worker.transport.lost():
             saved = capture(state) | {"rank": self._worker.rank, "checkpoint": index}
-            self._snapshots.write(saved["snapshots"], index, self.index)
-            digest = write_rank(self._folder, index, self._worker.rank, saved)
-        if self._commit(index, digest, leader):
+            self._snapshots.write(saved["snapshots"], attempt.make(index), self.index)
+            digest = write_rank(attempt, index, self._worker.rank, saved)
+        if self._commit(attempt, index, digest, manifest, leader):
             self.index = index
+
+    def close(self, leader: int) -> None:
+        """End the attempt, on the `leader`."""
+        if self._attempt is not None and self._worker.rank == leader:
+            self._attempt.end()
 
     def _whole(self, below: int | None) -> Iterator[int]:
         """Yield the numbers of the whole checkpoints, the newest first."""
         notice = self._worker.reporter.notice
-        with writing(self._folder):
-            _remove(self._folder, ".[0-9]*")  # what a run that was killed began to write or delete
         for path in others(self._folder) if below is None else ():
             notice(f"checkpoint refused: {path}: not the folder of one")
         there = (each for each in complete(self._folder) if below is None or each < below)
         for index in sorted(there, reverse=True):
             try:
-                verify(self._folder, index, len(self._ranks))
+                verify(self._folder, index)
             except DamagedCheckpoint as damage:
                 notice(f"checkpoint refused: {damage}")
             else:
                 yield index
 
-    def _commit(self, index: int, digest: str | None, leader: int) -> bool:
+    def _commit(
+        self, attempt: Attempt, index: int, digest: str | None, manifest: Manifest, leader: int
+    ) -> bool:
         """Return whether checkpoint `index` counts, as the leader decides; all wait for that."""
         transport = self._worker.transport
         if self._worker.rank != leader:
@@ -279,7 +376,7 @@ class CollectiveCheckpoints:
                     files[rank_file(rank)] = str(written)
         whole = len(files) == len(self._ranks)
         if whole:
-            commit(self._folder, index, files)
+            commit(attempt, index, replace(manifest, files=files))
         for rank in self._ranks:
             if rank != leader:
                 send_unless_lost(transport, torch.tensor([whole]), rank, Tag.CHECKPOINT)

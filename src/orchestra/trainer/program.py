@@ -31,6 +31,7 @@ from orchestra.strategies.traits import Partition
 from orchestra.tasks.task import Task, evaluate, load_task
 from orchestra.trainer import checkpoints, curve, setup
 from orchestra.trainer.balancing import Balancer, BalanceState
+from orchestra.trainer.checkpoint_files import Manifest, Span
 from orchestra.trainer.loop import Loop, Position, queue_of
 from orchestra.trainer.recorder import Order, Recorder, Recording, Repeating, Totals, write_order
 from orchestra.trainer.settings import Run
@@ -61,6 +62,7 @@ def train(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
             session.recorder.flush()  # what was measured until then is kept
         raise
     finally:
+        session.close()
         if session.training.record_order:
             write_order(folder, runtime.rank, session.order)
 
@@ -81,6 +83,12 @@ class Saved:
     shares: tuple[float, ...]
     rate_scale: float = setting(REQUIRED, "of the learning rates", low=0, high=1e9)
     balance: BalanceState | None = None
+
+
+def _role(rank: int, roles: Roles) -> str:
+    """Return the role of `rank` in words."""
+    named = {"worker": roles.workers, "server": roles.servers}
+    return " and ".join(name for name, ranks in named.items() if rank in ranks) or "none"
 
 
 class Session(Loop):
@@ -134,6 +142,7 @@ class Session(Loop):
         if self.training.work == "shared":
             self.worker.queue_of = functools.partial(queue_of, self.training, self.budget)
         self.position, self.totals = Position(), Totals()
+        self.history = (Span(self.training.ranks, len(self.roles.workers), 0),)
         folder = self.folder / "checkpoints"
         self.checkpoints = checkpoints.CollectiveCheckpoints(self.worker, folder)
         if self.run.balancing is not None:
@@ -438,7 +447,31 @@ class Session(Loop):
         if self.shared is None:
             # A run of shapes has nothing to write.
             leader = self.phases.roles.leader
-            self.checkpoints.take(self.checkpoint_state(), leader)
+            self.checkpoints.take(self.checkpoint_state(), self._manifest(), leader)
+
+    def _manifest(self) -> Manifest:
+        """Return the manifest of a checkpoint that is taken now, without its files."""
+        roles, traits = self.phases.roles, self.phases.traits
+        position = self.position
+        return Manifest(
+            generation=0,
+            members=tuple(_role(rank, roles) for rank in range(self.runtime.ranks)),
+            layout={
+                "parameters": traits.partition.name.lower(),
+                "optimizer": traits.optimizer.name.lower(),
+                "replicas": "equal" if traits.lockstep else "different",
+            },
+            consumed=position.consumed,
+            steps=position.steps,
+            budget=self.budget,
+            global_batch=self._feed.plan.global_batch,
+            history=self.history,
+        )
+
+    def close(self) -> None:
+        """Leave nothing unfinished behind in the folder of checkpoints."""
+        if self.shared is None:
+            self.checkpoints.close(self.roles.leader)
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Return the state from which a run resumes, without its settings."""

@@ -17,6 +17,8 @@ from orchestra.optimizers.state import capture
 from orchestra.strategies.base import roles_of
 from orchestra.strategies.single import Single
 from orchestra.trainer import checkpoint_files, checkpoints
+from orchestra.trainer.checkpoint_files import Manifest, Span
+from orchestra.trainer.checkpoints import Attempt
 from orchestra.trainer.program import Session
 from orchestra.trainer.recorder import read_order
 from orchestra.trainer.settings import Run
@@ -96,8 +98,11 @@ def program(runtime: Runtime, assignment: Assignment) -> Replayed | Exception:
         halting = intercepted(inner, Halting(inner.rank, halt))
         session = Session(halting, run, run.strategy, assignment.folder, repeats=order)
         halt.sessions[inner.rank] = session
-        session.train()
-        return session.finish()
+        try:
+            session.train()
+            return session.finish()
+        finally:
+            session.close()
 
     cluster = load_cluster(f"lan_10gbit(nodes={assignment.ranks})", where="replay", folder=Path())
     outcome = Simulation(
@@ -142,6 +147,7 @@ class Halt:
     def __init__(self, until: int | None, workers: tuple[int, ...], folder: Path) -> None:
         self.sessions: dict[int, Session] = {}
         self._until, self._folder = until, folder
+        self._attempt: Attempt | None = None
         self._missing = set(workers)
         self._digests: dict[str, str] = {}
 
@@ -163,7 +169,12 @@ class Halt:
         for rank in self.sessions:
             if checkpoint_files.rank_file(rank) not in self._digests:
                 self._keep(rank)
-        checkpoints.commit(self._folder, STATES, self._digests)
+        members = ("",) * len(self.sessions)
+        history = (Span(len(members), len(self.steps()), 0),)
+        manifest = Manifest(0, members, history=history, files=self._digests)
+        assert self._attempt is not None
+        checkpoints.commit(self._attempt, STATES, manifest)
+        self._attempt.end()
         assert self._until is not None
         return {rank: min(steps, self._until) for rank, steps in self.steps().items()}
 
@@ -177,7 +188,9 @@ class Halt:
         session = self.sessions[rank]
         state = session.checkpoint_state() | {"gradients": session.worker.gradients.current()}
         name = checkpoint_files.rank_file(rank)
-        self._digests[name] = checkpoints.write_rank(self._folder, STATES, rank, capture(state))
+        if self._attempt is None:
+            self._attempt = Attempt.begin(self._folder)
+        self._digests[name] = checkpoints.write_rank(self._attempt, STATES, rank, capture(state))
 
 
 @dataclass(eq=False)
