@@ -15,12 +15,14 @@ from tests.threads import run_ranks
 from tests.waiting import wait_until
 
 from orchestra.coordinator.fence import LEASE
+from orchestra.coordinator.rest import Reason, Rest
 from orchestra.exchange import Fence, wait_for_everyone
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.worker import Step, Worker
 
 TOKEN = 99
+STOP = Rest(Reason.STOP)
 
 
 def make_worker(runtime: Runtime) -> Worker:
@@ -44,7 +46,6 @@ class Case:
     wishes: dict[int, int]
     tied: bool
     steps: int = 40
-    started: int = 0
     held: dict[int, threading.Event] = field(default_factory=dict)
     done: dict[int, int] = field(default_factory=dict)
 
@@ -54,14 +55,16 @@ class Case:
 
     def _run(self, runtime: Runtime) -> int:
         worker = make_worker(runtime)
-        fence = Fence(worker, steps=self.started)
-        own, left = runtime.rank, self.started
-        for step in range(self.started + 1, self.steps + 1):
+        fence = Fence(worker)
+        own, left = runtime.rank, 0
+        for step in range(1, self.steps + 1):
             if own in self.held and step > 2:
                 assert self.held[own].wait(60)
             self._work(runtime)
             left = self.done[own] = step
-            if fence.reached(step, wish=step >= self.wishes.get(own, self.steps + 1)):
+            rest = fence.reached(wish=step >= self.wishes.get(own, self.steps + 1))
+            if rest is not None:
+                assert rest == STOP
                 break
         worker.transport.send(torch.tensor([left]), (own + 1) % self.ranks, TOKEN + 1)
         worker.transport.receive((own - 1) % self.ranks, TOKEN + 1).wait()
@@ -78,7 +81,6 @@ cases = st.builds(
     st.integers(1, 4),
     st.dictionaries(st.integers(0, 3), st.integers(1, 45), max_size=3),
     st.booleans(),
-    started=st.sampled_from([0, 3, 17]),
 )
 
 
@@ -88,8 +90,7 @@ def test_all_leave_after_the_same_step(case: Case) -> None:
     left = case.run()
     assert len(set(left)) == 1
     mine = {rank: step for rank, step in case.wishes.items() if rank < case.ranks}
-    wishes = [max(step, case.started + 1) for step in mine.values()]
-    first = min([*wishes, case.steps])
+    first = min([*mine.values(), case.steps])
     assert first <= left[0] <= case.steps
     if case.tied and case.ranks > 1:
         assert left[0] <= first + 4 * LEASE + case.ranks
@@ -121,7 +122,7 @@ def test_without_a_wish_it_costs_a_message_to_oneself_every_few_steps() -> None:
         worker = make_worker(runtime)
         fence = Fence(worker)
         before = runtime.transport.traffic.messages_sent
-        assert not any(fence.reached(step, wish=False) for step in range(1, 101))
+        assert not any(fence.reached(wish=False) for _ in range(100))
         sent = runtime.transport.traffic.messages_sent - before
         return sent, runtime.transport.bytes_sent, LEASE
 
@@ -134,18 +135,17 @@ def test_without_a_wish_it_costs_a_message_to_oneself_every_few_steps() -> None:
 def test_after_settling_all_reports_have_been_observed() -> None:
     heard: list[float] = []
 
-    def observe(step: Step) -> bool:
+    def observe(step: Step) -> None:
         assert len(set(step.losses)) == 1
         heard.append(step.loss)
-        return False
 
     def program(runtime: Runtime) -> list[int]:
         worker = make_worker(runtime)
-        fence = Fence(worker, observe=observe)
+        fence = Fence(worker, observe)
         known = []
         for step in range(1, 31):
-            fence.report(step, 1, step, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0)
-            assert not fence.reached(step, wish=False)
+            seen = (1, step, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0)
+            assert fence.reached(wish=False, seen=seen) is None
             if step % 10 == 0:
                 fence.settle()
                 known.append(sum(number <= step for number in heard))
@@ -160,12 +160,12 @@ def test_after_settling_all_reports_have_been_observed() -> None:
 def test_a_rule_that_fails_ends_the_run_with_its_error() -> None:
     """The main flows wait for an instruction that will not come."""
 
-    def observe(step: Step) -> bool:
+    def observe(step: Step) -> int:
         raise ValueError("no such rule")
 
     def program(runtime: Runtime) -> None:
-        fence = Fence(make_worker(runtime), observe=observe)
-        fence.report(1, 1, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0)
+        fence = Fence(make_worker(runtime), observe)
+        fence.reached(wish=False, seen=(1, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0))
         fence.settle()
 
     with pytest.raises(ValueError, match="no such rule"):
@@ -175,23 +175,23 @@ def test_a_rule_that_fails_ends_the_run_with_its_error() -> None:
     assert "no such rule" in str(failure)
 
 
-def test_everyone_is_observed_together_and_the_wish_for_all_counts() -> None:
+def test_everyone_is_observed_together_and_what_ends_the_phase_is_told_to_all() -> None:
     heard: list[tuple[float, ...]] = []
 
-    def observe(step: Step) -> bool:
+    def observe(step: Step) -> int | None:
         heard.append(step.losses)
         assert step.counts == (0, 1, 2)
         assert step.loss == pytest.approx((step.losses[1] + 2 * step.losses[2]) / 3)
-        return step.losses[2] > 8.5
+        return 4 if step.losses[2] > 8.5 else None
 
     def program(runtime: Runtime) -> int:
         worker = make_worker(runtime)
-        fence = Fence(worker, observe=observe)
+        fence = Fence(worker, observe)
         for step in range(1, 200):
             wait_for_neighbour(runtime, 3)  # or one has done all before the others begin
             report = (runtime.rank, step + runtime.rank, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0)
-            fence.report(step, *report)
-            if fence.reached(step, wish=False):
+            if (rest := fence.reached(wish=False, seen=report)) is not None:
+                assert rest == Rest(Reason.PHASE, 4)
                 break
         fence.close()
         return step

@@ -34,8 +34,10 @@ from orchestra.coordinator.events import (
     numbers_of_events,
 )
 from orchestra.coordinator.fence import LEASE, FencedWorker, FenceLeader, Told
+from orchestra.coordinator.rest import Reason, Rest
 
 THREE = (0, 1, 2)
+STOP = Rest(Reason.STOP).code
 
 
 def to_all(event: Event, workers: Sequence[int] = THREE) -> Told:
@@ -44,7 +46,11 @@ def to_all(event: Event, workers: Sequence[int] = THREE) -> Told:
 
 def leader(workers: Sequence[int] = THREE, fires: float = inf) -> FenceLeader:
     """A leader whose rule fires when the losses of a step reach `fires` in sum."""
-    return FenceLeader(workers, 0, lambda reports: sum(each.loss for each in reports) >= fires)
+
+    def observe(reports: Sequence[Reported]) -> int | None:
+        return 2 if sum(each.loss for each in reports) >= fires else None
+
+    return FenceLeader(workers, 0, observe)
 
 
 def report(worker: int, step: int, loss: float = 1.0) -> Reported:
@@ -66,14 +72,14 @@ def test_a_worker_that_has_promised_waits_at_its_lease_for_the_fence() -> None:
     worker = FencedWorker(2, 0)
     worker.handle(AskPromise(0))
     assert worker.handle(Renew(2, LEASE)) == []
-    assert worker.handle(Announced(0, 9)) == [(2, RestAfter(9))]
+    assert worker.handle(Announced(0, 9, STOP)) == [(2, RestAfter(9, STOP))]
 
 
 def test_a_worker_that_is_slow_learns_the_fence_at_its_lease() -> None:
     worker = FencedWorker(2, 0)
     worker.handle(AskPromise(0))
-    assert worker.handle(Announced(0, 9)) == []
-    assert worker.handle(Renew(2, LEASE)) == [(2, RestAfter(9))]
+    assert worker.handle(Announced(0, 9, STOP)) == []
+    assert worker.handle(Renew(2, LEASE)) == [(2, RestAfter(9, STOP))]
 
 
 def test_a_part_is_over_when_the_leader_knows_that_all_have_left() -> None:
@@ -91,14 +97,16 @@ def test_a_wish_asks_all_for_promises_and_the_largest_is_announced() -> None:
     assert core.handle(Wish(1)) == to_all(AskPromise(0))
     assert core.handle(Promised(0, 4)) == []
     assert core.handle(Promised(2, 12)) == []
-    assert core.handle(Promised(1, 8)) == to_all(Announced(0, 12))
+    assert core.handle(Promised(1, 8)) == to_all(Announced(0, 12, STOP))
 
 
 def test_a_second_wish_changes_nothing() -> None:
     core = leader()
     core.handle(Wish(1))
     assert core.handle(Wish(2)) == []
-    assert core.handle(Promised(0, 4), Promised(1, 4), Promised(2, 4)) == to_all(Announced(0, 4))
+    assert core.handle(Promised(0, 4), Promised(1, 4), Promised(2, 4)) == to_all(
+        Announced(0, 4, STOP)
+    )
     assert core.handle(Wish(0)) == []
 
 
@@ -107,7 +115,7 @@ def test_the_leader_is_a_worker_too() -> None:
     assert core.handle(Renew(0, 4)) == [(0, Grant(8))]
     assert core.handle(AskPromise(0)) == [(0, Promised(0, 8))]
     assert core.handle(Renew(0, 8)) == []
-    assert core.handle(Announced(0, 12)) == [(0, RestAfter(12))]
+    assert core.handle(Announced(0, 12, STOP)) == [(0, RestAfter(12, STOP))]
     core.handle(Dismissed(0))
     assert core.over
 
@@ -116,21 +124,21 @@ def test_a_worker_that_is_lost_in_the_middle_is_not_waited_for() -> None:
     core = leader()
     core.handle(Wish(1))
     core.handle(Promised(0, 4), Promised(1, 8))
-    assert core.handle(Lost(2)) == to_all(Announced(0, 8))
+    assert core.handle(Lost(2)) == to_all(Announced(0, 8, STOP))
 
 
 def test_the_promise_of_a_worker_that_is_lost_afterwards_counts() -> None:
     core = leader()
     core.handle(Wish(1))
     assert core.handle(Promised(2, 12), Lost(2), Promised(0, 4)) == []
-    assert core.handle(Promised(1, 8)) == to_all(Announced(0, 12))
+    assert core.handle(Promised(1, 8)) == to_all(Announced(0, 12, STOP))
 
 
 def test_a_worker_that_leaves_while_all_are_asked_has_promised_its_steps() -> None:
     core = leader()
     core.handle(Wish(1))
     core.handle(Promised(0, 8), Promised(1, 8))
-    assert core.handle(Ended(2, 10)) == to_all(Announced(0, 10))
+    assert core.handle(Ended(2, 10)) == to_all(Announced(0, 10, STOP))
 
 
 def test_all_are_dismissed_once_all_have_left() -> None:
@@ -151,14 +159,24 @@ def test_nobody_waits_for_a_lost_worker_to_leave() -> None:
 def test_reports_of_a_step_are_put_together_and_may_wish_for_all() -> None:
     heard: list[list[int]] = []
 
-    def observe(reports: Sequence[Reported]) -> bool:
+    def observe(reports: Sequence[Reported]) -> int | None:
         heard.append([each.worker for each in reports])
-        return reports[0].step == 2
+        return 1 if reports[0].step == 2 else None
 
     core = FenceLeader(THREE, 0, observe)
     assert core.handle(report(2, 1), report(2, 2), report(0, 1), report(1, 1)) == []
     assert heard == [[0, 1, 2]]
     assert core.handle(report(0, 2), report(1, 2)) == to_all(AskPromise(0))
+
+
+def test_the_end_of_the_outermost_phase_goes_before_a_stop() -> None:
+    """Whatever is known by the announcement counts; the user's wish comes again in the next."""
+    ends = iter([None, 1, 2, None])
+    core = FenceLeader((0, 1), 0, lambda reports: next(ends))
+    core.handle(Wish(1))
+    assert core.handle(*(report(worker, step) for step in (1, 2, 3, 4) for worker in (0, 1))) == []
+    announced = Announced(0, 8, Rest(Reason.PHASE, 2).code)
+    assert core.handle(Promised(0, 4), Promised(1, 8)) == to_all(announced, (0, 1))
 
 
 def test_reports_are_put_together_without_a_lost_worker() -> None:
@@ -171,9 +189,8 @@ def test_reports_are_put_together_without_a_lost_worker() -> None:
 def test_the_reports_of_a_worker_count_that_was_lost_after_them() -> None:
     heard: list[list[int]] = []
 
-    def observe(reports: Sequence[Reported]) -> bool:
+    def observe(reports: Sequence[Reported]) -> None:
         heard.append([each.worker for each in reports])
-        return False
 
     core = FenceLeader(THREE, 0, observe)
     core.handle(report(2, 1), Lost(2), report(0, 1), report(1, 1), report(0, 2), report(1, 2))
@@ -203,7 +220,7 @@ class Run:
         self.data, self.steps = data, steps
         ranks = range(workers)
         self.cores: list[FencedWorker] = [FencedWorker(rank, 0) for rank in ranks]
-        self.cores[0] = FenceLeader(ranks, 0, lambda reports: False)
+        self.cores[0] = FenceLeader(ranks, 0, lambda reports: None)
         self.done = dict.fromkeys(ranks, 0)
         self.limit: dict[int, Grant | RestAfter] = dict.fromkeys(ranks, Grant(LEASE))
         self.waiting: set[int] = set()
@@ -289,7 +306,7 @@ def test_all_leave_after_the_same_step_whatever_is_lost(
         [Ended(3, 2**31 + 1)],
         [AskPromise(3)],
         [Promised(3, 4)],
-        [Announced(3, 4)],
+        [Announced(3, 4, STOP)],
         [Dismissed(3)],
     ],
 )
@@ -300,7 +317,7 @@ def test_events_survive_the_wire(events: list[Event]) -> None:
     assert [type(field) for event in read for field in event] == sent
 
 
-@pytest.mark.parametrize("instruction", [Settled(), Grant(2**40), RestAfter(7)])
+@pytest.mark.parametrize("instruction", [Settled(), Grant(2**40), RestAfter(7, STOP)])
 def test_instructions_about_steps_survive_the_wire(
     instruction: Settled | Grant | RestAfter,
 ) -> None:

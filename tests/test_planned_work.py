@@ -23,7 +23,7 @@ def test_each_sample_is_dealt_once_and_rests_are_where_all_expect_them(
     samples: int, batch: int, every: int | None, stop: int | None
 ) -> None:
     plan = DataPlan(0, samples, batch, (1.0, 1.0))
-    work = PlannedWork(plan, 0, every)
+    work = PlannedWork(plan, 0, every, [lambda: STOP if work.step == stop else None])
     taken: list[int] = []
     rests: list[tuple[int, Rest]] = []
     while not isinstance(item := work.take(), Finish):
@@ -33,7 +33,7 @@ def test_each_sample_is_dealt_once_and_rests_are_where_all_expect_them(
             continue
         assert isinstance(item, Take)
         taken += range(item.start, item.stop)
-        work.done(stop=work.step == stop)
+        work.done()
     last = plan.steps if stop is None else min(stop, plan.steps)
     assert taken == list(range(plan.position(last)))
     assert item.at == plan.position(last)
@@ -47,3 +47,23 @@ def test_a_resumed_plan_goes_on_behind_its_rest() -> None:
     plan = DataPlan(0, 40, 8, (1.0,))
     work = PlannedWork(plan, 2, rest_every=2)
     assert work.take() == Take(16, 24)
+
+
+def test_the_first_policy_that_asks_for_a_rest_has_it_and_the_others_are_not_asked() -> None:
+    asked: list[str] = []
+
+    def ends() -> Rest | None:
+        asked.append("rules")
+        return Rest(Reason.PHASE, 3) if len(asked) == 3 else None
+
+    def balance() -> None:
+        asked.append("balance")
+
+    work = PlannedWork(DataPlan(0, 40, 8, (1.0,)), 0, 2, [ends, balance])
+    assert work.take() == Take(0, 8)
+    work.done()
+    assert asked == ["rules", "balance"]
+    assert work.take() == Take(8, 16)
+    work.done()
+    assert asked == ["rules", "balance", "rules"]
+    assert work.take() == RestAt(16, Rest(Reason.PHASE, 3))

@@ -324,17 +324,17 @@ def test_the_learning_rate_can_be_multiplied_again(tmp_path: Path) -> None:
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """The user stops the run: it reaches rank r before step `at` + 2 r of the first phase."""
-    update = Phases.update
+    before_update = Phases.before_update
 
-    def updated(phases: Phases) -> None:
-        update(phases)
+    def asked(phases: Phases) -> None:
+        before_update(phases)
         worker = phases.worker
-        counted = [watch.steps for watch in phases._watches.values()]
+        counted = [watch.steps + 1 for watch in phases._watching.watches.values()]
         steps = counted[0] if counted else worker.measures.switched_at_step or 0
         if steps + 1 >= at + 2 * worker.rank:
             ask_to_stop(worker)
 
-    monkeypatch.setattr(Phases, "update", updated)
+    monkeypatch.setattr(Phases, "before_update", asked)
 
 
 @pytest.mark.parametrize(("first", "at"), by_turns(APART, [3, 10]))
@@ -364,20 +364,20 @@ def test_a_run_is_stopped_and_resumed_before_its_switch_or_after(
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, steps: range) -> None:
     """Rank 1 computes three times as long as the others, in some `steps` of the run."""
-    begin, update = Phases.__init__, Phases.update
+    begin, before_update = Phases.__init__, Phases.before_update
 
     def begun(phases: Phases, strategy: Any, worker: Worker, saved: Any = None) -> None:
         worker.compute = FreeCompute()
         begin(phases, strategy, worker, saved)
 
-    def updated(phases: Phases) -> None:
+    def slowed(phases: Phases) -> None:
         worker = phases.worker
         slow = worker.rank == 1 and worker.step.planned // 24 in steps
         worker.compute.seconds += 3.0 if slow else 1.0  # type: ignore[misc]
-        update(phases)
+        before_update(phases)
 
     monkeypatch.setattr(Phases, "__init__", begun)
-    monkeypatch.setattr(Phases, "update", updated)
+    monkeypatch.setattr(Phases, "before_update", slowed)
 
 
 @pytest.mark.parametrize("first", [AllReduce(), Gossip()], ids=repr)

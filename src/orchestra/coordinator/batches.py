@@ -108,10 +108,14 @@ def earliest(*ends: int | None) -> int:
 
 
 class WorkSource(Protocol):
-    """Gives one worker its batches, one after the other."""
+    """Tells one rank what it does next, one thing after the other."""
 
     def take(self) -> Instruction:
         """Return the next instruction; the one before is done."""
+
+
+class QueuedWork(WorkSource, Protocol):
+    """One worker's end of a queue of batches."""
 
     def skip(self, values: Tensor) -> None:
         """Note that nobody computes the last batch; renew the flat parameters `values`.

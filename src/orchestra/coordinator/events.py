@@ -106,10 +106,11 @@ class Promised(NamedTuple):
 
 
 class Announced(NamedTuple):
-    """The leader has found a fence: all rest after step number `step`."""
+    """The leader has found a fence: all rest after step number `step`; see `RestAfter`."""
 
     leader: int
     step: int
+    code: int
 
 
 class Dismissed(NamedTuple):
@@ -170,9 +171,15 @@ class Grant(NamedTuple):
 
 
 class RestAfter(NamedTuple):
-    """Come to rest with all others after step number `step`."""
+    """Come to rest with all others after step number `step`, for the reason that `code` says."""
 
     step: int
+    code: int
+
+    @property
+    def rest(self) -> Rest:
+        """The rest that follows."""
+        return Rest.of(self.code)
 
 
 Instruction = Take | Wait | RestAt | Finish | Settled | Grant | RestAfter

@@ -1,10 +1,11 @@
 """Finds a fence: a step that no worker has passed yet, for all to rest after. Pure.
 
-Each worker has a lease, a step up to which it goes without asking. On a wish the leader asks all
-workers for a promise, which is the end of their lease, and announces the largest one. A worker at
-the end of its lease waits for the announcement if it has promised. So no worker has passed the step
-that is announced, and the search waits for no worker's computation: there is no deadlock, whatever
-workers wait for among themselves. Without a wish no worker sends another one a message.
+Each worker has a lease, a step up to which it goes without asking. On a wish, of a user to stop or
+of a rule to end the phase, the leader asks all workers for a promise, which is the end of their
+lease, and announces the largest one. A worker at the end of its lease waits for the announcement if
+it has promised. So no worker has passed the step that is announced, and the search waits for no
+worker's computation: there is no deadlock, whatever workers wait for among themselves. Without a
+wish no worker sends another one a message.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from orchestra.coordinator.events import (
     Settled,
     Wish,
 )
+from orchestra.coordinator.rest import Reason, Rest
 
 LEASE = 4
 """Steps that a worker goes on without asking. More cost less, and a wish takes longer."""
@@ -47,7 +49,7 @@ class FencedWorker:
         self._lease = steps + LEASE
         self._is_asking = False
         self._has_promised = False
-        self._fence: int | None = None
+        self._fence: RestAfter | None = None
 
     def handle(self, *events: Event) -> Told:
         """Take note of events; return instructions for workers, and events for their parts."""
@@ -64,32 +66,35 @@ class FencedWorker:
             case AskPromise(leader):
                 self._has_promised = True
                 return [(leader, Promised(self._worker, self._lease))]
-            case Announced(_, step):
-                self._fence = step
+            case Announced(_, step, code):
+                self._fence = RestAfter(step, code)
             case Dismissed():
                 self.over = True
         if self._fence is None or not self._is_asking:
             return []
         self._is_asking = False
-        return [(self._worker, RestAfter(self._fence))]
+        return [(self._worker, self._fence)]
 
 
 class FenceLeader(FencedWorker):
     """The first worker's part, which also asks for promises, and announces the fence.
 
     It puts the reports of all workers on a step together for `observe`, in rank order. Where that
-    returns True, all are to rest. Nobody waits for a worker that has left, or is lost.
+    returns the number of a transition, the phase ends by it, or by an outer one, whose number is
+    higher, if `observe` returns that before the announcement. Else a wish stops the run. Nobody
+    waits for a worker that has left, or is lost.
     """
 
     def __init__(
         self,
         workers: Sequence[int],
         steps: int,
-        observe: Callable[[Sequence[Reported]], bool],
+        observe: Callable[[Sequence[Reported]], int | None],
     ) -> None:
         super().__init__(workers[0], steps)
         self._workers = workers
         self._observe = observe
+        self._rest = Rest(Reason.STOP)
         self._reports: dict[int, dict[int, Reported]] = {}  # by step and worker
         self._promises: dict[int, int] = {}
         self._settling: set[int] = set()
@@ -123,7 +128,8 @@ class FenceLeader(FencedWorker):
             told += self._tell_all(AskPromise(self._worker))
         if self._has_all(self._promises.keys() | self._gone):
             # No worker is beyond its promise, so none has passed the largest one.
-            told += self._tell_all(Announced(self._worker, max(self._promises.values())))
+            fence = max(self._promises.values())
+            told += self._tell_all(Announced(self._worker, fence, self._rest.code))
         if self._settling and self._has_all(self._settling | self._gone):
             told += [(worker, Settled()) for worker in sorted(self._settling)]
             self._settling.clear()
@@ -132,15 +138,18 @@ class FenceLeader(FencedWorker):
         return told
 
     def _put_together(self) -> bool:
-        """Observe the steps that all workers have reported; return whether all are to rest."""
-        wish = False
+        """Observe the steps that all workers have reported; return whether the phase is to end."""
+        ends = False
         while self._reports:
             step, reports = next(iter(self._reports.items()))  # the first: workers report in order
             if not self._has_all(reports.keys() | self._gone):
                 break
             del self._reports[step]
-            wish |= self._observe([reports[worker] for worker in sorted(reports)])
-        return wish
+            transition = self._observe([reports[worker] for worker in sorted(reports)])
+            if transition is not None:
+                ends = True
+                self._rest = max(self._rest, Rest(Reason.PHASE, transition), key=_precedence)
+        return ends
 
     def _has_all(self, workers: set[int]) -> bool:
         return workers.issuperset(self._workers)
@@ -151,3 +160,8 @@ class FenceLeader(FencedWorker):
             return []
         self._told_all.add(type(event))
         return [(worker, event) for worker in self._workers]
+
+
+def _precedence(rest: Rest) -> tuple[bool, int]:
+    """The end of a phase goes before a stop, which is wished again; that of an outer one first."""
+    return rest.reason is Reason.PHASE, rest.to

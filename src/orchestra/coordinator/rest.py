@@ -10,7 +10,7 @@ class Reason(enum.IntEnum):
     """What follows once nothing is in flight."""
 
     CHECKPOINT = 0  # all ranks write one, and go on
-    PHASE = 1  # a phase ends, and the next one begins
+    PHASE = 1  # a phase ends, and a transition leads to the next one
     EPOCH = 2  # of a loop of the user's own: all take the model that was learnt
     AGREEMENT = 3  # the same within an epoch
     SAVE = 4  # the first worker collects the state of all ranks
@@ -20,6 +20,7 @@ class Reason(enum.IntEnum):
     RESTART = 7  # it begins anew, with what the user has loaded into model or optimizer
     RESUME = 8  # it goes on from a state that the user has loaded
     NEXT_LOOP = 9  # the script goes on with another loop
+    CANDIDATE = 10  # `Auto` goes on with another candidate
 
     @property
     def ends(self) -> bool:
@@ -33,18 +34,21 @@ class Reason(enum.IntEnum):
 
 
 class Rest(NamedTuple):
-    """A rest of all workers. `transition`: of a PHASE, the number of the one that follows."""
+    """A rest of all workers.
+
+    `to`: of a PHASE the number of the transition that follows, of a CANDIDATE that one's number.
+    """
 
     reason: Reason
-    transition: int = 0
+    to: int = 0
 
     @property
     def code(self) -> int:
         """The rest as a number, for messages."""
-        return self.transition * len(Reason) + self.reason
+        return self.to * len(Reason) + self.reason
 
     @staticmethod
     def of(code: int) -> Rest:
         """Return the rest that has this `code`."""
-        transition, reason = divmod(code, len(Reason))
-        return Rest(Reason(reason), transition)
+        to, reason = divmod(code, len(Reason))
+        return Rest(Reason(reason), to)

@@ -240,7 +240,7 @@ class Stopwatch:
     """Parts the time of the main flow of `worker` into its own steps, and all that exchanges take:
     communication, waiting, and the work of encoding and decoding.
 
-    For the last it takes the place of the worker's `Compute`.
+    For the last it takes the place of the worker's `Compute`. It starts with the first step.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -252,11 +252,6 @@ class Stopwatch:
         worker.compute = self
         self._began: float | None = None
         self._exchanged = self._coded = 0.0
-
-    def begin(self) -> None:
-        """Start the watch at a step's beginning, if it does not run yet."""
-        if self._began is None:
-            self.lap()
 
     def lap(self) -> tuple[float, float]:
         """Return the seconds since the last call, and those of them that no exchange took."""
@@ -277,6 +272,8 @@ class Stopwatch:
         return self._compute.main_seconds
 
     def run(self, work: Work, function: Callable[[], T]) -> T:
+        if self._began is None and work.kind == "step":
+            self.lap()
         if work.kind not in CODING:
             return self._compute.run(work, function)
         began = self._worker.transport.now()

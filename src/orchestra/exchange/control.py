@@ -32,6 +32,7 @@ from orchestra.coordinator.events import (
     numbers_of_events,
 )
 from orchestra.coordinator.fence import LEASE, FencedWorker, FenceLeader
+from orchestra.coordinator.rest import Reason, Rest
 from orchestra.errors import PeerLost
 from orchestra.transports.protocol import Task, Transport, send_unless_lost
 from orchestra.transports.tags import Tag
@@ -115,58 +116,51 @@ def _vector(numbers: Sequence[float]) -> Tensor:
 class Fence:
     """Finds a step that no worker has passed, for all to rest after, when one of them wishes so.
 
-    All workers take part; the first one is the leader, whose `observe` gets the reports of a step
-    together, and may wish for all. `steps` is how many steps this worker has done; `level` keeps
-    apart those that exist at the same time. Without a wish it costs a message to oneself every few
-    steps.
+    All workers of a phase take part, and count its steps from here on. The first one is the leader,
+    whose `observe` gets the reports of a step together, and may return the number of a transition
+    that is to end the phase. Without a wish it costs a message to oneself every few steps.
     """
 
     def __init__(
-        self,
-        worker: Worker,
-        *,
-        steps: int = 0,
-        level: int = 0,
-        observe: Callable[[Step], bool] = lambda step: False,
+        self, worker: Worker, observe: Callable[[Step], int | None] = lambda step: None
     ) -> None:
         ranks = worker.workers.ranks
         self._rank, self._leader = worker.rank, ranks[0]
-        self._steps = steps
-        self._limit: Grant | RestAfter = Grant(steps + LEASE)
+        self._observe = observe
+        self._steps = 0
+        self._limit: Grant | RestAfter = Grant(LEASE)
         self._wished = False
-        self._core = FencedWorker(self._rank, steps)
-        if self._rank == self._leader:
-            self._core = FenceLeader(ranks, steps, lambda reports: observe(_step_of(reports)))
         self._control: ControlFlow | None = None  # None: this worker is alone
         if len(ranks) > 1:
-            tag = Tag.FENCE + 2 * level
-            self._control = ControlFlow(worker.transport, self._core, self._leader, tag)
+            core = FencedWorker(self._rank, 0)
+            if self._rank == self._leader:
+                core = FenceLeader(ranks, 0, lambda reports: observe(_step_of(reports)))
+            self._control = ControlFlow(worker.transport, core, self._leader, Tag.FENCE)
 
-    def reached(self, steps: int, *, wish: bool) -> bool:
-        """Return, after each step, whether this one, number `steps` of this worker, is the fence.
+    def reached(self, *, wish: bool, seen: Sequence[float] = ()) -> Rest | None:
+        """Called after each step: return the rest that follows, on all workers after this one.
 
-        With `wish` this worker wants one to be found. A worker alone has its wish at once.
+        With `wish` this worker's user wishes to stop. `seen` are the fields of `Reported` about the
+        step, from its samples on; none where no rule observes. A worker alone has its wish at once.
         """
-        self._steps = steps
+        self._steps += 1
+        report = Reported._make((self._rank, self._steps, *seen)) if seen else None
         if self._control is None:
-            self._wished |= wish
-            return self._wished
+            number = self._observe(_step_of([report])) if report else None
+            stop = Rest(Reason.STOP) if wish else None
+            return stop if number is None else Rest(Reason.PHASE, number)
+        if report:
+            self._control.tell(self._leader, report)
         if wish and not self._wished:
             self._wished = True
             self._control.tell(self._leader, Wish(self._rank))
-        if steps >= self._limit.step and isinstance(self._limit, Grant):
-            instruction = self._control.ask(self._rank, Renew(self._rank, steps))()
+        if self._steps >= self._limit.step and isinstance(self._limit, Grant):
+            instruction = self._control.ask(self._rank, Renew(self._rank, self._steps))()
             assert isinstance(instruction, Grant | RestAfter)
             self._limit = instruction
-        return isinstance(self._limit, RestAfter) and steps >= self._limit.step
-
-    def report(self, steps: int, samples: int, *seen: float) -> None:
-        """Tell the leader what this worker saw in its step: the fields of `Reported`."""
-        report = Reported(self._rank, steps, samples, *seen)
-        if self._control is not None:
-            self._control.tell(self._leader, report)
-        elif self._core.handle(report):
-            self._wished = True
+        if isinstance(self._limit, RestAfter) and self._steps >= self._limit.step:
+            return self._limit.rest
+        return None
 
     def settle(self) -> None:
         """Collective over the workers, after a step of all: wait until reports are observed."""

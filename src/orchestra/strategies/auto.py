@@ -137,10 +137,6 @@ class CandidateChoice:
         """The candidate under way."""
         return self.strategy.candidates[self.current]
 
-    def begin_step(self) -> None:
-        """Called before the gradient of a step."""
-        self.watch.begin()
-
     def after_step(self) -> int | None:
         """If it is time, decide which candidate goes on; return its number if it is another one."""
         wall, own = self.watch.lap()

@@ -1,4 +1,4 @@
-"""The phases of a run on one rank, one after the other, and what ends them.
+"""The phases of a run on one rank, one after the other.
 
 A strategy without phases is the only one. A `Switch` is a transition from each phase of its first
 strategy to the first one of its second; `Auto` goes from one candidate to another. To change, all
@@ -7,14 +7,12 @@ ranks come to rest, hand over what they have learnt, and join the next strategy.
 
 from __future__ import annotations
 
-import copy
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from orchestra import exchange, optimizers
-from orchestra.coordinator.batches import BatchQueue, Observer
+from orchestra.coordinator.batches import BatchQueue
 from orchestra.coordinator.rest import Reason, Rest
 from orchestra.settings.base import Mismatch
 from orchestra.strategies.auto import Auto, CandidateChoice
@@ -26,62 +24,16 @@ from orchestra.strategies.base import (
     roles_of,
     state_of,
 )
-from orchestra.strategies.switch import Switch, phases
-from orchestra.strategies.switch_rules import RuleState
+from orchestra.strategies.switch import phases
 from orchestra.strategies.traits import Dealing, Pace, Traits, WorkMode
+from orchestra.strategies.watching import Watching
 
 if TYPE_CHECKING:
-    from orchestra.coordinator.events import Done
     from orchestra.exchange import Fence, Kept
-    from orchestra.parameter_server.messages import QuietPoint
     from orchestra.strategies.member import Member
-    from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
 
 Moments = Literal["kept", "averaged", "reset"]
-
-
-@dataclass(frozen=True)
-class Transition:
-    """From the phases `first` to `target` - 1, which `switch` watches, to the phase `target`."""
-
-    switch: Switch
-    first: int
-    target: int
-
-    def watches(self, phase: int) -> bool:
-        """Return whether the rule observes the steps of `phase`."""
-        return self.first <= phase < self.target
-
-
-def transitions_of(strategy: Strategy, first: int = 0) -> list[Transition]:
-    """Return the transitions between the phases of `strategy`, the number `first` and following.
-
-    An inner one comes before those around it.
-    """
-    if not isinstance(strategy, Switch):
-        return []
-    target = first + len(phases(strategy.first))
-    inner = transitions_of(strategy.first, first) + transitions_of(strategy.then, target)
-    return [*inner, Transition(strategy, first, target)]
-
-
-@dataclass
-class Watch:
-    """What is known of a transition that may come.
-
-    Where workers take batches from a queue in place of steps, `rule` and `steps` are those of the
-    sample number `begun`, at which that began. On the rank that holds the queue a rule that
-    observes goes on meanwhile, and has `fired` where the queue is to end. `queue` is that queue.
-    Where workers do not decide alike, `fence` finds the step after which all leave.
-    """
-
-    rule: RuleState
-    steps: int  # of the run, that the rule has observed
-    begun: int | None = None
-    fired: bool = False
-    queue: BatchQueue | None = field(init=False, default=None)
-    fence: Fence | None = field(init=False, default=None)
 
 
 class Phases:
@@ -98,11 +50,12 @@ class Phases:
     ) -> None:
         self.worker = worker
         self._strategies = phases(strategy)
-        self._transitions = transitions_of(strategy)
-        self._watches: dict[int, Watch] = {}  # by the number of the transition
+        self._watching = Watching(strategy)
         self._queue_of = worker.queue_of  # makes queues that end with the budget
         self._choice: CandidateChoice | None = None
+        self._fence: Fence | None = None  # made by the first step that needs it
         self._seconds = 0.0  # of this worker alone, up to its last report
+        self._square = 0.0  # |g|^2 of the average, where a rule reads it
         self._phase = 0
         self._known: tuple[Strategy, WorkMode, Traits] | None = None  # traits that were asked for
         if saved is None:
@@ -124,7 +77,7 @@ class Phases:
         require_keepable(self.member)
         return {
             "phase": self._phase,
-            "watches": {str(number): watch for number, watch in self._watches.items()},
+            "watches": {str(number): watch for number, watch in self._watching.watches.items()},
             "choice": None if choice is None else state_of(choice),
             "member": state_of(self.member),
         }
@@ -141,7 +94,7 @@ class Phases:
         self._phase = number
         self._watch_from(0)
         # Of rules as they begin: what they remember has the same kinds of values.
-        watches = {str(number): watch for number, watch in self._watches.items()}
+        watches = {str(number): watch for number, watch in self._watching.watches.items()}
         exchange.require_fit(worker, watches, saved["watches"])
         for name, watch in watches.items():
             optimizers.restore(watch, saved["watches"][name])
@@ -166,9 +119,8 @@ class Phases:
     def traits(self) -> Traits:
         """The traits of the phase under way; before a transition free workers count steps alike."""
         traits = self._traits_of(self._under_way, self.worker.work)
-        if self._watches and traits.pace is Pace.FREE and traits.dealing is Dealing.PLAN:
-            return replace(traits, pace=Pace.ROUNDS)
-        return traits
+        is_free = traits.pace is Pace.FREE and traits.dealing is Dealing.PLAN
+        return replace(traits, pace=Pace.ROUNDS) if is_free and self._watching.watches else traits
 
     def _traits_of(self, strategy: Strategy, work: WorkMode) -> Traits:
         """Return traits of `strategy`; made once, since each step asks for them."""
@@ -181,38 +133,52 @@ class Phases:
         """True if workers take batches from a queue in the phase under way."""
         return self.traits.dealing is Dealing.QUEUE
 
-    # A step, on workers
+    # Steps, on workers
 
-    def gradient(self, batch: Batch | None) -> None:
-        """Compute the gradient of `batch`, and exchange it."""
-        if self._choice is not None:
-            self._choice.begin_step()
-        self.member.gradient(batch)
-
-    def update(self) -> None:
-        """Update the parameters; then change, if that step was the last one of the phase."""
-        worker, watches = self.worker, self._watches
-        if self._takes:
-            if any(self._is_announced(number) for number in watches):
-                worker.step.report = self._report()
-            self.member.update()
+    def before_update(self) -> None:
+        """Called in each step, with the gradient: note what rules will observe of it."""
+        worker, watching = self.worker, self._watching
+        if not watching.is_announced:
             return
-        square = 0.0
-        if any(self._switch(number).when.reads_gradients for number in watches):
+        if self._takes:  # the report comes with the batch
+            worker.step.report = self._report()
+        elif watching.reads_gradients:
             # Before it may be clipped
-            square = float(worker.gradients.current().double().square().sum())
-        self.member.update()
-        if ending := self._observe_step(square):
-            self.change_by(max(ending))  # the outermost one, which leaves out those inside
-        elif self._choice is not None and (new := self._choice.after_step()) is not None:
-            self._change_candidate(new)
+            self._square = float(worker.gradients.current().double().square().sum())
 
-    def serve(self) -> QuietPoint | None:
-        """Serve as the phase under way does; where its workers change, change with them."""
-        paused = self.member.serve()
-        if paused is not None and paused.rest.reason is Reason.PHASE:
-            self.change_by(paused.rest.transition)
-        return paused
+    def after_step(self, *, may_stop: bool) -> Rest | None:
+        """Return why all ranks rest after the step that is over; None if they go on.
+
+        Collective over the workers. `may_stop`: also because the user wishes to stop.
+        """
+        if self._takes:
+            return None  # the queue tells
+        step, watching = self.worker.step, self._watching
+        alike = step.loss_is_global or self.traits.pace is Pace.FREE
+        stop = may_stop and step.stop
+        ending, rest = watching.observe(step), None
+        if watching.is_announced or (may_stop and not alike):
+            seen: tuple[float, ...] = ()
+            if watching.is_announced:
+                seen = (step.samples, *self._report(), self.worker.gradients.square, self._square)
+            if self._fence is None:
+                self._fence = exchange.Fence(self.worker, watching.observe_for_all)
+            rest = self._fence.reached(wish=stop and not alike, seen=seen)
+        if rest is not None and rest.reason is Reason.PHASE:
+            ending = rest.to if ending is None else max(ending, rest.to)
+        if ending is not None:
+            return Rest(Reason.PHASE, ending)
+        if rest is not None or (stop and alike):
+            return Rest(Reason.STOP)
+        new = None if self._choice is None else self._choice.after_step()
+        return None if new is None else Rest(Reason.CANDIDATE, new)
+
+    def _report(self) -> tuple[float, ...]:
+        """Return the fields of `Done` about the step, from its loss on."""
+        step, before = self.worker.step, self._seconds
+        self._seconds = exchange.own_seconds(self.worker)
+        rate = step.rates[0] if step.rates else 0.0
+        return (step.loss, self._seconds - before, rate, step.epoch, step.fraction)
 
     # Between steps
 
@@ -222,14 +188,12 @@ class Phases:
 
     def _rest(self, rest: Rest) -> Kept:
         kept = self.member.rest(rest)
-        for watch in self._watches.values():
-            if watch.fence is None:
-                continue
+        if self._fence is not None:
             if rest.reason.ends:
-                watch.fence.close()
-                watch.fence = None
-            elif kept.complete:
-                watch.fence.settle()
+                self._fence.close()
+                self._fence = None
+            elif kept.complete and self._watching.is_announced:
+                self._fence.settle()
         return kept
 
     def go_on(self) -> None:
@@ -270,76 +234,75 @@ class Phases:
 
     # Changes
 
-    def _leave(self, moments: Moments, number: int, staying: Mapping[int, Watch]) -> None:
-        """End the phase under way; leave model, buffers and `moments` to the next one. The rules
-        of `staying` have observed all of its steps then.
-        """
+    def change(self, rest: Rest) -> None:
+        """Come to `rest`, and go on in the phase that follows. Collective over all ranks."""
+        if rest.reason is Reason.CANDIDATE:
+            self._change_candidate(rest)
+        else:
+            self._change_phase(rest)
+        self.worker.inherited = {}
+        self._begin_reports()
+
+    def _leave(self, rest: Rest, moments: Moments) -> None:
+        """End the phase under way; leave model, buffers and `moments` to the next one."""
         worker = self.worker
-        for watch in staying.values():
-            if watch.fence is not None:
-                watch.fence.settle()
-        kept = self._rest(Rest(Reason.PHASE, number))
+        if self._fence is not None and self._watching.is_announced:
+            self._fence.settle()  # so that rules which go on have observed all steps
+        kept = self._rest(rest)
         self._take_model()
         if self._has_own_buffers:
             exchange.exact_mean_of_buffers(worker)
         exchange.hand_over(worker, kept, moments)
 
-    def _enter(self, workers: Sequence[int], steps: int, *, buffers: bool) -> None:
-        """Begin the next phase after the step number `steps`; `workers` have data in it.
-        `buffers`: snapshots have those of the step before.
-        """
+    def _enter(self, workers: Sequence[int], steps: int) -> None:
+        """Begin the next phase after the step number `steps`; `workers` have data in it."""
         worker = self.worker
         worker.measures.switched_at_step = steps
         worker.measures.switched_at_sample = worker.step.consumed
-        # Buffers of this step are offered once it is over, unless workers step together.
-        worker.snapshots.skip(worker.step.consumed, buffers=buffers)
+        worker.snapshots.skip(worker.step.consumed)
         worker.begin_phase(workers)
 
-    def change_by(self, number: int) -> None:
-        """Change to the next phase by the transition `number`. Collective over all ranks."""
-        worker, transition = self.worker, self._transitions[number]
-        switch = transition.switch
+    def _change_phase(self, rest: Rest) -> None:
+        worker, transition = self.worker, self._watching.transitions[rest.to]
+        switch, target = transition.switch, transition.target
         position = max(worker.step.consumed, worker.step.planned)
-        lockstep, before = self.traits.lockstep, len(worker.workers)
-        target, watches = transition.target, self._watches
-        staying = {n: w for n, w in watches.items() if self._transitions[n].watches(target)}
-        self._leave(switch.moments, number, staying)
-        steps = self._agree_on_steps(watches[number], position)
-        if staying:
-            self._share(staying)
+        before = len(worker.workers)
+        self._leave(rest, switch.moments)
+        steps = self._agree_on_steps(rest.to, position)
+        self._watching.leave(target)
+        if self._watching.watches:
+            self._share_watches()
         roles = roles_of(self._strategies[target], worker.budget_ranks)
-        self._enter(roles.workers, steps, buffers=lockstep)
+        self._enter(roles.workers, steps)
         if switch.learning_rate == "divided":
             worker.rate_scale /= len(roles.workers)
         elif switch.learning_rate == "multiplied":
             worker.rate_scale *= before
-        self._phase, self._watches = target, staying
+        self._phase = target
         self._watch_from(steps)
         self.member = self._under_way.join(worker)
-        worker.inherited = {}
-        self._begin_reports()
 
-    def _agree_on_steps(self, watch: Watch, position: int) -> int:
-        """Return the steps of all workers, which some ranks cannot count, as `watch` has them;
-        agree on what all have consumed. The phase has ended at `position`.
+    def _agree_on_steps(self, number: int, position: int) -> int:
+        """Return the steps of all workers, which some ranks cannot count, as the watch `number` has
+        them; agree on what all have consumed. The phase has ended at `position`.
         """
-        worker, takes = self.worker, self._takes
+        worker, watch = self.worker, self._watching.watches[number]
         there = self._first_worker
         if self._under_way.traits().lockstep:  # a server may still wait for one who is to leave
             return exchange.wait_for_everyone(worker, watch.steps if worker.rank == there else 0)
-        if takes:
-            for number, each in self._watches.items():
-                self._count_rounds(number, each, position)
+        if self._takes:
+            self._watching.count_rounds(position)
         known = [position, watch.steps]
         worker.step.consumed, steps = exchange.agree_on_data(worker, known, there)
         return int(steps)
 
-    def _share(self, watches: Mapping[int, Watch]) -> None:
+    def _share_watches(self) -> None:
         """Let all ranks know what those that have counted the steps, or observed them, know."""
         worker, roles = self.worker, self.roles
         there = self._first_worker
         if self._takes and roles.servers:  # of which the first held the coordinator
             there = next(rank for rank in roles.servers if rank in worker.everyone.ranks)
+        watches = self._watching.watches
         known = {str(number): optimizers.capture(watch) for number, watch in watches.items()}
         known = exchange.agree_on_data(worker, known, there)
         for number, watch in watches.items():
@@ -351,142 +314,51 @@ class Phases:
         everyone = self.worker.everyone.ranks
         return next(rank for rank in self.worker.workers.ranks if rank in everyone)
 
-    def _change_candidate(self, new: int) -> None:
+    def _change_candidate(self, rest: Rest) -> None:
         """Go on with another candidate of `Auto`, on the same workers."""
         worker, choice = self.worker, self._choice
         assert choice is not None
-        before, after = self.traits, choice.strategy.candidates[new].traits()
+        before, after = self.traits, choice.strategy.candidates[rest.to].traits()
         apart = after.lockstep and not before.lockstep
-        self._leave("averaged" if apart else "kept", 0, self._watches)
-        self._enter(worker.workers.ranks, choice.steps, buffers=before.lockstep)
-        choice.change_to(new)
+        self._leave(rest, "averaged" if apart else "kept")
+        self._enter(worker.workers.ranks, choice.steps)
+        choice.change_to(rest.to)
         # Parameters are equal now: to broadcast them would take N - 1 times their size, and go on
         # in the background of the first steps, which would be measured as slow.
         exchange.broadcast_buffers(worker, worker.everyone)
         agreed, worker.parameters_equal = worker.parameters_equal, True
         self.member = self._under_way.join(worker)
-        worker.parameters_equal, worker.inherited = agreed, {}
-        self._begin_reports()
+        worker.parameters_equal = agreed
         exchange.wait_for_workers(worker)
 
     # What is watched
 
-    def _switch(self, number: int) -> Switch:
-        return self._transitions[number].switch
-
-    def _is_announced(self, number: int) -> bool:
-        return self._switch(number).is_announced
-
     def _watch_from(self, steps: int) -> None:
         """Begin to watch what may follow the phase, after the step number `steps`."""
         worker, strategy = self.worker, self._strategies[self._phase]
-        for number, transition in enumerate(self._transitions):
-            if transition.watches(self._phase) and number not in self._watches:
-                self._watches[number] = Watch(transition.switch.when.begin(), steps)
+        self._watching.begin(self._phase, steps)
         self._choice = CandidateChoice(strategy, worker) if isinstance(strategy, Auto) else None
         worker.queue_of = self._queue_of
-        if self._watches and self._queue_of is not None:
+        if self._watching.watches and self._queue_of is not None:
             # Epochs of a loop of the user's own have ends of their own.
             worker.queue_of = None if worker.own_loop else self._make_queue
-
-    def _begin_reports(self) -> None:
-        """Begin to report, where workers do not decide alike."""
-        worker = self.worker
-        self._seconds = exchange.own_seconds(worker)
-        worker.gradients.measures_square = False
-        if self._takes:
-            return
-        for number, watch in self._watches.items():
-            watch.begun = None
-            switch = self._switch(number)
-            first = worker.rank == worker.workers.ranks[0]
-            if not switch.first.traits().lockstep and first:
-                worker.reporter.expendable(False)  # it announces the step to leave after
-            if switch.is_announced and worker.rank in worker.workers.ranks:
-                observe = functools.partial(switch.when.observe, watch.rule)
-                watch.fence = exchange.Fence(
-                    worker, steps=watch.steps, level=number + 1, observe=observe
-                )
-                worker.gradients.measures_square |= switch.when.reads_gradients
-
-    def _observe_step(self, square: float) -> list[int]:
-        """Let the rules take note of the step, and return the transitions that it ends the phase
-        by; `square` is |g|^2 of the average.
-        """
-        worker = self.worker
-        report: tuple[float, ...] = ()
-        if any(watch.fence is not None for watch in self._watches.values()):
-            report = (*self._report(), worker.gradients.square, square)
-        for number, watch in self._watches.items():
-            watch.steps += 1
-            if watch.fence is None:
-                watch.fired = self._switch(number).when.observe(watch.rule, worker.step)
-            else:
-                watch.fence.report(watch.steps, worker.step.samples, *report)
-                watch.fired = watch.fence.reached(watch.steps, wish=False)
-        return [number for number, watch in self._watches.items() if watch.fired]
-
-    def _report(self) -> tuple[float, ...]:
-        """Return the fields of `Done` about the step, from its loss on."""
-        step, before = self.worker.step, self._seconds
-        self._seconds = exchange.own_seconds(self.worker)
-        rate = step.rates[0] if step.rates else 0.0
-        return (step.loss, self._seconds - before, rate, step.epoch, step.fraction)
-
-    # Queues of batches, which end with the phase
 
     def _make_queue(self, start: int, shares: tuple[float, ...]) -> BatchQueue:
         """Make a queue of the phase under way, or of what is left of it from sample `start` on."""
         assert self._queue_of is not None
         queue = self._queue_of(start, shares)
         assert queue is not None
-        for number, watch in sorted(self._watches.items(), reverse=True):
-            self._count_rounds(number, watch, start)
-            if watch.begun is None:
-                watch.begun = start
-            watch.queue = queue
-            if self._switch(number).when.counts:
-                queue = queue.ending(self._end_of(number, watch), number)
-            else:
-                observe = self._observer_of_rounds(number, watch)
-                queue = queue.watched(Observer(number, observe, watch.fired))
-        return queue
+        return self._watching.watch_queue(queue, start)
 
-    def _observer_of_rounds(
-        self, number: int, watch: Watch
-    ) -> Callable[[Sequence[Done], tuple[float, ...]], bool]:
-        when = self._switch(number).when
-
-        def observe(reports: Sequence[Done], seconds: tuple[float, ...]) -> bool:
-            """Called on the rank of the coordinator, when all batches of a round are done."""
-            if watch.fired:
-                return False
-            watch.fired = when.observe(watch.rule, exchange.step_of_round(reports, seconds))
-            return watch.fired
-
-        return observe
-
-    def _end_of(self, number: int, watch: Watch) -> int:
-        """Find the sample before which the phase ends by a rule that counts."""
-        queue, position = watch.queue, watch.begun
-        assert queue is not None
-        assert position is not None
-        assert queue.budget is not None
-        # On a copy: the rule itself observes the rounds once they are done (`_count_rounds`).
-        when, rule, over = self._switch(number).when, copy.deepcopy(watch.rule), False
-        while position < queue.budget and not over:
-            position = min(position + queue.round, queue.budget)
-            over = when.observe(rule, exchange.counted(position, queue.budget))
-        return position
-
-    def _count_rounds(self, number: int, watch: Watch, position: int) -> None:
-        """Count the rounds of a queue that has ended at `position`, and go on from there."""
-        when = self._switch(number).when
-        if watch.begun is None or watch.queue is None:
+    def _begin_reports(self) -> None:
+        """Begin to report, where workers do not decide alike."""
+        worker, watching = self.worker, self._watching
+        self._seconds = exchange.own_seconds(worker)
+        worker.gradients.measures_square = False
+        if self._takes:
             return
-        while watch.begun < position:
-            watch.begun = min(watch.begun + watch.queue.round, position)
-            watch.steps += 1
-            if when.counts:
-                when.observe(watch.rule, exchange.counted(watch.begun, watch.queue.budget))
-        watch.fired = False
+        watching.watch_steps()
+        if watching.decides_apart and worker.rank == worker.workers.ranks[0]:
+            worker.reporter.expendable(False)  # it announces the step to leave after
+        if watching.is_announced and worker.rank in worker.workers.ranks:
+            worker.gradients.measures_square = watching.reads_gradients

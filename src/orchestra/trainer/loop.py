@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from orchestra.coordinator.batches import BatchQueue
-from orchestra.coordinator.events import Finish, RestAt, Take, Wait
+from orchestra.coordinator.batches import BatchQueue, WorkSource
+from orchestra.coordinator.events import Finish, Instruction, RestAt, Take, Wait
 from orchestra.coordinator.planned import PlannedWork
-from orchestra.coordinator.rest import Reason
+from orchestra.coordinator.rest import Reason, Rest
 from orchestra.data import DataPlan, Shares, apportion, plan_of
 from orchestra.data.feed import Feed, Samples
 from orchestra.errors import RunFailed
-from orchestra.exchange import Fence
 from orchestra.settings.base import setting
 from orchestra.strategies.base import Strategy
+from orchestra.strategies.member import Member
 from orchestra.strategies.phases import Phases
 from orchestra.strategies.traits import Pace
 from orchestra.trainer.balancing import Balancer
@@ -57,6 +59,23 @@ def queue_of(training: Training, budget: int, start: int, shares: Shares) -> Bat
     return BatchQueue(plan.start, budget, sizes, every and every * plan.global_batch)
 
 
+class ServedWork:
+    """What comes next on a rank without data: it serves as `member`, until all workers rest."""
+
+    def __init__(self, member: Member[Any], worker: Worker) -> None:
+        self._member, self._worker = member, worker
+
+    def take(self) -> Instruction:
+        """Serve; return the rest that follows. Where a checkpoint finds workers gone, go on."""
+        reporter, step = self._worker.reporter, self._worker.step
+        reporter.phase("serving")
+        while (point := self._member.serve()) is not None:
+            if point.complete or point.rest.reason is not Reason.CHECKPOINT:
+                break
+        reporter.phase("training")
+        return Finish(step.consumed) if point is None else RestAt(step.consumed, point.rest)
+
+
 class Loop(ABC):
     """Steps on a worker, serving on a rank without data, until the budget is used up."""
 
@@ -72,7 +91,9 @@ class Loop(ABC):
     shares: Shares = ()  # measured, of the ranks' parts wherever workers step together
     balancer: Balancer | None = None  # changes these parts as the run goes on, if a rule says so
     stopped = False  # the user's stop was agreed on
-    _fence: Fence | None = None
+
+    _planned: PlannedWork
+    _work: WorkSource  # it, or a queue's, or a server's
 
     @abstractmethod
     def _samples(self, shares: Shares) -> Samples:
@@ -84,75 +105,87 @@ class Loop(ABC):
 
     def _begin_phase(self) -> None:
         """Deal out what is left of the data to those who have roles now."""
-        phases, rank = self.phases, self.worker.rank
-        self._phase, self._base_rates = self.worker.phase, self.worker.optimizer.base_rates
+        phases, worker, position = self.phases, self.worker, self.position
+        rank = worker.rank
+        self._base_rates = worker.optimizer.base_rates
         self._roles = roles = phases.roles
         self._traits = phases.traits
         together = self._traits.has_barriers
         # Elsewhere nobody waits for slow workers, and larger batches would weigh too little in
         # updates that are made one by one.
         measured = (self.shares or None) if together else None
-        start, budget = self.position.plan_start, self.budget
-        plan = plan_of_roles(self.training, start, budget, roles.shares, measured)
-        self._balances = self.balancer if together else None
-        if self._balances is not None:
-            plan = self._balances.begin(plan, self.position.steps)
+        plan = plan_of_roles(
+            self.training, position.plan_start, self.budget, roles.shares, measured
+        )
+        policies: list[Callable[[], Rest | None]]
+        policies = [functools.partial(phases.after_step, may_stop=True)]
+        if self.balancer is not None and together:
+            plan = self.balancer.begin(plan, position.steps)
+            policies.append(self._balance)
         own = self.training.sharding is not None
         self._feed = Feed(self._samples(plan.shares), plan, roles.part(rank), own)
         every = self.training.checkpoint_every
-        self._planned = PlannedWork(plan, self.position.plan_step, every)
-        self._works = rank in roles.workers
+        self._planned = PlannedWork(plan, position.plan_step, every, policies)
+        self._work: WorkSource = worker.source or self._planned
+        if rank not in roles.workers:
+            self._work = ServedWork(phases.member, worker)
+
+    def _balance(self) -> None:
+        """Give the steps to come other batches, where workers have other speeds than before."""
+        assert self.balancer is not None
+        position = self.position
+        plan = self.balancer.after_step(self._feed.plan, position.plan_step, position.steps)
+        self._feed = replace(self._feed, plan=plan)
+        self._planned.plan = plan
 
     def _train_to_end(self) -> None:
         """Train to the end of the budget, or to the step at which the user's stop is agreed."""
         self._open_window()
         while self._go_on():
-            self._follow_phase()
+            pass
 
     def _go_on(self) -> bool:
         """Do what comes next; return whether anything may come after it."""
-        if not self._works:
-            return self._serve()
-        source, worker = self.worker.source, self.worker
-        if source is None:
-            item = self._planned.take()
-        elif isinstance(item := source.take(), Wait):
-            worker.reporter.phase("leaving")  # a worker that is stopped is not waited for any more
-            item = source.take()
-            worker.reporter.phase("training")
-        assert isinstance(item, Take | RestAt | Finish)
+        item = self._next()
         if isinstance(item, Take):
-            if source is None:
-                self._step(item)
-            else:
-                self._take(item)
+            self._step(item)
             return True
-        if source is not None:
-            worker.step.consumed = self.position.consumed = item.at
+        if self._work is not self._planned:  # by steps each worker counts for itself
+            self.worker.step.consumed = self.position.consumed = item.at
         if isinstance(item, Finish):
             return False
-        if item.rest.reason is Reason.PHASE:
-            self.phases.change_by(item.rest.transition)
+        if item.rest.reason in (Reason.PHASE, Reason.CANDIDATE):
+            self._change(item.rest)
             return True
         self.stopped = item.rest.reason is Reason.STOP
         self._rest_for_checkpoint()
         return not self.stopped
 
-    def _follow_phase(self) -> None:
-        """If the strategy has begun another phase, share out what is left of the data.
+    def _next(self) -> Take | RestAt | Finish:
+        """Return what this rank does next, as soon as that is known."""
+        reporter = self.worker.reporter
+        item = self._work.take()
+        if isinstance(item, Wait):
+            reporter.phase("leaving")  # a worker that is stopped is not waited for any more
+            item = self._work.take()
+            reporter.phase("training")
+        assert isinstance(item, Take | RestAt | Finish)
+        return item
+
+    def _change(self, rest: Rest) -> None:
+        """Change to the next phase, and share out what is left of the data.
 
         All ranks come here, whatever they were, with nothing in flight: a checkpoint, if there are
         any, and the point from which on all count the steps of the phase.
         """
-        if self.worker.phase == self._phase:
-            return
-        if self.worker.rank == self._roles.workers[0]:
+        first = self._roles.workers[0]
+        self.phases.change(rest)
+        if self.worker.rank == first:
             # The switch concerns the whole run, so one rank alone puts it into the timeline.
             self.trace.happened(f"switch, after step {self.worker.measures.switched_at_step}")
-        self._stop_looking()
         if self.balancer is not None:
-            self.balancer.agree(self._roles.workers[0])
-        self.position.plan_start = self.position.consumed
+            self.balancer.agree(first)
+        self.position.consumed = self.position.plan_start = self.worker.step.consumed
         self.position.plan_step = 0
         # Shards are cut anew for the workers of the new phase.
         self.position.own = None
@@ -163,19 +196,17 @@ class Loop(ABC):
 
     def _open_window(self) -> None:
         """Begin to trace what this rank does in the phase under way."""
-        if self._works:
+        if self.worker.rank in self._roles.workers:
             self.trace.open_for_steps(self.position.steps + 1)
         else:
             self.trace.open_for_requests(len(self._roles.workers))
 
-    def _serve(self) -> bool:
-        self.worker.reporter.phase("serving")
-        paused = self.phases.serve()
-        self.position.consumed = self.worker.step.consumed
-        self.worker.reporter.phase("training")
-        if paused is not None and paused.rest.reason is Reason.CHECKPOINT and paused.complete:
-            self._rest_for_checkpoint()
-        return paused is not None
+    def _step(self, item: Take) -> None:
+        """Do this worker's step: its part of one of all, or a batch that is its alone."""
+        if self._work is self._planned:
+            self._step_together(item)
+        else:
+            self._take(item)
 
     def _take(self, item: Take) -> None:
         """Do a step on a batch from the queue, which is this worker's alone."""
@@ -197,47 +228,36 @@ class Loop(ABC):
         position.own += item.samples
         return first, position.own
 
-    def _step(self, item: Take) -> None:
+    def _step_together(self, item: Take) -> None:
         """Do this worker's part of a step of all."""
-        position, planned = self.position, self._planned
+        position = self.position
         batch, samples = self.recorder.read(lambda: self._feed.next(position.plan_step))
-        position.plan_step = planned.step
+        position.plan_step = self._planned.step
         # Where workers step together one without samples still takes part in the exchange.
         if not samples and self._traits.pace is Pace.FREE:
             return
         consumed = min(position.consumed + item.samples, self.budget)
         step = Step(samples, item.samples, consumed, planned=item.stop)
         self._train(batch, step, done=position.consumed)
-        if self.worker.phase != self._phase:
-            return  # `_follow_phase` takes a checkpoint with all ranks; some count no steps
-        stop = self._all_stop()
-        planned.done(stop=stop)
-        if self._balances is not None and not stop:
-            plan = self._balances.after_step(self._feed.plan, position.plan_step, position.steps)
-            self._feed = replace(self._feed, plan=plan)
-            planned.plan = plan
 
     def _train(self, batch: Any, step: Step, *, done: int) -> None:
         """Do a step on `batch`, after `done` samples of the whole cluster."""
-        worker, phases = self.worker, self.phases
-        lockstep = self._traits.lockstep
+        worker, member = self.worker, self.phases.member
         factor = self.training.schedule.factor(done / self.budget)
         step.rates = tuple(rate * factor for rate in self._base_rates)
         step.epoch = step.consumed / self.epoch_samples
         step.fraction = step.planned / self.budget
         worker.begin_step(step)
         moved = to_device(batch, worker.layout.device) if step.samples else None
-        phases.gradient(moved)
-        if lockstep:  # before the update, which may end the phase
-            # The first worker's buffers are the model's, as under DistributedDataParallel.
-            first = self._roles.part(worker.rank) == self._roles.workers[0]
-            self._offer_buffers(1.0 if first else 0.0)
-        phases.update()
-        if not lockstep:
-            self._offer_buffers(float(self.recorder.totals.samples + step.samples))
+        member.gradient(moved)
+        self.phases.before_update()
+        member.update()
         position = self.position
         position.steps += 1
         position.consumed = worker.step.consumed
+        self._offer_buffers()
+        if self._work is self._planned:
+            self._planned.done()
         self.recorder.step(position.steps)
         self.trace.step_ended(position.steps)
         worker.reporter.progress(
@@ -262,29 +282,17 @@ class Loop(ABC):
             self._take_checkpoint()
         self.phases.go_on()
 
-    def _all_stop(self) -> bool:
-        """Return whether this step is the last: agreed with its loss, or a fence."""
-        step = self.worker.step
-        if step.loss_is_global or self._traits.pace is Pace.FREE:
-            return step.stop
-        plan_step = self.position.plan_step
-        if self._fence is None:
-            # Made for the first step that needs it: strategies that agree with the loss never do.
-            self._fence = Fence(self.worker, steps=plan_step - 1)
-        return self._fence.reached(plan_step, wish=step.stop)
-
-    def _stop_looking(self) -> None:
-        """Collective, after the strategy has stopped: end the search for a fence."""
-        if self._fence is not None:
-            self._fence.close()
-            self._fence = None
-
-    def _offer_buffers(self, weight: float) -> None:
+    def _offer_buffers(self) -> None:
         """Offer to snapshots the first worker's in synchronous steps, else the mean of all."""
-        snapshots, consumed = self.worker.snapshots, self.worker.step.consumed
+        worker, roles = self.worker, self._roles
+        weight = float(self.recorder.totals.samples + worker.step.samples)
+        if self._traits.lockstep:
+            # The first worker's buffers are the model's, as under DistributedDataParallel.
+            weight = 1.0 if roles.part(worker.rank) == roles.workers[0] else 0.0
+        snapshots, consumed = worker.snapshots, worker.step.consumed
         if not weight or not snapshots.is_due(consumed, kind="buffers"):
             return
-        if (vector := buffers_vector(self.worker.buffers)) is not None:
+        if (vector := buffers_vector(worker.buffers)) is not None:
             snapshots.offer(consumed, vector, weight=weight, kind="buffers")
 
     def _take_checkpoint(self) -> None:

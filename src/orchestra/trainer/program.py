@@ -189,7 +189,6 @@ class Session(Loop):
         self.trace.close()
         reporter.phase("leaving")
         self.phases.finish()
-        self._stop_looking()
         if not self.phases.traits.lockstep:
             leader = self.phases.roles.leader
             curve.agree_on_buffers(worker, self.totals.samples, leader)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -65,22 +65,17 @@ class Snapshots:
         self._now = now
         self.places: Places | None = None
         self.started = 0.0
-        self._behind = self._buffers_behind = 0
+        self._behind = 0
         self._next: dict[tuple[str, int], int] = {}
 
-    def skip(self, samples: int, *, buffers: bool = True) -> None:
-        """Skip due points up to `samples`, at which a run resumes or a phase begins.
-
-        Without `buffers`, those at `samples` itself have still to be offered.
-        """
+    def skip(self, samples: int) -> None:
+        """Skip due points up to `samples`, at which a run resumes or a phase begins."""
         self._behind = bisect_right(self.due, samples)
-        self._buffers_behind = self._behind if buffers else bisect_left(self.due, samples)
 
     def is_due(self, samples: int, *, offset: int = 0, kind: str = "parameters") -> bool:
         """Return whether a due point has been passed since the last offer of this slice."""
         # A rank that took none in an earlier phase does not take those of that phase now.
-        behind = self._buffers_behind if kind == "buffers" else self._behind
-        upcoming = max(self._next.get((kind, offset), 0), behind)
+        upcoming = max(self._next.get((kind, offset), 0), self._behind)
         return bisect_right(self.due, samples) > upcoming
 
     def offer(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from orchestra.collectives import Group
-from orchestra.coordinator.batches import BatchQueue, WorkSource
+from orchestra.coordinator.batches import BatchQueue, QueuedWork
 from orchestra.errors import InputError
 from orchestra.optimizers.spec import Moments, OptimizerSpec, install_moments, set_rates
 from orchestra.records.live import is_logged
@@ -160,7 +160,7 @@ class Worker(FlatModel):
         self.rate_scale = 1.0
         self.inherited: Moments = {}
         self.queue_of: QueueOf | None = None
-        self.source: WorkSource | None = None  # of this worker's batches; None if by the plan
+        self.source: QueuedWork | None = None  # of this worker's batches; None if by the plan
         self.check_loss: Callable[[float], None] = lambda _: None  # this rank's own, when it is new
         self.workers = _all_of(runtime.ranks)
         self.phase = 0  # how many have ended so far; the same on all ranks

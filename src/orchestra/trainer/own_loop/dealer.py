@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from orchestra.coordinator.batches import WorkSource
+from orchestra.coordinator.batches import QueuedWork
 from orchestra.coordinator.events import Finish, RestAt, Take
 from orchestra.data import loaders
 from orchestra.optimizers.state import random_state, restore_random_state, undisturbed
@@ -108,7 +108,7 @@ class Dealer:
             restore_random_state(self._order["random"])
             return self._sharded.begin(first)
 
-    def take(self, source: WorkSource, worker: Worker) -> Iterator[loaders.WorkerBatch]:
+    def take(self, source: QueuedWork, worker: Worker) -> Iterator[loaders.WorkerBatch]:
         """Give the batches of the queue, until all pause at the end of the epoch."""
         assert self._queued is not None
         self._queued.check_length()

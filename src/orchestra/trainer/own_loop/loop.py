@@ -324,7 +324,7 @@ class OwnLoop:
             before = [options for _, options in worker.optimizer.groups]
             worker.step.options = changed_options(self.optimizer, before)
         try:
-            rank.phases.update()
+            rank.update()
         finally:
             # A strategy may scale rates for its update; the user's scheduler goes on from its own.
             set_rates(self.optimizer, rates)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from orchestra.collectives import all_reduce
-from orchestra.coordinator.batches import WorkSource
+from orchestra.coordinator.batches import QueuedWork
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.base import Roles, Strategy
 from orchestra.strategies.phases import Phases
@@ -70,6 +70,13 @@ class OwnRank:
         worker.queue_of = self._queue_of
         worker.rate_scale = 1.0
 
+    def update(self) -> None:
+        """Make the strategy's update; change its phase, if that step was the last one of it."""
+        self.phases.before_update()
+        self.phases.member.update()
+        if (rest := self.phases.after_step(may_stop=False)) is not None:
+            self.phases.change(rest)
+
     # Its place among the others
 
     @property
@@ -96,7 +103,7 @@ class OwnRank:
         """True if the user's optimizer has the moments, on a worker."""
         return getattr(self.phases.member, "optimizer", None) is self.optimizer
 
-    def source(self) -> WorkSource | None:
+    def source(self) -> QueuedWork | None:
         """Return the queue from which workers take batches now, or None where these are dealt out.
 
         Workers that take batches from a queue have unlike numbers of them.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from orchestra import exchange
-from orchestra.coordinator.rest import Reason
+from orchestra.coordinator.rest import Reason, Rest
 from orchestra.errors import InputError
 from orchestra.optimizers import spec
 from orchestra.optimizers.state import capture, restore
@@ -262,18 +262,23 @@ class StrategyState:
     def serve(self) -> Reason:
         """On a rank without data, serve until all workers rest; return why they do.
 
-        Where the strategy begins anew, goes on from a state, or ends, that is done here.
+        Where the strategy changes its phase, begins anew, goes on from a state, or ends, that is
+        done here.
         """
-        paused = self._rank.phases.serve()
+        phases = self._rank.phases
+        paused = phases.member.serve()
         # At the end of a script workers leave without a rest: others may still train.
-        reason = Reason.END if paused is None else paused.rest.reason
-        if reason is Reason.RESTART:
+        rest = Rest(Reason.END) if paused is None else paused.rest
+        reason = rest.reason
+        if reason is Reason.PHASE:
+            phases.change(rest)
+        elif reason is Reason.RESTART:
             self._restart(None)
         elif reason is Reason.RESUME:
             self._resume({}, None)
         elif reason in (Reason.END, Reason.NEXT_LOOP):
             self.end(reason)
-        elif reason is not Reason.PHASE:  # whose next one has begun
+        else:
             self.rest(reason)
         return reason
 
