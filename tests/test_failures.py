@@ -23,6 +23,7 @@ BESIDE = "ParameterServer(consistency='bounded', staleness=4, placement='beside'
 BACKUP = "ParameterServer(backup=1)"
 RING = "AllReduce('ring')"
 HOST = socket.gethostname()
+STOPPING = "stopping in good order; all ranks have to leave within 30 s of SIGTERM"
 
 
 def train(task: str, strategy: str, **settings: Any) -> list[str]:
@@ -327,13 +328,41 @@ def test_sigterm_to_the_process_group_stops_in_good_order(tmp_path: Path) -> Non
         os.kill(pid, signal.SIGTERM)
         gate.open()
         ended = gate.end()
-    assert ended.status == 1
-    assert ended.err == "orchestra: stopping in good order; press Ctrl-C again to end at once\n"
+    assert_one_line(ended, 0, STOPPING)
     entry = gate.entry()
-    assert entry["status"] == "stopped"
+    assert (entry["status"], entry["stopped_by"]) == ("stopped", "SIGTERM")
     resumed = run(train(f"gated('{tmp_path}')", RING, checkpoint_every=30), tmp_path)
     assert f"resumed from checkpoint 1, step {entry['steps']}" in resumed.err
     assert (resumed.status, entry_of(tmp_path)["steps"]) == (0, 40)
+
+
+def test_sigterm_to_one_rank_stops_all(tmp_path: Path) -> None:
+    """As Kubernetes sends it to one pod."""
+    with Gate(tmp_path, RING, 3) as gate:
+        gate.signal(2, signal.SIGTERM)
+        gate.told("stopping in good order")
+        gate.open()
+        ended = gate.end()
+    assert_one_line(ended, 0, STOPPING)
+    entry = gate.entry()
+    assert (entry["status"], entry["stopped_by"]) == ("stopped", "SIGTERM")
+    assert (tmp_path / "out" / "checkpoints" / "0001").is_dir()
+
+
+def test_the_last_checkpoint_stands_where_a_stop_takes_longer_than_the_grace(
+    tmp_path: Path,
+) -> None:
+    with Gate(tmp_path, RING, 3, checkpoint_every=2, grace=0.5) as gate:
+        gate.command.process.send_signal(signal.SIGTERM)
+        ended = gate.end()
+    assert ended.status == 1
+    names = ", ".join(f"rank {rank} on {HOST}" for rank in range(3))
+    assert ended.err.splitlines()[-1] == (
+        f"orchestra: {names} did not come to rest in time within the 0.5 s that SIGTERM leaves "
+        "(grace); the last checkpoint stands"
+    )
+    assert gate.entry()["status"] == "failed"
+    assert sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir()) == ["0001"]
 
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:

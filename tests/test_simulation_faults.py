@@ -224,7 +224,7 @@ def test_who_cannot_go_on_after_a_death_says_of_whom() -> None:
     failure = run_ranks(2, program, lan(Death("rank 1", at=2))).failure
     assert failure is not None
     assert failure.startswith(
-        "rank 1 on worker-1 was killed by SIGKILL; rank 0 on worker-0 could not go on: PeerLost"
+        "rank 1 on worker-1 was killed by SIGKILL; rank 0 on worker-0 could not go on: rank 1 "
     )
 
 

@@ -26,6 +26,7 @@ from orchestra.engines.events import (
     Kill,
     Notice,
     Stop,
+    Terminated,
     follow_waits,
     stuck,
 )
@@ -471,6 +472,75 @@ def test_a_first_ctrl_c_asks_and_a_second_ends() -> None:
     assert first[0] == Stop()
     assert story.detector.stopped
     assert story.tell(Interrupted()) == [Abort("interrupted"), Kill(0), Kill(1)]
+
+
+def test_sigterm_stops_the_run_once_however_many_processes_get_it() -> None:
+    story = Story(ranks=2)
+    assert story.tell(Terminated(1))[0] == Stop()
+    assert story.tell(Terminated(0)) == []
+    assert story.tell(Terminated()) == []
+    assert story.detector.stopped
+    assert story.detector.terminated
+    assert story.tell(Terminated()) == [Abort("interrupted"), Kill(0), Kill(1)]
+
+
+def test_ranks_that_do_not_stop_in_the_grace_after_sigterm_are_named_and_killed() -> None:
+    story = Story()
+    story.tell(Terminated())
+    story.tell(Finished(0))
+    story.tell(Exited(0, 0))
+    assert story.pass_time(26.5, busy=(1, 2)) == []
+    assert story.pass_time(1, busy=(1, 2)) == [
+        Abort(
+            "rank 1 on host, rank 2 on host did not come to rest in time within the 30 s that "
+            "SIGTERM leaves (grace); the last checkpoint stands"
+        ),
+        Kill(1),
+        Kill(2),
+    ]
+    assert not story.detector.ended_by_loss
+
+
+def test_a_run_that_stops_in_the_grace_ends_well() -> None:
+    story = Story(ranks=2)
+    story.tell(Terminated())
+    for rank in range(2):
+        story.tell(Finished(rank))
+        story.tell(Exited(rank, 0))
+    story.pass_time(40)
+    assert story.detector.cause is None
+
+
+def test_sigterm_right_after_a_loss_is_its_echo() -> None:
+    """As torchrun sends it to all ranks of a node once one of them has died."""
+    dying = Story(children=False)
+    dying.tell(Failed(0, lost(2)))
+    assert dying.tell(Terminated(1)) == []
+    dying.tell(Disconnected(2))
+    assert dying.cause == "rank 2 on host is gone: its control connection closed"
+    assert dying.tell(Terminated(0)) == []
+    spared = Story(children=False)
+    spared.change(2, expendable=True)
+    spared.beat()
+    spared.tell(Disconnected(2))
+    spared.tell(Terminated(1))
+    assert spared.cause == (
+        "rank 2 on host is gone: its control connection closed; its launcher ends the other ranks, "
+        "too"
+    )
+    for story in (dying, spared):
+        assert not story.detector.stopped
+        assert story.detector.ended_by_loss
+
+
+def test_sigterm_long_after_a_loss_stops_the_run() -> None:
+    story = Story(children=False)
+    story.change(2, expendable=True)
+    story.beat()
+    story.silent.add(2)
+    story.tell(Disconnected(2))
+    story.pass_time(11, busy=(0, 1))
+    assert story.tell(Terminated(1))[0] == Stop()
 
 
 def test_ranks_that_do_not_leave_are_killed() -> None:

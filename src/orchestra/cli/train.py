@@ -12,7 +12,7 @@ from rich.table import Table
 
 from orchestra.cli.terminal import RUN_SETTINGS, Parser, entries
 from orchestra.engines.processes.environment import Launched, detect
-from orchestra.engines.processes.system import handling
+from orchestra.engines.processes.system import StopWish, handling
 from orchestra.engines.processes.training import take_part
 from orchestra.errors import InputError, RunEnded, RunFailed
 from orchestra.experiments.experiment import Experiment, only_run
@@ -59,17 +59,19 @@ def main(arguments: Sequence[str]) -> int:
     restarts = "restart a run that lost a rank, from its newest checkpoint (default: 0 times)"
     parser.option("--max-restarts", "N", restarts, type=int, default=0)
     options, launched = parser.read(arguments), detect(os.environ)
-    # An agent of torchrun sends it once one rank has ended: the record is still to be written.
-    with handling({} if launched is None else {signal.SIGTERM: lambda: None}):
-        return _run(options, launched)
+    # Whoever has started the ranks sends it to end the run, and an agent of torchrun also once one
+    # rank has ended, while the record is still to be written.
+    wish = StopWish()
+    with handling({} if launched is None else {signal.SIGTERM: wish}):
+        return _run(options, launched, wish)
 
 
-def _run(options: Namespace, launched: Launched | None) -> int:
+def _run(options: Namespace, launched: Launched | None, wish: StopWish) -> int:
     experiment = resolve(options, launched)
     run = only_run(experiment, str(options.experiment or "command line"))
     check_task(run.task)
     if launched is not None and launched.rank > 0:
-        return _follow(run, options.out, launched, experiment.name)
+        return _follow(run, options.out, launched, experiment.name, wish)
     folder = folder_for(options.out, f"{experiment.name}-{run.name}")
 
     def tell_resumed(completed: RunRecord | None) -> None:
@@ -85,7 +87,7 @@ def _run(options: Namespace, launched: Launched | None) -> int:
 
         if launched is None:  # this process starts the ranks, else it is rank 0 of them
             return train_run(run, folder)
-        record = take_part(run, folder, launched)
+        record = take_part(run, folder, launched, wish=wish)
         assert record is not None  # on rank 0
         return record
 
@@ -95,7 +97,8 @@ def _run(options: Namespace, launched: Launched | None) -> int:
         run, experiment, folder, train, on_resume=tell_resumed, max_restarts=options.max_restarts
     )
     print_record(record, run)
-    return 0 if record.status == "completed" else 1
+    # The system that stopped the run got what it asked for; who pressed Ctrl-C did not get a run.
+    return 0 if record.status == "completed" or record.stopped_by == "SIGTERM" else 1
 
 
 def resolve(options: Namespace, launched: Launched | None = None) -> Experiment:
@@ -128,7 +131,7 @@ def check_task(text: str) -> None:
     bound(read(text, where="task"), TASKS, where="task")
 
 
-def _follow(run: Run, folder: Path, launched: Launched, experiment: str) -> int:
+def _follow(run: Run, folder: Path, launched: Launched, experiment: str, wish: StopWish) -> int:
     """Take part as a rank beside the first, which keeps the record and tells how the run ended.
 
     Where the first is gone, this rank does; the first rank of each node tells it in any case.
@@ -138,7 +141,7 @@ def _follow(run: Run, folder: Path, launched: Launched, experiment: str) -> int:
         write_failure(run, folder, experiment, RunFailed(reason))
 
     try:
-        take_part(run, folder, launched, first_is_gone=first_is_gone)
+        take_part(run, folder, launched, first_is_gone=first_is_gone, wish=wish)
     except RunEnded:
         if launched.local_rank == 0:
             raise

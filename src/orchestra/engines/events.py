@@ -91,7 +91,14 @@ class Exited(OfRank):
 
 @dataclass(frozen=True)
 class Interrupted:
-    """The user pressed Ctrl-C, or SIGTERM came."""
+    """The user pressed Ctrl-C."""
+
+
+@dataclass(frozen=True)
+class Terminated:
+    """SIGTERM came to the launcher, or to the process of `rank`: all will be killed soon."""
+
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,7 @@ class ForkServerLost:
     by_signal: bool  # a signal killed or stopped it
 
 
-Event = OfRank | Interrupted | ForkServerLost
+Event = OfRank | Interrupted | Terminated | ForkServerLost
 
 # Instructions -------------------------------------------------------------------------------
 
@@ -156,7 +163,8 @@ def describe(error: BaseException) -> Failure:
         behind, reason = reason, _reason(reason)
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
     lines = traceback.format_exception(type(error), error, frames)
-    clear = isinstance(error, RunFailed)  # its message says all
+    # Its message says all: a loss is nothing that the program does wrong.
+    clear = isinstance(error, RunFailed | PeerLost)
     return Failure(
         type="" if clear else type(error).__name__,
         message=text_of(error),

@@ -17,6 +17,9 @@ The rules:
   unlike numbers of steps.
 - A failure that is the consequence of another one waits a moment for the true cause.
 - An expendable rank is left out; any other ends the run.
+- SIGTERM asks for an orderly stop, as Ctrl-C does, and leaves `grace` seconds for it: then the run
+  ends, and its last checkpoint stands. One that comes to a rank right after the loss of another is
+  its echo: torchrun ends all ranks of a node once one of them has died.
 - A run that ends because a rank is gone, stopped or silent ends by a loss. An exception, an exit
   status of the program's own, a hang and Ctrl-C are no losses.
 """
@@ -24,6 +27,7 @@ The rules:
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -31,6 +35,8 @@ from orchestra.engines import events
 from orchestra.engines.events import Instruction
 
 REFUSALS = 8  # that a run reports at most: strangers cause them, too
+ECHO_SECONDS = 10.0  # after a loss in which SIGTERM to another rank follows from it
+RESERVE = 0.1  # of the grace, in which the ranks leave after a stop that took too long
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,7 @@ class Limits:
     unwinding: float = 3.0  # for a program to end once its rank was asked to leave
     parting: float = 10.0  # as patience, for ranks that wait for one whose script is over
     leaving: float = 5.0  # for the process of such a rank, or of one that delivered its result
+    grace: float = 30.0  # from SIGTERM until all processes are killed, by whoever has sent it
     advice: str = ""  # for the user of a program that had more to do than `patience` allows
 
 
@@ -104,9 +111,13 @@ class FailureDetector:
         self.left_out: dict[int, str] = {}  # why, for each rank that the run goes on without
         self.notices: list[str] = []  # one line each, for the user
         self.stopped = False  # the user asked for an orderly stop
+        self.terminated = False  # by SIGTERM
         self._children = children
         self._started_at = self._ticked_at = self._now = start
         self._failed_at = 0.0
+        self._signals = 0  # to the launcher
+        self._stop_by = math.inf  # the end of what is left for an orderly stop
+        self._lost: tuple[float, str] | None = None  # the last loss that the run went on after
         self._consequences: list[tuple[float, WatchedRank, events.Failure]] = []  # deadlines
         self._refused: list[str] = []
         self._killed: set[int] = set()
@@ -139,7 +150,9 @@ class FailureDetector:
         """Take in one event; return what is to be done now."""
         self._now = now
         if isinstance(event, events.Interrupted):
-            self._interrupted()
+            self._signalled("press Ctrl-C again to end at once")
+        elif isinstance(event, events.Terminated):
+            self._terminated(event)
         elif isinstance(event, events.ForkServerLost):
             self._fail(event.how, loss=event.by_signal)
         else:
@@ -155,7 +168,7 @@ class FailureDetector:
                 self._kill(self._members.values())
             return self._decided()
         for rule in (
-            self._late, self._unknown_ends, lambda: self._silences(stopped),
+            self._out_of_grace, self._late, self._unknown_ends, lambda: self._silences(stopped),
             self._consequences_due, self._hangs, self._only_stopped_missing, self._overstayed,
         ):  # fmt: skip
             if self.cause is None:
@@ -176,15 +189,37 @@ class FailureDetector:
 
     # What events mean
 
-    def _interrupted(self) -> None:
-        if self.stopped:
+    def _signalled(self, advice: str) -> None:
+        """The launcher got a signal: the first one stops the run, a second one ends it at once."""
+        self._signals += 1
+        if self._signals > 1:
             self._fail("interrupted")
             self._kill(self._members.values())
             return
-        self.stopped = True
-        if self.cause is None:
+        self._stop(advice)
+
+    def _stop(self, advice: str) -> None:
+        if not self.stopped and self.cause is None:
             self._instructions.append(events.Stop())
-            self._notice("stopping in good order; press Ctrl-C again to end at once")
+            self._notice(f"stopping in good order; {advice}")
+        self.stopped = True
+
+    def _terminated(self, event: events.Terminated) -> None:
+        if event.rank is not None and (self.cause is not None or self._consequences):
+            return  # an echo
+        if event.rank is not None and self._lost is not None:
+            lost_at, how = self._lost
+            if self._now - lost_at < ECHO_SECONDS:
+                self._fail(f"{how}; its launcher ends the other ranks, too", loss=True)
+                return
+        if not self.terminated:
+            self.terminated = True
+            self._stop_by = self._now + (1 - RESERVE) * self.limits.grace
+        advice = f"all ranks have to leave within {self.limits.grace:g} s of SIGTERM"
+        if event.rank is None:
+            self._signalled(advice)
+        else:
+            self._stop(advice)
 
     def _heard(self, member: WatchedRank, event: events.OfRank) -> None:
         member.seen_at = self._now
@@ -242,6 +277,7 @@ class FailureDetector:
         if member.beat.expendable:
             self._settle(member, State.LEFT_OUT)
             self.left_out[member.rank] = how
+            self._lost = self._now, f"{member.name} {how}"
             self._begin_anew()
             self._instructions.append(events.Disconnect(member.rank, how))
             self._notice(f"{member.name} {how}; going on without it")
@@ -266,6 +302,17 @@ class FailureDetector:
             for member in self._members.values():
                 member.seen_at = min(member.seen_at + absence, self._now)
                 member.active_at = min(member.active_at + absence, self._now)
+
+    def _out_of_grace(self) -> None:
+        if self._now < self._stop_by:
+            return
+        late = ", ".join(member.name for member in self._in(State.ABSENT, *ALIVE))
+        if late:
+            self._fail(
+                f"{late} did not come to rest in time within the {self.limits.grace:g} s that "
+                "SIGTERM leaves (grace); the last checkpoint stands"
+            )
+            self._kill(self._members.values())
 
     def _late(self) -> None:
         absent = ", ".join(member.name for member in self._in(State.ABSENT))

@@ -14,7 +14,7 @@ from socket import gethostname
 from typing import TYPE_CHECKING, Any, Self
 
 from orchestra.cluster.units import clock_text
-from orchestra.engines.events import Event, Heartbeat, Interrupted, Joined, Notice
+from orchestra.engines.events import Event, Heartbeat, Interrupted, Joined, Notice, Terminated
 from orchestra.errors import tell, visible
 from orchestra.records.live import (
     MAX_NOTICES,
@@ -330,7 +330,7 @@ class Display:
             self._tell(event.text)
             if self._file is not None:
                 self._file.on_notice(event.text)
-        elif isinstance(event, Interrupted):
+        elif isinstance(event, Interrupted | Terminated):
             self._progress.interrupted = True
         elif isinstance(event, Joined):
             self._slow.hosts[event.rank] = event.host

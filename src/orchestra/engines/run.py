@@ -59,13 +59,14 @@ def record_of(
     left_out: Mapping[int, str],
     nodes: Sequence[Node] = (),
     alone: Mapping[str, float] | None = None,
+    terminated: bool = False,
     **about: Any,
 ) -> RunRecord:
     """The record of a run that ended well, from the reports of the ranks that were there at the
     end; its curve and its timeline go into `folder`. `launch` are the seconds before their programs
     began: the import that the first launch of a command waits for is among them, but is no set-up.
     `nodes` are those of the ranks, where they are described; `alone` what each does without the
-    others, in samples/s, by default what was measured of its ranks.
+    others, in samples/s, by default what was measured of its ranks. `terminated`: by SIGTERM.
     """
     reports = [report for report in results if report is not None]
     # The longest set-up is the one that the others waited for.
@@ -96,6 +97,8 @@ def record_of(
         **target_times(leader.curve, training.target),
         **about,
     )
+    if record.status == "stopped":
+        record = replace(record, stopped_by="SIGTERM" if terminated else "Ctrl-C")
     write_curve(folder, leader.curve)
     write_trace(folder, reports)
     return on_machines(record, nodes, alone)

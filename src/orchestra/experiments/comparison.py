@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from orchestra.engines.events import Event, Interrupted, Notice
+from orchestra.engines.events import Event, Interrupted, Notice, Terminated
 from orchestra.engines.live import Progress
 from orchestra.engines.processes import training
 from orchestra.engines.run import beside_single, failed_record, train_run
@@ -229,7 +229,7 @@ class _Execution:
             write_techniques(self._folder, judged)
 
     def _on_event(self, event: Event | Notice) -> None:
-        if isinstance(event, Interrupted):
+        if isinstance(event, Interrupted | Terminated):
             self._progress.interrupted = True
 
     def _one(self, run: Run) -> RunRecord:

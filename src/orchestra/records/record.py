@@ -135,6 +135,7 @@ class RunRecord:
     restarts: Sequence[Mapping[str, Any]] = ()
     notices: Sequence[str] = ()
     failure: str | None = None
+    stopped_by: str | None = None
     cluster: str | None = None
     wall_seconds: float | None = None
     costs: str | None = None

@@ -165,6 +165,13 @@ class Training(Settings):
     patience: float = setting(
         60.0, "seconds without progress until a rank counts as hung", above=0, high=500_000
     )
+    grace: float = setting(
+        30.0,
+        "seconds from SIGTERM until whoever has sent it kills the processes: in this time the "
+        "ranks come to rest and write a checkpoint",
+        above=0,
+        high=500_000,
+    )
     bucket_megabytes: float = setting(25.0, "gradients exchanged at a time", above=0, high=1e9)
     overlap: bool = setting(True, "exchange gradients during the backward pass where possible")
     trace_steps: int = setting(

@@ -207,6 +207,11 @@ class ProgressEngine:
         with self._lock:
             return frozenset(self._mailbox.lost)
 
+    def connection(self, rank: int) -> socket.socket | None:
+        """Return the connection to `rank`; None where there is none."""
+        with self._lock:
+            return self._streams[rank].connection if rank in self._streams else None
+
     def disconnect(self, rank: int, reason: str) -> None:
         """Treat `rank` as lost, as the end of its stream would."""
         with self._lock:

@@ -57,7 +57,8 @@ class SocketTransport(Flow, Transport):
         native: begins the all-reduce of torch.distributed, where there is one.
         host: the memory that ranks of this host share, where they do.
         traffic: of this flow alone; hello, farewell and what TLS adds are not counted.
-        disconnect, abort, hold, acknowledged_bytes: see `ProgressEngine`; from any thread.
+        disconnect, abort, hold, acknowledged_bytes, connection: see `ProgressEngine`; from any
+            thread.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class SocketTransport(Flow, Transport):
         self.native: Callable[[Tensor], Task[int]] | None = None
         self.host: Host | None = None
         self.disconnect, self.abort, self.hold = engine.disconnect, engine.abort, engine.hold
-        self.acknowledged_bytes = engine.acknowledged_bytes
+        self.acknowledged_bytes, self.connection = engine.acknowledged_bytes, engine.connection
         self._engine = engine
         self._on_flow_start = on_flow_start
         engine.begin(self)

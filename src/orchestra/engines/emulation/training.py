@@ -81,6 +81,7 @@ def train_run(
                 outcome = launch(
                     program, (run, folder.absolute(), cluster.bandwidths_of(ranks), meters), ranks,
                     patience=run.training.patience, on_event=on_event, places=emulated.places(),
+                    grace=run.training.grace,
                 )  # fmt: skip
             finally:
                 schedule.close()
@@ -90,7 +91,7 @@ def train_run(
     return record_of(
         run, [None if each is None else each.report for each in results], folder, outcome.setup,
         left_out=outcome.left_out, notices=(*notices, *outcome.notices), nodes=emulated.nodes,
-        node=emulated.nodes[0].name if alone else None,
+        node=emulated.nodes[0].name if alone else None, terminated=outcome.terminated,
     )  # fmt: skip
 
 

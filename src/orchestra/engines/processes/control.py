@@ -22,7 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 from orchestra.engines.events import BEAT_SECONDS, Failure, Heartbeat
 from orchestra.engines.failure_detector import Limits
-from orchestra.engines.processes.system import Latencies, RankPlace, keep_freed_memory
+from orchestra.engines.processes.system import (
+    Latencies,
+    RankPlace,
+    StopWish,
+    keep_freed_memory,
+)
 from orchestra.errors import RunAborted, RunEnded, RunFailed
 from orchestra.transports.handshake import TLS, WATCHER, connect
 
@@ -132,7 +137,8 @@ class Control:
     program is doing. It is also the `Reporter` of the rank's program.
 
     From the thread, `on_orphaned` is called with the reason before this process leaves because the
-    watcher is gone, and `on_cause` with the first cause, when the run ends by it.
+    watcher is gone, and `on_cause` with the first cause, when the run ends by it. The thread tells
+    the watcher of the `wish` once it is asked for.
     """
 
     def __init__(
@@ -140,11 +146,14 @@ class Control:
         spec: RankSpec,
         on_orphaned: Callable[[str], None] | None = None,
         on_cause: Callable[[str], None] | None = None,
+        wish: StopWish | None = None,
     ) -> None:
         self._spec = spec
+        self._wish = wish or StopWish()
+        self._wish_told = False
         self._on_cause = on_cause or (lambda _: None)
         self._on_orphaned = on_orphaned or (lambda _: None)
-        self._connection = _connect(spec)
+        self.connection = _connect(spec)  # to the watcher
         self._sending = threading.RLock()
         self._changed = threading.Condition()
         self._roster: Message | None = None
@@ -223,9 +232,9 @@ class Control:
     def _close(self) -> None:
         self._dismissed = True
         with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            self.connection.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join()
-        self._connection.close()
+        self.connection.close()
 
     # Reporter
 
@@ -253,15 +262,18 @@ class Control:
     # The thread
 
     def _beat_and_obey(self) -> None:
-        frames = Frames(self._connection)
+        frames = Frames(self.connection)
         next_beat = time.monotonic()
         with selectors.DefaultSelector() as selector:
-            selector.register(self._connection, selectors.EVENT_READ)
+            selector.register(self.connection, selectors.EVENT_READ)
             while not self._dismissed:
                 now = time.monotonic()
                 if now >= next_beat:
                     self._beat()
                     next_beat = now + BEAT_SECONDS
+                if self._wish.asked and not self._wish_told:
+                    self._wish_told = True
+                    self._send({"kind": "terminated"})
                 if self._spec.supervised and os.getppid() != self._parent:
                     self._leave("the launcher of this rank is gone")
                 if now >= self._leave_at:
@@ -278,9 +290,9 @@ class Control:
         """Obey what has arrived; False at the end of the connection."""
         self._heard_at = time.monotonic()
         with self._sending:  # two threads must not use one TLS connection at a time
-            self._connection.settimeout(0.0)
+            self.connection.settimeout(0.0)
             open_still = frames.read()
-            self._connection.settimeout(None)
+            self.connection.settimeout(None)
         try:
             for message, _ in frames.complete():
                 self._obey(message)
@@ -347,7 +359,7 @@ class Control:
     def _send(self, message: Message, payload: bytes = b"") -> None:
         # Where the connection has ended the thread finds out, and acts.
         with self._sending, contextlib.suppress(OSError):
-            self._connection.sendall(pack(message, payload))
+            self.connection.sendall(pack(message, payload))
 
 
 def _connect(spec: RankSpec) -> socket.socket:

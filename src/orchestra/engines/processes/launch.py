@@ -28,6 +28,7 @@ from orchestra.engines.processes.control import RankSpec
 from orchestra.engines.processes.environment import memory_is_shared
 from orchestra.engines.processes.system import (
     RankPlace,
+    StopWish,
     die_with_parent,
     handling,
     keep_one_arena,
@@ -73,7 +74,8 @@ def enter(spec: RankSpec, job: Job) -> None:
     """Be a rank, from the beginning to the end of this process."""
     global _is_rank
     _is_rank = True
-    _leave_signals_to_launcher()
+    wish = StopWish()
+    _leave_signals_to_launcher(wish)
     # The fork server ends when nobody holds this pipe: with the launcher, and takes its ranks with
     # it. A rank that is stopped would otherwise keep it, and so itself, alive for ever.
     server: Any = forkserver._forkserver
@@ -90,13 +92,14 @@ def enter(spec: RankSpec, job: Job) -> None:
     from orchestra.engines.processes.rank import run_rank
 
     try:
-        run_rank(spec, job.load, lambda: FileStore(job.store_path, spec.ranks))
+        run_rank(spec, job.load, lambda: FileStore(job.store_path, spec.ranks), wish=wish)
     except RunFailed:
         sys.exit(1)  # the launcher says why
 
 
-def _leave_signals_to_launcher() -> None:
-    """Ignore Ctrl-C and SIGTERM, which reach the launcher as well: it decides what follows."""
+def _leave_signals_to_launcher(wish: StopWish) -> None:
+    """Let the launcher decide what follows Ctrl-C, which reaches it as well, and SIGTERM, of which
+    the `wish` tells it."""
     number = signal.SIGTERM
 
     def restore() -> None:
@@ -106,7 +109,7 @@ def _leave_signals_to_launcher() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Processes that this rank starts, such as a pool's, have to end when it sends them SIGTERM: so
     # not SIG_IGN, which a new program inherits, and no moment after a fork in which it is ignored.
-    signal.signal(number, lambda *_: None)
+    signal.signal(number, wish)
     os.register_at_fork(
         before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, {number}),
         after_in_parent=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, {number}),
@@ -126,12 +129,14 @@ def launch(
     limit: float | None = None,
     places: Sequence[RankPlace] = (),
     shared_memory: bool = True,
+    grace: float = 30.0,
 ) -> Outcome:
     """Run `program(runtime, argument)` on `ranks` processes of this machine.
 
     Both are pickled by reference: the program is a function of a module. In the main thread,
-    Ctrl-C or SIGTERM asks all ranks for an orderly stop, and a second one ends them. What the ranks
-    and the watcher send to each other is encrypted where the variables `ORCHESTRA_TLS_...` say so.
+    Ctrl-C or SIGTERM asks all ranks for an orderly stop, and a second one ends them. SIGTERM to any
+    of the ranks asks for the same. What the ranks and the watcher send to each other is encrypted
+    where the variables `ORCHESTRA_TLS_...` say so.
 
     Args:
         patience: seconds without progress after which a rank counts as hung (three times as long
@@ -142,6 +147,8 @@ def launch(
             has delivered none is then None.
         places: the emulated node of each rank; by default all are on this machine as it is.
         shared_memory: whether ranks may share memory, where `ORCHESTRA_SHARED_MEMORY` allows it.
+        grace: seconds from SIGTERM until whoever has sent it kills all processes. Where the orderly
+            stop takes nearly as long, the run ends before, and fails.
 
     Raises `InputError` for a program that cannot be sent to a rank, or one that a rank's program
     raised in its phase "set-up", and `RunFailed` with the first cause in its first line; the
@@ -150,14 +157,14 @@ def launch(
     _check_may_launch(ranks)
     payload = _pickled(program, argument)
     main = _main_module(payload)
-    token, limits = secrets.token_hex(32), Limits(patience=patience)
+    token, limits = secrets.token_hex(32), Limits(patience=patience, grace=grace)
     tls = from_environment(os.environ)
     watcher = Watcher(
         ranks, limits, host=LOOPBACK, token=token, children=True, limit=limit, tls=tls,
         on_event=on_event,
     )  # fmt: skip
     # `timeout` sends SIGTERM to the launcher and to its process group, so twice in a row.
-    interrupts = {signal.SIGINT: watcher.interrupt, signal.SIGTERM: spaced(watcher.interrupt)}
+    interrupts = {signal.SIGINT: watcher.interrupt, signal.SIGTERM: spaced(watcher.terminate)}
     with _store_path() as store_path, handling(interrupts):
         job = Job(payload, main, dict(os.environ), store_path)
         shared_memory = shared_memory and memory_is_shared(os.environ)

@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -37,13 +37,14 @@ from orchestra.engines.processes.environment import (
     numeric,
     towards,
 )
+from orchestra.engines.processes.injection import LOG, Injector, injections
 from orchestra.engines.processes.system import (
+    StopWish,
     TimedCompute,
     handling,
     kernel,
     machine,
     peak_memory,
-    spaced,
 )
 from orchestra.engines.processes.watcher import Outcome, Watcher
 from orchestra.engines.random_streams import seed
@@ -128,15 +129,16 @@ def run_rank(
     make_store: Callable[[], Store],
     on_orphaned: Callable[[str], None] | None = None,
     on_cause: Callable[[str], None] | None = None,
+    wish: StopWish | None = None,
 ) -> Any:
     """Be the rank that `spec` describes, and return what its program returned.
 
     `load` gives the program and its argument; its errors count as the program's. `make_store`
-    makes where the ranks of a process group of torch.distributed find each other. For `on_orphaned`
-    and `on_cause` see `Control`. Raises `RunFailed` with the first cause, wherever it lies.
+    makes where the ranks of a process group of torch.distributed find each other. For the others
+    see `Control`. Raises `RunFailed` with the first cause, wherever it lies.
     """
     with contextlib.ExitStack() as resources:
-        control = Control(spec, on_orphaned, on_cause)
+        control = Control(spec, on_orphaned, on_cause, wish)
         # After the connection to the watcher, which thus stays outside of the emulated network, and
         # before the listener, which is to be inside.
         if spec.place is not None:
@@ -193,7 +195,15 @@ def _run(
         local_rank=spec.local_rank, clock=machine(), node=spec.node, peak_memory=peak_memory,
         stopwatch=lambda running: latencies.begin(transport.now()) if latencies else None,
     )  # fmt: skip
-    result = program(intercepted(runtime, watched), argument)
+    interceptors: list[Interceptor] = [watched]
+    if faults := injections(os.environ, spec.rank):
+        interceptors.append(
+            Injector(
+                faults, transport, control.connection, spec.watcher,
+                local=spec.local, log=os.environ.get(LOG),
+            )
+        )  # fmt: skip
+    result = program(intercepted(runtime, *interceptors), argument)
     control.phase("leaving")
     transport.close(timeout=spec.limits.patience)
     return result
@@ -227,6 +237,8 @@ def join(
     on_orphaned: Callable[[str], None] | None = None,
     on_cause: Callable[[str], None] | None = None,
     advice: str = "",
+    grace: float = 30.0,
+    wish: StopWish | None = None,
 ) -> Outcome:
     """Run `program(runtime, argument)` as the rank that `launched` says, with all the others.
 
@@ -240,12 +252,16 @@ def join(
             the interface that reaches the master.
         on_orphaned, on_cause: see `Control`; rank 0 is the one that may be gone.
         advice: what a user can do about a rank that is taken for hung.
+        grace: seconds from SIGTERM until all ranks are killed: see `launch`.
+        wish: that of this process to stop in good order, where the caller handles SIGTERM; by
+            default this does, in the main thread.
 
     Raises `InputError` for an address that is not one of this machine, and `RunFailed` on every
     rank, with the first cause. A rank whose program does not react to the end of the run prints the
     cause, and leaves its process with status 1.
     """
-    limits, tls = Limits(patience=patience, advice=advice), from_environment(os.environ)
+    limits = Limits(patience=patience, advice=advice, grace=grace)
+    tls = from_environment(os.environ)
     chosen = host or os.environ.get(HOST_VARIABLE)
     address = numeric(chosen) if chosen else towards(launched.address, launched.port)
     store = _connect_store(launched, limits, chosen)
@@ -262,17 +278,21 @@ def join(
             closing.callback(watcher.abandon)
             about = {"address": watcher.address, "token": token, "tls": tls is not None}
             store.set("watcher", json.dumps(about))
-        closing.enter_context(_interrupts(watcher))
+        handlers = {} if wish else {signal.SIGTERM: (wish := StopWish())}
+        interrupt = (lambda: None) if watcher is None else watcher.interrupt
+        # Ctrl-C reaches all ranks of a terminal; rank 0 reacts to it, and the others follow it.
+        closing.enter_context(handling({signal.SIGINT: interrupt, **handlers}))
         spec = _spec(launched, _published(launched, store, limits), address, limits, tls, threads)
         native = PrefixStore(f"native/{spec.token}", store)
         run = functools.partial(
-            run_rank, spec, lambda: (program, argument), lambda: native, on_orphaned, on_cause
-        )
+            run_rank, spec, lambda: (program, argument), lambda: native, on_orphaned, on_cause,
+            wish,
+        )  # fmt: skip
         if watcher is not None:
             return _run_beside(watcher, run)
         results = [None] * launched.ranks
         results[launched.rank] = run()
-    return Outcome(tuple(results), {}, stopped=False, notices=(), setup={})
+    return Outcome(tuple(results), {}, stopped=False, terminated=False, notices=(), setup={})
 
 
 def _run_beside(watcher: Watcher, run: Callable[[], Any]) -> Outcome:
@@ -398,14 +418,3 @@ def _spec(
         shared_memory=memory_is_shared(os.environ),
         latencies=latencies_of(os.environ, launched.ranks),
     )  # fmt: skip
-
-
-@contextlib.contextmanager
-def _interrupts(watcher: Watcher | None) -> Iterator[None]:
-    """While inside, only rank 0 reacts to Ctrl-C and SIGTERM, and the others follow it.
-
-    torchrun sends SIGTERM to all ranks of a node once one of them has died, whose end is the cause.
-    """
-    interrupt = (lambda: None) if watcher is None else spaced(watcher.interrupt)
-    with handling({signal.SIGINT: interrupt, signal.SIGTERM: interrupt}):
-        yield

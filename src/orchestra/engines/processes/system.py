@@ -86,6 +86,17 @@ def handling(handlers: Mapping[signal.Signals, Callable[[], None]]) -> Iterator[
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
+class StopWish:
+    """Remembers that SIGTERM asked this process to stop; a handler of the signal, which may come at
+    any moment, calls it. Nothing is sent from there: the program may be in the midst of sending."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __call__(self, *_: object) -> None:
+        self.asked = True
+
+
 def spaced(handler: Callable[[], None]) -> Callable[[], None]:
     """Return `handler` without effect within half a second of its last call: who sends a signal to
     a process group may send it to a member again, or have it passed on."""

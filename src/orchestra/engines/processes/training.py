@@ -10,7 +10,7 @@ from typing import Any
 from orchestra.engines.live import Display, Progress
 from orchestra.engines.processes.environment import Launched
 from orchestra.engines.processes.launch import launch
-from orchestra.engines.processes.system import UsageMeter
+from orchestra.engines.processes.system import StopWish, UsageMeter
 from orchestra.engines.run import record_of, write_environment
 from orchestra.errors import InputError
 from orchestra.records.record import RunRecord
@@ -48,12 +48,13 @@ def train_run(
     with Display(run, roles, quiet=quiet, progress=progress, folder=folder) as display:
         outcome = launch(
             program, (run, folder.absolute()), len(roles.shares), patience=run.training.patience,
-            threads=run.training.threads, on_event=display.on_event,
+            threads=run.training.threads, on_event=display.on_event, grace=run.training.grace,
         )  # fmt: skip
     left_out, notices = outcome.left_out, outcome.notices
     return record_of(
-        run, outcome.results, folder, outcome.setup, left_out=left_out, notices=notices
-    )
+        run, outcome.results, folder, outcome.setup, left_out=left_out, notices=notices,
+        terminated=outcome.terminated,
+    )  # fmt: skip
 
 
 def has_validation(task: str) -> bool:
@@ -78,13 +79,14 @@ def take_part(
     *,
     completed: RunRecord | None = None,
     first_is_gone: Callable[[str], None] | None = None,
+    wish: StopWish | None = None,
 ) -> RunRecord | None:
     """Train `run` as one of the processes that torchrun or another launcher started.
 
     Every rank writes its steps into `folder`; checkpoints need one that all ranks share. The
     record is rank 0's; other ranks return None. Where rank 0 gives the record of this run, which
     was `completed` before, all ranks leave at once. Where rank 0 is gone, the others leave their
-    processes, after a call of `first_is_gone` with the reason.
+    processes, after a call of `first_is_gone` with the reason. `wish`: see `join`.
 
     Raises `InputError` where as many processes were started as the strategy cannot use, and
     `RunFailed` on every rank, with the first cause.
@@ -105,13 +107,17 @@ def take_part(
         outcome = join(
             program_unless_completed, (run, folder.absolute(), completed is not None), launched,
             patience=run.training.patience, threads=run.training.threads,
-            on_event=display.on_event, on_orphaned=first_is_gone,
+            on_event=display.on_event, on_orphaned=first_is_gone, grace=run.training.grace,
+            wish=wish,
         )  # fmt: skip
     if completed is not None or not first:
         return completed
     reports = [from_plain(RankReport | None, report) for report in outcome.results]
     left_out, notices = outcome.left_out, outcome.notices
-    return record_of(run, reports, folder, outcome.setup, left_out=left_out, notices=notices)
+    return record_of(
+        run, reports, folder, outcome.setup, left_out=left_out, notices=notices,
+        terminated=outcome.terminated,
+    )  # fmt: skip
 
 
 def program_unless_completed(

@@ -46,6 +46,7 @@ class Outcome:
     results: tuple[Any, ...]  # of the program, by rank; None for a rank that was left out
     left_out: dict[int, str]  # why, for each rank that the run went on without
     stopped: bool  # the user asked for an orderly stop
+    terminated: bool  # by SIGTERM
     notices: tuple[str, ...]  # for the user on the way, one line each
     setup: dict[str, float]
 
@@ -166,6 +167,10 @@ class Watcher:
         """Note that the user pressed Ctrl-C. Safe in a signal handler."""
         self._order(lambda: self._observe(events.Interrupted()))
 
+    def terminate(self) -> None:
+        """Note that SIGTERM came to the launcher. Safe in a signal handler."""
+        self._order(lambda: self._observe(events.Terminated()))
+
     def join(self) -> None:
         """Block until all ranks are gone. Raises what the thread raised, if anything."""
         while self._thread.is_alive():  # a signal to another thread does not wake this one
@@ -188,7 +193,9 @@ class Watcher:
         results = {rank: read(result) for rank, result in self.results.items()}
         in_order = tuple(results.get(rank) for rank in range(self._ranks))
         notices = tuple(detector.notices)
-        return Outcome(in_order, detector.left_out, detector.stopped, notices, setup)
+        return Outcome(
+            in_order, detector.left_out, detector.stopped, detector.terminated, notices, setup
+        )
 
     def _order(self, order: Callable[[], None]) -> None:
         self._orders.append(order)  # first, so that the byte below finds it
@@ -351,6 +358,8 @@ class Watcher:
             counters = from_plain(Counters | None, message["beat"]["counters"])
             beat = {**message["beat"], "rank": rank, "waits_for": waits_for, "counters": counters}
             self._observe(events.Heartbeat(**beat))
+        elif kind == "terminated":
+            self._observe(events.Terminated(rank))
         elif kind == "notice":
             self._carry_out(self.detector.noticed(str(message["text"])))
         elif kind == "connected":
