@@ -349,7 +349,7 @@ def _names(trial: Trial) -> str:
         case "cut the watcher":
             return rf"{rank} (exited with status 1|is gone|closed its control connection)"
         case "NaN":
-            return r"rank \d+ on \S+ failed: the loss became nan"
+            return r"rank \d+ on \S+ failed: (the loss became nan|parameters are NaN)"
         case "full disk":
             return rf"{rank} failed: cannot write .*: No space left on device"
         case "exception":
@@ -429,7 +429,7 @@ def _resume(trial: Trial, folder: Path, result: Result) -> None:
     if trial.fault == "damaged checkpoint" and found:
         file = next((checkpoints / f"{found[0]:04d}").glob("rank-?.safetensors"))
         os.truncate(file, file.stat().st_size // 2)
-    whole = [index for index in found if _is_whole(checkpoints, index, trial.ranks)]
+    whole = [index for index in found if _is_whole(checkpoints, index)]
     lost = len(found) - len(whole)
     result.require(
         lost == (trial.fault == "damaged checkpoint" and bool(found)), f"{lost} damaged checkpoints"
@@ -446,9 +446,9 @@ def _resume(trial: Trial, folder: Path, result: Result) -> None:
         result.require(f"resumed from checkpoint {whole[0]}," in ended.err, f"not from {whole[0]}")
 
 
-def _is_whole(folder: Path, index: int, ranks: int) -> bool:
+def _is_whole(folder: Path, index: int) -> bool:
     try:
-        verify(folder, index, ranks)
+        verify(folder, index)
     except DamagedCheckpoint:
         return False
     return True

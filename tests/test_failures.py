@@ -16,6 +16,8 @@ from tests.commands import Ended, Started, rank_pids, run, started
 from tests.training import step_lines
 from tests.waiting import is_running, wait_until
 
+from orchestra.trainer.checkpoint_files import complete
+
 ASYNCHRONOUS = "ParameterServer(consistency='asynchronous')"
 # A worker at the gate lets the others come to it, too.
 BOUNDED = "ParameterServer(consistency='bounded', staleness=4)"
@@ -362,7 +364,7 @@ def test_the_last_checkpoint_stands_where_a_stop_takes_longer_than_the_grace(
         "(grace); the last checkpoint stands"
     )
     assert gate.entry()["status"] == "failed"
-    assert sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir()) == ["0001"]
+    assert list(complete(tmp_path / "out" / "checkpoints")) == [1]
 
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:

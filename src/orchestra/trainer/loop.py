@@ -76,6 +76,9 @@ class ServedWork:
         return Finish(step.consumed) if point is None else RestAt(step.consumed, point.rest)
 
 
+NONFINITE = "lower the learning rate or clip_norm, or set stop_on_nonfinite to false to go on"
+
+
 class Loop(ABC):
     """Steps on a worker, serving on a rank without data, until the budget is used up."""
 
@@ -271,10 +274,7 @@ class Loop(ABC):
 
     def _check_loss(self, loss: float, step: int) -> None:
         if self.training.stop_on_nonfinite and not math.isfinite(loss):
-            raise RunFailed(
-                f"the loss became {loss} at step {step}; lower the learning rate or clip_norm, or "
-                "set stop_on_nonfinite to false to go on"
-            )
+            raise RunFailed(f"the loss became {loss} at step {step}; {NONFINITE}")
 
     def _rest_for_checkpoint(self) -> None:
         """Come to rest, take a checkpoint unless some workers have left, and go on."""

@@ -32,7 +32,7 @@ from orchestra.tasks.task import Task, evaluate, load_task
 from orchestra.trainer import checkpoints, curve, setup
 from orchestra.trainer.balancing import Balancer, BalanceState
 from orchestra.trainer.checkpoint_files import Manifest, Span
-from orchestra.trainer.loop import Loop, Position, queue_of
+from orchestra.trainer.loop import NONFINITE, Loop, Position, queue_of
 from orchestra.trainer.recorder import Order, Recorder, Recording, Repeating, Totals, write_order
 from orchestra.trainer.settings import Run
 from orchestra.trainer.setup import in_files, kept_bytes, sizes_of
@@ -446,7 +446,16 @@ class Session(Loop):
         if self.shared is None:
             # A run of shapes has nothing to write.
             leader = self.phases.roles.leader
+            self._check_parameters()
             self.checkpoints.take(self.checkpoint_state(), self._manifest(), leader)
+
+    def _check_parameters(self) -> None:
+        """Refuse to write parameters from which every resumed run would fail at once."""
+        if self.training.stop_on_nonfinite and not self.worker.parameters.isfinite().all():
+            raise RunFailed(
+                f"parameters are NaN or infinite after step {self.position.steps}, so that no "
+                f"checkpoint is written; {NONFINITE}"
+            )
 
     def _manifest(self) -> Manifest:
         """Return the manifest of a checkpoint that is taken now, without its files."""

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import Tensor
-from torch.nn.modules.module import register_module_full_backward_pre_hook
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from orchestra.settings import MAX_RANKS, REQUIRED, Registry, Settings, parse, setting
 from orchestra.transports.sockets import SocketTransport
@@ -238,12 +238,13 @@ class Injector(Interceptor):
 
 @contextlib.contextmanager
 def not_a_number() -> Iterator[None]:
-    """Let every gradient that a backward pass of a module computes inside be NaN."""
+    """Let the gradient of every output that a module computes inside be NaN."""
 
-    def spoil(_: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        return tuple(None if each is None else each * torch.nan for each in gradients)
+    def spoil(_: nn.Module, __: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(lambda gradient: gradient * torch.nan)
 
-    handle = register_module_full_backward_pre_hook(spoil)
+    handle = register_module_forward_hook(spoil)
     try:
         yield
     finally:

@@ -1,0 +1,93 @@
+"""Faults that a rank injects into itself, and what their users see."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks.faults import Trial, run_trial
+from tests.commands import Ended, Started
+from tests.training import step_lines
+
+from orchestra.engines.processes.injection import (
+    LOG,
+    VARIABLE,
+    Inject,
+    injections,
+    reset,
+)
+from orchestra.errors import InputError
+from orchestra.trainer.checkpoint_files import complete
+
+HOST = socket.gethostname()
+
+
+def trained(folder: Path, inject: str, strategy: str = "AllReduce('ring')") -> Ended:
+    words = [sys.executable, "-m", "orchestra", "train", "--strategy", strategy, "--ranks", "2"]
+    words += ["--task", "benchmarks.faults:task", "--out", "out", "--set", "steps=12"]
+    words += ["--set", "batch_size=4", "--set", "snapshots=0", "--set", "checkpoint_every=4"]
+    variables = {VARIABLE: inject, LOG: str(folder / "log")}
+    with Started(words, folder, variables) as command:
+        return command.end()
+
+
+def test_faults_are_read_from_a_variable() -> None:
+    text = "Inject('kill', rank=1, at='send', number=30); Inject('delay', rank=0, at='gradient')"
+    environment = {VARIABLE: text}
+    assert injections(environment, 1) == [Inject("kill", rank=1, at="send", number=30)]
+    assert injections(environment, 2) == []
+    assert injections({}, 0) == []
+    with pytest.raises(InputError, match=r"ORCHESTRA_INJECT: .*'explode'"):
+        injections({VARIABLE: "Inject('explode', rank=0)"}, 0)
+
+
+def test_fault_comes_at_its_operation_alone(tmp_path: Path) -> None:
+    ended = trained(tmp_path, "Inject('kill', rank=1, at='gradient', number=7)")
+    assert ended.err == f"orchestra: rank 1 on {HOST} was killed by SIGKILL\n"
+    assert len((tmp_path / "log").read_text().splitlines()) == 1
+    assert len(step_lines(tmp_path / "out", 1)) <= 6
+
+
+def test_parameters_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
+    """The checkpoint before them stands, from which a resumed run can go on."""
+    ended = trained(tmp_path, "Inject('nan', rank=1, at='gradient', number=8)")
+    assert ended.status == 1
+    assert ended.err.count("\n") == 1
+    assert "failed: parameters are NaN or infinite after step 8, so that no checkpoint" in ended.err
+    assert list(complete(tmp_path / "out" / "checkpoints")) == [1]
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["runs"][0]["failure"]
+
+
+def test_connection_that_is_reset_ends_at_both_ends() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        here = socket.create_connection(listener.getsockname())
+        there, _ = listener.accept()
+        with here, there:
+            reset(here)
+            with pytest.raises(ConnectionResetError):
+                there.recv(1)
+            with pytest.raises(OSError, match="reset"):
+                here.recv(1)
+
+
+def test_stopped_process_continues_by_itself() -> None:
+    program = (
+        "import os, signal; from orchestra.engines.processes.injection import continue_after; "
+        "continue_after(0.05); os.kill(os.getpid(), signal.SIGSTOP)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+
+
+SAMPLE: tuple[int, ...] = ()
+
+
+@pytest.mark.parametrize("number", SAMPLE)
+def test_sample_of_the_campaign(number: int, tmp_path: Path) -> None:
+    """The whole one is `python -m benchmarks.faults`."""
+    result = run_trial(Trial.of(0, number), tmp_path, timed=False)
+    assert result.fired
+    assert result.problems == []
