@@ -139,7 +139,7 @@ class Served:
 
     @property
     def servers(self) -> list[Server]:
-        servers = [member.channel.server for member in self.members]
+        servers = [member.connection.server for member in self.members]
         return [server for server in servers if isinstance(server, Server)]
 
     @property
@@ -150,7 +150,7 @@ class Served:
         """Let the pushes of `order` arrive; the parameters then."""
         for member in self.members:
             worker = member.worker
-            part = next(part for part in member.channel.slices if part.rank == worker.rank)
+            part = next(part for part in member.connection.slices if part.rank == worker.rank)
             first = part.first
             _arrivals(worker.transport).expect(
                 order,

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,13 +15,13 @@ from tests.interleaved import Network
 from torch import Tensor
 
 from orchestra.coordinator.rest import Reason, Rest
+from orchestra.exchange.replicas import ReplicatedChannel
 from orchestra.optimizers.state import capture
 from orchestra.parameter_server.held_slice import HeldSlice
 from orchestra.parameter_server.how import AdaptiveDelayCompensation, OptimizerStep
 from orchestra.parameter_server.messages import Push
 from orchestra.parameter_server.placement import Slice, place
 from orchestra.parameter_server.replicas import Replica, ReplicatedServer
-from orchestra.parameter_server.replicated_client import ReplicatedClient
 from orchestra.parameter_server.state import ServerState
 from orchestra.parameter_server.when import Synchronous, When
 
@@ -86,21 +87,22 @@ class Play:
         values = torch.zeros(self.servers * self.workers)
         gradient = torch.zeros_like(values)
         gradient[rank :: self.workers] = 1.0
-        client = ReplicatedClient(port, slices, values)
+        worker: Any = SimpleNamespace(rank=rank, transport=port, parameters=values)
+        channel = ReplicatedChannel(worker, slices)
         used, rate = (True,) * self.servers, 1.0
         if isinstance(self.consistency, Synchronous):
             rate = float(self.workers)
         for step in range(self.steps):
-            push = Push(rank, client.clock + 1, 1, 1, 0.0, False, (rate,), used)
-            client.push(push, gradient, values)
-            self.answered[rank] = client.clock
+            push = Push(rank, channel.clock + 1, 1, 1, 0.0, False, (rate,), used)
+            channel.exchange(push, gradient, values)
+            self.answered[rank] = channel.clock
             self.reads[rank].append(values.clone())
             if step < self.pauses:
-                client.pause(Rest(Reason.CHECKPOINT))
-                client.agree()
+                channel.pause(Rest(Reason.CHECKPOINT))
+                channel.agree()
                 self.reads[rank].append(values.clone())
                 self.agreed[step].append(values.clone())
-        client.leave()
+        channel.leave()
         return values
 
     def make_server(self, port: Any) -> ReplicatedServer:

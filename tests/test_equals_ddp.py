@@ -198,7 +198,7 @@ def test_tensors_are_cut_only_where_the_optimizer_allows_it(
     )
     assert equal(result.final, reference(2, optimizer, "float32"))
     owners: dict[int, int] = {}
-    for part in result.states[0].channel.slices:
+    for part in result.states[0].connection.slices:
         for piece in part.pieces:
             owners[piece.tensor] = owners.get(piece.tensor, 0) + 1
     assert any(count > 1 for count in owners.values()) == (optimizer != WHOLE)

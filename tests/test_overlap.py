@@ -18,6 +18,7 @@ from tests.waiting import wait_until
 from torch import nn
 
 from orchestra.engines.simulation.costs import FLOPS
+from orchestra.exchange import PartedChannel
 from orchestra.settings import parse
 from orchestra.strategies.gossip import DPSGDMember, Gossip
 from orchestra.strategies.parameter_server import ParameterServer
@@ -53,7 +54,8 @@ def test_pushed_in_parts_or_whole_the_parameters_are_the_same(
     options: dict[str, Any] = {"optimizer": "Adam(lr=0.01)", "epochs": 2, "checkpoint_every": 2}
     whole = train_threads(chosen(strategy), 4, tmp_path / "whole", TASK, **options, **WHOLE)
     parts = train_threads(chosen(strategy), 4, tmp_path / "parts", TASK, **options, **IN_PARTS)
-    assert (whole.states[0].channel.parts, parts.states[0].channel.parts is None) == (None, False)
+    channels = [result.states[0].channel for result in (whole, parts)]
+    assert [isinstance(channel, PartedChannel) for channel in channels] == [False, True]
     assert equal(parts.final, whole.final)
     simulated(settings(chosen(strategy), 4, TASK, **options, **IN_PARTS), tmp_path / "simulated")
     assert equal(load_file(tmp_path / "simulated" / "parameters.safetensors"), whole.final)
@@ -63,7 +65,9 @@ def test_pushed_in_parts_or_whole_the_parameters_are_the_same(
 def test_on_arrival_every_sample_counts_in_parts_too(strategy: str, tmp_path: Path) -> None:
     result = train_threads(chosen(strategy), 4, tmp_path, TASK, **IN_PARTS, checkpoint_every=2)
     consumed = [
-        s.channel.server.own.state.consumed for s in result.states if s.channel.server is not None
+        s.connection.server.own.state.consumed
+        for s in result.states
+        if s.connection.server is not None
     ]
     assert set(consumed) == {84}
 
@@ -73,7 +77,7 @@ def test_one_worker_of_an_asynchronous_server_equals_single(tmp_path: Path) -> N
     alone = train_threads(Single(), 1, tmp_path / "single", TASK, **options)
     strategy = chosen("ParameterServer(consistency='asynchronous')")
     served = train_threads(strategy, 2, tmp_path / "served", TASK, **options, **IN_PARTS)
-    assert served.states[0].channel.parts is not None
+    assert isinstance(served.states[0].channel, PartedChannel)
     assert equal(served.final, alone.final)
 
 

@@ -178,7 +178,7 @@ def test_nobody_goes_on_before_everybody_is_restored(monkeypatch: pytest.MonkeyP
     running, restore, slow_ones = threading.Event(), optimizers.restore, [True]
 
     def slow(value: Any, saved: Any) -> Any:
-        served = isinstance(value, ServedMember) and value.channel.server is not None
+        served = isinstance(value, ServedMember) and value.connection.server is not None
         if served and slow_ones:
             slow_ones.clear()
             assert not running.wait(0.3)

@@ -68,7 +68,7 @@ def test_each_worker_resumes_with_the_parameters_that_it_had_read(
 
     def program(runtime: Runtime) -> tuple[Tensor, Any]:
         session = Session(runtime, run, strategy, tmp_path)
-        server = member_of(session).channel.server
+        server = member_of(session).connection.server
         return session.worker.parameters.clone(), server and server.state_dict()
 
     resumed = run_ranks(ranks, program)
@@ -79,7 +79,7 @@ def test_each_worker_resumes_with_the_parameters_that_it_had_read(
     assert not torch.equal(resumed[0][0], resumed[1][0]), "they had read different versions"
     for rank in range(2, ranks):
         server = resumed[rank][1]
-        assert server["read"] == saved[rank]["strategy"]["member"]["channel"]["server"]["read"]
+        assert server["read"] == saved[rank]["strategy"]["member"]["connection"]["server"]["read"]
         if strategy is ASYNCHRONOUS:
             for worker in range(2):
                 given = server["memory"][str(worker)]["given"]

@@ -1,10 +1,11 @@
-"""Servers and clients together, over real sockets, ranks being threads."""
+"""Servers and workers' channels together, over real sockets, ranks being threads."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from orchestra.coordinator.rest import Reason, Rest
 from orchestra.errors import PeerLost
+from orchestra.exchange.channel import ServerChannel
 from orchestra.optimizers.state import capture
-from orchestra.parameter_server.client import Client
 from orchestra.parameter_server.held_slice import HeldSlice
 from orchestra.parameter_server.how import GradientsBack, OptimizerStep
 from orchestra.parameter_server.messages import Answer, Push, QuietPoint
@@ -48,10 +49,15 @@ def make_server(part: Slice, consistency: When, workers: set[int], **more: Any) 
     return Server(HeldSlice(state, application, charge, **more))
 
 
-def push(client: Client, gradient: Tensor, into: Tensor, samples: int = 1) -> list[Answer]:
-    rank = client._transport.rank
-    own = Push(rank, client.clock + 1, samples, samples, 0.0, False, (0.5,), (True,))
-    return client.push(own, gradient, into)
+def make_channel(rank: int, transport: Any, slices: Sequence[Slice]) -> ServerChannel:
+    worker: Any = SimpleNamespace(rank=rank, transport=transport)
+    return ServerChannel(worker, slices)
+
+
+def push(channel: ServerChannel, gradient: Tensor, into: Tensor, samples: int = 1) -> list[Answer]:
+    rank = channel.worker.rank
+    own = Push(rank, channel.clock + 1, samples, samples, 0.0, False, (0.5,), (True,))
+    return channel.exchange(own, gradient, into)
 
 
 def gradient_of(rank: int, step: int) -> Tensor:
@@ -68,10 +74,10 @@ def test_synchronous_servers_apply_the_weighted_average_in_rank_order() -> None:
             server = make_server(part, Synchronous(), set(workers))
             server.serve_to_the_end(runtime.transport)
             return server.own.values
-        client, into = Client(runtime.transport, slices), torch.zeros(SIZE)
+        channel, into = make_channel(runtime.rank, runtime.transport, slices), torch.zeros(SIZE)
         for step in range(3):
-            push(client, gradient_of(runtime.rank, step), into, samples=runtime.rank + 1)
-        client.leave()
+            push(channel, gradient_of(runtime.rank, step), into, samples=runtime.rank + 1)
+        channel.leave()
         return into
 
     results = run_ranks(5, program)
@@ -96,9 +102,10 @@ def test_a_server_that_only_averages_returns_the_average() -> None:
             held = HeldSlice(state, GradientsBack(values), charge)
             Server(held).serve_to_the_end(runtime.transport)
             return values
-        client, vector = Client(runtime.transport, slices), gradient_of(runtime.rank, 0)
-        push(client, vector, vector)
-        client.leave()
+        channel = make_channel(runtime.rank, runtime.transport, slices)
+        vector = gradient_of(runtime.rank, 0)
+        push(channel, vector, vector)
+        channel.leave()
         return vector
 
     one, other, values = run_ranks(3, program)
@@ -118,13 +125,13 @@ def test_a_worker_suspended_in_mid_push_holds_up_nobody() -> None:
             server.serve_to_the_end(transport)
             return None
         suspended: Any = Suspended(transport, runtime.rank, finished)
-        client, into = Client(suspended, slices), torch.zeros(SIZE)
+        channel, into = make_channel(runtime.rank, suspended, slices), torch.zeros(SIZE)
         staleness = []
         for step in range(1 if runtime.rank else 20):
-            answers = push(client, gradient_of(runtime.rank, step), into)
+            answers = push(channel, gradient_of(runtime.rank, step), into)
             staleness += [answer.staleness for answer in answers]
         finished.set()
-        client.leave()
+        channel.leave()
         return [answer.version for answer in answers], staleness
 
     one, other, _ = run_ranks(3, program)
@@ -164,10 +171,10 @@ def test_the_loss_of_a_worker(consistency: When) -> None:
             transport.send(torch.zeros(SIZE), 2, Tag.GRADIENT).wait()
             transport.abort(RuntimeError("killed"))  # type: ignore[attr-defined]
             return None
-        client, into = Client(transport, slices), torch.zeros(SIZE)
+        channel, into = make_channel(runtime.rank, transport, slices), torch.zeros(SIZE)
         for step in range(5):
-            answers = push(client, gradient_of(0, step), into)
-        client.leave()
+            answers = push(channel, gradient_of(0, step), into)
+        channel.leave()
         return [answer.version for answer in answers]
 
     if isinstance(consistency, Synchronous):
@@ -186,13 +193,13 @@ def test_pause_returns_when_nothing_is_in_flight_and_tells_who_is_there() -> Non
         if runtime.rank >= 2:
             server = make_server(slices[runtime.rank - 2], Asynchronous(), {0, 1})
             return [server.serve(transport) for _ in range(3)], server.own.state.version
-        client, into = Client(transport, slices), torch.zeros(SIZE)
+        channel, into = make_channel(runtime.rank, transport, slices), torch.zeros(SIZE)
         complete = []
         for step in (1, 2) if runtime.rank == 0 else (1,):
             for _ in range(3):
-                push(client, gradient_of(runtime.rank, step), into)
-            complete.append(client.pause(Rest(Reason.PHASE, step)))
-        client.leave()
+                push(channel, gradient_of(runtime.rank, step), into)
+            complete.append(channel.pause(Rest(Reason.PHASE, step)))
+        channel.leave()
         return complete
 
     results = run_ranks(4, program)
@@ -213,7 +220,7 @@ def test_pause_returns_when_nothing_is_in_flight_and_tells_who_is_there() -> Non
     )
 
 
-def test_servers_and_clients_go_on_from_what_they_saved() -> None:
+def test_servers_and_channels_go_on_from_what_they_saved() -> None:
     slices = make_slices([1])
     saved: dict[str, Any] = {}
 
@@ -225,12 +232,12 @@ def test_servers_and_clients_go_on_from_what_they_saved() -> None:
             server.serve_to_the_end(runtime.transport)
             saved["server"] = capture(server)
             return server.own.values
-        client, into = Client(runtime.transport, slices), torch.zeros(SIZE)
+        channel, into = make_channel(runtime.rank, runtime.transport, slices), torch.zeros(SIZE)
         if resumed:
-            client.load_state_dict(saved["client"])
-        push(client, gradient_of(0, client.clock), into)
-        client.leave()
-        saved["client"] = dict(client.state_dict())
+            channel.load_state_dict(saved["channel"])
+        push(channel, gradient_of(0, channel.clock), into)
+        channel.leave()
+        saved["channel"] = dict(channel.state_dict())
         return into
 
     run_ranks(2, lambda runtime: program(runtime, False))
@@ -240,6 +247,6 @@ def test_servers_and_clients_go_on_from_what_they_saved() -> None:
         expected.add_(gradient_of(0, step), alpha=-0.5)
     assert torch.equal(into, expected)
     assert torch.equal(values, expected)
-    assert saved["client"] == {"clock": 2}
+    assert saved["channel"] == {"clock": 2}
     assert saved["server"]["read"] == {"0": 2}
     assert saved["server"]["version"] == saved["server"]["consumed"] == 2

@@ -26,7 +26,7 @@ from orchestra.parameter_server.messages import Kind, Push, Request
 from orchestra.parameter_server.placement import Slice
 from orchestra.parameter_server.replicas import (
     Addressed,
-    Notice,
+    ReplicaNotice,
     ReplicatedServer,
     encode_addressed,
     encode_notice,
@@ -121,12 +121,12 @@ def a_push(worker: int, place: int) -> Tensor:
     return encode_addressed(Addressed(place, Request(worker, Kind.PUSH, push)))
 
 
-DONE = [(worker, encode_notice(Notice.DONE, 1, worker)) for worker in (0, 1)]
+DONE = [(worker, encode_notice(ReplicaNotice.DONE, 1, worker)) for worker in (0, 1)]
 
 
 def test_who_is_answered_is_given_what_has_been_confirmed_and_no_more() -> None:
     """The second push is applied already, and may yet be lost with this server."""
-    confirmed = [(2, encode_notice(Notice.CONFIRMED, 1, worker)) for worker in (0, 1)]
+    confirmed = [(2, encode_notice(ReplicaNotice.CONFIRMED, 1, worker)) for worker in (0, 1)]
     script = Script([(0, a_push(0, 1)), (1, a_push(1, 1)), *confirmed, *DONE])
     script.serve()
     passed_on = [(2, Tag.BACKUP_GRADIENT), (2, Tag.REQUEST)]
@@ -243,7 +243,7 @@ def test_replicas_change_nothing_but_bytes(tmp_path: Path) -> None:
     assert curves[0] == curves[1]
     assert len(curves[0]) == 3
     pushes = sum(line["step"] > 0 for rank in (0, 1) for line in runs[1].lines(rank))
-    for part in runs[1].states[0].channel.slices:
+    for part in runs[1].states[0].connection.slices:
         one, other = (run.reports[part.rank].bytes_sent for run in runs)
         size = 4 * (part.end - part.first)
         assert (pushes - 1) * size <= other - one <= pushes * (size + 500)
@@ -259,7 +259,7 @@ def test_a_run_resumes_with_its_replicas(tmp_path: Path) -> None:
 
     def program(runtime: Runtime) -> Any:
         session = Session(runtime, run, strategy, tmp_path)
-        return session.position.steps, plain(capture(member_of(session).channel.server))
+        return session.position.steps, plain(capture(member_of(session).connection.server))
 
     (steps, _), _, (_, first), (_, second) = run_ranks(4, program)
     assert steps > 0
@@ -273,7 +273,7 @@ def test_a_replica_begins_with_the_moments_of_the_other(tmp_path: Path) -> None:
     replicated = ParameterServer(servers=2, replicas=1, consistency="asynchronous")
     strategy = Switch(PairwiseAveraging(), replicated, when=AfterFraction(0.5))
     result = train_threads(strategy, 4, tmp_path, "images()", optimizer="Adam(lr=0.01)")
-    first, second = (plain(capture(state.channel.server)) for state in result.states[2:])
+    first, second = (plain(capture(state.connection.server)) for state in result.states[2:])
     assert first["own"] == second["mirror"]
     assert second["own"] == first["mirror"]
 

@@ -22,7 +22,7 @@ from orchestra.parameter_server.messages import (
 )
 from orchestra.parameter_server.replicas import (
     Addressed,
-    Notice,
+    ReplicaNotice,
     decode_addressed,
     encode_addressed,
     encode_notice,
@@ -118,6 +118,6 @@ def test_request_about_a_slice_with_a_replica(addressed: Addressed) -> None:
     assert decode_addressed(message) == addressed
 
 
-@pytest.mark.parametrize("notice", Notice)
-def test_notice_about_a_slice_with_a_replica(notice: Notice) -> None:
+@pytest.mark.parametrize("notice", ReplicaNotice)
+def test_notice_about_a_slice_with_a_replica(notice: ReplicaNotice) -> None:
     assert decode_addressed(encode_notice(notice, 1, 3)) is notice

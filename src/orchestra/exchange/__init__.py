@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from orchestra.exchange.channel import *  # noqa: F403
     from orchestra.exchange.clipping import *  # noqa: F403
     from orchestra.exchange.compression import *  # noqa: F403
+    from orchestra.exchange.connection import *  # noqa: F403
     from orchestra.exchange.consensus import *  # noqa: F403
     from orchestra.exchange.control import *  # noqa: F403
     from orchestra.exchange.parts import *  # noqa: F403
@@ -26,5 +27,5 @@ if TYPE_CHECKING:
 else:
     __getattr__ = lazy_package(
         __name__, "agreement", "average", "compression", "consensus", "servers", "slices", "parts",
-        "clipping", "channel", "replicas", "shards", "control", "stages",
+        "clipping", "channel", "connection", "replicas", "shards", "control", "stages",
     )  # fmt: skip

@@ -1,190 +1,212 @@
-"""A rank's connection to the parameter servers: its client, the slice that it serves, or both."""
+"""A worker's end of parameter servers: push the gradient, pull parameters, slice by slice."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
-from orchestra.coordinator.batches import BatchQueue
+from orchestra.compression.base import Compressor
+from orchestra.coordinator.batches import WorkInHand
+from orchestra.coordinator.events import Instruction, Take, Wait, instruction_of
 from orchestra.coordinator.rest import Reason, Rest
-from orchestra.exchange.agreement import agree_on_parameters, broadcast_buffers
 from orchestra.exchange.compression import CompressionState, SliceCodec
-from orchestra.exchange.consensus import Learnt, take_consensus
-from orchestra.exchange.parts import PartsClient
-from orchestra.exchange.servers import ServerRules, make_server
-from orchestra.exchange.slices import learnt_slices
-from orchestra.optimizers.spec import OptimizerPart
 from orchestra.optimizers.state import restore
-from orchestra.parameter_server.client import Client, Encode
-from orchestra.parameter_server.messages import Answer, Push, QuietPoint
+from orchestra.parameter_server.messages import (
+    Answer,
+    Kind,
+    Push,
+    Request,
+    decode_answer,
+    decode_quiet_point,
+    encode_request,
+)
 from orchestra.parameter_server.placement import Slice
-from orchestra.parameter_server.server import Server
+from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
 
-if TYPE_CHECKING:
-    from orchestra.transports.protocol import Task
 
-
-@dataclass(eq=False)
 class ServerChannel:
-    """A worker has a `client`, a server its slice; a rank that is both has both.
+    """Pushes to the server of each slice, and waits for every answer.
 
-    `flow` is the background flow of a server beside a worker. `parts` pushes and pulls while the
-    worker computes. `compression` keeps what pushes have left out. Checkpoints keep the state of
-    client, server and compression.
+    Where workers take batches from a queue, in which they have `queue_shares` of a step, each
+    answer brings what this worker does next: `work` holds it, and `take` returns it. With a
+    `compressor` pushes travel compressed, and `compression` keeps what they have left out.
     """
 
-    worker: Worker
-    slices: Sequence[Slice]
-    workers: tuple[int, ...]
-    leader: int
-    rules: ServerRules
-    client: Client | None = field(init=False, default=None)
-    server: Server | None = field(init=False, default=None)
-    compression: CompressionState | None = field(init=False, default=None)
-    parts: PartsClient | None = field(init=False, default=None)
-    flow: Task[None] | None = field(init=False, default=None)
+    def __init__(
+        self,
+        worker: Worker,
+        slices: Sequence[Slice],
+        queue_shares: tuple[float, ...] | None = None,
+        compressor: Compressor | None = None,
+    ) -> None:
+        self.worker = worker
+        self.slices = slices
+        self.clock = 0  # the step that this worker has behind it
+        self.work: WorkInHand | None = None
+        self.compression: CompressionState | None = None
+        self._codec: SliceCodec | None = None
+        self._waits = 0  # answers that held no work
+        self._has_to_wait = False
+        queue = None if queue_shares is None else worker.make_queue(queue_shares)
+        if queue is not None:
+            self.work = WorkInHand(queue, worker.rank)
+        if compressor is not None:
+            self.compression = CompressionState.of(worker, compressor)
+            self._codec = SliceCodec(worker, compressor)
 
-    def __post_init__(self) -> None:
-        if self.worker.rank in self.servers:
-            self.server = self._make_server()
-        if self.worker.rank in self.workers:
-            self.client = self._make_client()
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """State for a checkpoint, at rest."""
-        state = {"client": self.client, "server": self.server, "compression": self.compression}
-        return {name: value for name, value in state.items() if value is not None}
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from `saved`."""
-        for name, value in self.state_dict().items():
-            restore(value, saved[name])
-
-    def open(self) -> None:
-        """Begin to push while the worker computes, and to serve beside it, unless that goes on."""
-        worker, rules = self.worker, self.rules
-        if self.client is None:
-            return
-        if rules.parts and self.parts is None:
-            self.parts = PartsClient(
-                worker,
-                self.client,
-                rules.parts,
-                apply_per_part=rules.apply_per_part,
-                averages=not rules.application.holds_model,
-            )
-        if self.server is not None and self.flow is None:
-            self.flow = worker.transport.spawn(self.server.serve_to_the_end)
-
-    @property
-    def servers(self) -> list[int]:
-        """The ranks that own slices."""
-        return [part.rank for part in self.slices]
-
-    def _make_server(self) -> Server:
-        return make_server(self.worker, self.slices, self.workers, self.rules)
-
-    def _make_client(self) -> Client:
-        return Client(self.worker.transport, self.slices, *self._queue_and_codec())
-
-    def _queue_and_codec(self) -> tuple[BatchQueue | None, Encode | None]:
-        """Return the queue of a worker's batches, and what encodes its pushes, if there are any."""
-        worker, rules, queue, encode = self.worker, self.rules, None, None
-        if rules.queue_shares is not None:
-            queue = worker.make_queue(rules.queue_shares)
-        if rules.compression is not None:
-            self.compression = CompressionState.of(worker, rules.compression)
-            codec = SliceCodec(worker, rules.compression)
-            encode = partial(codec.encode_push, self.slices, self.compression)
-        return queue, encode
+    # A step
 
     def collect(self) -> None:
-        """Gather the gradient into the flat vector, weighted if servers add it up by parts."""
-        self.worker.gradients.collect_rest(1.0 if self.parts is None else self.parts.weight)
+        """Gather the gradient into the flat vector."""
+        self.worker.gradients.collect_rest(1.0)
 
     def push(self, *, into: Tensor) -> list[Answer]:
-        """Push the gradient of this step; pull flat `into`; return the servers' answers.
-
-        `parts` knows by itself where to pull to.
-        """
+        """Push the gradient of this step; pull flat `into`; return the servers' answers."""
         step, gradients, kept = self.worker.step, self.worker.gradients, self.compression
-        assert self.client is not None
         if kept is not None and step.samples and not kept.used.is_meta:
             flags = kept.used.new_tensor(gradients.used)
             kept.note_used(flags)
             gradients.used = [flag > 0 for flag in flags.tolist()]
         push = Push(
-            self.worker.rank, self.client.clock + 1, step.samples, step.total_samples, step.loss,
+            self.worker.rank, self.clock + 1, step.samples, step.total_samples, step.loss,
             step.stop, step.rates, tuple(gradients.used), step.position, step.report,
             step.options,
         )  # fmt: skip
-        if self.parts is not None:
-            answers = self.parts.push(push)
-        else:
-            answers = self.client.push(push, gradients.vector, into)
+        answers = self.exchange(push, gradients.vector, into)
         for part, answer in zip(self.slices, answers, strict=True):
             # What any worker has used is used on all: each optimizer passes over the same ones.
             for piece, used in zip(part.pieces, answer.used, strict=True):
                 gradients.used[piece.tensor] = used
         return answers
 
-    def serve(self) -> QuietPoint | None:
-        """On a rank without data, serve until a quiet point; None once all workers have left."""
-        assert self.server is not None
-        paused = self.server.serve(self.worker.transport, self.worker.observe)
-        self.worker.step.consumed = self.server.own.state.consumed
-        return paused
+    def exchange(self, push: Push, gradient: Tensor, into: Tensor) -> list[Answer]:
+        """Push flat `gradient`, pull flat `into`; return the servers' answers, in their order.
+
+        `push` tells of the whole gradient; its `used` has one entry for each tensor of the model.
+        """
+        vectors = [(gradient, into)]
+        if len(self.slices) > 1:
+            spans = [slice(part.first, part.end) for part in self.slices]
+            vectors = [(gradient[span], into[span]) for span in spans]
+        if self._codec is not None:
+            assert self.compression is not None
+            payloads = self._codec.encode_push(self.slices, self.compression, push, gradient)
+            vectors = [(payload, out) for payload, (_, out) in zip(payloads, vectors, strict=True)]
+        return self._tell(push, vectors)
+
+    def _tell(
+        self, push: Push, vectors: Sequence[tuple[Tensor | None, Tensor | None]]
+    ) -> list[Answer]:
+        """Tell each server of `push`; it gets the first of its two vectors, and fills the other."""
+        waits = []
+        for place, (part, own) in enumerate(zip(self.slices, vectors, strict=True)):
+            used = tuple(map(push.used.__getitem__, part.tensors))
+            request = Request(push.worker, Kind.PUSH, push._replace(used=used))
+            waits.append(self._ask(place, request, *own))
+        answers = [decode_answer(push.worker, wait()) for wait in waits]
+        # Every server counts the same pushes, so that all clocks are equal.
+        self.clock = answers[0].clock
+        if self.work is not None:
+            assert answers[0].work is not None
+            self.work.next = answers[0].work
+        return answers
+
+    def _ask(
+        self,
+        place: int,
+        request: Request,
+        gradient: Tensor | None = None,
+        into: Tensor | None = None,
+    ) -> Callable[[], Tensor]:
+        """Send `request` to the server of the slice at `place`, and receive values in `into`.
+
+        Returns a function that waits for the head of the reply.
+        """
+        transport, rank = self.worker.transport, self.slices[place].rank
+        # Receives are posted before the request, so that values land in place, without a copy.
+        arriving = [transport.receive(rank, Tag.ANSWER)]
+        if into is not None:
+            arriving.append(transport.receive(rank, Tag.VALUES, into))
+        # The request comes last: a server that reads it has the whole gradient, and never waits
+        # for the rest of one whose worker was suspended in mid-message.
+        sending = []
+        if gradient is not None:
+            sending.append(transport.send(gradient, rank, Tag.GRADIENT, more=True))
+        sending.append(transport.send(encode_request(request), rank, Tag.REQUEST))
+
+        def wait() -> Tensor:
+            # Sends first: no answer comes before its request has gone.
+            for handle in sending:
+                handle.wait()
+            head, *_ = [handle.wait() for handle in arriving]
+            return head
+
+        return wait
+
+    # Work from the queue
+
+    def take(self) -> Instruction:
+        """Return the next instruction; the one before is done."""
+        assert self.work is not None
+        if self._has_to_wait:
+            self._waits += 1
+            # The first server holds the coordinator.
+            wait = self._ask(0, Request(self.worker.rank, Kind.WAIT, step=self._waits))
+            self.work.next = instruction_of(wait().tolist())
+        instruction = self.work.take()
+        self._has_to_wait = isinstance(instruction, Wait)
+        return instruction
+
+    def skip(self, values: Tensor) -> None:
+        """Push nothing for the last batch, and pull flat `values`."""
+        assert self.work is not None
+        item, rank = self.work.next, self.worker.rank
+        assert isinstance(item, Take)
+        used = (False,) * (1 + max(number for part in self.slices for number in part.tensors))
+        nothing = Push(rank, self.clock + 1, 0, item.samples, 0.0, False, (), used, item.start)
+        self.exchange(nothing, values, values)  # a server answers when it has read all of them
+
+    # Between steps
+
+    def open(self) -> None:
+        """Begin what goes on while the worker computes, unless it goes on already."""
 
     def rest(self, rest: Rest) -> bool:
-        """Wait, on a worker, until every push is applied and every worker is here; at the end,
-        leave. Collective over all ranks.
+        """Wait until every push is applied and every worker is here; at the end, leave.
 
         Return False if some workers have left.
         """
         complete = True
         # All are at the end of the run when it ends, and servers see them leave.
-        if self.client is not None and rest.reason is not Reason.END:
-            if self.parts is not None:
-                self.parts.settle()
-            complete = self.client.pause(rest)
+        if rest.reason is not Reason.END:
+            complete = self.pause(rest)
         if rest.reason.ends:
-            self._leave()
+            self.leave()
         return complete
 
-    def _leave(self) -> None:
-        if self.parts is not None:
-            self.parts.close()
-        if self.client is not None:
-            self.client.leave()
-        if self.flow is not None:
-            self.flow.wait()
-        elif self.server is not None:
-            self.server.serve_to_the_end(self.worker.transport)
+    def pause(self, rest: Rest) -> bool:
+        """Push no more until every worker has paused too. True if none has left."""
+        request = Request(self.worker.rank, Kind.PAUSE, step=rest.code)
+        waits = [self._ask(place, request) for place in range(len(self.slices))]
+        points = [decode_quiet_point(wait()) for wait in waits]
+        return all(point.complete for point in points)
 
-    def learnt(self) -> Iterable[Learnt]:
-        """Return the slices of the model, each of which its server owns, unless workers have it."""
-        if not self.rules.application.holds_model:
-            return ()
-        return learnt_slices(self.worker, self.slices, self.server)
+    def leave(self) -> None:
+        """Push no more."""
+        message = encode_request(Request(self.worker.rank, Kind.LEAVE, step=self.clock))
+        for part in self.slices:
+            self.worker.transport.send(message, part.rank, Tag.REQUEST).wait()
 
-    def take_model(self, *, tolerant: bool) -> None:
-        """Collective over all ranks, at rest: let all take the model. See `take_consensus`."""
-        worker, rules = self.worker, self.rules
-        if not rules.application.holds_model:
-            agree_on_parameters(worker)  # servers without data have no model
-        else:
-            take_consensus(worker, self.learnt(), tolerant=tolerant)
-            if self.server is not None:
-                self.server.own.all_have_read()
-            if rules.when.lockstep:
-                broadcast_buffers(worker, worker.everyone)
+    def state_dict(self) -> Mapping[str, Any]:
+        """State for a checkpoint, at rest."""
+        state = {"clock": self.clock, "compression": self.compression}
+        return {name: value for name, value in state.items() if value is not None}
 
-    @property
-    def optimizer_parts(self) -> Sequence[OptimizerPart]:
-        """The optimizers of this rank's slices."""
-        return () if self.server is None else self.server.optimizer_parts()
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from `saved`."""
+        self.clock = saved["clock"]
+        if self.compression is not None:
+            restore(self.compression, saved["compression"])

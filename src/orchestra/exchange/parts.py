@@ -9,7 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from orchestra.parameter_server.client import Client
+from orchestra.coordinator.rest import Rest
+from orchestra.exchange.channel import ServerChannel
+from orchestra.exchange.servers import ServerRules
 from orchestra.parameter_server.messages import Answer, Kind, Push, Request, encode_request
 from orchestra.parameter_server.placement import Part, Slice, cut_into_parts
 from orchestra.transports.protocol import Handle, Task, Transport
@@ -46,7 +48,7 @@ def parts_of(worker: Worker, slices: Sequence[Slice]) -> list[Part]:
     return cut_into_parts(slices, min(most, PART_BYTES // itemsize), most)
 
 
-class PartsClient:
+class PartedChannel(ServerChannel):
     """Pushes each part of the gradient as soon as backward has filled it; pulls values by parts.
 
     Parts are pushed by background flows of `worker`, one for each server, in their order, each with
@@ -54,45 +56,52 @@ class PartsClient:
     over. Another flow takes in the values, while the next forward pass begins with the layers that
     are there.
 
-    With `apply_per_part` gradients are weighted here, and servers send the values of a part once
-    all workers have pushed it; else once they have applied the push, those of the first layers
-    first (P3: Jayarajan et al., MLSys 2019). With `averages` they are averages that replace the
-    gradients.
+    Where servers `apply_per_part` gradients are weighted here, and servers send the values of a
+    part once all workers have pushed it; else once they have applied the push, those of the first
+    layers first (P3: Jayarajan et al., MLSys 2019). Averages, where servers return such, replace
+    the gradients.
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        client: Client,
-        parts: Sequence[Part],
-        *,
-        apply_per_part: bool,
-        averages: bool,
-    ) -> None:
-        self._worker = worker
-        self._client = client
-        self._parts = parts
-        self._apply_per_part = apply_per_part
+    def __init__(self, worker: Worker, slices: Sequence[Slice], rules: ServerRules) -> None:
+        assert rules.compression is None
+        super().__init__(worker, slices, rules.queue_shares)
+        self._parts = rules.parts
+        self._apply_per_part = rules.apply_per_part
+        self._averages = not rules.application.holds_model
         self._there = [False] * len(worker.layout.slots)  # slots that have their gradient
         self._next = 0  # the first part that was not pushed yet
         self._pushed: dict[int, Task[None]] = {}  # the last part that was, by server
         self._leaving: dict[int, deque[Handle]] = defaultdict(deque)  # of the background flows
-        # A second vector: autograd may still need the old values while the new ones arrive.
-        self._into = worker.gradients.vector if averages else torch.empty_like(worker.parameters)
-        self._averages = averages
+        self._into: Tensor | None = None  # takes in values; None unless open
         self._pulling: dict[int, Task[Tensor]] = {}  # by part
         self._missing = 0  # parts before this one are not known to be there
-        worker.gradients.on_ready = self._slots_are_ready
+
+    def open(self) -> None:
+        worker = self.worker
+        if self._into is None:
+            # A second vector: autograd may still need the old values while the new ones arrive.
+            averages = self._averages
+            self._into = (
+                worker.gradients.vector if averages else torch.empty_like(worker.parameters)
+            )
+            worker.gradients.on_ready = self._slots_are_ready
+
+    def collect(self) -> None:
+        """Gather the gradient into the flat vector, weighted if servers add it up by parts."""
+        self.worker.gradients.collect_rest(self._weight)
 
     @property
-    def weight(self) -> float:
+    def _weight(self) -> float:
         """The factor by which gradients are multiplied before they are pushed."""
-        return self._worker.step.weight if self._apply_per_part else 1.0
+        return self.worker.step.weight if self._apply_per_part else 1.0
 
-    def push(self, push: Push) -> list[Answer]:
-        """Push what is left of the gradient, and pull values, which become the parameters."""
-        worker = self._worker
-        self.settle()
+    def exchange(self, push: Push, gradient: Tensor, into: Tensor) -> list[Answer]:
+        """Push what is left of the gradient; return the servers' answers.
+
+        Values become the parameters when they arrive, as averages do the gradients.
+        """
+        worker = self.worker
+        self._settle()
         while self._next < len(self._parts):
             self._push_next()
         for pushed in self._pushed.values():
@@ -100,11 +109,12 @@ class PartsClient:
         self._next, self._there = 0, [False] * len(self._there)
         if not self._apply_per_part:
             self._pull()
-        answers = self._client.push(push)
+        answers = self._tell(push, [(None, None)] * len(self.slices))
         self._missing = len(self._parts)
         if self._averages:
-            self.settle()
+            self._settle()
         else:
+            assert self._into is not None
             # The vectors change places, without a copy.
             self._into = worker.move_parameters(self._into)
             worker.arriving = self
@@ -115,25 +125,31 @@ class PartsClient:
         while self._missing and self._parts[self._missing - 1].tensors.stop > slot:
             self._missing -= 1
             needed = self._parts[self._missing].tensors.stop - 1
-            self._worker.compute.wait_before_using(needed, self._pulling[self._missing].wait)
+            self.worker.compute.wait_before_using(needed, self._pulling[self._missing].wait)
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Wait until all values are there."""
         while self._missing:
             self._missing -= 1
             self._pulling[self._missing].wait()
-        self._worker.arriving = None
+        self.worker.arriving = None
 
-    def close(self) -> None:
-        """Wait for what is under way, and end the background flows."""
-        self.settle()
-        self._worker.gradients.on_ready = None
-        self._worker.transport.end_background()
+    def pause(self, rest: Rest) -> bool:
+        """Take in all values; then push no more until every worker has paused too."""
+        self._settle()
+        return super().pause(rest)
+
+    def leave(self) -> None:
+        """Wait for what is under way, end the background flows, and push no more."""
+        self._settle()
+        self.worker.gradients.on_ready = None
+        self.worker.transport.end_background()
+        super().leave()
 
     def _slots_are_ready(self, first: int, end: int) -> None:
         """Called in backward: collect slots, and push parts that are complete, in their order."""
-        worker = self._worker
-        worker.gradients.collect_each(first, end, self.weight)
+        worker = self.worker
+        worker.gradients.collect_each(first, end, self._weight)
         self._there[first:end] = [True] * (end - first)
         while self._next < len(self._parts):
             tensors = self._parts[self._next].tensors
@@ -144,18 +160,18 @@ class PartsClient:
             self._push_next()
 
     def _push_next(self) -> None:
-        worker, step, part = self._worker, self._worker.step, self._parts[self._next]
+        worker, step, part = self.worker, self.worker.step, self._parts[self._next]
         # Servers answer parts as they come: receives are posted before the first push.
         if self._apply_per_part and not self._next:
             self._pull()
         used = tuple(worker.gradients.used[part.tensors.start : part.tensors.stop])
         push = Push(
-            worker.rank, self._client.clock + 1, step.samples, step.total_samples, 0.0, False,
+            worker.rank, self.clock + 1, step.samples, step.total_samples, 0.0, False,
             step.rates, used,
         )  # fmt: skip
         request = encode_request(Request(worker.rank, Kind.PART, push, part.number))
         gradient = worker.gradients.vector[part.first : part.end]
-        to, leaving = self._client.slices[part.place].rank, self._leaving[part.place]
+        to, leaving = self.slices[part.place].rank, self._leaving[part.place]
 
         def send(transport: Transport) -> None:
             leaving.append(transport.send(gradient, to, Tag.GRADIENT))
@@ -169,7 +185,8 @@ class PartsClient:
 
     def _pull(self) -> None:
         """Begin to receive the values of all parts, in the order in which they are sent."""
-        parts, into, begin = self._parts, self._into, self._worker.transport.in_background
+        parts, into, begin = self._parts, self._into, self.worker.transport.in_background
+        assert into is not None
         # Parts begin with the last layer. A server that applies parts
         # answers in the order of pushes; others
         # answer when they have all, beginning with the layers that forward needs first.
@@ -179,7 +196,7 @@ class PartsClient:
         def post(transport: Transport) -> None:
             for number in order:
                 there = into[parts[number].first : parts[number].end]
-                rank = self._client.slices[parts[number].place].rank
+                rank = self.slices[parts[number].place].rank
                 arriving[number] = transport.receive(rank, Tag.VALUES, there)
 
         def wait(number: int, transport: Transport) -> Tensor:

@@ -1,10 +1,10 @@
-"""Servers with replicas, as a rank connects to them: the server's two slices, and the client."""
+"""Servers with replicas, as a rank connects to them: a worker's end, and a server's two slices."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,29 +12,147 @@ from typing import Any
 from torch import Tensor
 
 from orchestra.collectives import Group, receive_object, send_object
+from orchestra.compression.base import Compressor
+from orchestra.coordinator.rest import Reason, Rest
 from orchestra.errors import PeerLost
 from orchestra.exchange.agreement import agree_on_parameters, broadcast_buffers
 from orchestra.exchange.channel import ServerChannel
+from orchestra.exchange.connection import Connection
 from orchestra.exchange.servers import make_slice
 from orchestra.optimizers.state import capture, restore
-from orchestra.parameter_server.client import Client
 from orchestra.parameter_server.held_slice import HeldSlice
-from orchestra.parameter_server.replicas import ReplicatedServer
-from orchestra.parameter_server.replicated_client import ReplicatedClient
+from orchestra.parameter_server.messages import Kind, Request
+from orchestra.parameter_server.placement import Slice
+from orchestra.parameter_server.replicas import (
+    Addressed,
+    ReplicaNotice,
+    ReplicatedServer,
+    encode_addressed,
+    encode_notice,
+)
 from orchestra.parameter_server.server import Server
-from orchestra.transports.protocol import Transport
+from orchestra.transports.protocol import Handle, Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
 
 
-@dataclass(eq=False)
 class ReplicatedChannel(ServerChannel):
+    """A request that a lost server has not answered goes to the one after it."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        slices: Sequence[Slice],
+        queue_shares: tuple[float, ...] | None = None,
+        compressor: Compressor | None = None,
+    ) -> None:
+        super().__init__(worker, slices, queue_shares, compressor)
+        self._points = 0  # quiet points behind this worker
+        self._failed_over: set[int] = set()  # slices that the next server serves
+        self._has_left = False
+
+    def pause(self, rest: Rest) -> bool:
+        """Push no more until every worker has paused too. True if none has left."""
+        complete = super().pause(rest)
+        self._points += 1
+        return complete
+
+    def agree(self) -> None:
+        """At a quiet point: let all workers take the same values.
+
+        Nothing is to be done where they took them on leaving.
+        """
+        if not self._has_left:
+            self._take_values(
+                Request(self.worker.rank, Kind.PAUSE, step=Rest(Reason.AGREEMENT).code)
+            )
+            self._points += 1
+
+    def leave(self) -> None:
+        """Push no more; take the values that are there when all have left."""
+        self._take_values(Request(self.worker.rank, Kind.LEAVE))
+        for place, part in enumerate(self.slices):
+            with contextlib.suppress(PeerLost):
+                done = encode_notice(ReplicaNotice.DONE, place, self.worker.rank)
+                self.worker.transport.send(done, part.rank, Tag.REQUEST).wait()
+        self._has_left = True
+
+    def _take_values(self, request: Request) -> None:
+        """Ask all servers for the values, which become the parameters."""
+        waits = [
+            self._ask(place, request, into=self.worker.parameters[part.first : part.end])
+            for place, part in enumerate(self.slices)
+        ]
+        for wait in waits:
+            wait()
+
+    def _ask(
+        self,
+        place: int,
+        request: Request,
+        gradient: Tensor | None = None,
+        into: Tensor | None = None,
+    ) -> Callable[[], Tensor]:
+        transport = self.worker.transport
+        # A push is answered with values without being asked for them.
+        values = into is not None and request.push is None
+        message = encode_addressed(Addressed(place, request, self._points, values))
+
+        def begin() -> tuple[list[Handle], list[Handle]]:
+            rank, tags = self._server_of(place), (Tag.ANSWER, Tag.VALUES)
+            if place in self._failed_over:
+                tags = Tag.BACKUP_ANSWER, Tag.BACKUP_VALUES
+            arriving, sending = [], []
+            if request.kind is not Kind.LEAVE:  # answered with values alone
+                arriving.append(transport.receive(rank, tags[0]))
+            if into is not None:
+                arriving.append(transport.receive(rank, tags[1], into))
+            if gradient is not None:
+                sending.append(transport.send(gradient, rank, Tag.GRADIENT, more=True))
+            sending.append(transport.send(message, rank, Tag.REQUEST))
+            return arriving, sending
+
+        under_way = begin()
+
+        def wait() -> Tensor:
+            nonlocal under_way
+            while True:
+                try:
+                    arriving, sending = under_way
+                    for handle in sending:
+                        handle.wait()
+                    first, *_ = [handle.wait() for handle in arriving]
+                    return first
+                except PeerLost as lost:
+                    # The same request again: by its number a server knows it (`RequestLog`).
+                    self._fail_over(lost, place)
+                    under_way = begin()
+
+        return wait
+
+    def _server_of(self, place: int) -> int:
+        """Return the rank that serves the slice at `place` now."""
+        return self.slices[(place + (place in self._failed_over)) % len(self.slices)].rank
+
+    def _fail_over(self, lost: PeerLost, place: int) -> None:
+        """Ask the next server from now on; raise `lost` where there is none."""
+        next_rank = self.slices[(place + 1) % len(self.slices)].rank
+        if (
+            lost.rank != self._server_of(place)
+            or place in self._failed_over
+            or next_rank in self.worker.transport.lost()
+        ):
+            raise lost
+        self._failed_over.add(place)
+
+
+@dataclass(eq=False)
+class ReplicatedConnection(Connection):
     """Each server also holds the slice of the one before it."""
 
-    def _make_client(self) -> Client:
-        worker = self.worker
-        queue, encode = self._queue_and_codec()
-        return ReplicatedClient(worker.transport, self.slices, worker.parameters, queue, encode)
+    def _make_channel(self) -> ServerChannel:
+        rules = self.rules
+        return ReplicatedChannel(self.worker, self.slices, rules.queue_shares, rules.compression)
 
     def _make_server(self) -> Server:
         worker, ranks = self.worker, self.servers
@@ -63,9 +181,9 @@ class ReplicatedChannel(ServerChannel):
     def take_model(self, *, tolerant: bool) -> None:
         """Let workers ask for the values, since any server may be lost; one tells the servers."""
         worker = self.worker
-        if self.client is not None:
-            assert isinstance(self.client, ReplicatedClient)
-            self.client.agree()
+        if self.channel is not None:
+            assert isinstance(self.channel, ReplicatedChannel)
+            self.channel.agree()
             if self.rules.when.lockstep:
                 broadcast_buffers(worker, worker.workers)
         elif self.server is not None:

@@ -1,21 +1,19 @@
-"""Servers that own slices of the parameters: placement, decisions, the loop, the client."""
+"""Servers that own slices of the parameters: placement, messages, decisions, the loop."""
 
 from typing import TYPE_CHECKING
 
 from orchestra.settings.notation import lazy_package
 
 if TYPE_CHECKING:
-    from orchestra.parameter_server.client import *  # noqa: F403
     from orchestra.parameter_server.held_slice import *  # noqa: F403
     from orchestra.parameter_server.how import *  # noqa: F403
     from orchestra.parameter_server.messages import *  # noqa: F403
     from orchestra.parameter_server.replicas import *  # noqa: F403
-    from orchestra.parameter_server.replicated_client import *  # noqa: F403
     from orchestra.parameter_server.server import *  # noqa: F403
     from orchestra.parameter_server.state import *  # noqa: F403
     from orchestra.parameter_server.when import *  # noqa: F403
 else:
     __getattr__ = lazy_package(
-        __name__, "state", "messages", "client", "server", "held_slice",
-        "when", "how", "replicas", "replicated_client",
+        __name__, "state", "messages", "server", "held_slice",
+        "when", "how", "replicas",
     )  # fmt: skip

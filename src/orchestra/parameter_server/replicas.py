@@ -36,7 +36,7 @@ from orchestra.transports.protocol import Handle, Transport, send_unless_lost
 from orchestra.transports.tags import Tag
 
 
-class Notice(enum.IntEnum):
+class ReplicaNotice(enum.IntEnum):
     """What servers are told beside requests; in messages it stands for the kind of a request."""
 
     CONFIRMED = -1  # by the other replica: it has taken the next request
@@ -65,16 +65,16 @@ def encode_addressed(addressed: Addressed) -> Tensor:
     return torch.cat([body.new_tensor(head), body, body.new_tensor(tail)])
 
 
-def encode_notice(notice: Notice, place: int, worker: int) -> Tensor:
+def encode_notice(notice: ReplicaNotice, place: int, worker: int) -> Tensor:
     """Encode a notice about the slice at `place`, and a request of `worker`."""
     return torch.tensor([place, worker, notice, 0, 0, 0], dtype=torch.float64)
 
 
-def decode_addressed(message: Tensor) -> Addressed | Notice:
+def decode_addressed(message: Tensor) -> Addressed | ReplicaNotice:
     """Decode a request, or a notice."""
     place, worker, kind = map(int, message[:3].tolist())
     if kind < 0:
-        return Notice(kind)
+        return ReplicaNotice(kind)
     if kind in (Kind.PUSH, Kind.OPTIONS):
         return Addressed(place, decode_request(message[2:], worker))
     points, values = map(int, message[4:].tolist())
@@ -316,9 +316,9 @@ class ReplicatedServer(Server):
 
     def _hear(self, transport: Transport, source: int, message: Tensor) -> QuietPoint | None:
         addressed = decode_addressed(message)
-        if addressed is Notice.CONFIRMED:
+        if addressed is ReplicaNotice.CONFIRMED:
             self._own.send(transport, self._own.log.confirmed())
-        elif addressed is Notice.DONE:
+        elif addressed is ReplicaNotice.DONE:
             self._expected.discard(source)
         else:
             assert isinstance(addressed, Addressed)
@@ -340,7 +340,7 @@ class ReplicatedServer(Server):
         elif passed_on:
             self._mirror.take(transport, addressed, gradient)
             confirmation = encode_notice(
-                Notice.CONFIRMED, addressed.place, addressed.request.worker
+                ReplicaNotice.CONFIRMED, addressed.place, addressed.request.worker
             )
             send_unless_lost(transport, confirmation, self._before, Tag.REQUEST)
         elif self._before in self._lost:

@@ -89,10 +89,10 @@ class ElasticAveraging(Strategy):
         roles = self.roles(worker.budget_ranks)
         slices = exchange.slices_of(worker, roles.servers, updates=False)
         rules = exchange.ServerRules(Asynchronous(), ElasticCentre)
-        channel = exchange.ServerChannel(worker, slices, roles.workers, roles.leader, rules)
+        connection = exchange.Connection(worker, slices, roles.workers, roles.leader, rules)
         if worker.rank not in roles.workers:
-            return ElasticServer(self, worker, channel)
-        member = ElasticWorker(self, worker, channel, worker.local_optimizer())
+            return ElasticServer(self, worker, connection)
+        member = ElasticWorker(self, worker, connection, worker.local_optimizer())
         if self.momentum:
             member.velocity = worker.parameters.new_zeros(worker.parameters.shape)
         return member
@@ -163,14 +163,13 @@ class ElasticWorker(ElasticMember):
 
     def _push(self, alpha: float, into: Tensor) -> list[Answer]:
         """Let the servers set c <- c + alpha (x - c); write alpha (x - c) into flat `into`."""
-        worker, client = self.worker, self.channel.client
-        assert client is not None
+        worker, channel = self.worker, self.channel
         step, used = worker.step, (True,) * len(worker.layout.slots)
         push = parameter_server.Push(
-            worker.rank, client.clock + 1, self.samples, self.samples, step.loss, step.stop,
+            worker.rank, channel.clock + 1, self.samples, self.samples, step.loss, step.stop,
             (alpha,), used,
         )  # fmt: skip
-        answers = client.push(push, worker.parameters, into)
+        answers = channel.exchange(push, worker.parameters, into)
         self.samples = 0
         worker.step.consumed = max(answer.consumed for answer in answers)
         return answers

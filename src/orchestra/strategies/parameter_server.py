@@ -251,17 +251,17 @@ class ParameterServer(Strategy):
         roles = self.roles(worker.budget_ranks)
         slices = self._slices(worker, roles)
         rules = self._rules(worker, roles, slices)
-        kind = exchange.ReplicatedChannel if self.replicas else exchange.ServerChannel
-        channel = kind(worker, slices, roles.workers, roles.leader, rules)
+        kind = exchange.ReplicatedConnection if self.replicas else exchange.Connection
+        connection = kind(worker, slices, roles.workers, roles.leader, rules)
         if worker.rank not in roles.workers:
-            return DedicatedServer(self, worker, channel)
+            return DedicatedServer(self, worker, connection)
         if self.returns == "gradients":
-            return AveragingWorker(self, worker, channel, worker.local_optimizer())
+            return AveragingWorker(self, worker, connection, worker.local_optimizer())
         if rules.when.lockstep:
-            return SynchronousWorker(self, worker, channel)
+            return SynchronousWorker(self, worker, connection)
         if rules.when.averages:
-            return BackupWorker(self, worker, channel)
-        return AsynchronousWorker(self, worker, channel)
+            return BackupWorker(self, worker, connection)
+        return AsynchronousWorker(self, worker, connection)
 
     def _slices(self, worker: Worker, roles: Roles) -> list[Slice]:
         updates, weights = self.returns == "parameters", self._weights(worker, roles)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from orchestra.coordinator.rest import Rest
-    from orchestra.exchange import Kept, Learnt, ServerChannel
+    from orchestra.exchange import Connection, Kept, Learnt, ServerChannel
     from orchestra.parameter_server import Answer, QuietPoint
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
@@ -26,33 +26,40 @@ S = TypeVar("S", bound=Strategy)
 class ServedMember(Member[S]):
     """A rank that is connected to parameter servers, or is one of them."""
 
-    channel: ServerChannel
+    connection: Connection
+
+    @property
+    def channel(self) -> ServerChannel:
+        """The end of a worker."""
+        channel = self.connection.channel
+        assert channel is not None, "a rank without data has no channel"
+        return channel
 
     def open(self, *, fresh: bool) -> None:
         """Connect. The first server hands out batches, if workers take them from a queue."""
-        self.channel.open()
-        client = self.channel.client
-        if client is not None and client.work is not None:
-            self.worker.source = client
+        self.connection.open()
+        channel = self.connection.channel
+        if channel is not None and channel.work is not None:
+            self.worker.source = channel
 
     def serve(self) -> QuietPoint | None:
-        return self.channel.serve()
+        return self.connection.serve()
 
     def rest(self, rest: Rest) -> Kept:
         """Wait until every push is applied and every worker is here; leave at the end."""
-        complete = self.channel.rest(rest)
+        complete = self.connection.rest(rest)
         if rest.reason.ends:
             self.worker.source = None
         return replace(self.kept(), complete=complete)
 
     def kept(self) -> Kept:
-        return replace(super().kept(), parts=self.channel.optimizer_parts)
+        return replace(super().kept(), parts=self.connection.optimizer_parts)
 
     def learnt(self) -> Iterable[Learnt]:
-        return self.channel.learnt()
+        return self.connection.learnt()
 
     def take_model(self, *, tolerant: bool) -> None:
-        self.channel.take_model(tolerant=tolerant)
+        self.connection.take_model(tolerant=tolerant)
 
 
 @dataclass(eq=False)
@@ -156,14 +163,13 @@ class BackupWorker(PushingWorker):
 
     def update(self) -> None:
         """Push the gradient, and go on from the values that come back."""
-        client, step = self.channel.client, self.worker.step
+        channel, step = self.channel, self.worker.step
         if not step.samples:
             return  # the step was passed over
-        assert client is not None
-        before = client.clock
-        note_staleness(self.worker, self.channel.push(into=self.worker.parameters))
+        before = channel.clock
+        note_staleness(self.worker, channel.push(into=self.worker.parameters))
         # A dropped push skips steps.
-        self.missed = Missed(client.clock - before - 1, step.loss, step.consumed)
+        self.missed = Missed(channel.clock - before - 1, step.loss, step.consumed)
 
 
 def note_agreement(worker: Worker, answers: Sequence[Answer]) -> None:

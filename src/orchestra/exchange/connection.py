@@ -1,0 +1,124 @@
+"""A rank's connection to parameter servers: its end as a worker, its own server, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from orchestra.coordinator.rest import Rest
+from orchestra.exchange.agreement import agree_on_parameters, broadcast_buffers
+from orchestra.exchange.channel import ServerChannel
+from orchestra.exchange.consensus import Learnt, take_consensus
+from orchestra.exchange.parts import PartedChannel
+from orchestra.exchange.servers import ServerRules, make_server
+from orchestra.exchange.slices import learnt_slices
+from orchestra.optimizers.spec import OptimizerPart
+from orchestra.optimizers.state import restore
+from orchestra.parameter_server.messages import QuietPoint
+from orchestra.parameter_server.placement import Slice
+from orchestra.parameter_server.server import Server
+from orchestra.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from orchestra.transports.protocol import Task
+
+
+@dataclass(eq=False)
+class Connection:
+    """A worker has a `channel`, a server its slice; a rank that is both has both.
+
+    `flow` is the background flow of a server beside a worker. Checkpoints keep the state of channel
+    and server.
+    """
+
+    worker: Worker
+    slices: Sequence[Slice]
+    workers: tuple[int, ...]
+    leader: int
+    rules: ServerRules
+    channel: ServerChannel | None = field(init=False, default=None)
+    server: Server | None = field(init=False, default=None)
+    flow: Task[None] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.worker.rank in self.servers:
+            self.server = self._make_server()
+        if self.worker.rank in self.workers:
+            self.channel = self._make_channel()
+
+    def _make_server(self) -> Server:
+        return make_server(self.worker, self.slices, self.workers, self.rules)
+
+    def _make_channel(self) -> ServerChannel:
+        worker, slices, rules = self.worker, self.slices, self.rules
+        if rules.parts:
+            return PartedChannel(worker, slices, rules)
+        return ServerChannel(worker, slices, rules.queue_shares, rules.compression)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """State for a checkpoint, at rest."""
+        state = {"channel": self.channel, "server": self.server}
+        return {name: value for name, value in state.items() if value is not None}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from `saved`."""
+        for name, value in self.state_dict().items():
+            restore(value, saved[name])
+
+    @property
+    def servers(self) -> list[int]:
+        """The ranks that own slices."""
+        return [part.rank for part in self.slices]
+
+    def open(self) -> None:
+        """On a worker, begin to push while it computes, and to serve beside it, unless that goes
+        on."""
+        if self.channel is None:
+            return
+        self.channel.open()
+        if self.server is not None and self.flow is None:
+            self.flow = self.worker.transport.spawn(self.server.serve_to_the_end)
+
+    def serve(self) -> QuietPoint | None:
+        """On a rank without data, serve until a quiet point; None once all workers have left."""
+        assert self.server is not None
+        paused = self.server.serve(self.worker.transport, self.worker.observe)
+        self.worker.step.consumed = self.server.own.state.consumed
+        return paused
+
+    def rest(self, rest: Rest) -> bool:
+        """Wait until nothing is in flight; at the end, leave, and serve all who are to leave yet.
+
+        Collective over all ranks. Return False if some workers have left.
+        """
+        complete = self.channel is None or self.channel.rest(rest)
+        if rest.reason.ends:
+            if self.flow is not None:
+                self.flow.wait()
+            elif self.server is not None:
+                self.server.serve_to_the_end(self.worker.transport)
+        return complete
+
+    def learnt(self) -> Iterable[Learnt]:
+        """Return the slices of the model, each of which its server owns, unless workers have it."""
+        if not self.rules.application.holds_model:
+            return ()
+        return learnt_slices(self.worker, self.slices, self.server)
+
+    def take_model(self, *, tolerant: bool) -> None:
+        """Collective over all ranks, at rest: let all take the model. See `take_consensus`."""
+        worker, rules = self.worker, self.rules
+        if not rules.application.holds_model:
+            agree_on_parameters(worker)  # servers without data have no model
+            return
+        take_consensus(worker, self.learnt(), tolerant=tolerant)
+        if self.server is not None:
+            self.server.own.all_have_read()
+        if rules.when.lockstep:
+            broadcast_buffers(worker, worker.everyone)
+
+    @property
+    def optimizer_parts(self) -> Sequence[OptimizerPart]:
+        """The optimizers of this rank's slices."""
+        return () if self.server is None else self.server.optimizer_parts()
