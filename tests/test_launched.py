@@ -9,11 +9,12 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests import rank_programs
 from tests.commands import DEADLINE_SECONDS, Started
 from tests.meshes import make_certificate, make_tls
@@ -199,14 +200,17 @@ def join_by_hand(
     ranks: int,
     patience: str = "60",
 ) -> None:
+    script = str(ROOT / "tests" / "joined.py")
+    by_hand(started, [script, program, str(folder), patience], ranks, ROOT)
+
+
+def by_hand(started: list[Started], words: Sequence[str], ranks: int, cwd: Path) -> None:
     """Processes with the variables of a PyTorchJob: rank 0 opens the store itself."""
     port = str(free_port())
     for rank in range(ranks):
         variables = {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        script = str(ROOT / "tests" / "joined.py")
-        command = [sys.executable, script, program, str(folder), patience]
-        started.append(Started(command, ROOT, variables))
+        started.append(Started([sys.executable, *words], cwd, variables))
 
 
 def ended(process: Started) -> tuple[int, str]:
@@ -383,6 +387,62 @@ def test_everything_listens_on_loopback(started: Any, tmp_path: Path) -> None:
     started[0].process.send_signal(signal.SIGINT)
     assert [ended(process) for process in started] == [(0, "")] * 2
     assert (tmp_path / "outcome 0").read_text() == "('stopped in order', 'stopped in order')"
+
+
+def test_sigterm_to_one_rank_stops_all(started: Any, tmp_path: Path) -> None:
+    """As Kubernetes sends it to the pod that has to go."""
+    join_by_hand(started, "until_asked_to_stop", tmp_path, 3)
+    os.kill(pids(tmp_path, 3)[1], signal.SIGTERM)
+    assert [ended(process)[0] for process in started] == [0] * 3
+    assert (tmp_path / "outcome 0").read_text() == str(("stopped in order",) * 3)
+
+
+def test_sigterm_to_every_rank_of_a_training(started: Any, tmp_path: Path) -> None:
+    """As Slurm sends it to all."""
+    words = ["-m", "orchestra", "train", "--task", f"tests.failing_tasks:gated('{tmp_path}')"]
+    words += ["--strategy", "AllReduce", "--set", "steps=40", "--set", "batch_size=8"]
+    by_hand(started, [*words, "--set", "snapshots=0", "--out", "out"], 2, tmp_path)
+    wait_until(lambda: len(list(tmp_path.glob("at-*"))) == 2, "both workers are in mid-epoch")
+    for process in started:
+        process.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: "stopping in good order" in started[0].err(), "the order to stop")
+    (tmp_path / "go").touch()
+    assert [ended(process)[0] for process in started] == [0, 0]
+    (entry,) = json.loads((tmp_path / "out" / "summary.json").read_text())["runs"]
+    assert (entry["status"], entry["stopped_by"]) == ("stopped", "SIGTERM")
+    assert (tmp_path / "out" / "checkpoints" / "0001").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "workers"),
+    [
+        ("AllReduce('ring')", 2, 2),
+        ("LocalSGD(4)", 2, 2),
+        ("ParameterServer(consistency='asynchronous')", 3, 2),
+        pytest.param("ParameterServer()", 3, 2, marks=pytest.mark.matrix),
+        pytest.param("Gossip()", 3, 3, marks=pytest.mark.matrix),
+        pytest.param(
+            "ParameterServer(consistency='asynchronous', placement='beside')",
+            2,
+            2,
+            marks=pytest.mark.matrix,
+        ),
+    ],
+)
+def test_sigterm_ends_a_loop_of_the_users_own(
+    started: Any, tmp_path: Path, strategy: str, ranks: int, workers: int
+) -> None:
+    """After a common step, from which its script can save the state; servers end, too."""
+    script = str(ROOT / "tests" / "scripts" / "stopped_loop.py")
+    by_hand(started, [script, strategy], ranks, tmp_path)
+    wait_until(lambda: len(list(tmp_path.glob("at-*"))) == workers, "all workers train")
+    started[1].process.send_signal(signal.SIGTERM)
+    found = [ended(process) for process in started]
+    assert [status for status, _ in found] == [0] * ranks, found
+    assert "stopping in good order" in found[0][1]
+    if "asynchronous" not in strategy:
+        state = torch.load(tmp_path / "state.pt", weights_only=True)
+        assert state["position"]["steps"] >= 3
 
 
 def test_all_ranks_leave_when_rank_0_is_gone(started: Any, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from orchestra.compression.sparsification import DGC, RandomK, Threshold, TopK
     from orchestra.engines.processes.distribute import distribute, mean
     from orchestra.engines.processes.environment import is_first, rank, world_size
-    from orchestra.errors import InputError, OrchestraError, RunFailed
+    from orchestra.errors import InputError, OrchestraError, RunFailed, Stopped
     from orchestra.experiments.api import compare, replay, train
     from orchestra.optimizers.settings import Constant, Cosine, StepDecay
     from orchestra.parameter_server.how import PolynomialStaleness
@@ -62,15 +62,15 @@ __all__ = [
     "LocalSGD", "LossStable", "Member", "Nesterov", "NoiseScale", "OrchestraError",
     "PairwiseAveraging", "ParameterServer", "Pipeline", "PolynomialStaleness", "PowerSGD",
     "Prague", "QSGD", "RandomK", "RandomRegular", "Ring", "Roles", "RunFailed", "SignSGD",
-    "Single", "SlowMo", "Star", "StepDecay", "StochasticGradientPush", "Straggler", "Strategy",
-    "Switch", "Task", "Threshold", "TopK", "compare", "distribute", "is_first", "mean", "plan",
-    "rank", "replay", "train", "world_size",
+    "Single", "SlowMo", "Star", "StepDecay", "StochasticGradientPush", "Stopped", "Straggler",
+    "Strategy", "Switch", "Task", "Threshold", "TopK", "compare", "distribute", "is_first", "mean",
+    "plan", "rank", "replay", "train", "world_size",
 ]  # fmt: skip
 
 _MODULES = {  # of the names that `strategies.registry` does not have
     "engines.processes.distribute": ["distribute", "mean"],
     "engines.processes.environment": ["is_first", "rank", "world_size"],
-    "errors": ["InputError", "OrchestraError", "RunFailed"],
+    "errors": ["InputError", "OrchestraError", "RunFailed", "Stopped"],
     "experiments.api": ["compare", "replay", "train"],
     "optimizers.settings": ["Constant", "Cosine", "StepDecay"],
     "planning.api": ["plan"],

@@ -8,6 +8,8 @@
     ├── PeerLost                            a rank on the other end of a stream is gone
     └── RunAborted                          another rank ended this run; never a first cause
 
+`Stopped` is no error: it ends a loop of the user's own in good order.
+
 `InputError` is raised before anything is started, with what is wrong, where, and the remedy.
 """
 
@@ -70,6 +72,17 @@ class PeerLost(OrchestraError):
 
 class RunAborted(OrchestraError):
     """The watcher ended the run for a cause that lies in another rank."""
+
+
+class Stopped(SystemExit):
+    """All workers end their loops in good order, since SIGTERM came to one of them.
+
+    The next batch of each worker raises it, after a common step. A script that does not catch it
+    ends with status 0. One that does may save `batches.state_dict()` before it ends.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0)
 
 
 def shortened(message: str) -> str:

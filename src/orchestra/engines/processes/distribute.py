@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -25,7 +26,7 @@ from orchestra.engines.failure_detector import SCRIPT_OVER
 from orchestra.engines.live import print_notice
 from orchestra.engines.processes.environment import detect, runs_function, world_size
 from orchestra.engines.processes.rank import join
-from orchestra.engines.processes.system import TimedCompute
+from orchestra.engines.processes.system import StopWish, TimedCompute
 from orchestra.engines.random_streams import seed as begin_streams
 from orchestra.errors import InputError, PeerLost, RunAborted, RunEnded, RunFailed, tell
 from orchestra.strategies.base import Strategy
@@ -66,6 +67,7 @@ def distribute(
     bucket_megabytes: float = 25.0,
     overlap: bool = True,
     patience: float = 60.0,
+    grace: float = 30.0,
     host: str | None = None,
 ) -> tuple[Model, Optimizer, Batches]:
     """Train `model` in your own loop under `strategy`, on all processes that were started.
@@ -102,13 +104,16 @@ def distribute(
         overlap: exchange them while the backward pass goes on.
         patience: seconds without an exchange or a forward pass until a rank counts as hung, unless
             it is inside `with batches.pause():`. The first call of a process decides.
+        grace: seconds from SIGTERM until whoever has sent it kills the processes. After a common
+            step the next batch raises `orchestra.Stopped` on every worker, which ends its script
+            with status 0. Not where the script handles SIGTERM by itself. As `patience`.
         host: the local address that the other ranks are to use (default: found out). As `patience`.
 
     Returns the same model and optimizer, and the loader to iterate in place of `batches`. Raises
     `InputError` where what was asked for cannot be done, and `RunFailed` where the ranks did not
     come together.
     """
-    loop = _Process.this(patience, host).begin_loop(
+    loop = _Process.this(patience, host, grace).begin_loop(
         model, optimizer, batches, strategy_of(strategy), accumulation=accumulation, seed=seed,
         work=work, bucket_megabytes=bucket_megabytes, overlap=overlap,
     )  # fmt: skip
@@ -202,6 +207,16 @@ def _alone() -> Runtime:
     return Runtime(0, 1, transport, TimedCompute(), _Unwatched(), begin_streams)
 
 
+def _wish() -> StopWish:
+    """Let SIGTERM ask for an orderly stop, unless the script handles it; Python allows that in the
+    main thread only."""
+    wish = StopWish()
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, wish)
+    return wish
+
+
 class _Process:
     """This process among those that were started. All loops in it share its connections.
 
@@ -212,7 +227,7 @@ class _Process:
     taken: _Process | None = None
     _thread: threading.Thread | None = None
 
-    def __init__(self, patience: float, host: str | None) -> None:
+    def __init__(self, patience: float, host: str | None, grace: float) -> None:
         self._loops: list[OwnLoop] = []  # that have not ended
         self.newest: OwnLoop | None = None  # of all, ended or not
         self._channels = itertools.count()
@@ -228,7 +243,7 @@ class _Process:
             self._first_of_node = launched.local_rank == 0
             take_part = functools.partial(
                 join, self._program, None, launched,
-                patience=patience, host=host, advice=ADVICE,
+                patience=patience, host=host, advice=ADVICE, grace=grace, wish=_wish(),
                 threads=torch.get_num_threads(),  # the user's, which stays
                 on_event=print_notice, on_cause=self._cause_came,
             )  # fmt: skip
@@ -267,10 +282,10 @@ class _Process:
         tell(cause.splitlines()[0])
 
     @classmethod
-    def this(cls, patience: float, host: str | None) -> _Process:
+    def this(cls, patience: float, host: str | None, grace: float = 30.0) -> _Process:
         """Return this process's object; the first call joins the run."""
         if cls.taken is None:
-            cls.taken = cls(patience, host)
+            cls.taken = cls(patience, host, grace)
         return cls.taken
 
     def channel(self) -> Runtime:

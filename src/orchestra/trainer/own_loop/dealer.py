@@ -9,7 +9,9 @@ import torch
 
 from orchestra.coordinator.batches import QueuedWork
 from orchestra.coordinator.events import Finish, RestAt, Take
+from orchestra.coordinator.rest import Reason
 from orchestra.data import loaders
+from orchestra.errors import Stopped
 from orchestra.optimizers.state import random_state, restore_random_state, undisturbed
 from orchestra.strategies.base import Roles
 from orchestra.strategies.traits import Dealing
@@ -109,7 +111,10 @@ class Dealer:
             return self._sharded.begin(first)
 
     def take(self, source: QueuedWork, worker: Worker) -> Iterator[loaders.WorkerBatch]:
-        """Give the batches of the queue, until all pause at the end of the epoch."""
+        """Give the batches of the queue, until all pause at the end of the epoch.
+
+        Raises `Stopped` where all stop before.
+        """
         assert self._queued is not None
         self._queued.check_length()
         while True:
@@ -119,6 +124,8 @@ class Dealer:
             item, self.item = source.take(), None
             if isinstance(item, RestAt | Finish):
                 worker.step.consumed = item.at
+                if isinstance(item, RestAt) and item.rest.reason is Reason.STOP:
+                    raise Stopped
                 return
             assert isinstance(item, Take)
             self.item = item

@@ -10,7 +10,7 @@ import torch
 
 from orchestra.coordinator.rest import Reason
 from orchestra.data import loaders
-from orchestra.errors import InputError
+from orchestra.errors import InputError, Stopped
 from orchestra.strategies.traits import Pace
 from orchestra.trainer.own_loop.dealer import Dealer
 from orchestra.trainer.own_loop.passes import BackwardPasses, Count
@@ -120,7 +120,7 @@ class Epochs:
         rank, dealer = self._rank, self._dealer
         if rank.source() is None:
             parts = dealer.begin(self.taken)
-            while some := list(islice(parts, group or 1)):
+            while some := self._next(parts, group):
                 self._count(some)
                 if group is not None:
                     for each in self._together:
@@ -140,6 +140,15 @@ class Epochs:
             for part in dealer.take(source, rank.worker):
                 self._count([part])
                 yield part.batch
+
+    def _next(
+        self, parts: Iterator[loaders.WorkerBatch], group: int | None
+    ) -> list[loaders.WorkerBatch]:
+        """Return the batches of the next step. Raises `Stopped` if all stop before it."""
+        some = list(islice(parts, group or 1))
+        if some and any(each._rank.stopping for each in self._together):
+            raise Stopped
+        return some
 
     def _count(self, parts: Sequence[loaders.WorkerBatch]) -> None:
         """Note which samples are behind the next gradient, here and on all workers."""

@@ -11,6 +11,7 @@ from torch.utils.dlpack import from_dlpack
 
 from orchestra.collectives import all_reduce
 from orchestra.coordinator.batches import QueuedWork
+from orchestra.coordinator.rest import Reason
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.base import Roles, Strategy
 from orchestra.strategies.phases import Phases
@@ -29,6 +30,7 @@ class OwnRank:
         ledger: of the steps that the user's optimizer has made.
         steps: how many that are.
         loss: what the loop has reported last.
+        stopping: all workers stop after this step, since one of them was asked to.
         ended: all workers have left.
     """
 
@@ -46,7 +48,7 @@ class OwnRank:
         self.strategy, self.optimizer = strategy, optimizer
         self.ledger = Ledger(optimizer)
         self.steps, self.loss = 0, float("nan")
-        self.ended = False
+        self.ended = self.stopping = False
         self._queue_of = queue_of
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.worker = Worker(
@@ -74,7 +76,10 @@ class OwnRank:
         """Make the strategy's update; change its phase, if that step was the last one of it."""
         self.phases.before_update()
         self.phases.member.update()
-        if (rest := self.phases.after_step(may_stop=False)) is not None:
+        rest = self.phases.after_step(may_stop=True)
+        if rest is not None and rest.reason is Reason.STOP:
+            self.stopping = True
+        elif rest is not None:
             self.phases.change(rest)
 
     # Its place among the others
