@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,14 @@ from torch import Tensor, nn
 
 from orchestra.errors import InputError
 from orchestra.optimizers.state import capture
+from orchestra.parameter_server.how import PolynomialStaleness
 from orchestra.parameter_server.messages import Kind
+from orchestra.parameter_server.when import (
+    Asynchronous,
+    FirstArrivals,
+    ServerSettings,
+    Synchronous,
+)
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.trainer.checkpoint_files import Manifest, Span
 from orchestra.trainer.checkpoints import Attempt, commit, read_rank, write_rank
@@ -267,6 +275,33 @@ def test_settings_that_make_no_sense_together(settings: dict[str, Any], message:
         ParameterServer(**settings)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@dataclass(frozen=True, repr=False)
+class OnOneServer(Asynchronous):
+    """A rule that sees all of a push, so that it goes with one server alone."""
+
+    def contradictions(self, given: ServerSettings, *, own_loop: bool = False) -> Iterator[str]:
+        if given.servers > 1:
+            yield "OnOneServer needs servers=1"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"consistency": OnOneServer(), "servers": 2}, "ParameterServer: OnOneServer needs"),
+        ({"consistency": FirstArrivals(2), "servers": 2}, "backup needs servers=1"),
+        (
+            {"consistency": Synchronous(), "learning_rate": PolynomialStaleness(0.5)},
+            "learning_rate=PolynomialStaleness(0.5) needs consistency='asynchronous'",
+        ),
+    ],
+)
+def test_a_rule_refuses_what_does_not_go_with_it(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        ParameterServer(**settings)
+    assert message in str(caught.value)
+    ParameterServer(consistency=OnOneServer())
 
 
 def test_backup_workers_leave_one_to_wait_for() -> None:

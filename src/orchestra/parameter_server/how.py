@@ -8,11 +8,12 @@ values of a slice, applies updates to them, and says what workers are answered w
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from orchestra import optimizers
+from orchestra.parameter_server.when import ON_ARRIVAL
 from orchestra.settings import MAX_RANKS, Settings, setting
 from orchestra.settings.notation import LazyModule
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from orchestra.optimizers import spec as spec
     from orchestra.parameter_server.messages import Push
+    from orchestra.parameter_server.when import ServerSettings
 else:
     torch, spec = LazyModule("torch"), LazyModule("orchestra.optimizers.spec")
 
@@ -60,6 +62,15 @@ class Correction(Settings, ABC):
             gradient, values: of the slice, flat, [elements of the slice].
             memory: of the push's worker.
         """
+
+    def contradictions(self, given: ServerSettings, setting: str) -> Iterator[str]:
+        """Yield what of the `given` settings does not go with this rule: why, and the remedy.
+
+        `setting` is what asks for the rule, such as "learning_rate='divided'".
+        """
+        if given.averages:
+            same = "a synchronous server averages gradients of the same parameters"
+            yield f"{setting} needs {ON_ARRIVAL}: {same}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -188,6 +199,11 @@ class Application(ABC):
             divisor: of the learning rates.
         """
 
+    @classmethod
+    def contradictions(cls, given: ServerSettings) -> Iterator[str]:
+        """Yield what of the `given` settings does not go with this: why, and the remedy."""
+        return iter(())
+
     def optimizer_parts(self) -> list[spec.OptimizerPart]:
         """Return the optimizers of the slice."""
         return []
@@ -257,6 +273,15 @@ class GradientsBack(Application):
     def __init__(self, values: Tensor) -> None:
         super().__init__(values)
         self.answer = self.total
+
+    @classmethod
+    def contradictions(cls, given: ServerSettings) -> Iterator[str]:
+        """Yield what does not go with servers that only average."""
+        if not given.averages:
+            yield (
+                f"returns='gradients' needs consistency='synchronous': a server that is "
+                f"{given.consistency} has no average to return"
+            )
 
     def apply(
         self, gradient: Tensor, span: SliceRange, push: Push, used: Sequence[bool], divisor: float

@@ -7,10 +7,10 @@ Subclass `When` to add a rule; `ParameterServer(consistency=...)` takes it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from orchestra.settings import MAX_RANKS, MAX_STEPS, Settings, setting
 
@@ -20,6 +20,29 @@ if TYPE_CHECKING:
 Groups = list[list["Push"]]
 
 _by_worker = attrgetter("worker")
+
+ON_ARRIVAL = "consistency='asynchronous', or 'bounded' with a staleness above 0"
+"""The remedy where a rule needs a server that applies each push on arrival."""
+
+
+class ServerSettings(Protocol):
+    """What a rule may ask of the settings that it is combined with: those of `ParameterServer`."""
+
+    @property
+    def servers(self) -> int: ...
+
+    @property
+    def returns(self) -> str: ...
+
+    @property
+    def compression(self) -> object: ...
+
+    @property
+    def consistency(self) -> object: ...
+
+    @property
+    def averages(self) -> bool:
+        """True if a step has one update, an average over workers."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -62,6 +85,13 @@ class When(Settings, ABC):
         """Return whether a worker that is `ahead` steps ahead of the slowest may go on."""
         return True
 
+    def contradictions(self, given: ServerSettings, *, own_loop: bool = False) -> Iterator[str]:
+        """Yield what of the `given` settings does not go with this rule: why, and the remedy.
+
+        `own_loop`: a loop of the user's own drives the workers.
+        """
+        return iter(())
+
 
 @dataclass(frozen=True, repr=False)
 class Synchronous(When):
@@ -91,6 +121,24 @@ class FirstArrivals(When):
         """Return the first pushes once there are `count`, or all workers have pushed."""
         enough = len(pending) >= min(self.count, working)
         return [sorted(pending, key=_by_worker)] if pending and enough else []
+
+    def contradictions(self, given: ServerSettings, *, own_loop: bool = False) -> Iterator[str]:
+        """Yield what does not go with backup workers."""
+        if given.servers > 1 or given.returns == "gradients":
+            yield (
+                "backup needs servers=1 and returns='parameters': several servers would not drop "
+                "the same gradients, and a late worker would miss updates"
+            )
+        if given.compression is not None:
+            yield (
+                "backup does not go with compression: what waits for a later step would count on "
+                "gradients that are dropped"
+            )
+        if own_loop:
+            yield (
+                "backup needs orchestra's own loop (orchestra train): a late worker passes over "
+                "batches, which a loop of your own cannot"
+            )
 
 
 @dataclass(frozen=True, repr=False)

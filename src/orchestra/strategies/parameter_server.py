@@ -12,6 +12,7 @@ from orchestra.compression.base import Compressor
 from orchestra.errors import InputError
 from orchestra.parameter_server.how import (
     AdaptiveDelayCompensation,
+    Application,
     Correction,
     DelayCompensation,
     DividedByStaleness,
@@ -235,7 +236,9 @@ class ParameterServer(Strategy):
         weights = self.slices if isinstance(self.slices, tuple) else (1.0,) * self.servers
         held = [weights[roles.servers.index(rank) - k] for k in range(1 + self.replicas)]
         part = sum(held) / sum(weights)
-        kept = sum(correction.copies for correction in self._corrections(len(roles.workers)))
+        kept = sum(
+            correction.copies for correction in self.corrections(len(roles.workers)).values()
+        )
         pushes = len(roles.workers) * (1 + kept)
         served = Footprint(part, part, part if updates else 0.0, part * pushes, 0.0)
         return whole.joined(served, operator.add)
@@ -293,8 +296,8 @@ class ParameterServer(Strategy):
         stepwise = worker.optimizer.elementwise or not updates
         return exchange.ServerRules(
             when,
-            OptimizerStep if updates else GradientsBack,
-            self._corrections(workers),
+            self.application,
+            tuple(self.corrections(workers).values()),
             clips=updates and when.averages,
             queue_shares=None if when.averages else roles.shares,
             compression=self.compression,
@@ -311,19 +314,29 @@ class ParameterServer(Strategy):
             return FirstArrivals(count) if self.backup else Synchronous()
         return Asynchronous() if self.staleness is None else Bounded(self.staleness)
 
-    def _corrections(self, workers: int) -> list[Correction]:
-        """Return how servers correct the pushes of so many workers for their staleness."""
-        corrections: list[Correction] = []
+    @property
+    def application(self) -> type[Application]:
+        """What applies updates on the servers."""
+        return OptimizerStep if self.returns == "parameters" else GradientsBack
+
+    def corrections(self, workers: int) -> dict[str, Correction]:
+        """Return how servers correct the pushes of so many workers for their staleness.
+
+        Each is found by the setting that asks for it.
+        """
+        corrections: dict[str, Correction] = {}
         given = {"lambda0": self.lambda0, "mean_square": self.mean_square}
         own = {name: value for name, value in given.items() if value is not None}
+        setting = f"delay_compensation={self.delay_compensation!r}"
         if self.delay_compensation == "constant":
-            corrections.append(DelayCompensation(**own))
+            corrections[setting] = DelayCompensation(**own)
         elif self.delay_compensation == "adaptive":
-            corrections.append(AdaptiveDelayCompensation(**own))
+            corrections[setting] = AdaptiveDelayCompensation(**own)
+        setting = f"learning_rate={self.learning_rate!r}"
         if isinstance(self.learning_rate, Correction):
-            corrections.append(self.learning_rate)
+            corrections[setting] = self.learning_rate
         elif self.learning_rate == "divided":
-            corrections.append(DividedByWorkers(workers))
+            corrections[setting] = DividedByWorkers(workers)
         elif self.learning_rate == "by_staleness":
-            corrections.append(DividedByStaleness())
+            corrections[setting] = DividedByStaleness()
         return corrections
