@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from torch.nn import functional
 from orchestra.cli.bench import bench_parser, read_options, write_figures
 from orchestra.cli.main import guarded
 from orchestra.cli.terminal import print_table, progress_line
-from orchestra.engines.processes.injection import LOG, VARIABLE, Inject
+from orchestra.engines.processes.injection import LOG, VARIABLE, Inject, injected
 from orchestra.errors import InputError
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
@@ -103,6 +103,9 @@ FAULTS: dict[str, dict[str, Any]] = {
     "SIGTERM to all": {"action": "terminate", "target": "group"},
     "SIGTERM to a rank": {"action": "terminate"},
     "damaged checkpoint": {"action": "kill"},  # the newest one, before the run is resumed
+    "kill while stopping": {"action": "kill"},  # after SIGTERM
+    "kill while resuming": {"action": "kill"},  # once more
+    "kill and restart": {"action": "kill"},
 }
 """The name of a fault in tables -> what is injected; the operation is drawn unless it is named."""
 
@@ -143,6 +146,7 @@ class Trial:
     setting: str
     fault: str
     inject: Inject
+    more: tuple[Inject, ...]  # before it, or in the resumed run
     shared_memory: bool
     width: int  # of the model
 
@@ -167,7 +171,21 @@ class Trial:
         agent = fault in TO_AGENT and setting.split()[0] in ("torchrun", "own")
         what = {"action": "delay", "seconds": 2.0} if agent else FAULTS[fault]
         inject = _inject(draw, what, rank, works=rank in roles.workers, shared=shared)
-        return Trial(seed, number, setting, fault, inject, shared, width)
+        more = []
+        if fault == "kill while stopping":
+            inject = Inject("kill", rank=rank, at="write", number=draw.randint(2, 12))
+            more.append(Inject("terminate", rank=rank, at="wait", number=draw.randint(1, 20)))
+        if inject.action == "terminate" or fault == "kill while stopping":
+            # The rank is told to stop within half a second, when such a run may be over.
+            signal_at = inject if inject.action == "terminate" else more[0]
+            held = replace(signal_at, action="delay", number=signal_at.number + 1, seconds=0.8)
+            more.append(held)
+        if fault == "kill while resuming":
+            at = draw.choice(("start", "wait"))
+            nth = draw.randint(1, 12) if at == "wait" else 1
+            where: dict[str, Any] = {"at": at, "number": nth}
+            more.append(Inject("kill", rank=draw.randrange(ranks), **where))
+        return Trial(seed, number, setting, fault, inject, tuple(more), shared, width)
 
     @property
     def strategy(self) -> str:
@@ -194,6 +212,7 @@ class Trial:
         words += ["--task", f"benchmarks.faults:task({self.width})", "--out", "out"]
         if self.starter == "command":
             words += ["--ranks", str(self.ranks)]
+            words += ["--max-restarts", "1"] * (self.fault == "kill and restart")
         for setting in (
             f"steps={STEPS}", f"batch_size={BATCH}", f"checkpoint_every={EVERY}", "snapshots=2",
             f"patience={PATIENCE}", "optimizer=SGD(lr=0.01)",
@@ -244,14 +263,18 @@ def run_trial(trial: Trial, folder: Path, *, timed: bool = True) -> Result:
     result = Result(trial)
     began = time.monotonic()
     log = folder / "injected"
-    variables = {VARIABLE: repr(trial.inject), LOG: str(log)}
+    faults = [trial.inject]
+    if trial.fault != "kill while resuming":
+        faults += trial.more
+    variables = {VARIABLE: ";".join(map(repr, faults)), LOG: str(log)}
     ended = _run(trial, folder, variables, result)
     over = time.monotonic()
     if ended is None:
         return result
-    result.fired = log.exists()
+    times = {line["fault"]: line["monotonic"] for line in injected(log)}
+    result.fired = repr(trial.inject) in times
     if result.fired:
-        result.seconds = over - json.loads(log.read_text().splitlines()[0])["monotonic"]
+        result.seconds = over - times[repr(trial.inject)]
     entry = _entry(folder)
     result.status, result.outcome = ended.status, entry.get("status", "")
     CHECKS[trial.starter](result, ended, entry)
@@ -375,9 +398,14 @@ def _check_command(result: Result, ended: Ended, entry: dict[str, Any]) -> None:
         return
     status = {"completed": 0, "stopped": 0, "failed": 1}.get(result.outcome)
     result.require(ended.status == status, f"exit status {ended.status}, though {result.outcome!r}")
-    if not result.fired or trial.fault in HARMLESS:
+    if trial.fault == "kill while stopping":
+        result.require(sum(map(_is_cause, lines)) == (result.outcome == "failed"), f"told: {lines}")
+    elif not result.fired or trial.fault in HARMLESS:
         result.require(not entry.get("left_out"), f"left out: {entry.get('left_out')}")
         _complete(result, entry, "the run")
+    elif trial.fault == "kill and restart":
+        _complete(result, entry, "the run")
+        result.require(len(entry.get("restarts", ())) <= 1, f"{entry.get('restarts')}")
     elif trial.inject.action == "terminate":
         result.require(result.outcome in ("stopped", "completed"), f"{result.outcome}: {lines}")
         # The run may have ended before the signal was heard of.
@@ -397,7 +425,9 @@ def _check_torchrun(result: Result, ended: Ended, entry: dict[str, Any]) -> None
     """Check the end of `orchestra train` on ranks that torchrun has started."""
     trial, lines = result.trial, _told(ended.err)
     result.cause = (lines or [""])[0]
-    if not result.fired or trial.fault in HARMLESS:
+    if trial.fault == "kill while stopping":
+        result.require(lines, "nothing is told")
+    elif not result.fired or trial.fault in HARMLESS:
         result.require(ended.status == 0, f"exit status {ended.status}: {result.cause}")
         _complete(result, entry, "the run")
     elif trial.fault.startswith("SIGTERM"):
@@ -417,6 +447,8 @@ def _check_own(result: Result, ended: Ended, _: dict[str, Any]) -> None:
     if "stopping in good order" in ended.err:
         result.outcome = "stopped"
     result.require("Traceback" not in ended.err or ended.status, "a traceback, and exit status 0")
+    if result.trial.fault == "kill while stopping":
+        return
     if not result.fired or result.trial.fault in HARMLESS or result.trial.fault == "NaN":
         result.require(ended.status == 0, f"exit status {ended.status}: {result.cause}")
     elif result.trial.inject.action == "kill":
@@ -442,6 +474,12 @@ def _resume(trial: Trial, folder: Path, result: Result) -> None:
     result.require(
         lost == (trial.fault == "damaged checkpoint" and bool(found)), f"{lost} damaged checkpoints"
     )
+    if trial.fault == "kill while resuming":
+        again = {VARIABLE: repr(trial.more[0])}
+        ended = _run(trial, folder, again, result, "the run that is killed again")
+        if ended is None or ended.status == 0:  # over before
+            return
+        result.require(trial.starter == "own" or _told(ended.err), "nothing is told")
     ended = _run(trial, folder, {}, result, "the resumed run")
     if ended is None:
         return

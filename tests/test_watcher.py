@@ -152,6 +152,22 @@ def test_a_consequence_without_a_cause_is_the_cause() -> None:
     assert story.cause == "rank 0 on host failed: PeerLost: rank 2 is gone"
 
 
+def test_expendable_rank_that_loses_its_connection_to_a_living_one_is_left_out() -> None:
+    """Also where that one has finished meanwhile, without it."""
+    for finished in (False, True):
+        story = Story()
+        story.change(2, expendable=True)
+        story.beat()
+        story.tell(Failed(2, lost(0)))
+        if finished:
+            story.tell(Finished(0))
+        done = story.pass_time(4, busy=(0, 1))
+        assert story.detector.left_out == {2: "lost its connection to rank 0"}
+        assert Disconnect(2, "lost its connection to rank 0") in done
+        assert Kill(2) in done
+        assert story.detector.cause is None
+
+
 def test_later_failures_do_not_replace_the_cause() -> None:
     story = Story()
     story.die(1)

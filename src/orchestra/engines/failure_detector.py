@@ -16,7 +16,8 @@ The rules:
 - A rank whose script is over and one that still trains, and that wait for each other, have made
   unlike numbers of steps.
 - A failure that is the consequence of another one waits a moment for the true cause.
-- An expendable rank is left out; any other ends the run.
+- An expendable rank is left out; any other ends the run. So is one that has lost its connection to
+  a rank that lives.
 - SIGTERM asks for an orderly stop, as Ctrl-C does, and leaves `grace` seconds for it: then the run
   ends, and its last checkpoint stands. One that comes to a rank right after the loss of another is
   its echo: torchrun ends all ranks of a node once one of them has died.
@@ -355,7 +356,11 @@ class FailureDetector:
             return
         _, member, failure = self._consequences[0]
         lost = None if failure.lost is None else self._members[failure.lost]
-        if lost is not None and lost.state is State.DONE:
+        if lost is not None and lost.rank not in self.left_out and member.beat.expendable:
+            # The connection between two living ranks is gone, and one of them is not needed.
+            del self._consequences[0]
+            self._give_up(member, f"lost its connection to rank {lost.rank}", loss=True)
+        elif lost is not None and lost.state is State.DONE:
             self._parted(lost, member)
         elif lost is None or lost.rank not in self.left_out:
             # Ranks may lose each other while the watcher reaches both: a connection that is gone.

@@ -6,7 +6,8 @@ The variable `ORCHESTRA_INJECT` has them, separated by semicolons, for all ranks
 
 A fault is addressed by its rank and the number of an operation, and never by seconds, so that a run
 can be disturbed again at the same place. A rank without faults has no interceptor for them. Before
-it injects one, the rank adds a line to the file that `ORCHESTRA_INJECT_LOG` names, if it is set.
+it injects one, the rank adds a line to the file that `ORCHESTRA_INJECT_LOG` names, if it is set. A
+fault that the file has is not injected again, in a run that is restarted or resumed.
 """
 
 from __future__ import annotations
@@ -85,10 +86,16 @@ INJECTIONS = Registry("fault", {"Inject": f"{__name__}:Inject"})
 
 
 def injections(environ: Mapping[str, str], rank: int) -> list[Inject]:
-    """Return the faults that the environment has for `rank`. Raises `InputError`."""
+    """Return the faults that the environment still has for `rank`. Raises `InputError`."""
     texts = [text for text in environ.get(VARIABLE, "").split(";") if text.strip()]
     found = [parse(text, INJECTIONS, where=VARIABLE) for text in texts]
-    return [fault for fault in found if fault.rank == rank]
+    done = {line["fault"] for line in injected(Path(environ[LOG]))} if LOG in environ else ()
+    return [fault for fault in found if fault.rank == rank and repr(fault) not in done]
+
+
+def injected(log: Path) -> list[dict[str, Any]]:
+    """Return what ranks have injected: `fault` and the `monotonic` time of each."""
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
 class Injector(Interceptor):
