@@ -14,10 +14,11 @@ from tests.simulated import run_ranks
 from tests.training import settings
 
 from orchestra.errors import RunFailed
+from orchestra.records.report import Membership
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.trainer import checkpoint_files, checkpoints
-from orchestra.trainer.checkpoint_files import DamagedCheckpoint, Manifest, Span
-from orchestra.trainer.checkpoints import Attempt
+from orchestra.trainer.checkpoint_files import DamagedCheckpoint, Manifest
+from orchestra.trainer.checkpoints import RunAttempt
 from orchestra.trainer.program import train
 from orchestra.trainer.recorder import Recorder, Totals
 from orchestra.worker.worker import Worker
@@ -43,12 +44,12 @@ def member_of(rank: int, index: int = 0) -> dict[str, Any]:
 
 
 def manifest_of(ranks: int = RANKS) -> Manifest:
-    return Manifest(0, ("worker",) * ranks, history=(Span(ranks, ranks, 0),))
+    return Manifest(0, ("worker",) * ranks, history=(Membership(ranks, ranks, 0),))
 
 
-def write(folder: Path, index: int, *states: Any, attempt: Attempt | None = None) -> None:
+def write(folder: Path, index: int, *states: Any, attempt: RunAttempt | None = None) -> None:
     """Write a checkpoint of the ranks that have these `states`, and make it count."""
-    attempt = attempt or Attempt.begin(folder)
+    attempt = attempt or RunAttempt.begin(folder)
     files = {
         checkpoint_files.rank_file(rank): checkpoints.write_rank(attempt, index, rank, state)
         for rank, state in enumerate(states or [member_of(rank, index) for rank in range(RANKS)])
@@ -148,11 +149,11 @@ def test_another_format_is_named(tmp_path: Path) -> None:
 
 def test_a_manifest_tells_what_it_was_given(tmp_path: Path) -> None:
     told = Manifest(
-        7, ("worker", "server"), {"optimizer": "sharded"}, consumed=64, steps=2, budget=640,
-        global_batch=32, history=(Span(4, 3, 0), Span(2, 1, 32, 1)),
+        7, ("worker", "server"), {"optimizer": "sharded"}, consumed=64, budget=640,
+        global_batch=32, history=(Membership(4, 3, 0), Membership(2, 1, 32, 1)),
         files={checkpoint_files.rank_file(rank): "" for rank in range(2)},
     )  # fmt: skip
-    attempt = Attempt.begin(tmp_path)
+    attempt = RunAttempt.begin(tmp_path)
     checkpoints.commit(attempt, 1, told)
     assert checkpoint_files.read_manifest(tmp_path, 1) == replace(told, generation=1)
     assert told.ranks == 2
@@ -162,17 +163,17 @@ def test_a_manifest_tells_what_it_was_given(tmp_path: Path) -> None:
 
 
 def test_each_attempt_has_a_later_number_than_all_before_it(tmp_path: Path) -> None:
-    first = Attempt.begin(tmp_path)
-    second = Attempt.begin(tmp_path)  # the first was killed
+    first = RunAttempt.begin(tmp_path)
+    second = RunAttempt.begin(tmp_path)  # the first was killed
     assert (first.number, second.number) == (1, 2)
     write(tmp_path, 1, attempt=second)
     shutil.rmtree(second.place, ignore_errors=True)
-    assert Attempt.begin(tmp_path).number == 3
+    assert RunAttempt.begin(tmp_path).number == 3
 
 
 def test_an_attempt_that_another_one_followed_changes_nothing(tmp_path: Path) -> None:
     """Its machine was cut off: it goes on to write, and to make what it wrote count."""
-    zombie = Attempt.begin(tmp_path)
+    zombie = RunAttempt.begin(tmp_path)
     checkpoints.write_rank(zombie, 1, 0, {"of": "the zombie"})
     write(tmp_path, 1, {"of": "the next"})
     for index in (1, 2):
@@ -186,7 +187,7 @@ def test_an_attempt_that_another_one_followed_changes_nothing(tmp_path: Path) ->
 
 
 def test_nothing_is_left_of_an_attempt_without_checkpoints(tmp_path: Path) -> None:
-    Attempt.begin(tmp_path / "checkpoints").end()
+    RunAttempt.begin(tmp_path / "checkpoints").end()
     assert not list(tmp_path.iterdir())
 
 
@@ -208,7 +209,7 @@ def test_a_manifest_that_is_missing_or_damaged_is_named(
 
 def test_what_was_interrupted_does_not_count_and_is_written_over(tmp_path: Path) -> None:
     write(tmp_path, 1)
-    killed = Attempt.begin(tmp_path)
+    killed = RunAttempt.begin(tmp_path)
     checkpoints.write_rank(killed, 2, 0, {"interrupted": torch.ones(3)})
     assert list(checkpoint_files.complete(tmp_path)) == [1]
     write(tmp_path, 2)
@@ -261,7 +262,7 @@ def test_files_hold_tensors_and_json_and_nothing_to_run(tmp_path: Path) -> None:
 def test_what_a_killed_run_left_half_deleted_is_in_nobodys_way(tmp_path: Path) -> None:
     for index in (1, 2):
         write(tmp_path, index)
-    killed = Attempt.begin(tmp_path)
+    killed = RunAttempt.begin(tmp_path)
     (tmp_path / "0001").rename(killed.place / "0001.deleted")
     assert sorted(checkpoint_files.complete(tmp_path)) == [2]
     write(tmp_path, 3)

@@ -17,7 +17,7 @@ from tests.simulated import run_ranks
 from tests.training import settings
 
 from orchestra.optimizers.state import capture
-from orchestra.records.report import Point
+from orchestra.records.report import Membership, Point
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer import checkpoint_files, checkpoints
@@ -196,9 +196,9 @@ def complete(
     folder: Path, files: checkpoints.SnapshotFiles, parts: list[dict[str, Any]], index: int
 ) -> None:
     """Write a checkpoint that has nothing but `parts`."""
-    attempt = checkpoints.Attempt.begin(folder)
+    attempt = checkpoints.RunAttempt.begin(folder)
     files.write(parts, attempt.make(index), index - 1)
-    history = (checkpoint_files.Span(1, 1, 0),)
+    history = (Membership(1, 1, 0),)
     checkpoints.commit(attempt, index, checkpoint_files.Manifest(0, history=history))
     attempt.end()
 
@@ -227,7 +227,7 @@ def test_one_that_was_renewed_is_written_again_and_the_old_file_stays(tmp_path: 
         if index == 2:
             assert len(list(tmp_path.glob("*/*.safetensors"))) == 2
     for index, value in ((2, 2.0), (3, 2.0)):
-        files.read(written[index], index)
+        files.read({0: written[index]}, index)
         assert files.lost == set()
         assert [part["values"].tolist() for part in written[index]] == [[value] * 3]
 

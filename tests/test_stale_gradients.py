@@ -26,9 +26,10 @@ from orchestra.parameter_server.when import (
     ServerSettings,
     Synchronous,
 )
+from orchestra.records.report import Membership
 from orchestra.strategies.parameter_server import ParameterServer
-from orchestra.trainer.checkpoint_files import Manifest, Span
-from orchestra.trainer.checkpoints import Attempt, commit, read_rank, write_rank
+from orchestra.trainer.checkpoint_files import Manifest
+from orchestra.trainer.checkpoints import RunAttempt, commit, read_rank, write_rank
 
 Vector = NDArray[np.float64]
 
@@ -215,7 +216,7 @@ def test_backups_and_mean_squares_survive_a_checkpoint(servers: int, tmp_path: P
 
     first = served(**ASYNCHRONOUS, **settings, learning_rate="by_staleness")
     first.serve(ORDER[:9], Kind.PAUSE)
-    attempt, history = Attempt.begin(tmp_path), (Span(servers, WORKERS, 0),)
+    attempt, history = RunAttempt.begin(tmp_path), (Membership(servers, WORKERS, 0),)
     for rank, server in enumerate(first.servers):
         write_rank(attempt, 1, rank, capture(server))
     commit(attempt, 1, Manifest(0, history=history))

@@ -6,6 +6,7 @@ import os
 import signal
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from rich.table import Table
@@ -164,6 +165,9 @@ def figures(record: RunRecord, run: Run) -> Iterator[tuple[str, str]]:
     """Yield the figures of a run for the terminal: names, and values in words."""
     yield "status", record.status
     yield "ranks", f"{record.ranks} ({record.workers} workers, {record.servers} servers)"
+    for one, other in pairwise(record.ranks_history):
+        text = f"{one['ranks']} from sample {one['sample']} to {other['sample']}"
+        yield "ranks before", text
     yield "length", f"{record.steps} steps, {record.samples} samples"
     if record.train_seconds is not None:
         yield "time", f"{record.train_seconds:.2f} s, and {record.setup_seconds or 0:.2f} s set-up"

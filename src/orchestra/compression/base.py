@@ -73,6 +73,7 @@ class Compressor(Settings, ABC):
     # `python -m benchmarks.compression`.
     passes: ClassVar[tuple[float, float]] = (1.0, 1.0)
     copies: ClassVar[float] = 0.0  # vectors of all parameters that `memory` takes, about
+    shares_memory: ClassVar[bool] = False  # `memory` is the same on all workers
     brings_momentum: ClassVar[bool] = False  # the optimizer has to be SGD without momentum
 
     _: KW_ONLY

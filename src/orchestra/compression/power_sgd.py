@@ -29,6 +29,7 @@ class PowerSGD(Compressor):
 
     adds = True
     passes = (1.6, 3.5)
+    shares_memory = True
 
     rank: int = setting(4, "r: columns of the factors; more are more exact", low=1, high=4096)
     _: KW_ONLY

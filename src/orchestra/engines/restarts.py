@@ -96,7 +96,7 @@ class Restarts:
             return None, 0, {}
         index, manifest = found
         steps = {rank: steps_of(folder, index, rank) for rank in range(len(manifest.members))}
-        return index, manifest.steps, steps
+        return index, steps[manifest.first_worker], steps
 
     def _say(self, text: str) -> None:
         self._notices.append(text)

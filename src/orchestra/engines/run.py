@@ -77,7 +77,8 @@ def record_of(
     training, measured = run.training, reports[0].shares
     shares = roles_of(run.strategy, training.ranks).shares
     weighted = training.weighted(shares, measured or None)
-    samples = apportion(training.global_batch(shares), weighted)
+    begun_on = reports[0].begun_on
+    samples = apportion(training.global_batch(shares, begun_on), weighted)
     batches = next((report.batches for report in reports if report.batches), [])
     if batches:  # within the bounds of a rule
         samples = tuple(batches[0][1:])
@@ -87,7 +88,7 @@ def record_of(
     record = combine(
         reports,
         stragglers=to_plain(stragglers_of(run, reports)),
-        **_identity(run, folder),
+        **_identity(run, folder, begun_on),
         setup_seconds=sum(setup.values()) - setup.get("import", 0.0),
         setup=setup,
         left_out={str(rank): reason for rank, reason in left_out.items()},
@@ -121,7 +122,7 @@ def failed_record(run: Run, folder: Path, failure: RunFailed | InputError) -> Ru
     return RunRecord(status="failed", failure=str(failure), **_identity(run, folder))
 
 
-def _identity(run: Run, folder: Path) -> dict[str, Any]:
+def _identity(run: Run, folder: Path, begun_on: int | None = None) -> dict[str, Any]:
     roles, traits = roles_of(run.strategy, run.training.ranks), run.strategy.traits("shared")
     queued = traits.dealing is Dealing.QUEUE and len(roles.workers) > 1
     return {
@@ -133,7 +134,7 @@ def _identity(run: Run, folder: Path) -> dict[str, Any]:
         "workers": len(roles.workers),
         "servers": len(roles.servers),
         "seed": run.seed,
-        "global_batch": run.training.global_batch(roles.shares),
+        "global_batch": run.training.global_batch(roles.shares, begun_on),
         "distributed": traits.distributed,
         "switches": bool(traits.phases),
         "synchronous": traits.lockstep,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
 
 import torch
@@ -18,6 +18,7 @@ from orchestra.exchange.average import BeginSum, Bucket, ScheduledGroup, note_bu
 from orchestra.parameter_server.messages import Push
 from orchestra.parameter_server.placement import Piece, Slice
 from orchestra.schedules import ALL_REDUCE, ring_all_gather
+from orchestra.settings.base import COMMON
 from orchestra.transports.protocol import Group, Task, Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
@@ -30,10 +31,12 @@ Rounds = Iterator[Task[int]]
 class CompressionState:
     """What compression keeps between steps on one worker."""
 
-    steps: int  # begun so far
+    steps: int = field(metadata=COMMON)  # begun so far
     residual: Tensor | None  # what error feedback has not sent yet; flat, shape [layout.size]
-    memory: list[list[Tensor]]  # of each tensor, in the layout's order, what the compressor keeps
+    # Of each tensor, in the layout's order, what the compressor keeps
+    memory: list[list[Tensor]] = field(metadata={"common": lambda state: state.is_shared})
     used: Tensor  # of each tensor 1 if this worker has had a gradient: some of it may wait here
+    is_shared: bool = field(init=False, default=False)  # `memory` is the same on all workers
 
     @staticmethod
     def of(worker: Worker, compressor: Compressor) -> CompressionState:
@@ -54,7 +57,9 @@ class CompressionState:
             compressor.memory(view, slot.offset) for view, slot in zip(views, slots, strict=True)
         ]
         residual = torch.zeros_like(worker.parameters) if compressor.error_feedback else None
-        return CompressionState(0, residual, memory, worker.parameters.new_zeros(len(slots)))
+        state = CompressionState(0, residual, memory, worker.parameters.new_zeros(len(slots)))
+        state.is_shared = compressor.shares_memory
+        return state
 
     def begin_sum(self, worker: Worker) -> None:
         """Begin the sum of a step, which a loop of the user's own may undo."""

@@ -122,9 +122,8 @@ def hand_over(worker: Worker, kept: Kept, how: Literal["kept", "averaged", "rese
     if kept.optimizer is None:
         return
     if how != "reset":
-        worker.inherited = export_moments(kept.optimizer, worker.named_parameters())
-    if how == "averaged":
-        worker.inherited = _mean_of_moments(worker, worker.inherited)
+        moments = export_moments(kept.optimizer, worker.named_parameters())
+        worker.inherited = _mean_of_moments(worker, moments) if how == "averaged" else moments
     if worker.own_loop:  # the optimizer goes on, with what is inherited and nothing else
         kept.optimizer.state.clear()
 

@@ -33,6 +33,8 @@ from orchestra.records.record import (
     write_summary,
 )
 from orchestra.settings.reading import read_bytes, yaml_value
+from orchestra.trainer.checkpoint_files import newest_whole
+from orchestra.trainer.membership import refusal_of
 from orchestra.trainer.settings import Run
 
 PARENT = Path("runs")
@@ -64,7 +66,7 @@ def make_run(
         RunFailed: as `train` does; `summary.json` then has a failed record.
     """
     restarts = Restarts(run, folder, max_restarts, notify)
-    with held(folder, alone(experiment, run)) as resumed:
+    with held(folder, alone(experiment, run), run) as resumed:
         completed = next(iter(finished(folder)), None) if resumed else None
         if resumed and on_resume is not None:
             on_resume(completed)
@@ -169,8 +171,10 @@ def fresh_folder(parent: Path, name: str) -> Path:
     return folder
 
 
-def claim(folder: Path, experiment: Experiment) -> bool:
+def claim(folder: Path, experiment: Experiment, run: Run | None = None) -> bool:
     """Make `folder` that of `experiment`, which is written there; return whether it was before.
+
+    A `run` may have another number of ranks than before where it can go on from a checkpoint.
 
     Raises:
         InputError: it belongs to a different experiment, holds other files, or cannot be written.
@@ -179,7 +183,7 @@ def claim(folder: Path, experiment: Experiment) -> bool:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            _require_same(path, read_bytes(path).decode(errors="replace"), text)
+            _require_same(path, read_bytes(path).decode(errors="replace"), text, run)
             return True
         # A kill while the file was written leaves its half, which is ours (decision 13).
         if any(file != partial_of(path) for file in folder.iterdir()):
@@ -193,7 +197,7 @@ def claim(folder: Path, experiment: Experiment) -> bool:
 
 
 @contextmanager
-def held(folder: Path, experiment: Experiment) -> Iterator[bool]:
+def held(folder: Path, experiment: Experiment, run: Run | None = None) -> Iterator[bool]:
     """Claim the folder, and keep other processes out; give whether it was claimed before.
 
     Files that a killed process left half written are removed, and a new folder in which nothing
@@ -202,7 +206,7 @@ def held(folder: Path, experiment: Experiment) -> Iterator[bool]:
     Raises:
         InputError: as `claim` does, or another process uses it.
     """
-    resumed = claim(folder, experiment)
+    resumed = claim(folder, experiment, run)
     with _locked(folder):
         for leftover in folder.glob(partial_of(Path("*")).name):
             leftover.unlink()
@@ -257,14 +261,21 @@ def finished(folder: Path, *, failed: bool = False) -> list[RunRecord]:
         return []
 
 
-def _require_same(path: Path, old_text: str, new_text: str) -> None:
+def _require_same(path: Path, old_text: str, new_text: str, run: Run | None) -> None:
     if old_text == new_text:
         return
     old, new = yaml_value(old_text, str(path)), yaml_value(new_text)
-    keys = "its form"
+    differing: list[str] = []
     if isinstance(old, dict) and isinstance(new, dict):
         differing = [key for key in {**new, **old} if new.get(key) != old.get(key)]
-        keys = ", ".join(differing) or keys
+    # The shares of other ranks are others.
+    if run is not None and set(differing) in ({"ranks"}, {"ranks", "shares"}):
+        newest = newest_whole(path.parent / "checkpoints")
+        if newest is not None:
+            if (why := refusal_of(run, newest[1])) is not None:
+                raise InputError(f"{path.parent}: {why}")
+            return
+    keys = ", ".join(differing) or "its form"
     raise InputError(
         f"{path.parent}: holds a different experiment (in {keys}); "
         "choose another --out, or none for a new folder"

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 from orchestra.settings.notation import lazy_package
 
 if TYPE_CHECKING:
-    from orchestra.optimizers.state import capture, require_alike, restore
+    from orchestra.optimizers.state import capture, common_of, require_alike, restore
 
-    __all__ = ["capture", "require_alike", "restore"]
+    __all__ = ["capture", "common_of", "require_alike", "restore"]
 else:
-    __getattr__ = lazy_package(__name__, "state", names=("capture", "require_alike", "restore"))
+    __getattr__ = lazy_package(
+        __name__, "state", names=("capture", "common_of", "require_alike", "restore")
+    )

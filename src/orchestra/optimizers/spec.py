@@ -305,7 +305,9 @@ def export_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Te
 
 
 def install_moments(
-    optimizer: torch.optim.Optimizer, parts: Mapping[str, tuple[Tensor, int]], moments: Moments
+    optimizer: torch.optim.Optimizer,
+    parts: Mapping[str, tuple[Tensor, int]],
+    moments: Mapping[str, Mapping[str, Any]],
 ) -> None:
     """Give `optimizer` copies of the `moments` of its tensors.
 

@@ -81,6 +81,31 @@ def restore(target: Any, saved: Any) -> Any:
     return tuple(saved) if isinstance(target, tuple) else saved
 
 
+def common_of(target: Any, saved: Any) -> Any:
+    """Return the part of `saved`, what `capture` made of another worker's `target`, that any worker
+    could have kept: fields with the metadata `COMMON`, and those inside of other fields."""
+    found: dict[str, Any] = {}
+    for item in fields(target) if is_dataclass(target) else ():
+        if not item.init or item.name not in saved:
+            continue
+        own, there = getattr(target, item.name), saved[item.name]
+        common = item.metadata.get("common", False)
+        if common(target) if callable(common) else common:
+            found[item.name] = _plainly(there)
+        elif is_dataclass(own) and isinstance(there, Mapping):
+            found[item.name] = common_of(own, there)
+        elif isinstance(own, list) and own and is_dataclass(own[0]) and len(own) == len(there):
+            found[item.name] = [common_of(*pair) for pair in zip(own, there, strict=True)]
+    return {name: part for name, part in found.items() if part != {}}
+
+
+def _plainly(value: Any) -> Any:
+    """Return mappings as dicts."""
+    if isinstance(value, Mapping):
+        return {key: _plainly(item) for key, item in value.items()}
+    return [_plainly(item) for item in value] if isinstance(value, list) else value
+
+
 def require_alike(target: Any, saved: Any, place: str) -> None:
     """Raise `Mismatch` unless `restore(target, saved)` puts values back into values of their kind:
     tensors of equal types and shapes, moments as the optimizer makes them. `place` opens a message.

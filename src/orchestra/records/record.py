@@ -25,6 +25,7 @@ from typing import Any, Self
 from orchestra.errors import InputError
 from orchestra.records.report import (
     NOTABLE,
+    Membership,
     Point,
     RankReport,
     StragglerFinding,
@@ -133,6 +134,7 @@ class RunRecord:
     by_rank: Sequence[Mapping[str, Any]] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
     restarts: Sequence[Mapping[str, Any]] = ()
+    ranks_history: Sequence[Mapping[str, Any]] = ()
     notices: Sequence[str] = ()
     failure: str | None = None
     stopped_by: str | None = None
@@ -228,6 +230,7 @@ def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
         switched_at_step=switches[0].switched_at_step if switches else None,
         switched_at_sample=switches[0].switched_at_sample if switches else None,
         decisions=workers[0].decisions,
+        ranks_history=to_plain(reports[0].history),
         parameters_sha256=leader.parameters_sha256,
         peak_buffer_bytes=max(report.peak_buffer_bytes for report in reports),
         threads=max(report.threads for report in reports),
@@ -277,6 +280,7 @@ def read_summary(path: Path) -> list[RunRecord]:
         plain_value(list[StragglerFinding], list(record.stragglers), str(path))
         plain_value(list[RankTotals], list(record.by_rank), str(path))
         plain_value(list[Restart], list(record.restarts), str(path))
+        plain_value(list[Membership], list(record.ranks_history), str(path))
     return [replace(record, folder=path.parent) for record in records]
 
 

@@ -187,6 +187,16 @@ class CounterSeries:
 
 
 @dataclass(frozen=True)
+class Membership:
+    """A part of a run that had one number of ranks: an entry of `ranks_history`."""
+
+    ranks: int  # the setting
+    workers: int  # at its start
+    sample: int  # of the run at which it began
+    checkpoint: int | None = None  # from which it went on; None: from the beginning
+
+
+@dataclass(frozen=True)
 class RankReport:
     """One rank's part in a run.
 
@@ -201,7 +211,9 @@ class RankReport:
     follow from: gradients of a worker's batch that each rank computes in a second, all at once.
     `batches` are those that a rule has chosen (steps done before, and from there on the batch of
     each rank), on the first worker; `usage` is that of the machine while the stopwatch ran, None
-    where it was not real. `node` is the name of its machine, and `counters` what it did until when.
+    where it was not real. `history` are the numbers of ranks that the run has had, and `begun_on`
+    is that by which the samples of a step count. `node` is the name of its machine, and `counters`
+    what it did until when.
     """
 
     rank: int
@@ -231,6 +243,8 @@ class RankReport:
     peak_memory_bytes: int | None = None
     node: str = ""
     counters: tuple[Counters, ...] = ()
+    history: tuple[Membership, ...] = ()
+    begun_on: int | None = None
 
 
 @dataclass(frozen=True)

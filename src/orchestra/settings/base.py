@@ -19,7 +19,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from types import GenericAlias, NoneType, UnionType
+from types import GenericAlias, MappingProxyType, NoneType, UnionType
 from typing import Any, Final, Literal, NamedTuple, Self, TypeVar, Union, get_args, get_origin
 
 from orchestra.errors import InputError, nearest
@@ -218,6 +218,10 @@ _HINTS: dict[type, dict[str, Any]] = {}
 
 #: In place of a default: the caller has to give this setting.
 REQUIRED: Final[Any] = dataclasses.MISSING
+
+#: Metadata of a field of a member, or of a dataclass in it: any worker could have kept the same, so
+#: that workers who come later get it. Or a function of the dataclass that tells whether that is so.
+COMMON: Final[Mapping[str, Any]] = MappingProxyType({"common": True})
 
 #: Of a run, servers included, and of nodes: 16 times as many as were ever simulated here.
 MAX_RANKS: Final = 2**14

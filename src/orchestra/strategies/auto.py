@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from orchestra import exchange
 from orchestra.errors import InputError
 from orchestra.settings import MAX_STEPS, setting
-from orchestra.settings.base import REQUIRED
+from orchestra.settings.base import COMMON, REQUIRED
 from orchestra.strategies.base import Phased, Roles, Strategy
 from orchestra.strategies.traits import Footprint, Rehearsal, Traits, WorkMode
 
@@ -115,8 +115,8 @@ class CandidateChoice:
 
     strategy: Auto
     worker: Worker
-    current: int = 0  # the candidate under way
-    steps: int = 0  # of the run so far
+    current: int = field(default=0, metadata=COMMON)  # the candidate under way
+    steps: int = field(default=0, metadata=COMMON)  # of the run so far
     walls: list[float] = field(default_factory=list)  # of own steps since the last decision
     own: list[float] = field(default_factory=list)  # without communication and waiting
     exchanges: list[float] = field(default_factory=list)  # of each candidate, as rehearsed last

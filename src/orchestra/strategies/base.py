@@ -116,11 +116,18 @@ class Strategy(Settings, ABC):
         What is under way between steps, such as connections and flows, begins with its `open`.
         """
 
-    def join(self, worker: Worker, saved: Mapping[str, Any] | None = None) -> Member[Any]:
+    def join(
+        self,
+        worker: Worker,
+        saved: Mapping[str, Any] | None = None,
+        common: Mapping[str, Any] | None = None,
+    ) -> Member[Any]:
         """Return this rank's end of the strategy, ready for a step. Collective.
 
         All begin with the parameters and buffers of the first rank. With `saved`, the state of this
         rank's member in a checkpoint, each goes on from the parameters and buffers that it has.
+        With `common`, the state of another rank's, all begin with that part of it which any member
+        could have kept.
 
         Raises:
             Mismatch: `saved` does not fit, on some rank. Nothing is open.
@@ -132,6 +139,8 @@ class Strategy(Settings, ABC):
         require_keepable(member)
         if saved is not None:
             restore_state(worker, member, saved)
+        elif common is not None:
+            restore_state(worker, member, optimizers.common_of(member, common))
         worker.reporter.expendable(is_expendable(self, worker.rank, worker.budget_ranks))
         member.open(fresh=saved is None)
         return member

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from orchestra import exchange
+from orchestra.settings.base import COMMON
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,11 +29,12 @@ class Fragment:
 
     first: int
     end: int
-    outer: OuterState
+    outer: OuterState = field(metadata=COMMON)
     samples: int = 0  # of this worker since the last average
     total: int = 0  # of all workers
-    averages: int = 0  # begun so far
-    anchor: Tensor | None = None  # the last average, for compression, if `outer` keeps no x_0
+    averages: int = field(default=0, metadata=COMMON)  # begun so far
+    # The last average, for compression, if `outer` keeps no x_0
+    anchor: Tensor | None = field(default=None, metadata=COMMON)
     travelling: Tensor | None = None  # an average in flight
     sent: Tensor | None = None  # the values of this worker in it, for CoCoD-SGD
     due: int = 0  # the step at which the average in flight is applied

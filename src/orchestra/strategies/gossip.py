@@ -10,6 +10,7 @@ from orchestra.compression.base import Compressor, Encoder
 from orchestra.errors import InputError
 from orchestra.parameter_server.placement import place
 from orchestra.settings import setting
+from orchestra.settings.base import COMMON
 from orchestra.strategies.base import Replicas, Roles, torch
 from orchestra.strategies.member import ReplicaMember
 from orchestra.strategies.traits import Footprint
@@ -113,7 +114,7 @@ class Gossip(Replicas):
 class DPSGDMember(ReplicaMember[Gossip]):
     """D-PSGD: a background flow mixes the parameters while the gradient is computed."""
 
-    step: int = 0  # steps done
+    step: int = field(default=0, metadata=COMMON)  # steps done
     mixed: Tensor = field(init=False)  # sum_j W_ij x_j, once `mixing` is done
     mixing: Task[Tensor] | None = field(init=False, default=None)
 
@@ -178,7 +179,7 @@ class ChocoMember(ReplicaMember[Gossip]):
     """CHOCO-SGD: neighbours send each other compressed differences after the optimizer's step."""
 
     copies: PublicCopies
-    step: int = 0  # steps done
+    step: int = field(default=0, metadata=COMMON)  # steps done
     codec: SliceCodec = field(init=False)
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from orchestra import exchange
 from orchestra.compression.base import Compressor
 from orchestra.errors import InputError
 from orchestra.settings import MAX_STEPS, setting
+from orchestra.settings.base import COMMON
 from orchestra.strategies.all_reduce import AllReduce, require_ring
 from orchestra.strategies.base import Replicas
 from orchestra.strategies.fragments import NEGLIGIBLE_WEIGHT, CompressedMean, Fragment, ReplicaMean
@@ -199,8 +200,8 @@ class LocalMember(ReplicaMember[LocalSGD]):
 
     fragments: list[Fragment]
     compression: CompressionState | None
-    steps: int = 0
-    epochs: int = 0  # complete passes over the data
+    steps: int = field(default=0, metadata=COMMON)
+    epochs: int = field(default=0, metadata=COMMON)  # complete passes over the data
     samples: int = 0  # of this worker since its buffers were last averaged
     mean: ReplicaMean = field(init=False)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from orchestra import exchange
 from orchestra.errors import InputError
 from orchestra.settings import MAX_SEED, setting
+from orchestra.settings.base import COMMON
 from orchestra.strategies.base import Replicas, Roles, torch
 from orchestra.strategies.member import ReplicaMember
 from orchestra.strategies.traits import Footprint, Traits, WorkMode
@@ -73,7 +74,7 @@ class PairwiseAveraging(Replicas):
 class PairwiseMember(ReplicaMember[PairwiseAveraging]):
     """A worker whose parameters are averaged with another one's while it computes gradients."""
 
-    step: int = 0  # steps done
+    step: int = field(default=0, metadata=COMMON)  # steps done
     pair: PairwiseAverage = field(init=False)
     # The choices of a partner, for each step of the topology's period
     partners: list[tuple[int, ...]] = field(init=False)

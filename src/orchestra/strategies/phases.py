@@ -39,14 +39,21 @@ Moments = Literal["kept", "averaged", "reset"]
 class Phases:
     """One rank's way through the phases of `strategy`; `member` is its end of the one under way.
 
-    Collective over all ranks. With `saved`, a `state` from a checkpoint, it goes on in that phase.
+    Collective over all ranks. With `saved`, a `state` from a checkpoint, it goes on in that phase;
+    where it is `moved`, the first worker's of a run on another number of ranks, all join the phase
+    anew.
 
     Raises:
         Mismatch: `saved` does not fit, on some rank. Nothing is open.
     """
 
     def __init__(
-        self, strategy: Strategy, worker: Worker, saved: Mapping[str, Any] | None = None
+        self,
+        strategy: Strategy,
+        worker: Worker,
+        saved: Mapping[str, Any] | None = None,
+        *,
+        moved: bool = False,
     ) -> None:
         self.worker = worker
         self._strategies = phases(strategy)
@@ -61,9 +68,10 @@ class Phases:
         if saved is None:
             self._watch_from(worker.measures.switched_at_step or 0)
         else:
-            self._restore(saved)
+            self._restore(saved, moved=moved)
         kept = None if saved is None else saved["member"]
-        self.member: Member[Any] = self._under_way.join(worker, kept)
+        states = (None, kept) if moved else (kept, None)
+        self.member: Member[Any] = self._under_way.join(worker, *states)
         self._begin_reports()
 
     @property
@@ -82,7 +90,7 @@ class Phases:
             "member": state_of(self.member),
         }
 
-    def _restore(self, saved: Mapping[str, Any]) -> None:
+    def _restore(self, saved: Mapping[str, Any], *, moved: bool) -> None:
         worker = self.worker
         exchange.require_fit(worker, {"phase": 0, "watches": {}, "member": {}}, saved)
         number = saved["phase"]
@@ -99,9 +107,17 @@ class Phases:
         for name, watch in watches.items():
             optimizers.restore(watch, saved["watches"][name])
         if self._choice is not None:
-            restore_state(worker, self._choice, saved["choice"])
+            choice = saved["choice"]
+            # Other ranks have other speeds: the candidates are measured anew.
+            choice = optimizers.common_of(self._choice, choice) if moved else choice
+            restore_state(worker, self._choice, choice)
 
     # What is under way
+
+    @property
+    def number(self) -> int:
+        """The number of the phase under way, from 0."""
+        return self._phase
 
     @property
     def _under_way(self) -> Strategy:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from orchestra import exchange, topologies
 from orchestra.errors import InputError
 from orchestra.settings import MAX_SEED, MAX_STEPS, setting
+from orchestra.settings.base import COMMON
 from orchestra.strategies.base import Replicas, Roles, torch
 from orchestra.strategies.member import ReplicaMember
 from orchestra.strategies.traits import Dealing, Footprint, Traits, WorkMode
@@ -152,7 +153,7 @@ class PushMember(ReplicaMember[StochasticGradientPush]):
     """
 
     mass: Tensor
-    step: int = 0
+    step: int = field(default=0, metadata=COMMON)
 
     @property
     def x(self) -> Tensor:
@@ -270,7 +271,7 @@ class BackgroundPush(PushMember):
     `leaving` are the messages that it sends, each with the step in which it began to.
     """
 
-    exchanges: int = 0  # begun so far
+    exchanges: int = field(default=0, metadata=COMMON)  # begun so far
     leaving: list[tuple[int, Task[Tensor]]] = field(init=False, default_factory=list)
 
     def send_shares(self, shares: Mapping[int, float], kept: float) -> None:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from orchestra.records.report import Membership
 from orchestra.settings.base import REQUIRED, from_plain, setting
 
 MANIFEST = "manifest.json"
@@ -27,16 +28,6 @@ class DamagedCheckpoint(Exception):
 
 
 @dataclass(frozen=True)
-class Span:
-    """A part of a run that had one number of ranks."""
-
-    ranks: int  # the setting
-    workers: int  # at its start
-    sample: int  # of the run at which it began
-    checkpoint: int | None = None  # from which it went on; None: from the beginning
-
-
-@dataclass(frozen=True)
 class Manifest:
     """What a checkpoint holds: whose files, how the model lies over them, how far the run was."""
 
@@ -44,11 +35,18 @@ class Manifest:
     members: tuple[str, ...] = ()  # the role of each rank: "worker", "server", "worker and server"
     layout: dict[str, str] = field(default_factory=dict)  # parameters, optimizer, replicas
     consumed: int = setting(0, "samples of all workers", low=0)
-    steps: int = setting(0, "gradients of the first worker", low=0)
     budget: int = setting(0, "samples of the whole run", low=0)
     global_batch: int = setting(0, "samples in a step of all workers", low=0)
-    history: tuple[Span, ...] = ()  # the last one is of the ranks that wrote the checkpoint
+    snapshots: int = setting(0, "that are due over the whole run", low=0)
+    phase: int = setting(0, "of the strategy, from 0", low=0)
+    begun_on: int = setting(0, "ranks by which the samples of a step count", low=0)
+    history: tuple[Membership, ...] = ()  # the last one is of the ranks that wrote the checkpoint
     files: dict[str, str] = field(default_factory=dict)  # each rank's file -> SHA-256
+
+    @property
+    def first_worker(self) -> int:
+        """The first rank with data."""
+        return next(r for r, role in enumerate(self.members) if role.startswith("worker"))
 
     @property
     def ranks(self) -> int:

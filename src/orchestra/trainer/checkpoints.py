@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 
 from orchestra import exchange
 from orchestra.collectives import all_reduce, broadcast, receive_object, send_object
-from orchestra.errors import PeerLost, RunFailed
+from orchestra.errors import InputError, PeerLost, RunFailed
 from orchestra.optimizers.state import capture, random_state, restore, restore_random_state
 from orchestra.settings.base import Mismatch, to_plain
 from orchestra.strategies.base import Strategy
@@ -63,7 +64,7 @@ Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Attempt:
+class RunAttempt:
     """An attempt at a run, which writes checkpoints into `folder`.
 
     What it has not completed lies in a folder of its own. The next attempt removes that. So an
@@ -75,13 +76,13 @@ class Attempt:
     number: int
 
     @staticmethod
-    def begin(folder: Path) -> Attempt:
+    def begin(folder: Path) -> RunAttempt:
         """Begin the next attempt. Called by one rank, before it looks for checkpoints."""
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             number = 1 + max(_numbers_of(folder), default=0)
             while True:
-                attempt = Attempt(folder, number)
+                attempt = RunAttempt(folder, number)
                 try:
                     attempt.place.mkdir()
                     break
@@ -139,14 +140,20 @@ def _numbers_of(folder: Path) -> Iterator[int]:
             yield read_manifest(folder, index).generation
 
 
-def write_rank(attempt: Attempt, index: int, rank: int, state: Any) -> str:
+def write_rank(attempt: RunAttempt, index: int, rank: int, state: Any) -> str:
     """Write one rank's `state` (as `capture` gives it); return the file's SHA-256, in hex."""
     tensors: dict[str, Tensor] = {}
+    known: dict[int, list[tuple[str, Tensor]]] = {}  # by storage
 
-    def put(place: str, tensor: Tensor) -> str:
+    def put(place: str, tensor: Tensor) -> Any:
         assert place not in tensors, f"two tensors of a checkpoint are called {place}"
+        there = known.setdefault(tensor.untyped_storage().data_ptr(), [])
+        for name, other in there:
+            if (first := _place_in(other, tensor)) is not None:
+                return [name, first, *tensor.shape]
+        there.append((place, tensor))
         # safetensors refuses tensors that share memory, as views of the flat vector do.
-        tensors[place] = tensor.clone()
+        tensors[place] = tensor.cpu().contiguous().clone()
         return place
 
     tree = json.dumps(pack(state, put))
@@ -157,7 +164,16 @@ def write_rank(attempt: Attempt, index: int, rank: int, state: Any) -> str:
         return digest(path)
 
 
-def commit(attempt: Attempt, index: int, manifest: Manifest) -> None:
+def _place_in(other: Tensor, tensor: Tensor) -> int | None:
+    """Return the element of `other`, on the same storage, at which `tensor` begins; None if it
+    has others."""
+    first = int(tensor.storage_offset()) - int(other.storage_offset())
+    inside = tensor.numel() > 0 and first >= 0 and first + tensor.numel() <= other.numel()
+    whole = tensor.is_contiguous() and other.is_contiguous() and tensor.dtype == other.dtype
+    return first if inside and whole else None
+
+
+def commit(attempt: RunAttempt, index: int, manifest: Manifest) -> None:
     """Make checkpoint `index` count once all ranks have written; keep it and the one before it."""
     folder, pending = attempt.folder, attempt.make(index)
     final, path = folder / pending.name, pending / MANIFEST
@@ -239,23 +255,30 @@ class SnapshotFiles:
         unnamed.rename(place / self._name(sha))
         return sha
 
-    def read(self, parts: list[dict[str, Any]], index: int) -> None:
-        """Undo `write`. A snapshot is lost where the file of one of its `parts` is not whole."""
+    def read(self, members: Mapping[int, list[dict[str, Any]]], index: int) -> None:
+        """Undo `write`, of the parts of `members`, by rank. A snapshot is lost where the file of
+        one of its parts is not whole."""
         self._written, self.lost = {}, set()
-        for part in parts:
-            sha = part.pop("sha256")
-            path = self._folder / f"{index:04d}" / self._name(sha)
-            with contextlib.suppress(OSError):
-                if digest(path) == sha:
-                    part["values"] = load_file(path)["values"]
-                    self._written[part["values"]] = sha
-                    continue
-            part["values"] = torch.empty(0)  # the part stays, so that its index is checked
-            self.lost.add(part["index"])
-            self._notice(f"a snapshot is left out of the curve: {path} is missing or damaged")
+        for rank, parts in members.items():
+            for part in parts:
+                sha = part.pop("sha256")
+                path = self._folder / f"{index:04d}" / _snapshot_file(rank, sha)
+                with contextlib.suppress(OSError):
+                    if digest(path) == sha:
+                        part["values"] = load_file(path)["values"]
+                        if rank == self._rank:
+                            self._written[part["values"]] = sha
+                        continue
+                part["values"] = torch.empty(0)  # the part stays, so that its index is checked
+                self.lost.add(part["index"])
+                self._notice(f"a snapshot is left out of the curve: {path} is missing or damaged")
 
     def _name(self, sha: str) -> str:
-        return f"rank-{self._rank}-{sha}.safetensors"
+        return _snapshot_file(self._rank, sha)
+
+
+def _snapshot_file(rank: int, sha: str) -> str:
+    return f"rank-{rank}-{sha}.safetensors"
 
 
 class CollectiveCheckpoints:
@@ -265,35 +288,42 @@ class CollectiveCheckpoints:
         self.index = 0
         self._worker = worker
         self._folder = folder
-        self._attempt: Attempt | None = None
+        self._attempt: RunAttempt | None = None
         self._ranks = range(worker.runtime.ranks)
         self._snapshots = SnapshotFiles(folder, worker.rank, worker.reporter.notice)
 
-    def newest(self, leader: int, read: Callable[[Any], S], below: int | None = None) -> S | None:
-        """Collective: return what `read` makes of this rank's state in the newest checkpoint that
-        is whole and fits the run, or None.
+    def newest(
+        self, leader: int, read: Callable[[int, Manifest], S], below: int | None = None
+    ) -> S | None:
+        """Collective: return what `read` makes of the newest checkpoint that is whole and fits the
+        run, or None.
 
-        The leader looks for whole ones, with a number below `below` if given. `read` raises an
-        exception for a state that does not fit this rank.
+        The leader looks for whole ones, with a number below `below` if given. `read` is given its
+        number and manifest, and raises an exception if it does not fit this rank.
+
+        Raises:
+            InputError: it is of another number of ranks, and does not fit. To begin anew would lose
+                it.
         """
         worker, attempt = self._worker, 0
         found: Iterator[int] = iter(())
         if worker.rank == leader:
             if self._attempt is None:
-                self._attempt = Attempt.begin(self._folder)
+                self._attempt = RunAttempt.begin(self._folder)
             found, attempt = self._whole(below), self._attempt.number
         while True:
             # Both numbers in one, so that ranks agree on them by one message.
             chosen = torch.tensor([attempt << 32 | next(found, 0)])
             broadcast(worker.transport, chosen, leader, worker.everyone, Tag.CHECKPOINT)
             attempt, index = divmod(int(chosen), 1 << 32)
-            self._attempt = Attempt(self._folder, attempt)
+            self._attempt = RunAttempt(self._folder, attempt)
             if not index:
                 return None
             saved = self._fitting(index, read)
             if not exchange.wait_for_everyone(worker, int(saved is None)):
                 self.index = index
                 return saved
+            self.require_own(index)
 
     def without_lost(self, parts: list[Contribution]) -> list[Contribution]:
         """Collective, after `newest`: return the `parts` of snapshots of which no rank lost a part.
@@ -312,16 +342,43 @@ class CollectiveCheckpoints:
             why = f"it cannot be read ({type(error).__name__}: {why})"
         self._worker.reporter.notice(f"checkpoint refused: {path}: {why}")
 
-    def _fitting(self, index: int, read: Callable[[Any], S]) -> S | None:
-        """Return this rank's state in checkpoint `index`; None, with a notice, if unfit."""
+    def own(self, index: int) -> dict[str, Any]:
+        """Return this rank's state in checkpoint `index`, which its ranks have written.
+
+        Raises:
+            DamagedCheckpoint: its file is of another rank or checkpoint.
+        """
         own = self._worker.rank
+        saved: dict[str, Any] = read_rank(self._folder, index, own)
+        place = saved.pop("rank"), saved.pop("checkpoint")
+        if place != (own, index):
+            raise DamagedCheckpoint(f"it is of rank {place[0]}, checkpoint {place[1]}")
+        self.read_snapshots({own: saved.get("snapshots", [])}, index)
+        return saved
+
+    def read_snapshots(self, members: Mapping[int, list[dict[str, Any]]], index: int) -> None:
+        """Read the values of contributions to snapshots, which `members` gave, by rank."""
+        self._snapshots.read(members, index)
+
+    def require_own(self, index: int) -> None:
+        """Raise `InputError` where checkpoint `index`, which does not fit, is of another number of
+        ranks: to begin anew would lose it."""
         try:
-            saved = read_rank(self._folder, index, own)
-            place = saved.pop("rank"), saved.pop("checkpoint")
-            if place != (own, index):
-                raise DamagedCheckpoint(f"it is of rank {place[0]}, checkpoint {place[1]}")
-            self._snapshots.read(saved.get("snapshots", []), index)
-            return read(saved)
+            written_by = read_manifest(self._folder, index).ranks
+        except DamagedCheckpoint:
+            return
+        if written_by != (ranks := self._worker.budget_ranks):
+            raise InputError(
+                f"{self._folder}: checkpoint {index} is of {written_by} ranks, and does not fit "
+                f"{ranks}: set ranks to {written_by} to go on from it"
+            )
+
+    def _fitting(self, index: int, read: Callable[[int, Manifest], S]) -> S | None:
+        """Return what `read` makes of checkpoint `index`; None, with a notice, if it is unfit."""
+        try:
+            return read(index, read_manifest(self._folder, index))
+        except InputError:
+            raise
         except Exception as error:  # anything may be in a file that something else has written
             self.refuse(index, error)
             return None
@@ -361,7 +418,7 @@ class CollectiveCheckpoints:
                 yield index
 
     def _commit(
-        self, attempt: Attempt, index: int, digest: str | None, manifest: Manifest, leader: int
+        self, attempt: RunAttempt, index: int, digest: str | None, manifest: Manifest, leader: int
     ) -> bool:
         """Return whether checkpoint `index` counts, as the leader decides; all wait for that."""
         transport = self._worker.transport
@@ -396,15 +453,18 @@ def rank_state(phases: Phases, parameters: Any) -> dict[str, Any]:
     }
 
 
-def resume(worker: Worker, strategy: Strategy, saved: Mapping[str, Any]) -> Phases:
-    """Collective: put back a `rank_state`, but for the parameters; return the phases."""
+def resume(
+    worker: Worker, strategy: Strategy, saved: Mapping[str, Any], *, moved: bool = False
+) -> Phases:
+    """Collective: put back a `rank_state`, but for the parameters; return the phases. `moved`: it
+    is of a run on another number of ranks, and made for this rank."""
     for name, buffer in worker.buffers:
         if name in saved["buffers"]:
             restore(buffer, saved["buffers"][name])
     # An average that is still on its way is applied at the rates of the last step, and a run that
     # resumes at the end of its budget has no step any more.
     worker.step.rates = tuple(saved["rates"])
-    phases = Phases(strategy, worker, saved["strategy"])
+    phases = Phases(strategy, worker, saved["strategy"], moved=moved)
     # After `resume`, as a strategy that starts a phase may scale the rates, too.
     worker.rate_scale = saved["rate_scale"]
     restore_random_state(saved["random"])
@@ -447,11 +507,11 @@ def parameters_hash(module: nn.Module) -> str:
     return sha.hexdigest()
 
 
-def pack(value: Any, put: Callable[[str, Tensor], str], place: str = "") -> Any:
+def pack(value: Any, put: Callable[[str, Tensor], Any], place: str = "") -> Any:
     """Return `value`, of nested dicts and sequences, as JSON data: a key in place of each tensor.
-    `put`: keeps a contiguous tensor on the CPU, from a place ("/moments/0"); returns its key."""
+    `put`: keeps a tensor, from a place ("/moments/0"); returns its key."""
     if isinstance(value, Tensor):
-        return {TENSOR: put(place, value.detach().cpu().contiguous())}
+        return {TENSOR: put(place, value.detach())}
     if isinstance(value, dict):
         return {key: pack(item, put, f"{place}/{key}") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -460,20 +520,44 @@ def pack(value: Any, put: Callable[[str, Tensor], str], place: str = "") -> Any:
 
 
 def unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Undo `pack`: return the value with its tensors; equal keys give the same tensor object."""
+    """Undo `pack`: return the value with its tensors; equal keys give the same memory."""
     if isinstance(tree, dict):
         if TENSOR in tree:
-            return tensors[tree[TENSOR]]
+            key = tree[TENSOR]
+            if isinstance(key, str):
+                return tensors[key]
+            place, first, *shape = key  # a part of another one
+            return tensors[place].view(-1)[first : first + math.prod(shape)].view(shape)
         return {key: unpack(item, tensors) for key, item in tree.items()}
     if isinstance(tree, list):
         return [unpack(item, tensors) for item in tree]
     return tree
 
 
+class Unpacked(Mapping[str, Any]):
+    """A dict of `pack` whose items are unpacked when they are asked for."""
+
+    def __init__(self, tree: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        self._tree, self._tensors = tree, tensors
+
+    def __getitem__(self, key: str) -> Any:
+        item = self._tree[key]
+        if isinstance(item, dict) and TENSOR not in item:
+            return Unpacked(item, self._tensors)
+        return unpack(item, self._tensors)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tree)
+
+    def __len__(self) -> int:
+        return len(self._tree)
+
+
 def by_content(value: Any, tensors: Tensors) -> Any:
     """Return `value` as JSON data; its tensors go into `tensors`, those of equal content once."""
 
     def put(_: str, tensor: Tensor) -> str:
+        tensor = tensor.cpu().contiguous()
         sha = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
         if sha.hexdigest() not in tensors:

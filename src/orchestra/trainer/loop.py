@@ -42,17 +42,26 @@ class Position:
 
 
 def plan_of_roles(
-    training: Training, start: int, budget: int, shares: Shares, measured: Shares | None = None
+    training: Training,
+    start: int,
+    budget: int,
+    shares: Shares,
+    measured: Shares | None = None,
+    *,
+    begun_on: int | None = None,
 ) -> DataPlan:
     """Return the plan of samples `start` to `budget`, for ranks that have these `shares` of a step.
-    `measured` are the ranks' speeds, where workers that step together get parts by them."""
-    weights = training.weighted(shares, measured)
-    return plan_of(min(start, budget), budget, training.global_batch(shares), weights)
+    `measured` are the ranks' speeds, where workers that step together get parts by them; `begun_on`
+    is the number of ranks by which the run counts the samples of a step."""
+    weights, batch = training.weighted(shares, measured), training.global_batch(shares, begun_on)
+    return plan_of(min(start, budget), budget, batch, weights)
 
 
-def queue_of(training: Training, budget: int, start: int, shares: Shares) -> BatchQueue:
+def queue_of(
+    training: Training, budget: int, begun_on: int | None, start: int, shares: Shares
+) -> BatchQueue:
     """Return a queue of the same samples; batches are as large as in a step of the plan."""
-    plan = plan_of_roles(training, start, budget, shares)
+    plan = plan_of_roles(training, start, budget, shares, begun_on=begun_on)
     counts = apportion(plan.global_batch, plan.shares)
     sizes = tuple((rank, count) for rank, count in enumerate(counts) if count)
     every = training.checkpoint_every
@@ -88,6 +97,7 @@ class Loop(ABC):
     training: Training
     epoch_samples: int
     budget: int  # samples of the whole run
+    begun_on: int  # the ranks by which the samples of a step count
     position: Position
     recorder: Recorder
     trace: Trace
@@ -118,8 +128,9 @@ class Loop(ABC):
         # updates that are made one by one.
         measured = (self.shares or None) if together else None
         plan = plan_of_roles(
-            self.training, position.plan_start, self.budget, roles.shares, measured
-        )
+            self.training, position.plan_start, self.budget, roles.shares, measured,
+            begun_on=self.begun_on,
+        )  # fmt: skip
         policies: list[Callable[[], Rest | None]]
         policies = [functools.partial(phases.after_step, may_stop=True)]
         if self.balancer is not None and together:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,32 +18,43 @@ from orchestra.data.feed import Samples, open_samples, open_shard
 from orchestra.errors import InputError, RunFailed
 from orchestra.exchange import start_together
 from orchestra.optimizers.state import (
+    random_state,
     require_alike,
     restore,
     restore_random_state,
     undisturbed,
 )
 from orchestra.records.exports import Scalars, write_curve_events
-from orchestra.records.report import LeaderReport, Point, RankReport
+from orchestra.records.report import LeaderReport, Membership, Point, RankReport
 from orchestra.settings.base import REQUIRED, Mismatch, from_plain, setting
-from orchestra.strategies.base import ModelPart, Roles, Strategy
+from orchestra.strategies.base import ModelPart, Roles, Strategy, roles_of
 from orchestra.strategies.phases import Phases
 from orchestra.strategies.switch import phases
 from orchestra.strategies.traits import Partition
 from orchestra.tasks.task import Task, evaluate, load_task
 from orchestra.trainer import checkpoints, curve, setup
 from orchestra.trainer.balancing import Balancer, BalanceState
-from orchestra.trainer.checkpoint_files import Manifest, Span
+from orchestra.trainer.checkpoint_files import Manifest
 from orchestra.trainer.loop import NONFINITE, Loop, Position, queue_of
-from orchestra.trainer.recorder import Order, Recorder, Recording, Repeating, Totals, write_order
-from orchestra.trainer.settings import Run
+from orchestra.trainer.members import Members, handed_over
+from orchestra.trainer.membership import refusal_of
+from orchestra.trainer.recorder import (
+    Order,
+    Recorder,
+    Recording,
+    Repeating,
+    Totals,
+    keep_first,
+    write_order,
+)
+from orchestra.trainer.settings import Run, evenly_due
 from orchestra.trainer.setup import in_files, kept_bytes, sizes_of
 from orchestra.trainer.trace import Trace
 from orchestra.worker.batches import Batch, to_device
 from orchestra.worker.interception import intercepted
 from orchestra.worker.layout import FlatModel, Share
 from orchestra.worker.runtime import Runtime
-from orchestra.worker.snapshots import Contribution, buffers_vector
+from orchestra.worker.snapshots import Contribution, ModelRange, buffers_vector
 from orchestra.worker.worker import Measures, Worker
 
 
@@ -83,6 +96,8 @@ class Saved:
     shares: tuple[float, ...]
     rate_scale: float = setting(REQUIRED, "of the learning rates", low=0, high=1e9)
     balance: BalanceState | None = None
+    handed: Any = None  # for another number of ranks; see `handed_over`
+    moments: Any = None  # by parameter, where the checkpoint is of another number of ranks
 
 
 def _role(rank: int, roles: Roles) -> str:
@@ -126,27 +141,42 @@ class Session(Loop):
         self.held: ModelPart | Share | None = None  # of the model; None: all of it
         self._begin_anew()
         self._passed("task")
-        self.phases = self._start()
+        try:
+            self.phases = self._start()
+        except Exception:
+            self.close()
+            raise
         self._passed("group")
         self.scalars: Scalars | None = None
         if training.tensorboard:
             self.scalars = Scalars(folder, f"rank-{runtime.rank}", first=self.position.steps + 1)
         path = None if self.shared else folder / f"steps-rank-{runtime.rank}.jsonl"
-        self.recorder = Recorder(self.worker, path, self.totals, self.position.steps, self.scalars)
+        before = self.history[-2:-1]
+        newcomer = bool(before) and runtime.rank >= before[0].ranks
+        self.recorder = Recorder(
+            self.worker, path, self.totals, self.position.steps, self.scalars, newcomer=newcomer
+        )
         self.worker.observe = self.recorder.observe
 
     def _begin_anew(self) -> None:
         """Make what a run begins with, which nothing of an earlier attempt has touched."""
         self.worker = self._make_worker()
         self.worker.set_workers(self.roles.workers)
-        if self.training.work == "shared":
-            self.worker.queue_of = functools.partial(queue_of, self.training, self.budget)
         self.position, self.totals = Position(), Totals()
-        self.history = (Span(self.training.ranks, len(self.roles.workers), 0),)
+        self.begun_on = self.training.ranks
+        first = Membership(self.training.ranks, len(self.roles.workers), 0)
+        self.history: tuple[Membership, ...] = (first,)
+        self._deal_out()
         folder = self.folder / "checkpoints"
         self.checkpoints = checkpoints.CollectiveCheckpoints(self.worker, folder)
         if self.run.balancing is not None:
             self.balancer = Balancer(self.run.balancing, self.worker)
+
+    def _deal_out(self) -> None:
+        """Let workers that go at their own pace take batches of the run's budget."""
+        if self.training.work == "shared":
+            given = self.training, self.budget, self.begun_on
+            self.worker.queue_of = functools.partial(queue_of, *given)
 
     def _intercepted(self, repeats: Order | None) -> Runtime:
         """Return the engine's runtime with whoever records, repeats or traces this run."""
@@ -304,6 +334,8 @@ class Session(Loop):
             batches=self.balancer.state.changes if self.balancer and first else [],
             node=self.runtime.node,
             counters=tuple(self.recorder.series.points),
+            history=self.history,
+            begun_on=self.begun_on,
             speeds=self.speeds,
         )
 
@@ -324,6 +356,9 @@ class Session(Loop):
         module = self._build(setup.device_of(training, runtime))
         self._check_target(module)
         self.held = self._place(module)
+        self.ranges: Sequence[ModelRange] = ()  # of a stage, in the whole model
+        if isinstance(self.held, ModelPart):
+            self.ranges = setup.stage_ranges(self.held, module)
         worker = setup.make_worker(runtime, run, self.task, module, self.held, self.budget)
         runtime.seed(run.seed * runtime.ranks + runtime.rank + 1)
         self.samples = open_samples(self.task.train, run.seed, self.task.collate)
@@ -394,6 +429,7 @@ class Session(Loop):
             except Mismatch as mismatch:  # on every rank
                 if str(mismatch):
                     self.checkpoints.refuse(below, mismatch)
+                self.checkpoints.require_own(below)
                 self._begin_anew()
                 continue
             except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -402,16 +438,25 @@ class Session(Loop):
                     "its folder to go on from the checkpoint before it"
                 ) from error
             if self.runtime.rank == self.roles.workers[0]:
-                self.runtime.reporter.notice(
-                    f"resumed from checkpoint {below}, step {self.position.steps}"
-                )
+                ranks, text = self.training.ranks, f", step {self.position.steps}"
+                if saved.moments is not None:
+                    text = f" of {self.history[-2].ranks} ranks, on {ranks}{text}"
+                self.runtime.reporter.notice(f"resumed from checkpoint {below}{text}")
             return phases
         return Phases(self.strategy, self.worker)
 
-    def _read_saved(self, saved: Any) -> Saved:
-        """Return a checkpoint's state of this rank; raise an exception if it does not fit the run.
-        The strategy's state is not looked at."""
+    def _read_saved(self, index: int, manifest: Manifest) -> Saved:
+        """Return the state of this rank in checkpoint `index`; raise an exception if it does not
+        fit the run. The strategy's state is not looked at."""
         worker = self.worker
+        self.budget, self.begun_on = manifest.budget, manifest.begun_on
+        self.history = manifest.history
+        worker.snapshots.due = tuple(evenly_due(self.budget, manifest.snapshots))
+        self._deal_out()
+        if manifest.ranks == self.training.ranks:
+            saved = self.checkpoints.own(index)
+        else:
+            saved = self._taken_over(index, manifest)
         found: Saved = from_plain(Saved, saved)
         require_alike(worker.parameters, found.parameters, "parameters")
         require_alike(dict(worker.buffers), found.buffers, "buffers")
@@ -428,6 +473,49 @@ class Session(Loop):
             restore_random_state(found.random)
         return found
 
+    def _taken_over(self, index: int, manifest: Manifest) -> dict[str, Any]:
+        """Return the state from which this rank goes on in a run of another number of ranks."""
+        worker, runtime = self.worker, self.runtime
+        if (why := refusal_of(self.run, manifest)) is not None:
+            raise InputError(why)
+        members = Members(self.folder / "checkpoints", index, manifest)
+        strategy = list(phases(self.strategy))[manifest.phase]
+        roles = roles_of(strategy, self.training.ranks)
+        assigned = members.assigned(runtime.rank, runtime.ranks)
+        parts = {rank: members.files[rank].unpacked("snapshots") for rank in assigned}
+        self.checkpoints.read_snapshots(parts, index)
+        for rank in assigned:
+            if rank >= runtime.ranks:  # nobody goes on with its record
+                steps = members.files[rank].tree["position"]["steps"]
+                keep_first(self.folder / f"steps-rank-{rank}.jsonl", steps)
+        named, elementwise = worker.named_parameters(), worker.optimizer.elementwise
+        parameters, tree = torch.zeros_like(worker.parameters), members.first.tree
+        members.fill(parameters, self._ranges())
+        # A stream of its own, which has not been used before.
+        text = f"{self.run.seed} {runtime.ranks} {runtime.rank} {manifest.consumed}"
+        runtime.seed(random.Random(text).getrandbits(62))
+        workers = len(roles.workers)
+        self.history += (Membership(self.training.ranks, workers, manifest.consumed, index),)
+        return {
+            "parameters": parameters,
+            "buffers": members.buffers(worker.buffers),
+            "strategy": members.state(),
+            "random": random_state(),
+            **members.figures(runtime.rank, roles),
+            "snapshots": [part for own in parts.values() for part in own],
+            "rates": tree["rates"],
+            "rate_scale": tree["rate_scale"],
+            "shares": [],
+            "moments": members.moments(named, elementwise=elementwise),
+        }
+
+    def _ranges(self) -> Sequence[ModelRange]:
+        """Return where the parameters of this rank lie in those of the whole model."""
+        if self.ranges:
+            return self.ranges
+        places = self.worker.snapshots.places
+        return places["parameters"] if places else [ModelRange(0, self.worker.layout.size, 0)]
+
     def _resume(self, saved: Saved) -> Phases:
         """Collective: go on from this rank's state in a checkpoint; return the phases."""
         worker = self.worker
@@ -438,16 +526,21 @@ class Session(Loop):
         if self.balancer is not None and saved.balance is not None:
             self.balancer.state = saved.balance
         worker.step.consumed = saved.position.consumed
-        self.phases = checkpoints.resume(worker, self.strategy, vars(saved))
+        moved = saved.moments is not None
+        worker.inherited = saved.moments if moved else {}
+        self.phases = checkpoints.resume(worker, self.strategy, vars(saved), moved=moved)
+        worker.inherited = {}
         self.order.first_step, self.shares = saved.position.steps, saved.shares
         return self.phases
 
     def _write_checkpoint(self) -> None:
         if self.shared is None:
             # A run of shapes has nothing to write.
-            leader = self.phases.roles.leader
             self._check_parameters()
-            self.checkpoints.take(self.checkpoint_state(), self._manifest(), leader)
+            handed = handed_over(self.phases, in_parts=self.in_parts)
+            # Last, as its tensors are those of the state: they are written once.
+            state = {**self.checkpoint_state(), "handed": handed}
+            self.checkpoints.take(state, self._manifest(), self.phases.roles.leader)
 
     def _check_parameters(self) -> None:
         """Refuse to write parameters from which every resumed run would fail at once."""
@@ -460,7 +553,6 @@ class Session(Loop):
     def _manifest(self) -> Manifest:
         """Return the manifest of a checkpoint that is taken now, without its files."""
         roles, traits = self.phases.roles, self.phases.traits
-        position = self.position
         return Manifest(
             generation=0,
             members=tuple(_role(rank, roles) for rank in range(self.runtime.ranks)),
@@ -469,10 +561,12 @@ class Session(Loop):
                 "optimizer": traits.optimizer.name.lower(),
                 "replicas": "equal" if traits.lockstep else "different",
             },
-            consumed=position.consumed,
-            steps=position.steps,
+            consumed=self.position.consumed,
             budget=self.budget,
             global_batch=self._feed.plan.global_batch,
+            snapshots=len(self.worker.snapshots.due),
+            phase=self.phases.number,
+            begun_on=self.begun_on,
             history=self.history,
         )
 

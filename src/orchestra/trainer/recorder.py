@@ -67,8 +67,9 @@ class Recorder:
     """JSON lines of one rank's steps, in the file `path`; without one, sums over the run alone.
 
     The main figures of each step go to `scalars`, too, if given. `steps` were done before the run
-    was resumed. The stopwatch runs between `resume` and `pause`: set-up, checkpoints and evaluation
-    are not measured. `series` has counters to compare ranks by, since the run began or resumed.
+    was resumed; not by this rank where it is a `newcomer`. The stopwatch runs between `resume` and
+    `pause`: set-up, checkpoints and evaluation are not measured. `series` has counters to compare
+    ranks by, since the run began or resumed.
     """
 
     def __init__(
@@ -78,6 +79,8 @@ class Recorder:
         totals: Totals,
         steps: int = 0,
         scalars: Scalars | None = None,
+        *,
+        newcomer: bool = False,
     ) -> None:
         self.totals = totals
         self._worker = worker
@@ -91,7 +94,7 @@ class Recorder:
         self._steps = steps
         self._reading = self._read_last = 0.0  # seconds
         self._decided = 0  # decisions that are written down
-        if path is not None and not _keep_first(path, steps) and totals.samples:
+        if path is not None and not keep_first(path, steps) and totals.samples and not newcomer:
             worker.runtime.reporter.notice(
                 f"{path}: the steps before the checkpoint are missing; records begin at step "
                 f"{steps + 1}"
@@ -224,7 +227,7 @@ class Recorder:
         self._flushed_at = self._worker.transport.now()
 
 
-def _keep_first(path: Path, steps: int) -> list[bytes]:
+def keep_first(path: Path, steps: int) -> list[bytes]:
     """Drop what a run wrote after the checkpoint that it resumes from, and any damaged line; return
     the lines that are kept."""
     lines, kept = [], []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from fractions import Fraction
 from typing import Literal, Self, TypeAlias
 
 from orchestra.data import Sharding
@@ -221,10 +222,14 @@ class Training(Settings):
             if getattr(self, tracker):
                 require_tracker(tracker)
 
-    def global_batch(self, shares: Sequence[float]) -> int:
-        """Return the samples of a full step of all workers, whose roles have these `shares`."""
+    def global_batch(self, shares: Sequence[float], begun_on: int | None = None) -> int:
+        """Return the samples of a full step of all workers, whose roles have these `shares`.
+
+        They stay as they were where the run has `begun_on` another number of ranks.
+        """
         batches = self.ranks if self.equal == "global_batch" else sum(shares)
-        return round(self.batch_size * batches)
+        more = 1 if begun_on in (None, self.ranks) else Fraction(begun_on or 1, self.ranks)
+        return round(self.batch_size * batches * more)
 
     def weighted(
         self, shares: tuple[float, ...], measured: tuple[float, ...] | None = None
@@ -255,7 +260,7 @@ class Training(Settings):
             room = int(_SNAPSHOT_BYTES / (self.ranks * model_bytes))
             # By ranks and model alone, so that compared strategies have equally many.
             number = min(number, max(SNAPSHOTS, room))
-        return [budget * (k + 1) // number for k in range(number)]
+        return evenly_due(budget, number)
 
     def with_setting(self, name: str, value: object) -> Self:
         """Return a copy with `name` replaced; `steps` displaces `epochs`, and the reverse."""
@@ -336,6 +341,11 @@ class Run(Settings):
                 f"{self.strategy!r}: decides by losses or gradients, which a run of shapes does "
                 "not have: name a rule that goes by steps, rates or seconds, or set tensors to real"
             )
+
+
+def evenly_due(budget: int, number: int) -> list[int]:
+    """Return the samples after which each of `number` snapshots is due, evenly over `budget`."""
+    return [budget * (k + 1) // number for k in range(number)]
 
 
 def target_times(curve: Sequence[Point], target: Target | None) -> dict[str, float | None]:

@@ -242,6 +242,12 @@ def _places_of(part: ModelPart, whole: nn.Module) -> Places:
     }
 
 
+def stage_ranges(part: ModelPart, whole: nn.Module) -> Sequence[ModelRange]:
+    """Return where the parameters of `part` lie in those of the `whole` model."""
+    slots = _slots(part.module)
+    return _places(slots, _slots(whole), frozenset(slots))
+
+
 def _slots(module: nn.Module) -> Extents:
     """Return the first element and end of each trainable parameter, with the gap behind it."""
     layout = Layout.of_module(module)

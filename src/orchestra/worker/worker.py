@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, SupportsFloat
 
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from orchestra.collectives import Group
 from orchestra.coordinator.batches import BatchQueue, QueuedWork
 from orchestra.errors import InputError
-from orchestra.optimizers.spec import Moments, OptimizerSpec, install_moments, set_rates
+from orchestra.optimizers.spec import OptimizerSpec, install_moments, set_rates
 from orchestra.records.live import is_logged
 from orchestra.worker.batches import Batch, split_batch, tensors_of
 from orchestra.worker.gradients import Gradients, ShardedGradients
@@ -158,7 +158,7 @@ class Worker(FlatModel):
         self.logged: dict[str, float] = {}  # since the last step that was recorded
         self.snapshots = snapshots or Snapshots((), runtime.transport.now)
         self.rate_scale = 1.0
-        self.inherited: Moments = {}
+        self.inherited: Mapping[str, Mapping[str, Any]] = {}
         self.queue_of: QueueOf | None = None
         self.source: QueuedWork | None = None  # of this worker's batches; None if by the plan
         self.check_loss: Callable[[float], None] = lambda _: None  # this rank's own, when it is new

@@ -14,11 +14,12 @@ from orchestra.engines.simulation.costs import OVERHEAD
 from orchestra.engines.simulation.simulate import Simulation
 from orchestra.errors import InputError, RunFailed
 from orchestra.optimizers.state import capture
+from orchestra.records.report import Membership
 from orchestra.strategies.base import roles_of
 from orchestra.strategies.single import Single
 from orchestra.trainer import checkpoint_files, checkpoints
-from orchestra.trainer.checkpoint_files import Manifest, Span
-from orchestra.trainer.checkpoints import Attempt
+from orchestra.trainer.checkpoint_files import Manifest
+from orchestra.trainer.checkpoints import RunAttempt
 from orchestra.trainer.program import Session
 from orchestra.trainer.recorder import read_order
 from orchestra.trainer.settings import Run
@@ -147,7 +148,7 @@ class Halt:
     def __init__(self, until: int | None, workers: tuple[int, ...], folder: Path) -> None:
         self.sessions: dict[int, Session] = {}
         self._until, self._folder = until, folder
-        self._attempt: Attempt | None = None
+        self._attempt: RunAttempt | None = None
         self._missing = set(workers)
         self._digests: dict[str, str] = {}
 
@@ -170,7 +171,7 @@ class Halt:
             if checkpoint_files.rank_file(rank) not in self._digests:
                 self._keep(rank)
         members = ("",) * len(self.sessions)
-        history = (Span(len(members), len(self.steps()), 0),)
+        history = (Membership(len(members), len(self.steps()), 0),)
         manifest = Manifest(0, members, history=history, files=self._digests)
         assert self._attempt is not None
         checkpoints.commit(self._attempt, STATES, manifest)
@@ -189,7 +190,7 @@ class Halt:
         state = session.checkpoint_state() | {"gradients": session.worker.gradients.current()}
         name = checkpoint_files.rank_file(rank)
         if self._attempt is None:
-            self._attempt = Attempt.begin(self._folder)
+            self._attempt = RunAttempt.begin(self._folder)
         self._digests[name] = checkpoints.write_rank(self._attempt, STATES, rank, capture(state))
 
 
