@@ -77,14 +77,14 @@ class PartedChannel(ServerChannel):
         self._missing = 0  # parts before this one are not known to be there
 
     def open(self) -> None:
-        worker = self.worker
-        if self._into is None:
+        """Begin to push in backward, unless that goes on already."""
+        if self._into is not None:
+            return
+        self._into = self.worker.gradients.vector
+        if not self._averages:
             # A second vector: autograd may still need the old values while the new ones arrive.
-            averages = self._averages
-            self._into = (
-                worker.gradients.vector if averages else torch.empty_like(worker.parameters)
-            )
-            worker.gradients.on_ready = self._slots_are_ready
+            self._into = torch.empty_like(self.worker.parameters)
+        self.worker.gradients.on_ready = self._slots_are_ready
 
     def collect(self) -> None:
         """Gather the gradient into the flat vector, weighted if servers add it up by parts."""
@@ -187,9 +187,9 @@ class PartedChannel(ServerChannel):
         """Begin to receive the values of all parts, in the order in which they are sent."""
         parts, into, begin = self._parts, self._into, self.worker.transport.in_background
         assert into is not None
-        # Parts begin with the last layer. A server that applies parts
-        # answers in the order of pushes; others
-        # answer when they have all, beginning with the layers that forward needs first.
+        # Parts begin with the last layer. A server that applies parts answers in the order of
+        # pushes; others answer when they have all, beginning with the layers that forward needs
+        # first.
         order = range(len(parts)) if self._apply_per_part else range(len(parts))[::-1]
         arriving: dict[int, Handle] = {}
 

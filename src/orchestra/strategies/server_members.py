@@ -72,7 +72,10 @@ class DedicatedServer(ServedMember[Strategy]):
 
 @dataclass(eq=False)
 class PushingWorker(ServedMember[Strategy]):
-    """A worker whose servers run the optimizer: it pushes its gradient in `update`."""
+    """A worker whose servers run the optimizer.
+
+    A step is `begin`, backward, `exchange` (all three in `gradient`), and `update`, which pushes.
+    """
 
     def exchange(self) -> None:
         """Gather the gradient, which no other worker sees."""
