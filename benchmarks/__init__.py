@@ -3,6 +3,7 @@
     server      pushes and pulls of an asynchronous ParameterServer beside gloo's send and receive
     suspend     the pace of its workers while one of them is suspended
     simulation  a simulated training with real gradients beside the plain steps that it consists of
+    faults      a campaign of faults under all strategies: what each run promises in trouble
     shapes      how long simulations of time alone take, with 1,024 workers
 
 What concerns the user's own machine is in the command: `orchestra calibrate`, `orchestra bench`.
