@@ -181,6 +181,8 @@ def test_an_attempt_that_another_one_followed_changes_nothing(tmp_path: Path) ->
             checkpoints.write_rank(zombie, index, 0, {"of": "the zombie"})
         with pytest.raises(RunFailed, match="another process has gone on"):
             checkpoints.commit(zombie, index, manifest_of(1))
+    with pytest.raises(OSError, match="No such file"):  # it was cut off in the midst of a commit
+        zombie.discard(tmp_path / "0001")
     assert list(checkpoint_files.complete(tmp_path)) == [1]
     checkpoint_files.verify(tmp_path, 1)
     assert checkpoints.read_rank(tmp_path, 1, 0) == {"of": "the next"}

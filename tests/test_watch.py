@@ -263,6 +263,16 @@ def test_a_run_on_another_machine_counts_as_under_way_while_it_writes(tmp_path: 
     assert followed.look(1100.0).status == "cut off"
 
 
+def test_ranks_of_before_are_not_shown_where_a_run_goes_on_on_fewer(tmp_path: Path) -> None:
+    (one, *_), *_ = [runs(experiment())]
+    claim(tmp_path, alone(experiment(), one))
+    for rank in range(4):
+        (tmp_path / f"steps-rank-{rank}.jsonl").write_text(text_of(step(1), step(2)))
+    said = tuple(RankNow(rank, "training", 2) for rank in range(2))
+    write_live(tmp_path, Live(1000.0, "another", 1, said, 990.0, 0.5))
+    assert [row.rank for row in RunWatch(tmp_path).look(1001.0).rows] == [0, 1]
+
+
 def test_a_narrow_terminal_has_fewer_columns(tmp_path: Path) -> None:
     (one, *_), *_ = [runs(experiment())]
     claim(tmp_path, alone(experiment(), one))

@@ -213,12 +213,14 @@ class RunWatch:
                 self._tracks.setdefault(int(number), RankTrack(path)).look()
 
     def _now(self, status: Status, live: Live | None, now: float) -> RunView:
-        tracks = {rank: track for rank, track in self._tracks.items() if track.window}
-        newest = max((track.window[-1]["seconds"] for track in tracks.values()), default=0.0)
         told = live or Live(now, "", 0)
         said = {each.rank: each for each in told.ranks}
+        # A run that goes on on fewer ranks leaves the files of the others behind.
+        there = {r: track for r, track in self._tracks.items() if not said or r <= max(said)}
+        tracks = {rank: track for rank, track in there.items() if track.window}
+        newest = max((track.window[-1]["seconds"] for track in tracks.values()), default=0.0)
         rows = []
-        for rank in sorted({*self._tracks, *said}):
+        for rank in sorted({*there, *said}):
             track, own = tracks.get(rank), said.get(rank, RankNow(rank, ""))
             # A server that was a worker must not count with its last speed (decision 100)
             serves = own.phase == "serving"
