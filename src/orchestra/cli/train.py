@@ -55,7 +55,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.option("--strategy", "STRATEGY", strategy)
     parser.option("--ranks", "N", "processes, servers included", type=int)
     parser.option("--seed", "N", "in place of the file's first one", type=int)
-    out = "the record's folder (default: a new one in runs/); one of the same run is resumed"
+    out = (
+        "the record's folder (default: a new one in runs/); one of the same run is resumed, also "
+        "with another --ranks"
+    )
     parser.add_run_options(out)
     restarts = "restart a run that lost a rank, from its newest checkpoint (default: 0 times)"
     parser.option("--max-restarts", "N", restarts, type=int, default=0)

@@ -440,7 +440,8 @@ class Session(Loop):
             if self.runtime.rank == self.roles.workers[0]:
                 ranks, text = self.training.ranks, f", step {self.position.steps}"
                 if saved.moments is not None:
-                    text = f" of {self.history[-2].ranks} ranks, on {ranks}{text}"
+                    before = self.history[-2].ranks
+                    text = f" of {before} rank{'s' * (before > 1)}, on {ranks}{text}"
                 self.runtime.reporter.notice(f"resumed from checkpoint {below}{text}")
             return phases
         return Phases(self.strategy, self.worker)
