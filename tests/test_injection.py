@@ -61,6 +61,15 @@ def test_parameters_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["runs"][0]["failure"]
 
 
+def test_leader_that_fails_leaves_the_files_that_others_write(tmp_path: Path) -> None:
+    """Else they would fail, too, and one of them might be taken for the cause."""
+    ended = trained(tmp_path, "Inject('full_disk', rank=0, at='write', number=3)")
+    assert ended.status == 1
+    assert ended.err.startswith(f"orchestra: rank 0 on {HOST} failed: cannot write ")
+    assert ended.err.endswith(": No space left on device\n")
+    assert (tmp_path / "out" / "checkpoints" / ".attempt-1").is_dir()
+
+
 def test_connection_that_is_reset_ends_at_both_ends() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         here = socket.create_connection(listener.getsockname())

@@ -413,6 +413,23 @@ def test_sigterm_to_every_rank_of_a_training(started: Any, tmp_path: Path) -> No
     assert (tmp_path / "out" / "checkpoints" / "0001").is_dir()
 
 
+def test_stop_that_takes_longer_than_the_grace_is_written_down(
+    started: Any, tmp_path: Path
+) -> None:
+    """Though the program of rank 0, which writes the record, is stuck."""
+    words = ["-m", "orchestra", "train", "--task", f"tests.failing_tasks:gated('{tmp_path}')"]
+    words += ["--strategy", "AllReduce", "--set", "steps=40", "--set", "batch_size=8"]
+    words += ["--set", "grace=0.5", "--set", "snapshots=0", "--out", "out"]
+    by_hand(started, words, 2, tmp_path)
+    wait_until(lambda: len(list(tmp_path.glob("at-*"))) == 2, "both workers are in mid-epoch")
+    started[1].process.send_signal(signal.SIGTERM)
+    assert ended(started[0])[0] == 1
+    assert ended(started[1])[0] in (1, -signal.SIGKILL)
+    (entry,) = json.loads((tmp_path / "out" / "summary.json").read_text())["runs"]
+    assert entry["status"] == "failed"
+    assert "did not come to rest in time within the 0.5 s" in entry["failure"]
+
+
 @pytest.mark.parametrize(
     ("strategy", "ranks", "workers"),
     [

@@ -509,7 +509,8 @@ def test_ranks_that_do_not_stop_in_the_grace_after_sigterm_are_named_and_killed(
     assert story.pass_time(1, busy=(1, 2)) == [
         Abort(
             "rank 1 on host, rank 2 on host did not come to rest in time within the 30 s that "
-            "SIGTERM leaves (grace); the last checkpoint stands"
+            "SIGTERM leaves (grace); the last checkpoint stands",
+            at_once=True,
         ),
         Kill(1),
         Kill(2),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -91,7 +91,8 @@ def _run(options: Namespace, launched: Launched | None, wish: StopWish) -> int:
 
         if launched is None:  # this process starts the ranks, else it is rank 0 of them
             return train_run(run, folder)
-        record = take_part(run, folder, launched, wish=wish)
+        on_left = _writer(run, folder, experiment.name)
+        record = take_part(run, folder, launched, on_left=on_left, wish=wish)
         assert record is not None  # on rank 0
         return record
 
@@ -141,16 +142,22 @@ def _follow(run: Run, folder: Path, launched: Launched, experiment: str, wish: S
     Where the first is gone, this rank does; the first rank of each node tells it in any case.
     """
 
-    def first_is_gone(reason: str) -> None:
-        write_failure(run, folder, experiment, RunFailed(reason))
-
     try:
-        take_part(run, folder, launched, first_is_gone=first_is_gone, wish=wish)
+        take_part(run, folder, launched, on_left=_writer(run, folder, experiment), wish=wish)
     except RunEnded:
         if launched.local_rank == 0:
             raise
         return 1
     return 0
+
+
+def _writer(run: Run, folder: Path, experiment: str) -> Callable[[str], None]:
+    """Return what writes the record of a run that failed for a reason."""
+
+    def write(reason: str) -> None:
+        write_failure(run, folder, experiment, RunFailed(reason))
+
+    return write
 
 
 def print_record(record: RunRecord, run: Run) -> None:

@@ -116,9 +116,10 @@ Event = OfRank | Interrupted | Terminated | ForkServerLost
 
 @dataclass(frozen=True)
 class Abort:
-    """Tell every rank that the run ends for `cause`."""
+    """Tell every rank that the run ends for `cause`; `at_once`: there is no time to unwind."""
 
     cause: str
+    at_once: bool = False
 
 
 @dataclass(frozen=True)

@@ -311,7 +311,8 @@ class FailureDetector:
         if late:
             self._fail(
                 f"{late} did not come to rest in time within the {self.limits.grace:g} s that "
-                "SIGTERM leaves (grace); the last checkpoint stands"
+                "SIGTERM leaves (grace); the last checkpoint stands",
+                at_once=True,
             )
             self._kill(self._members.values())
 
@@ -461,10 +462,10 @@ class FailureDetector:
     def _in(self, *states: State) -> list[WatchedRank]:
         return [member for member in self._members.values() if member.state in states]
 
-    def _fail(self, cause: str, *, loss: bool = False) -> None:
+    def _fail(self, cause: str, *, loss: bool = False, at_once: bool = False) -> None:
         if self.cause is None:
             self.cause, self._failed_at, self._by_loss = cause, self._now, loss
-            self._instructions.append(events.Abort(cause))
+            self._instructions.append(events.Abort(cause, at_once))
 
     def _kill(self, members: Iterable[WatchedRank]) -> None:
         for member in members:

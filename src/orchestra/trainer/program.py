@@ -69,15 +69,18 @@ def train(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
     session = Session(runtime, run, run.strategy, folder)
     try:
         session.train()
-        return session.finish()
+        report = session.finish()
     except Exception:
         with contextlib.suppress(RunFailed):
             session.recorder.flush()  # what was measured until then is kept
         raise
     finally:
-        session.close()
         if session.training.record_order:
             write_order(folder, runtime.rank, session.order)
+    # Not where this rank fails: others may still write, and would fail by what is removed. The next
+    # attempt removes what is left.
+    session.close()
+    return report
 
 
 @dataclass(frozen=True)

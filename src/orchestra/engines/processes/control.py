@@ -136,15 +136,16 @@ class Control:
     When the connection ends, the watcher is gone: this process then leaves at once, whatever its
     program is doing. It is also the `Reporter` of the rank's program.
 
-    From the thread, `on_orphaned` is called with the reason before this process leaves because the
-    watcher is gone, and `on_cause` with the first cause, when the run ends by it. The thread tells
-    the watcher of the `wish` once it is asked for.
+    From the thread, `on_left` is called with the reason before this process leaves because the
+    watcher is gone, or because its own program is stuck, if it holds the watcher; and `on_cause`
+    with the first cause, when the run ends by it. The thread tells the watcher of the `wish` once
+    that is asked for.
     """
 
     def __init__(
         self,
         spec: RankSpec,
-        on_orphaned: Callable[[str], None] | None = None,
+        on_left: Callable[[str], None] | None = None,
         on_cause: Callable[[str], None] | None = None,
         wish: StopWish | None = None,
     ) -> None:
@@ -152,7 +153,7 @@ class Control:
         self._wish = wish or StopWish()
         self._wish_told = False
         self._on_cause = on_cause or (lambda _: None)
-        self._on_orphaned = on_orphaned or (lambda _: None)
+        self._on_left = on_left or (lambda _: None)
         self.connection = _connect(spec)  # to the watcher
         self._sending = threading.RLock()
         self._changed = threading.Condition()
@@ -277,6 +278,8 @@ class Control:
                 if self._spec.supervised and os.getppid() != self._parent:
                     self._leave("the launcher of this rank is gone")
                 if now >= self._leave_at:
+                    if self._holds_watcher and self._cause is not None:
+                        self._on_left(self._cause)  # its program will not tell
                     self._leave(self._cause or "")
                 timeout = min(next_beat, self._leave_at) - now
                 if not selector.select(max(0.0, timeout)):
@@ -312,17 +315,19 @@ class Control:
                 case "disconnect" if self._transport is not None:
                     self._transport.disconnect(order["rank"], order["reason"])
                 case "abort":
-                    self._abort(order["cause"])
+                    self._abort(order["cause"], at_once=order.get("at_once", False))
             self._changed.notify_all()
 
-    def _abort(self, cause: str) -> None:
+    def _abort(self, cause: str, *, at_once: bool) -> None:
         """End the program: by an error in its transport, or with the process where it is stuck."""
         self._cause = cause
         self._on_cause(cause)
         if self._transport is not None:
             self._transport.abort(RunAborted(cause.split("\n", 1)[0]))
         seconds = self._spec.limits.unwinding
-        if not self._spec.local and self._spec.rank == 0:
+        if at_once:
+            seconds = BEAT_SECONDS  # in which the watcher ends the others
+        elif self._holds_watcher:
             seconds += self._spec.limits.leaving  # the watcher sees the others off first
         elif self._transport is None and not self._failing:
             seconds = 0.0  # nothing to save, and connecting cannot be interrupted
@@ -334,9 +339,13 @@ class Control:
         if not self._spec.local and time.monotonic() - self._heard_at > patience:
             self._orphaned(f"rank 0, which watches over the run, is silent for {patience:g} s")
 
+    @property
+    def _holds_watcher(self) -> bool:
+        return not self._spec.local and self._spec.rank == 0
+
     def _orphaned(self, reason: str) -> None:
         if self._cause is None:
-            self._on_orphaned(reason)
+            self._on_left(reason)
         self._leave(self._cause or reason)
 
     def _leave(self, reason: str) -> None:

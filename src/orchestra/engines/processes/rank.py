@@ -127,7 +127,7 @@ def run_rank(
     spec: RankSpec,
     load: Callable[[], tuple[Program, Any]],
     make_store: Callable[[], Store],
-    on_orphaned: Callable[[str], None] | None = None,
+    on_left: Callable[[str], None] | None = None,
     on_cause: Callable[[str], None] | None = None,
     wish: StopWish | None = None,
 ) -> Any:
@@ -138,7 +138,7 @@ def run_rank(
     see `Control`. Raises `RunFailed` with the first cause, wherever it lies.
     """
     with contextlib.ExitStack() as resources:
-        control = Control(spec, on_orphaned, on_cause, wish)
+        control = Control(spec, on_left, on_cause, wish)
         # After the connection to the watcher, which thus stays outside of the emulated network, and
         # before the listener, which is to be inside.
         if spec.place is not None:
@@ -234,7 +234,7 @@ def join(
     host: str | None = None,
     threads: int | None = None,
     on_event: Callable[[Event | Notice], None] | None = None,
-    on_orphaned: Callable[[str], None] | None = None,
+    on_left: Callable[[str], None] | None = None,
     on_cause: Callable[[str], None] | None = None,
     advice: str = "",
     grace: float = 30.0,
@@ -250,7 +250,7 @@ def join(
         patience, threads, on_event: see `launch`; only rank 0 has events.
         host: the local address that others are to use; by default that of `ORCHESTRA_HOST`, or of
             the interface that reaches the master.
-        on_orphaned, on_cause: see `Control`; rank 0 is the one that may be gone.
+        on_left, on_cause: see `Control`; rank 0 holds the watcher.
         advice: what a user can do about a rank that is taken for hung.
         grace: seconds from SIGTERM until all ranks are killed: see `launch`.
         wish: that of this process to stop in good order, where the caller handles SIGTERM; by
@@ -285,7 +285,7 @@ def join(
         spec = _spec(launched, _published(launched, store, limits), address, limits, tls, threads)
         native = PrefixStore(f"native/{spec.token}", store)
         run = functools.partial(
-            run_rank, spec, lambda: (program, argument), lambda: native, on_orphaned, on_cause,
+            run_rank, spec, lambda: (program, argument), lambda: native, on_left, on_cause,
             wish,
         )  # fmt: skip
         if watcher is not None:

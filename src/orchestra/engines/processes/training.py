@@ -78,7 +78,7 @@ def take_part(
     launched: Launched,
     *,
     completed: RunRecord | None = None,
-    first_is_gone: Callable[[str], None] | None = None,
+    on_left: Callable[[str], None] | None = None,
     wish: StopWish | None = None,
 ) -> RunRecord | None:
     """Train `run` as one of the processes that torchrun or another launcher started.
@@ -86,7 +86,8 @@ def take_part(
     Every rank writes its steps into `folder`; checkpoints need one that all ranks share. The
     record is rank 0's; other ranks return None. Where rank 0 gives the record of this run, which
     was `completed` before, all ranks leave at once. Where rank 0 is gone, the others leave their
-    processes, after a call of `first_is_gone` with the reason. `wish`: see `join`.
+    processes, after a call of `on_left` with the reason; so does rank 0 where its program is stuck.
+    `wish`: see `join`.
 
     Raises `InputError` where as many processes were started as the strategy cannot use, and
     `RunFailed` on every rank, with the first cause.
@@ -107,7 +108,7 @@ def take_part(
         outcome = join(
             program_unless_completed, (run, folder.absolute(), completed is not None), launched,
             patience=run.training.patience, threads=run.training.threads,
-            on_event=display.on_event, on_orphaned=first_is_gone, grace=run.training.grace,
+            on_event=display.on_event, on_left=on_left, grace=run.training.grace,
             wish=wish,
         )  # fmt: skip
     if completed is not None or not first:
