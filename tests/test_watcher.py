@@ -12,6 +12,7 @@ import pytest
 
 from orchestra.engines.events import (
     Abort,
+    Accused,
     Disconnect,
     Disconnected,
     Event,
@@ -25,6 +26,8 @@ from orchestra.engines.events import (
     Joined,
     Kill,
     Notice,
+    Ready,
+    Regroup,
     Stop,
     Terminated,
     follow_waits,
@@ -661,3 +664,91 @@ def test_patience_begins_when_the_last_rank_has_joined() -> None:
             detector.observe(now, Heartbeat(rank, phase="set-up"))
     assert now > 250.0 + 3 * LIMITS.patience
     assert "rank 0 on host hangs" in str(done[0])
+
+
+# Groups of those that are left
+
+
+def elastic_story(ranks: int = 4, **options: Any) -> Story:
+    story = Story(ranks, **options)
+    for rank in range(ranks):
+        story.change(rank, elastic=True)
+    story.beat()
+    return story
+
+
+def regroups(instructions: list[Instruction]) -> list[Regroup]:
+    return [each for each in instructions if isinstance(each, Regroup)]
+
+
+def test_a_loss_makes_a_group_of_those_that_are_left() -> None:
+    story = elastic_story()
+    story.die(1)
+    assert regroups(story.done) == [Regroup(1, (0, 2, 3))]
+    text = "rank 1 on host was killed by SIGKILL; going on with 3 ranks"
+    assert story.detector.notices == [text]
+    assert story.detector.left_out == {1: "was killed by SIGKILL"}
+    story.die(3)  # before the others are ready
+    assert regroups(story.done) == [Regroup(1, (0, 2, 3)), Regroup(2, (0, 2))]
+    story.die(0)
+    assert regroups(story.done)[-1] == Regroup(3, (2,))
+    assert story.detector.notices[-1].endswith("; going on with 1 rank")
+    story.tell(Finished(2))
+    story.tell(Exited(2, 0))
+    assert story.detector.over
+    assert story.detector.cause is None
+
+
+def test_a_silent_rank_and_a_stopped_one_are_lost_elsewhere_too() -> None:
+    story = elastic_story(children=False)
+    story.held.add(2)
+    story.pass_time(LIMITS.silence + 1)
+    assert regroups(story.done) == [Regroup(1, (0, 1, 3))]
+    assert Kill(2) in story.done
+    story.silent.add(0)
+    story.pass_time(LIMITS.patience + 1, busy=(1, 3))
+    assert regroups(story.done)[-1] == Regroup(2, (1, 3))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_where_one_program_is_not_elastic_a_loss_ends_the_run(rank: int) -> None:
+    story = elastic_story()
+    story.change(rank, elastic=False)
+    story.beat()
+    story.die(1)
+    assert story.cause == "rank 1 on host was killed by SIGKILL"
+    assert story.detector.ended_by_loss
+    assert regroups(story.done) == []
+
+
+def test_what_is_no_loss_makes_no_group() -> None:
+    story = elastic_story()
+    story.tell(Failed(1, Failure("ValueError", "a mistake")))
+    assert story.cause.startswith("rank 1 on host failed: ValueError: a mistake")
+    story = elastic_story()
+    story.die(1, status=3)  # an exit of its own
+    assert "exited with status 3" in story.cause
+    story = elastic_story()
+    story.pass_time(2 * LIMITS.patience, busy=(0, 1, 2))
+    assert "rank 3 on host hangs" in story.cause
+    assert not regroups(story.done)
+
+
+def test_who_has_lost_another_is_heard_before_the_watcher_knows() -> None:
+    story = elastic_story()
+    story.tell(Accused(0, lost(1)))
+    story.pass_time(LIMITS.cause / 2)
+    story.die(1)
+    story.tell(Accused(2, lost(1)))  # on its way meanwhile
+    for rank in (0, 2, 3):
+        story.tell(Ready(rank, 1))
+    story.pass_time(2 * LIMITS.cause)
+    assert story.detector.cause is None
+
+
+def test_an_accusation_of_a_rank_that_the_watcher_still_reaches_ends_the_run() -> None:
+    story = elastic_story()
+    story.tell(Accused(0, lost(1)))
+    story.pass_time(LIMITS.cause + 1)
+    assert story.cause.startswith("rank 0 on host failed: PeerLost: rank 1 is gone")
+    assert story.detector.ended_by_loss

@@ -6,6 +6,7 @@
     │   ├── RunEnded                        the same, where rank 0 has told this rank
     │   └── RankLost                        the same, for a loss; a restart goes on with the run
     ├── PeerLost                            a rank on the other end of a stream is gone
+    ├── GroupChanged                        other ranks are left; the run goes on with them
     └── RunAborted                          another rank ended this run; never a first cause
 
 `Stopped` is no error: it ends a loop of the user's own in good order.
@@ -68,6 +69,11 @@ class PeerLost(OrchestraError):
 
     def __reduce__(self) -> tuple[type[PeerLost], tuple[int, str]]:
         return PeerLost, (self.rank, self.reason)
+
+
+class GroupChanged(OrchestraError):
+    """A rank was lost, and those that are left make a new group: what was under way between the
+    ranks has no result."""
 
 
 class RunAborted(OrchestraError):

@@ -64,9 +64,25 @@ class Heartbeat(OfRank):
     waits_for: tuple[int, ...] = ()  # ranks any of which may release it
     waits_what: str = ""  # what it waits for, in words
     expendable: bool = False  # the run can go on without it
+    elastic: bool = False  # its program goes on in a new group, of those that are left
     counters: Counters | None = None  # the latest
 
 
+@dataclass(frozen=True)
+class Ready(OfRank):
+    """A rank has given up what was under way, and can be reached by the others of a new group."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class Accused(OfRank):
+    """A rank has lost another one, of which the watcher may know nothing yet."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True)
 class Finished(OfRank):
     """A rank has delivered its result."""
 
@@ -131,6 +147,17 @@ class Disconnect:
 
 
 @dataclass(frozen=True)
+class Regroup:
+    """Tell `members` that they are what is left: each gives up what is under way between ranks.
+
+    Groups are numbered: that of the start has the `generation` 0.
+    """
+
+    generation: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Kill:
     """End the process of `rank`."""
 
@@ -149,7 +176,7 @@ class Notice:
     text: str
 
 
-Instruction = Abort | Disconnect | Kill | Stop | Notice
+Instruction = Abort | Disconnect | Regroup | Kill | Stop | Notice
 
 # Texts --------------------------------------------------------------------------------------
 

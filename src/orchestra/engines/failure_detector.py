@@ -16,8 +16,9 @@ The rules:
 - A rank whose script is over and one that still trains, and that wait for each other, have made
   unlike numbers of steps.
 - A failure that is the consequence of another one waits a moment for the true cause.
-- An expendable rank is left out; any other ends the run. So is one that has lost its connection to
-  a rank that lives.
+- An expendable rank is left out; so is one that has lost its connection to a rank that lives. Where
+  the programs of all ranks are elastic, a loss makes a new group of those that are left. Any other
+  end of a rank ends the run.
 - SIGTERM asks for an orderly stop, as Ctrl-C does, and leaves `grace` seconds for it: then the run
   ends, and its last checkpoint stands. One that comes to a rank right after the loss of another is
   its echo: torchrun ends all ranks of a node once one of them has died.
@@ -113,6 +114,7 @@ class FailureDetector:
         self.notices: list[str] = []  # one line each, for the user
         self.stopped = False  # the user asked for an orderly stop
         self.terminated = False  # by SIGTERM
+        self.generation = 0  # of the group of ranks that are left
         self._children = children
         self._started_at = self._ticked_at = self._now = start
         self._failed_at = 0.0
@@ -230,6 +232,12 @@ class FailureDetector:
                 self._begin_anew()  # the others could only wait for it
             case events.Heartbeat():
                 self._beat(member, event)
+            case events.Ready():
+                self._begin_anew()
+            case events.Accused(failure=failure):
+                if self.cause is None and failure.lost not in self.left_out:
+                    deadline = self._now + self.limits.cause
+                    self._consequences.append((deadline, member, failure))
             case events.Finished():
                 self._settle(member, State.DONE)
             case events.Failed(failure=failure):
@@ -282,10 +290,29 @@ class FailureDetector:
             self._begin_anew()
             self._instructions.append(events.Disconnect(member.rank, how))
             self._notice(f"{member.name} {how}; going on without it")
+        elif loss and self._are_elastic():
+            self._regroup_without(member, how)
         else:
             refused = self._refused if member.state is State.ABSENT else ()
             self._fail(f"{member.name} {'; '.join([how, *refused])}", loss=loss)
         self._kill([member])
+
+    def _are_elastic(self) -> bool:
+        """Return whether all programs go on in a new group where one of them is lost."""
+        remaining = [m for m in self._members.values() if m.state is not State.LEFT_OUT]
+        return all(m.state in ALIVE and m.beat.elastic for m in remaining)
+
+    def _regroup_without(self, member: WatchedRank, how: str) -> None:
+        self._settle(member, State.LEFT_OUT)
+        self.left_out[member.rank] = how
+        # What they say of each other until now has this loss for its cause.
+        self._consequences.clear()
+        self._begin_anew()
+        self.generation += 1
+        left = tuple(m.rank for m in self._in(*ALIVE))
+        self._instructions.append(events.Regroup(self.generation, left))
+        ranks = "1 rank" if len(left) == 1 else f"{len(left)} ranks"
+        self._notice(f"{member.name} {how}; going on with {ranks}")
 
     def _begin_anew(self) -> None:
         """Count everybody's progress from now: they may have waited for a rank that has come, or

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from orchestra.errors import PeerLost
+from orchestra.errors import GroupChanged, PeerLost
 from orchestra.transports.collective import execute
 from orchestra.transports.framing import (
     SHARED_BYTES,
@@ -42,6 +42,8 @@ from orchestra.transports.protocol import (
 T = TypeVar("T")
 
 _NOTHING = memoryview(b"")
+LOOK_SECONDS = 0.2
+"""Between two looks at whether the ranks still have to connect."""
 STRANGERS = 64
 """Connections that have not said hello, beside those of the ranks; more push out the oldest."""
 
@@ -234,13 +236,17 @@ def connect_mesh(
     timeout: float,
     on_flow_start: Callable[[], None] = lambda: None,
     on_wait: Callable[[tuple[int, ...]], None] = lambda ranks: None,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> SocketTransport:
     """Connect `rank` with every other one; `addresses[r]` is where rank r listens.
 
     `listener` is closed when this returns or raises. Connections that do not prove that they
     belong to the run within `timeout` seconds, or claim a rank that is there already, are dropped.
     `on_wait` is called with the ranks that this one waits for, whenever they change.
-    Raises `PeerLost` that names the first rank that could not be reached, or did not come.
+
+    Raises:
+        PeerLost: the first rank that could not be reached, or did not come.
+        GroupChanged: `is_over` has returned True, since a rank was lost.
     """
     deadline = time.perf_counter() + timeout
     connections: dict[int, socket.socket] = {}
@@ -265,7 +271,9 @@ def connect_mesh(
             on_wait(tuple(sorted(missing)))
             try:
                 while missing:
-                    for key, _ in selector.select(remaining(deadline)):
+                    if is_over():
+                        raise GroupChanged("a rank was lost while all connected")
+                    for key, _ in selector.select(min(remaining(deadline), LOOK_SECONDS)):
                         key.data()
             finally:
                 reception.drop()

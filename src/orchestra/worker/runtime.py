@@ -12,7 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from orchestra.errors import InputError
+from orchestra.errors import GroupChanged, InputError, PeerLost
 from orchestra.records.report import Counters
 
 if TYPE_CHECKING:
@@ -89,6 +89,9 @@ class Reporter(Protocol):
     def expendable(self, yes: bool) -> None:
         """Tell whether the run can go on without this rank, from now on."""
 
+    def elastic(self, yes: bool) -> None:
+        """Tell whether the program goes on in a new group where some rank is lost, from now on."""
+
     def notice(self, text: str) -> None:
         """Show the user one line ("going on without rank 3")."""
 
@@ -104,6 +107,8 @@ class SilentReporter:
     def phase(self, name: str) -> None: ...
 
     def expendable(self, yes: bool) -> None: ...
+
+    def elastic(self, yes: bool) -> None: ...
 
     def notice(self, text: str) -> None: ...
 
@@ -126,6 +131,9 @@ class PassingReporter:
     def expendable(self, yes: bool) -> None:
         self.inner.expendable(yes)
 
+    def elastic(self, yes: bool) -> None:
+        self.inner.elastic(yes)
+
     def notice(self, text: str) -> None:
         self.inner.notice(text)
 
@@ -135,7 +143,11 @@ class PassingReporter:
 
 @dataclass(frozen=True)
 class Runtime:
-    """Everything that a program may know of the engine that runs it."""
+    """Everything that a program may know of the engine that runs it.
+
+    Where ranks were lost, those that are left are numbered anew in each group; `members` are the
+    numbers that they had at the start.
+    """
 
     rank: int
     ranks: int
@@ -153,6 +165,15 @@ class Runtime:
     bandwidths: tuple[float, ...] = ()  # bytes/s of each rank's link, where the engine knows them
     peak_memory: Callable[[], int | None] = lambda: None  # bytes of this rank's process so far
     threads: int | None = None  # that this rank's time is charged for; None: those that it uses
+    members: tuple[int, ...] = ()  # of this group; empty: all of the start
+    regroup: Callable[[PeerLost | GroupChanged], Runtime] | None = None
+    """Give up this group, after an error of its transport; return the runtime of this rank in the
+    next one. Raises `RunAborted` where there is none. None: the engine makes no groups."""
+
+    @property
+    def slot(self) -> int:
+        """The number that this rank had at the start, by which files and watcher know it."""
+        return self.members[self.rank] if self.members else self.rank
 
 
 # Threads

@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from orchestra.engines.events import BEAT_SECONDS, Failure, Heartbeat
+from orchestra.engines.events import BEAT_SECONDS, Failure, Heartbeat, describe
 from orchestra.engines.failure_detector import Limits
 from orchestra.engines.processes.system import (
     Latencies,
@@ -28,8 +28,8 @@ from orchestra.engines.processes.system import (
     StopWish,
     keep_freed_memory,
 )
-from orchestra.errors import RunAborted, RunEnded, RunFailed
-from orchestra.transports.handshake import TLS, WATCHER, connect
+from orchestra.errors import GroupChanged, PeerLost, RunAborted, RunEnded, RunFailed
+from orchestra.transports.handshake import TLS, WATCHER, address_of, connect
 
 if TYPE_CHECKING:
     from orchestra.transports.sockets import SocketTransport
@@ -81,6 +81,29 @@ class RankSpec:
     def node(self) -> str:
         """The name of its host."""
         return socket.gethostname() if self.place is None else self.place.node
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The ranks of one group, as each of them is told: by their numbers in it, where not said."""
+
+    generation: int
+    members: tuple[int, ...]  # the number of each at the start of the run
+    addresses: tuple[tuple[str, int], ...]  # where each listens for data connections
+    threads: int  # this rank's share of the cores of its host
+    neighbours: tuple[int, ...]  # the ranks with which it can share memory, itself included
+    rank: int  # this one's number in the group
+
+    @staticmethod
+    def of(order: Message, slot: int) -> Roster:
+        """Read what the watcher has sent to the rank with the number `slot` at the start."""
+        members, hosts = tuple(order["members"]), order["memory"]
+        rank = members.index(slot)
+        return Roster(
+            order["generation"], members, tuple((host, port) for host, port in order["addresses"]),
+            order["threads"][rank],
+            tuple(n for n, host in enumerate(hosts) if host and host == hosts[rank]), rank,
+        )  # fmt: skip
 
 
 class BadFrame(Exception):
@@ -157,7 +180,10 @@ class Control:
         self.connection = _connect(spec)  # to the watcher
         self._sending = threading.RLock()
         self._changed = threading.Condition()
-        self._roster: Message | None = None
+        self._roster: Roster | None = None
+        self._ordered = self._joined = 0  # generation of the newest group, and of this rank's
+        self._left: tuple[int, ...] = ()  # the other ranks of the newest group
+        self._members = tuple(range(spec.ranks))  # of the group that the transport is of
         self._cause: str | None = None
         self._dismissed = self._stop = self._failing = False
         self._leave_at = math.inf
@@ -177,27 +203,68 @@ class Control:
         self._send({"kind": "hello", **about})
         self._thread.start()
 
-    def roster(self) -> tuple[list[tuple[str, int]], int, list[int]]:
-        """Block until all ranks have joined; raises `RunAborted` if the run ends before.
+    def roster(self) -> Roster:
+        """Block until all ranks have joined; raises `RunAborted` if the run ends before."""
+        found = self._roster_of(0)
+        assert found is not None
+        return found
 
-        Returns where each rank listens for data connections, this rank's share of the cores of its
-        host, and the ranks with which it can share memory, itself included.
+    def regroup(self, make_listener: Callable[[], socket.socket]) -> tuple[Roster, socket.socket]:
+        """Block until the watcher has told who is left, and all of these can be reached: this rank
+        by a listener that `make_listener` makes, which is returned, too.
+
+        Raises `RunAborted` if the run ends in place of it.
         """
-        self._wait_for(lambda: self._roster is not None)
-        if self._roster is None:
-            raise RunAborted(self._cause)
-        hosts = self._roster["memory"]
-        own = hosts[self._spec.rank]
-        addresses = [(host, port) for host, port in self._roster["addresses"]]
-        neighbours = [rank for rank, host in enumerate(hosts) if own and host == own]
-        return addresses, self._roster["threads"][self._spec.rank], neighbours
+        while True:
+            self._wait_for(lambda: self._ordered > self._joined)
+            if self._cause is not None:
+                raise RunAborted(self._cause)
+            self._joined = generation = self._ordered
+            self.connecting(self._left)
+            listener = make_listener()
+            address = address_of(listener)
+            self._send({"kind": "ready", "generation": generation, "address": address})
+            try:
+                roster = self._roster_of(generation)
+            except BaseException:
+                listener.close()
+                raise
+            if roster is not None:
+                return roster, listener
+            listener.close()  # another rank was lost meanwhile
 
-    def attach(self, transport: SocketTransport, probe: Callable[[], Signs]) -> None:
-        """Let orders reach the transport of this rank, which is connected now."""
+    def _roster_of(self, generation: int) -> Roster | None:
+        """Wait for the roster of a group; None where one more rank is lost before it comes."""
+
+        def come() -> bool:
+            there = self._roster is not None and self._roster.generation == generation
+            return there or self._ordered > generation
+
+        self._wait_for(come)
+        if self._cause is not None:
+            raise RunAborted(self._cause)
+        return None if self._ordered > generation else self._roster
+
+    def is_over(self, generation: int) -> bool:
+        """Return whether the group of that number has ended, by a loss or with the run."""
+        return self._ordered > generation or self._cause is not None
+
+    def accuse(self, error: PeerLost, members: tuple[int, ...]) -> None:
+        """Report the loss of another rank, by its number among `members`, unless it is known."""
+        failure = replace(describe(error), lost=members[error.rank])
+        self._send({"kind": "accusation", "failure": asdict(failure)})
+
+    def attach(
+        self, transport: SocketTransport, roster: Roster, probe: Callable[[], Signs]
+    ) -> None:
+        """Let orders reach the transport of this rank, which is connected now with a group."""
         with self._changed:
             self._probe, self._transport = probe, transport
+            self._members = roster.members
             if self._cause is not None:
                 transport.abort(RunAborted(self._cause))
+            elif self._ordered > roster.generation:
+                transport.abort(GroupChanged("a rank was lost"))
         self._send({"kind": "connected"})
 
     def connecting(self, to: tuple[int, ...]) -> None:
@@ -254,6 +321,10 @@ class Control:
         self._state = replace(self._state, expendable=yes)
         self._beat()
 
+    def elastic(self, yes: bool) -> None:
+        self._state = replace(self._state, elastic=yes)
+        self._beat()
+
     def notice(self, text: str) -> None:
         self._send({"kind": "notice", "text": text})
 
@@ -306,14 +377,22 @@ class Control:
     def _obey(self, order: Message) -> None:
         with self._changed:
             match order["kind"]:
-                case "roster":
-                    self._roster = order
+                case "roster" if self._spec.rank in order["members"]:
+                    self._roster = Roster.of(order, self._spec.rank)
                 case "dismissed":
                     self._dismissed = True
                 case "stop":
                     self._stop = True
                 case "disconnect" if self._transport is not None:
-                    self._transport.disconnect(order["rank"], order["reason"])
+                    if order["rank"] in self._members:
+                        place = self._members.index(order["rank"])
+                        self._transport.disconnect(place, order["reason"])
+                case "regroup" if self._spec.rank in order["members"]:
+                    self._ordered = order["generation"]
+                    own = self._spec.rank
+                    self._left = tuple(rank for rank in order["members"] if rank != own)
+                    if self._transport is not None:
+                        self._transport.abort(GroupChanged("a rank was lost"))
                 case "abort":
                     self._abort(order["cause"], at_once=order.get("at_once", False))
             self._changed.notify_all()

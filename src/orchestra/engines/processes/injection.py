@@ -102,7 +102,7 @@ class Injector(Interceptor):
     """Counts the operations of a rank, and injects `faults`.
 
     Args:
-        transport: of the rank's main flow.
+        transport: of the rank's main flow in the group that it is in.
         watcher: the connection to the watcher.
         address: where the watcher listens.
         local: whether this process was forked for a launcher of ours.
@@ -123,7 +123,7 @@ class Injector(Interceptor):
         kinds = {fault.at for fault in faults}
         self.heeds_messages = bool(kinds & {"send", "receive", "wait"})
         self._counts: dict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
-        self._transport, self._watcher, self._address = transport, watcher, address
+        self.transport, self._watcher, self._address = transport, watcher, address
         self._local, self._log = local, log
         self._strangers: list[socket.socket] = []
         if "write" in kinds:
@@ -196,9 +196,9 @@ class Injector(Interceptor):
     def _cut(self, fault: Inject, peer: int | None) -> None:
         connection: socket.socket | None = self._watcher
         if fault.target != "watcher":
-            own, size = self._transport.rank, self._transport.size
+            own, size = self.transport.rank, self.transport.size
             to = (own + 1) % size if peer is None or peer == own else peer
-            connection = self._transport.connection(to)
+            connection = self.transport.connection(to)
         if connection is None:
             return
         with contextlib.suppress(OSError):

@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from orchestra.engines.events import Event, Notice, describe
 from orchestra.engines.failure_detector import Limits
-from orchestra.engines.processes.control import Control, RankSpec, Signs
+from orchestra.engines.processes.control import Control, RankSpec, Roster, Signs
 from orchestra.engines.processes.environment import (
     Launched,
     latencies_of,
@@ -48,7 +48,7 @@ from orchestra.engines.processes.system import (
 )
 from orchestra.engines.processes.watcher import Outcome, Watcher
 from orchestra.engines.random_streams import seed
-from orchestra.errors import InputError, RunEnded, RunFailed
+from orchestra.errors import GroupChanged, InputError, PeerLost, RunEnded, RunFailed
 from orchestra.transports.handshake import TLS, address_of, from_environment, listen
 from orchestra.transports.matching import Receive, Send
 from orchestra.transports.native import Native
@@ -123,6 +123,103 @@ class Watched(Interceptor):
         return completed, self._others, f"in a {native}collective"
 
 
+class Membership:
+    """This rank's connections with all others, in one group after the other.
+
+    Each group has a mesh of its own: what was under way in the one before ends with its
+    connections, so that nothing of it can arrive in the next.
+    """
+
+    def __init__(self, spec: RankSpec, control: Control, make_store: Callable[[], Store]) -> None:
+        self._spec, self._control, self._make_store = spec, control, make_store
+        self._compute = TimedCompute()
+        self._latencies = spec.held
+        self._transport: SocketTransport | None = None
+        self._native: Native | None = None
+        self._injector: Injector | None = None
+
+    def join(self, roster: Roster, listener: socket.socket) -> Runtime:
+        """Connect with the others of the group; return what a program works with in it.
+
+        Raises `PeerLost` or `GroupChanged` where one of them is lost meanwhile.
+        """
+        spec, control, members = self._spec, self._control, roster.members
+        torch.set_num_threads(spec.threads or chosen_threads(os.environ) or roster.threads)
+        self._transport = transport = connect_mesh(
+            roster.rank, roster.addresses, listener, _token(spec, roster.generation),
+            tls=spec.tls, timeout=spec.limits.joining,
+            on_wait=lambda ranks: control.connecting(tuple(members[rank] for rank in ranks)),
+            is_over=lambda: control.is_over(roster.generation),
+            # Thread counts are each thread's own; background flows leave the cores to the main flow
+            on_flow_start=lambda: torch.set_num_threads(1),
+        )  # fmt: skip
+        if roster.neighbours:
+            transport.share_memory(roster.neighbours)
+        if (latencies := self._latencies) is not None:
+            transport.hold(lambda rank, now: latencies.seconds(members[rank], now))
+        self._native = Native(
+            lambda: PrefixStore(f"group-{roster.generation}", self._make_store()), roster.rank,
+            len(members), host=spec.host, device=spec.local_rank,
+            timeout=4 * spec.limits.patience,  # the watcher decides first
+        )  # fmt: skip
+        transport.native = self._native.all_reduce
+        watched, compute = Watched(transport), self._compute
+
+        def signs() -> Signs:
+            """Return what a beat says of the rank: see `Control.attach`."""
+            completed, waits_for, what = watched.signs()
+            moved = transport.acknowledged_bytes() if sys.platform == "linux" else 0
+            slots = tuple(members[rank] for rank in waits_for)
+            return (roster.generation, completed, compute.calls, moved), slots, what
+
+        control.attach(transport, roster, signs)
+        runtime = Runtime(
+            roster.rank, len(members), transport, compute, control, seed,
+            local_rank=spec.local_rank, clock=machine(), node=spec.node, peak_memory=peak_memory,
+            stopwatch=lambda _: latencies.begin(transport.now()) if latencies else None,
+            members=members, regroup=functools.partial(self._regroup, members),
+        )  # fmt: skip
+        interceptors: list[Interceptor] = [watched]
+        if faults := injections(os.environ, spec.rank):
+            if self._injector is None:
+                self._injector = Injector(
+                    faults, transport, control.connection, spec.watcher,
+                    local=spec.local, log=os.environ.get(LOG),
+                )  # fmt: skip
+            self._injector.transport = transport
+            interceptors.append(self._injector)
+        return intercepted(runtime, *interceptors)
+
+    def _regroup(self, members: tuple[int, ...], error: PeerLost | GroupChanged) -> Runtime:
+        """See `Runtime.regroup`; `members` are those of the group that has ended by `error`."""
+        assert self._transport is not None
+        if isinstance(error, PeerLost):
+            self._control.accuse(error, members)
+        # From here on no flow writes into memory that the program goes on to use.
+        self._transport.abort(GroupChanged("a rank was lost"))
+        self.close(0.0)
+        while True:
+            roster, listener = self._control.regroup(lambda: listen(self._spec.host))
+            try:
+                return self.join(roster, listener)
+            except PeerLost as lost:
+                self._control.accuse(lost, roster.members)
+            except GroupChanged:
+                pass  # one more was lost
+
+    def close(self, timeout: float) -> None:
+        """Say farewell within `timeout` seconds, and disconnect."""
+        if self._transport is not None:
+            self._transport.close(timeout=timeout)
+        if self._native is not None:
+            self._native.close()
+
+
+def _token(spec: RankSpec, generation: int) -> bytes:
+    """Return the secret of a group: no connection of another one is taken for one of it."""
+    return f"{spec.token}/{generation}".encode()
+
+
 def run_rank(
     spec: RankSpec,
     load: Callable[[], tuple[Program, Any]],
@@ -168,52 +265,13 @@ def _run(
     resources: contextlib.ExitStack,
 ) -> Any:
     program, argument = load()
-    addresses, threads, neighbours = control.roster()
-    torch.set_num_threads(spec.threads or chosen_threads(os.environ) or threads)
-    transport = connect_mesh(
-        spec.rank, addresses, listener, spec.token.encode(),
-        tls=spec.tls, timeout=spec.limits.joining, on_wait=control.connecting,
-        # Thread counts are each thread's own; background flows leave the cores to the main flow.
-        on_flow_start=lambda: torch.set_num_threads(1),
-    )  # fmt: skip
-    resources.callback(transport.close)
-    if neighbours:
-        transport.share_memory(neighbours)
-    latencies = spec.held
-    if latencies is not None:
-        transport.hold(latencies.seconds)
-    native = Native(
-        make_store, spec.rank, spec.ranks, host=spec.host, device=spec.local_rank,
-        timeout=4 * spec.limits.patience,  # the watcher decides first
-    )  # fmt: skip
-    resources.callback(native.close)
-    transport.native = native.all_reduce
-    watched, compute = Watched(transport), TimedCompute()
-    control.attach(transport, functools.partial(_signs, watched, compute, transport))
-    runtime = Runtime(
-        spec.rank, spec.ranks, transport, compute, control, seed,
-        local_rank=spec.local_rank, clock=machine(), node=spec.node, peak_memory=peak_memory,
-        stopwatch=lambda running: latencies.begin(transport.now()) if latencies else None,
-    )  # fmt: skip
-    interceptors: list[Interceptor] = [watched]
-    if faults := injections(os.environ, spec.rank):
-        interceptors.append(
-            Injector(
-                faults, transport, control.connection, spec.watcher,
-                local=spec.local, log=os.environ.get(LOG),
-            )
-        )  # fmt: skip
-    result = program(intercepted(runtime, *interceptors), argument)
+    membership = Membership(spec, control, make_store)
+    resources.callback(membership.close, 0.0)
+    runtime = membership.join(control.roster(), listener)
+    result = program(runtime, argument)
     control.phase("leaving")
-    transport.close(timeout=spec.limits.patience)
+    membership.close(spec.limits.patience)
     return result
-
-
-def _signs(watched: Watched, compute: TimedCompute, transport: SocketTransport) -> Signs:
-    """Return what a beat says of the rank: see `Control.attach`."""
-    completed, waits_for, what = watched.signs()
-    moved = transport.acknowledged_bytes() if sys.platform == "linux" else 0
-    return (completed, compute.calls, moved), waits_for, what
 
 
 def _encoded(result: Any, *, local: bool) -> bytes:

@@ -106,6 +106,8 @@ class Watcher:
         self._limit = math.inf if limit is None else limit
         self._heartbeat_at = -math.inf
         self._crash: BaseException | None = None
+        self._group = tuple(range(ranks))  # the ranks that are left
+        self._missing = set(self._group)  # those of them that others cannot reach yet
         self._server: int | None = None  # the fork server
         self._server_runs_at = math.inf  # when it was last seen to
         self._machine = machine()
@@ -278,6 +280,8 @@ class Watcher:
             else:  # an order to all ranks
                 if isinstance(instruction, events.Abort):
                     self._on_cause(instruction.cause)
+                elif isinstance(instruction, events.Regroup):
+                    self._group, self._missing = instruction.members, set(instruction.members)
                 kind = type(instruction).__name__.lower()
                 self._broadcast({"kind": kind, **asdict(instruction)})
 
@@ -370,6 +374,13 @@ class Watcher:
             self.results[rank] = payload
             link.send({"kind": "dismissed"})
             self._observe(events.Finished(rank))
+        elif kind == "ready":
+            self._observe(events.Ready(rank, message["generation"]))
+            if message["generation"] == self.detector.generation:
+                link.address = tuple(message["address"])
+                self._expect(rank)
+        elif kind == "accusation":
+            self._observe(events.Accused(rank, events.Failure(**message["failure"])))
         elif kind == "failure":
             self._observe(events.Failed(rank, events.Failure(**message["failure"])))
 
@@ -388,14 +399,23 @@ class Watcher:
         self._observe(events.Joined(rank, message["host"]))
         if self.detector.cause is not None:
             link.send({"kind": "abort", "cause": self.detector.cause})  # it came late for that
-        if len(self._links) == self._ranks:
+        self._expect(rank)
+        if not self._missing:
             self.setup["processes"] = self.age()
-            links = [self._links[rank] for rank in range(self._ranks)]
-            roster = {
-                "addresses": [link.address for link in links],
-                "threads": shares_of_cores([link.cores for link in links]),
-                "memory": [link.memory for link in links],
-            }
-            self._broadcast({"kind": "roster", **roster})
-            if self.detector.stopped:
-                self._broadcast({"kind": "stop"})
+
+    def _expect(self, rank: int) -> None:
+        """Note that `rank` can be reached; tell all of the group, once all can, where they are."""
+        self._missing.discard(rank)
+        if self._missing:
+            return
+        links = [self._links[rank] for rank in self._group]
+        roster = {
+            "generation": self.detector.generation,
+            "members": self._group,
+            "addresses": [link.address for link in links],
+            "threads": shares_of_cores([link.cores for link in links]),
+            "memory": [link.memory for link in links],
+        }
+        self._broadcast({"kind": "roster", **roster})
+        if self.detector.stopped:
+            self._broadcast({"kind": "stop"})

@@ -361,6 +361,9 @@ class SimulatedReporter(PassingReporter):
     def expendable(self, yes: bool) -> None:
         self.is_expendable = yes
 
+    def elastic(self, yes: bool) -> None:
+        """Do nothing: no groups are made in virtual time."""
+
     def notice(self, text: str) -> None:
         self.simulation.notice(text)
 

@@ -88,6 +88,9 @@ class Until:
     def expendable(self, yes: bool) -> None:
         self.inner.expendable(yes)
 
+    def elastic(self, yes: bool) -> None:
+        self.inner.elastic(yes)
+
     def notice(self, text: str) -> None:
         """Do nothing: notices of trials are in their records."""
 
