@@ -110,6 +110,23 @@ def dying(folder: str, deaths: str) -> Task:
     return dataclasses.replace(plain, loss=loss)
 
 
+def lost(deaths: str, model: str = "mlp") -> Task:
+    """Rank r is killed in the n-th gradient that it computes, for "r@n", and so on by commas."""
+    pairs = [death.split("@") for death in deaths.split(",")]
+    planned = {int(rank): int(number) for rank, number in pairs}
+    own = os.environ.get("RANK") or multiprocessing.current_process().name.removeprefix("rank ")
+    calls = itertools.count()  # the first one is the warm-up
+
+    def loss(module: torch.nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if next(calls) == planned.get(int(own) if own.isdecimal() else -1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return cross_entropy(module, batch)
+
+    plain = task(lambda *_: None)
+    make = MODELS[model]
+    return dataclasses.replace(plain, model=lambda: initialised(make(), torch.float32), loss=loss)
+
+
 def diverging() -> Task:
     """The loss becomes infinite, then not a number."""
 

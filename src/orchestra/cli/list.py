@@ -21,7 +21,7 @@ from orchestra.experiments.experiment import Experiment
 from orchestra.experiments.file import TRAINING_KEYS
 from orchestra.optimizers.settings import SCHEDULES
 from orchestra.records.terminal import Terminal
-from orchestra.settings import Described, Registry, Settings, describe
+from orchestra.settings import Described, Registry, Settings, describe, parse
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.outer import Outer
 from orchestra.strategies.registry import STRATEGIES, MeasuredStanding
@@ -223,10 +223,24 @@ def _describe(name: str) -> None:
     print(f"{name}{signature}\n")
     if doc := inspect.getdoc(target):
         print(f"{doc}\n")
+    if _is(target, Strategy):
+        _print_after_loss(name, target)
     if settings:
         _print_settings(settings)
     elif settings is not None:
         print("It has no settings.")
+
+
+def _print_after_loss(name: str, strategy: type[Strategy]) -> None:
+    """Print what becomes of a run under each notable variant that has lost a rank."""
+    found: dict[str, list[str]] = {}
+    for notation, _ in variants_of(name, strategy):
+        ends = parse(notation, STRATEGIES, where=f"list {name}").traits().after_loss.value
+        found.setdefault(ends, []).append(notation)
+    for ends, notations in found.items():
+        under = "" if len(found) == 1 else f" under {', '.join(notations)}"
+        _print_indented(f"If a rank is lost{under}: {ends}.", 0)
+    print()
 
 
 def _find(name: str) -> Any:

@@ -102,10 +102,13 @@ class FailureDetector:
     """Decides what a watcher of `ranks` ranks does; the run was started at the time `start`.
 
     Where the ranks are `children` of the watcher's process, their exit status will be reported.
-    Otherwise the end of its connection is all that is known of a rank's end.
+    Otherwise the end of its connection is all that is known of a rank's end. The run ends where
+    fewer than `min_ranks` are left of it.
     """
 
-    def __init__(self, ranks: int, limits: Limits, *, start: float, children: bool) -> None:
+    def __init__(
+        self, ranks: int, limits: Limits, *, start: float, children: bool, min_ranks: int = 1
+    ) -> None:
         self.limits = limits
         self.cause: str | None = None  # why the run fails
         self._by_loss = False  # that is the loss of a rank
@@ -114,6 +117,7 @@ class FailureDetector:
         self.notices: list[str] = []  # one line each, for the user
         self.stopped = False  # the user asked for an orderly stop
         self.terminated = False  # by SIGTERM
+        self._min_ranks = min_ranks
         self.generation = 0  # of the group of ranks that are left
         self._children = children
         self._started_at = self._ticked_at = self._now = start
@@ -283,14 +287,19 @@ class FailureDetector:
         if self.cause is not None:
             return
         member.lost = loss
-        if member.beat.expendable:
+        left = sum(m.state is not State.LEFT_OUT for m in self._members.values()) - 1
+        goes_on = member.beat.expendable or (loss and self._are_elastic())
+        if goes_on and left < self._min_ranks:
+            count = "1 rank is left" if left == 1 else f"{left} ranks are left"
+            self._fail(f"{member.name} {how}; {count}, of {self._min_ranks} at least", loss=loss)
+        elif member.beat.expendable:
             self._settle(member, State.LEFT_OUT)
             self.left_out[member.rank] = how
             self._lost = self._now, f"{member.name} {how}"
             self._begin_anew()
             self._instructions.append(events.Disconnect(member.rank, how))
             self._notice(f"{member.name} {how}; going on without it")
-        elif loss and self._are_elastic():
+        elif goes_on:
             self._regroup_without(member, how)
         else:
             refused = self._refused if member.state is State.ABSENT else ()
@@ -305,6 +314,7 @@ class FailureDetector:
     def _regroup_without(self, member: WatchedRank, how: str) -> None:
         self._settle(member, State.LEFT_OUT)
         self.left_out[member.rank] = how
+        self._lost = self._now, f"{member.name} {how}"
         # What they say of each other until now has this loss for its cause.
         self._consequences.clear()
         self._begin_anew()

@@ -62,8 +62,8 @@ class CompressionState:
         return state
 
     def begin_sum(self, worker: Worker) -> None:
-        """Begin the sum of a step, which a loop of the user's own may undo."""
-        if worker.own_loop:
+        """Begin the sum of a step, which may be void: then what it changes here is undone."""
+        if worker.steps_may_be_void:
             if worker.step.rescale != 1.0:
                 kept = chain(*self.memory, () if self.residual is None else (self.residual,))
                 for tensor in kept:

@@ -197,6 +197,19 @@ class Membership:
 
 
 @dataclass(frozen=True)
+class Loss:
+    """A loss of ranks, after which those that were left went on together."""
+
+    ranks: tuple[int, ...]  # that were lost, by their numbers at the start
+    left: int  # ranks that went on
+    step: int  # of the run, the last one whose result they had
+    noticed: float  # in seconds on the stopwatch
+    seconds: float  # from there until they went on
+    steps_voided: int  # under way, and made again
+    samples_again: int  # that were dealt out once more with it
+
+
+@dataclass(frozen=True)
 class RankReport:
     """One rank's part in a run.
 
@@ -235,6 +248,8 @@ class RankReport:
     dropped: int = 0
     switched_at_sample: int | None = None
     decisions: list[dict[str, Any]] = field(default_factory=list)
+    losses: list[Loss] = field(default_factory=list)  # after which the run went on with the others
+    consumed: int = 0  # samples of the whole run, as far as the rank knows
     shares: tuple[float, ...] = ()
     batches: list[list[int]] = field(default_factory=list)
     speeds: tuple[float, ...] = ()

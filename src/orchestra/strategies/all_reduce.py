@@ -13,7 +13,7 @@ from orchestra.settings import MAX_RANKS, setting
 from orchestra.strategies.base import Roles, Strategy, replica_memory
 from orchestra.strategies.member import Member
 from orchestra.strategies.sharded_all_reduce import sharded_footprint, sharded_member
-from orchestra.strategies.traits import Footprint, Partition, Rehearsal, Traits, WorkMode
+from orchestra.strategies.traits import AfterLoss, Footprint, Partition, Rehearsal, Traits, WorkMode
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -147,6 +147,8 @@ class AllReduce(Strategy):
 
     def traits(self, work: WorkMode = "shared") -> Traits:
         plain = self.shard == "nothing" and not self.backup
+        # Nothing is known of the ranks beyond their number, and Orchestra makes the connections.
+        in_groups = plain and self.order is None and self.algorithm != "native"
         # It matters which gradients arrive first, or which ranks share a node.
         by_node = self.algorithm == "hierarchical" and self.ranks_per_node is None
         return Traits(
@@ -156,6 +158,7 @@ class AllReduce(Strategy):
             native=self.algorithm == "native",
             optimizer=Partition.REPLICATED if self.shard == "nothing" else Partition.SHARDED,
             exchange=Rehearsal(repr(self), self._rehearse) if plain else None,
+            after_loss=AfterLoss.TOGETHER if in_groups else AfterLoss.CHECKPOINT,
         )
 
     def place(

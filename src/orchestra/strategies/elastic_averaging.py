@@ -14,7 +14,7 @@ from orchestra.settings import MAX_RANKS, MAX_STEPS, setting
 from orchestra.strategies.base import Roles, Strategy, replica_memory, roles_of, torch
 from orchestra.strategies.server_members import ServedMember
 from orchestra.strategies.server_strategy import NOTHING, placed_roles
-from orchestra.strategies.traits import Dealing, Footprint, Pace, Traits, WorkMode
+from orchestra.strategies.traits import AfterLoss, Dealing, Footprint, Pace, Traits, WorkMode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,7 +66,8 @@ class ElasticAveraging(Strategy):
     )
 
     def traits(self, work: WorkMode = "shared") -> Traits:
-        return Traits(self._memory, Pace.FREE, Dealing.QUEUE if work == "shared" else Dealing.PLAN)
+        dealing = Dealing.QUEUE if work == "shared" else Dealing.PLAN
+        return Traits(self._memory, Pace.FREE, dealing, after_loss=AfterLoss.IN_PLACE)
 
     def roles(self, ranks: int) -> Roles:
         """Dedicated servers come out of the budget of ranks; servers beside workers do not."""

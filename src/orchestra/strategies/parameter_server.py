@@ -45,6 +45,7 @@ from orchestra.strategies.server_strategy import (
     placed_roles,
 )
 from orchestra.strategies.traits import (
+    AfterLoss,
     Dealing,
     Footprint,
     Pace,
@@ -207,6 +208,7 @@ class ParameterServer(Strategy):
             answers_beside=beside and not lockstep,
             optimizer=Partition.REPLICATED if self.returns == "gradients" else Partition.SHARDED,
             exchange=Rehearsal(repr(self), self._rehearse) if rehearsed else None,
+            after_loss=AfterLoss.CHECKPOINT if lockstep else AfterLoss.IN_PLACE,
         )
 
     def roles(self, ranks: int) -> Roles:

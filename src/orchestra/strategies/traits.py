@@ -40,6 +40,14 @@ class Partition(enum.Enum):
     STAGED = enum.auto()  # each rank holds a stage of layers (pipeline parallelism)
 
 
+class AfterLoss(enum.Enum):
+    """What becomes of a run that has lost a rank, in words."""
+
+    IN_PLACE = "the others go on"
+    TOGETHER = "those that are left go on together, from the last step (min_ranks)"
+    CHECKPOINT = "it goes on from a checkpoint, once it is started again"
+
+
 @dataclass(frozen=True)
 class Footprint:
     """The memory of a rank in training, in multiples of what it trains: a model or part.
@@ -93,6 +101,7 @@ class Traits:
         optimizer: how the optimizer's state is laid over the ranks: whole on each worker, or in
             shards of workers or servers.
         exchange: None if it is not known how long an exchange takes.
+        after_loss: what becomes of a run that has lost a worker.
         phases: of a strategy that trains in phases, the traits of each.
     """
 
@@ -108,6 +117,7 @@ class Traits:
     distributed: bool = True
     optimizer: Partition = Partition.REPLICATED
     exchange: Rehearsal | None = None
+    after_loss: AfterLoss = AfterLoss.CHECKPOINT
     phases: tuple[Traits, ...] = ()
 
     def __post_init__(self) -> None:
@@ -139,6 +149,7 @@ def combined(phases: Sequence[Traits]) -> Traits:
         return functools.reduce(lambda one, other: one.joined(other, max), each)
 
     owners = [phase.optimizer for phase in phases]
+    endings = {phase.after_loss for phase in phases}
     return Traits(
         memory,
         max(phase.pace for phase in phases),
@@ -147,6 +158,8 @@ def combined(phases: Sequence[Traits]) -> Traits:
         reads_loss=any(phase.reads_loss for phase in phases),
         reads_values=any(phase.reads_values for phase in phases),
         native=any(phase.native for phase in phases),
+        # Where phases differ, none but the last resort holds in all of them.
+        after_loss=endings.pop() if len(endings) == 1 else AfterLoss.CHECKPOINT,
         optimizer=next((o for o in owners if o is not Partition.REPLICATED), Partition.REPLICATED),
         phases=tuple(phases),
     )

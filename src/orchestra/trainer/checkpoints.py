@@ -292,6 +292,12 @@ class CollectiveCheckpoints:
         self._ranks = range(worker.runtime.ranks)
         self._snapshots = SnapshotFiles(folder, worker.rank, worker.reporter.notice)
 
+    def moved(self, worker: Worker) -> CollectiveCheckpoints:
+        """Return the checkpoints of the same attempt for `worker`, this rank in another group."""
+        moved = CollectiveCheckpoints(worker, self._folder)
+        moved.index, moved._attempt = self.index, self._attempt
+        return moved
+
     def newest(
         self, leader: int, read: Callable[[int, Manifest], S], below: int | None = None
     ) -> S | None:

@@ -23,6 +23,7 @@ from orchestra.strategies.phases import Phases
 from orchestra.strategies.traits import Pace
 from orchestra.trainer.balancing import Balancer
 from orchestra.trainer.recorder import Recorder
+from orchestra.trainer.regrouping import StepStart
 from orchestra.trainer.settings import Training
 from orchestra.trainer.trace import Trace
 from orchestra.worker.batches import to_device
@@ -104,6 +105,7 @@ class Loop(ABC):
     shares: Shares = ()  # measured, of the ranks' parts wherever workers step together
     balancer: Balancer | None = None  # changes these parts as the run goes on, if a rule says so
     stopped = False  # the user's stop was agreed on
+    step_start: StepStart | None = None  # where a loss may void the step under way
 
     _planned: PlannedWork
     _work: WorkSource  # it, or a queue's, or a server's
@@ -261,6 +263,8 @@ class Loop(ABC):
         step.rates = tuple(rate * factor for rate in self._base_rates)
         step.epoch = step.consumed / self.epoch_samples
         step.fraction = step.planned / self.budget
+        if self.step_start is not None:
+            self.step_start.note()
         worker.begin_step(step)
         moved = to_device(batch, worker.layout.device) if step.samples else None
         member.gradient(moved)
@@ -269,6 +273,8 @@ class Loop(ABC):
         position = self.position
         position.steps += 1
         position.consumed = worker.step.consumed
+        if self.step_start is not None:
+            self.step_start.done()
         self._offer_buffers()
         if self._work is self._planned:
             self._planned.done()

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from orchestra.data import shares_of
 from orchestra.data.feed import Samples, open_samples, open_shard
-from orchestra.errors import InputError, RunFailed
+from orchestra.errors import GroupChanged, InputError, PeerLost, RunFailed
 from orchestra.exchange import start_together
 from orchestra.optimizers.state import (
+    capture,
     random_state,
     require_alike,
     restore,
@@ -25,7 +26,7 @@ from orchestra.optimizers.state import (
     undisturbed,
 )
 from orchestra.records.exports import Scalars, write_curve_events
-from orchestra.records.report import LeaderReport, Membership, Point, RankReport
+from orchestra.records.report import LeaderReport, Loss, Membership, Point, RankReport
 from orchestra.settings.base import REQUIRED, Mismatch, from_plain, setting
 from orchestra.strategies.base import ModelPart, Roles, Strategy, roles_of
 from orchestra.strategies.phases import Phases
@@ -47,6 +48,7 @@ from orchestra.trainer.recorder import (
     keep_first,
     write_order,
 )
+from orchestra.trainer.regrouping import Standing, StepStart
 from orchestra.trainer.settings import Run, evenly_due
 from orchestra.trainer.setup import in_files, kept_bytes, sizes_of
 from orchestra.trainer.trace import Trace
@@ -68,7 +70,13 @@ def train(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
         folder.mkdir(parents=True, exist_ok=True)
     session = Session(runtime, run, run.strategy, folder)
     try:
-        session.train()
+        session.begin()
+        while True:
+            try:
+                session.train()
+                break
+            except (PeerLost, GroupChanged) as error:
+                session.regroup(error)
         report = session.finish()
     except Exception:
         with contextlib.suppress(RunFailed):
@@ -112,6 +120,8 @@ def _role(rank: int, roles: Roles) -> str:
 class Session(Loop):
     """One rank's objects, for the length of a run; with `repeats`, of one that is repeated."""
 
+    samples: Samples
+
     def __init__(
         self,
         runtime: Runtime,
@@ -153,6 +163,7 @@ class Session(Loop):
         self.scalars: Scalars | None = None
         if training.tensorboard:
             self.scalars = Scalars(folder, f"rank-{runtime.rank}", first=self.position.steps + 1)
+        self.losses: list[Loss] = []
         path = None if self.shared else folder / f"steps-rank-{runtime.rank}.jsonl"
         before = self.history[-2:-1]
         newcomer = bool(before) and runtime.rank >= before[0].ranks
@@ -192,8 +203,8 @@ class Session(Loop):
             runtime = intercepted(runtime, self.trace)
         return runtime
 
-    def train(self) -> None:
-        """Train: from the warm-up to the agreement on the final parameters."""
+    def begin(self) -> None:
+        """Do what comes before the first step: the warm-up, and the start of the stopwatch."""
         worker, strategy, reporter = self.worker, self.strategy, self.runtime.reporter
         footprint = strategy.traits(self.training.work).memory(worker.rank, self.training.ranks)
         # A warm-up has a copy of the whole, with its gradients.
@@ -216,16 +227,99 @@ class Session(Loop):
         # A resumed run goes on at the seconds of its checkpoint.
         worker.snapshots.started = self.runtime.transport.now() - self.totals.elapsed
         self._passed("first_step")
+        if self.training.min_ranks is not None:
+            self.step_start = StepStart(worker)
+            reporter.elastic(True)
         self.recorder.resume()
         self.trace.start()
+
+    def train(self) -> None:
+        """Train to the agreement on the final parameters."""
         self._train_to_end()
         self.trace.close()
-        reporter.phase("leaving")
+        self.runtime.reporter.phase("leaving")
         self.phases.finish()
         if not self.phases.traits.lockstep:
             leader = self.phases.roles.leader
-            curve.agree_on_buffers(worker, self.totals.samples, leader)
+            curve.agree_on_buffers(self.worker, self.totals.samples, leader)
+        self.runtime.reporter.elastic(False)
         self.recorder.pause()
+
+    # Losses
+
+    def regroup(self, error: PeerLost | GroupChanged) -> None:
+        """Go on from the most advanced state of the ranks that are left after `error`.
+
+        Collective over these. `train` goes on with the next step. Raises `error` where the run
+        cannot go on.
+        """
+        if self.step_start is None or self.engine.regroup is None:
+            raise error
+        self.recorder.pause()
+        began, members = self.engine.transport.now(), self.engine.members
+        noticed = self.totals.elapsed
+        while True:
+            try:
+                self.engine = self.engine.regroup(error)
+                samples_again = self._join_group(self.step_start)
+                break
+            except (PeerLost, GroupChanged) as again:  # one more was lost meanwhile
+                error = again
+        # What the recovery took is part of the run.
+        seconds = self.engine.transport.now() - began
+        lost = tuple(sorted(set(members) - set(self.engine.members)))
+        steps, left = self.position.steps, len(self.engine.members)
+        voided = int(samples_again > 0)
+        self.losses.append(Loss(lost, left, steps, noticed, seconds, voided, samples_again))
+        self.totals.elapsed += seconds
+        self.totals.spent.wait += seconds
+        self.recorder.resume()
+        self.trace.happened(f"lost rank {', '.join(map(str, lost))}")
+        self.runtime.reporter.phase("training")
+
+    def _join_group(self, step_start: StepStart) -> int:
+        """Make this rank's worker in a new group, with the state that all go on from.
+
+        Return the samples of the step under way, if it has no result.
+        """
+        old, before, position = self.worker, self.phases, self.position
+        self.runtime = runtime = self._intercepted(None)
+        self.training = replace(self.training, ranks=runtime.ranks)
+        self.run = replace(self.run, training=self.training)
+        self.roles = self.strategy.roles(runtime.ranks)
+        old.gradients.close()
+        worker = setup.make_worker(runtime, self.run, self.task, old.module, None, self.budget)
+        worker.set_workers(self.roles.workers)
+        worker.measures, worker.logged = old.measures, old.logged
+        worker.check_loss, worker.observe = old.check_loss, old.observe
+        standing = Standing.among(worker, position.steps)
+        samples_again = 0
+        if not standing.is_behind:
+            samples_again = old.step.total_samples if step_start.under_way else 0
+            step_start.undo()
+        state = {"position": position, **checkpoints.rank_state(before, worker.parameters)}
+        state = standing.take_over(worker, capture(state))
+        if standing.is_behind:
+            # Its step is done by the others, with its gradient; the parameters are theirs.
+            position.steps, position.consumed = standing.steps, state["position"]["consumed"]
+            old.step.consumed = position.consumed
+            self.recorder.step(position.steps)
+            restore(worker.parameters, state["parameters"])
+        self.worker = worker
+        state["random"] = random_state()
+        worker.step.consumed = position.consumed
+        self.phases = checkpoints.resume(worker, self.strategy, state)
+        worker.snapshots = old.snapshots.moved(runtime.transport.now)
+        worker.snapshots.skip(position.consumed)
+        self.samples = open_samples(self.task.train, self.run.seed, self.task.collate)
+        self.recorder.move(worker)
+        self.checkpoints = self.checkpoints.moved(worker)
+        position.plan_start, position.plan_step = position.consumed, 0
+        workers = len(self.roles.workers)
+        self.history += (Membership(runtime.ranks, workers, position.consumed),)
+        self.step_start = StepStart(worker)
+        self._begin_phase()
+        return samples_again
 
     def finish(self) -> RankReport:
         """Evaluate on the leader, write the parameters, and report."""
@@ -313,7 +407,7 @@ class Session(Loop):
         bytes_sent = seconds.pop("bytes_sent")
         staleness = sorted(measures.staleness.items(), key=lambda item: int(item[0]))
         return RankReport(
-            rank=worker.rank,
+            rank=self.runtime.slot,
             role="worker" if worker.rank in roles.workers else "server",
             steps=self.position.steps,
             samples=totals.samples,
@@ -328,6 +422,8 @@ class Session(Loop):
             switched_at_step=measures.switched_at_step,
             switched_at_sample=measures.switched_at_sample,
             decisions=measures.decisions,
+            losses=self.losses,
+            consumed=self.position.consumed,
             stopped=self.stopped,
             threads=self.runtime.threads or torch.get_num_threads(),
             timeline=self.trace.timeline(self.runtime.clock),
@@ -350,7 +446,7 @@ class Session(Loop):
         # The same initial parameters on all ranks; further down each rank gets a stream of its own,
         # for dropout and the like.
         runtime.seed(run.seed)
-        self.samples: Samples = setup.Unread()
+        self.samples = setup.Unread()
         if self.shared is not None:
             self.epoch_samples, self.budget = setup.budget_of(self.shared.task, training)
             return self.shared.worker(runtime, self.budget)

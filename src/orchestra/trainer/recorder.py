@@ -100,6 +100,10 @@ class Recorder:
                 f"{steps + 1}"
             )
 
+    def move(self, worker: Worker) -> None:
+        """Go on with another `worker` of this rank, while the stopwatch stands."""
+        self._worker = worker
+
     def resume(self) -> None:
         """Start the stopwatch, or let it go on."""
         self._started_at = self._flushed_at = self._worker.transport.now()

@@ -13,36 +13,46 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from orchestra import exchange
-from orchestra.collectives import receive_object, send_object
 from orchestra.trainer import checkpoints
 from orchestra.worker.worker import Worker
 
 
 class StepStart:
-    """What a forward pass changes beside gradients: buffers, and the global random streams.
+    """What a step changes before its update: buffers, the global random streams, and what
+    compression keeps.
 
     Parameters and the optimizer's moments change with the update alone, which no loss interrupts.
     """
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        worker.steps_may_be_void = True
         self._buffers = [buffer.clone() for _, buffer in worker.buffers]
         self._streams: tuple[Any, ...] = ()
-        self.note()
+        self.under_way = False
 
     def note(self) -> None:
         """Keep what there is now; a step begins."""
+        self.under_way = True
         for kept, (_, buffer) in zip(self._buffers, self._worker.buffers, strict=True):
             kept.copy_(buffer)
         self._streams = torch.get_rng_state(), random.getstate(), np.random.get_state()
         if torch.cuda.is_initialized():
             self._streams += (torch.cuda.get_rng_state(),)
 
+    def done(self) -> None:
+        """The step has its result."""
+        self.under_way = False
+        self._worker.undo_exchange = Worker.undo_exchange
+
     def undo(self) -> None:
-        """Go back to what there was: the step under way has no result."""
+        """Go back to where the step under way began, if one is: it has no result."""
+        if not self.under_way:
+            return
+        self.under_way = False
+        self._worker.undo_exchange()
         with torch.no_grad():
             for kept, (_, buffer) in zip(self._buffers, self._worker.buffers, strict=True):
                 buffer.copy_(kept)
@@ -56,16 +66,30 @@ class StepStart:
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a rank stands that is left: the steps of its run, and the samples behind them."""
+    """Where this rank stands among those that are left, which have made `steps` steps at most.
+
+    `donor` is the first one that has.
+    """
 
     steps: int
-    consumed: int
+    donor: int
+    behind: frozenset[int]  # those that have not completed the last of these steps
+    is_behind: bool
 
+    @staticmethod
+    def among(worker: Worker, steps: int) -> Standing:
+        """Collective over all ranks: compare the `steps` that each has made."""
+        made = [int(row[0]) for row in exchange.gather_numbers(worker, (steps,))]
+        most = max(made)
+        assert most - min(made) <= 1, f"ranks in lockstep have made {made} steps"
+        behind = frozenset(rank for rank, each in enumerate(made) if each < most)
+        return Standing(most, made.index(most), behind, worker.rank in behind)
 
-def most_advanced(worker: Worker, own: Standing) -> tuple[int, bool]:
-    """Collective over all ranks: return the first rank with the most steps, and whether `own` are
-    as many."""
-    table = exchange.gather_numbers(worker, (own.steps, own.consumed))
-    steps = [row[0] for row in table]
-    assert max(steps) - min(steps) <= 1, f"ranks in lockstep have made {steps} steps"
-    return steps.index(max(steps)), own.steps == max(steps)
+    def take_over(self, worker: Worker, own: Any) -> Any:
+        """Collective over all ranks: return the state to go on from, of `own`, plain data."""
+        if self.is_behind:
+            return checkpoints.receive_state(worker.transport, self.donor, {})
+        if worker.rank == self.donor:
+            for rank in sorted(self.behind):
+                checkpoints.send_state(worker.transport, own, rank)
+        return own

@@ -14,8 +14,8 @@ from orchestra.records.exports import TRACKERS, require_tracker
 from orchestra.records.report import Point
 from orchestra.settings import MAX_RANKS, MAX_SEED, MAX_STEPS, REQUIRED, Settings, setting
 from orchestra.settings.base import require_setting
-from orchestra.strategies.base import Strategy
-from orchestra.strategies.traits import Partition
+from orchestra.strategies.base import Strategy, refusal_of
+from orchestra.strategies.traits import AfterLoss, Partition
 from orchestra.trainer.balancing import Balancing
 
 DEFAULT_EPOCHS = 10
@@ -161,6 +161,13 @@ class Training(Settings):
         low=1,
         high=MAX_STEPS,
     )
+    min_ranks: int | None = setting(
+        None,
+        "where ranks are lost, those that are left go on together, this many at least; none: the "
+        "loss of a rank that all need ends the run",
+        low=1,
+        high=MAX_RANKS,
+    )
     stop_on_nonfinite: bool = setting(True, "a loss that is NaN or infinite ends the run")
     # At most 5.8 days: four times the patience is waited, and a selector takes 24.8 days.
     patience: float = setting(
@@ -212,6 +219,10 @@ class Training(Settings):
             raise InputError(
                 f"shares: {self.shares!r} would let fast workers read their shards more often than "
                 "slow ones: leave sharding out, or set shares to measured"
+            )
+        if self.min_ranks is not None and self.min_ranks > self.ranks:
+            raise InputError(
+                f"min_ranks: {self.min_ranks} are more than ranks, {self.ranks}: lower min_ranks"
             )
         if self.accumulation > self.batch_size:
             raise InputError(
@@ -321,6 +332,8 @@ class Run(Settings):
                 f"precision: bf16 keeps a copy of every parameter until its gradient is there, "
                 f"for which {self.strategy!r} has no room: leave it out, or set shard='gradients'"
             )
+        if training.min_ranks is not None:
+            self._check_groups(training.min_ranks)
         if training.tensors == "real":
             return
         if training.engine != "simulation":
@@ -341,6 +354,30 @@ class Run(Settings):
                 f"{self.strategy!r}: decides by losses or gradients, which a run of shapes does "
                 "not have: name a rule that goes by steps, rates or seconds, or set tensors to real"
             )
+
+    def _check_groups(self, least: int) -> None:
+        """Refuse what fewer ranks could not go on with, of those that may be left after losses."""
+        training = self.training
+        if self.strategy.traits(training.work).after_loss is not AfterLoss.TOGETHER:
+            return
+        if training.engine == "simulation":
+            raise InputError(
+                "min_ranks: in virtual time no rank of this strategy can be lost and the others go "
+                "on: leave it out"
+            )
+        for name, given in (
+            ("sharding", training.sharding is not None),
+            ("shares", training.shares is not None),
+            ("record_order", training.record_order),
+        ):
+            if given:
+                raise InputError(
+                    f"min_ranks: {name} is of {training.ranks} ranks, and after a loss there are "
+                    f"fewer: leave out one of both"
+                )
+        for ranks in range(least, training.ranks):
+            if (reason := refusal_of(self.strategy, ranks)) is not None:
+                raise InputError(f"min_ranks: {least} or more may be left, but {reason}")
 
 
 def evenly_due(budget: int, number: int) -> list[int]:

@@ -68,6 +68,12 @@ class Snapshots:
         self._behind = 0
         self._next: dict[tuple[str, int], int] = {}
 
+    def moved(self, now: Callable[[], float]) -> Snapshots:
+        """Return these snapshots on another clock `now`, which shows the same time."""
+        moved = Snapshots(self.due, now)
+        moved.parts, moved.places, moved.started = self.parts, self.places, self.started
+        return moved
+
     def skip(self, samples: int) -> None:
         """Skip due points up to `samples`, at which a run resumes or a phase begins."""
         self._behind = bisect_right(self.due, samples)

@@ -118,8 +118,9 @@ class Worker(FlatModel):
     `parameters` and `gradients.vector` are flat: shape [layout.size], dtype of the model. Where
     `parameters_equal` is set they are known to be equal on all ranks. `transport` is that of the
     main flow. Values of the parameters that are still `arriving` are awaited by the next forward
-    pass. `observe` is called now and then by a rank that only serves. `undo_exchange`, in a
-    loop of the user's own, takes back what the last exchange has changed, until its step is made.
+    pass. `observe` is called now and then by a rank that only serves. Where `steps_may_be_void`, by
+    a loop of the user's own or by the loss of a rank, `undo_exchange` takes back what the last
+    exchange has changed, until its step is made.
     """
 
     parameters_equal = False
@@ -147,6 +148,7 @@ class Worker(FlatModel):
         self.transport, self.compute = runtime.transport, runtime.compute
         self.reporter = runtime.reporter
         self._own_optimizer = own_optimizer
+        self.steps_may_be_void = self.own_loop
         self._lay_out(module)
         self.optimizer = optimizer
         self.clip_norm = clip_norm

@@ -130,6 +130,7 @@ def launch(
     places: Sequence[RankPlace] = (),
     shared_memory: bool = True,
     grace: float = 30.0,
+    min_ranks: int = 1,
 ) -> Outcome:
     """Run `program(runtime, argument)` on `ranks` processes of this machine.
 
@@ -149,6 +150,7 @@ def launch(
         shared_memory: whether ranks may share memory, where `ORCHESTRA_SHARED_MEMORY` allows it.
         grace: seconds from SIGTERM until whoever has sent it kills all processes. Where the orderly
             stop takes nearly as long, the run ends before, and fails.
+        min_ranks: with fewer, the run does not go on after a loss.
 
     Raises `InputError` for a program that cannot be sent to a rank, or one that a rank's program
     raised in its phase "set-up", and `RunFailed` with the first cause in its first line; the
@@ -161,7 +163,7 @@ def launch(
     tls = from_environment(os.environ)
     watcher = Watcher(
         ranks, limits, host=LOOPBACK, token=token, children=True, limit=limit, tls=tls,
-        on_event=on_event,
+        on_event=on_event, min_ranks=min_ranks,
     )  # fmt: skip
     # `timeout` sends SIGTERM to the launcher and to its process group, so twice in a row.
     interrupts = {signal.SIGINT: watcher.interrupt, signal.SIGTERM: spaced(watcher.terminate)}

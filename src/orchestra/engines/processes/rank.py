@@ -297,6 +297,7 @@ def join(
     advice: str = "",
     grace: float = 30.0,
     wish: StopWish | None = None,
+    min_ranks: int = 1,
 ) -> Outcome:
     """Run `program(runtime, argument)` as the rank that `launched` says, with all the others.
 
@@ -305,7 +306,7 @@ def join(
     carries, since nothing that arrives is unpickled.
 
     Args:
-        patience, threads, on_event: see `launch`; only rank 0 has events.
+        patience, threads, on_event, min_ranks: see `launch`; only rank 0 has events.
         host: the local address that others are to use; by default that of `ORCHESTRA_HOST`, or of
             the interface that reaches the master.
         on_left, on_cause: see `Control`; rank 0 holds the watcher.
@@ -329,7 +330,7 @@ def join(
             token = secrets.token_hex(32)
             watcher = Watcher(
                 launched.ranks, limits, host=address, token=token, children=False, tls=tls,
-                on_event=on_event, on_cause=on_cause,
+                on_event=on_event, on_cause=on_cause, min_ranks=min_ranks,
             )  # fmt: skip
             on_cause = None  # it comes from the watcher
             watcher.start()

@@ -49,6 +49,7 @@ def train_run(
         outcome = launch(
             program, (run, folder.absolute()), len(roles.shares), patience=run.training.patience,
             threads=run.training.threads, on_event=display.on_event, grace=run.training.grace,
+            min_ranks=run.training.min_ranks or 1,
         )  # fmt: skip
     left_out, notices = outcome.left_out, outcome.notices
     return record_of(
@@ -110,6 +111,7 @@ def take_part(
             patience=run.training.patience, threads=run.training.threads,
             on_event=display.on_event, on_left=on_left, grace=run.training.grace,
             wish=wish,
+            min_ranks=run.training.min_ranks or 1,
         )  # fmt: skip
     if completed is not None or not first:
         return completed

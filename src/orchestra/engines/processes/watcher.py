@@ -88,6 +88,7 @@ class Watcher:
         token: str,  # the secret that a rank has to show
         children: bool,  # the ranks are child processes, each given to `adopt` once started
         limit: float | None = None,  # seconds after which all ranks are killed
+        min_ranks: int = 1,  # with fewer the run does not go on
         tls: TLS | None = None,  # encrypts the control connections
         on_event: Callable[[events.Event | events.Notice], None] | None = None,
         on_cause: Callable[[str], None] | None = None,
@@ -121,7 +122,9 @@ class Watcher:
         )  # fmt: skip
         self._wake_in, self._wake_out = socket.socketpair()
         self._started_at = time.monotonic()
-        self.detector = FailureDetector(ranks, limits, start=self._started_at, children=children)
+        self.detector = FailureDetector(
+            ranks, limits, start=self._started_at, children=children, min_ranks=min_ranks
+        )
         self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
 
     # From other threads

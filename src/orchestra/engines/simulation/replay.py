@@ -100,6 +100,7 @@ def program(runtime: Runtime, assignment: Assignment) -> Replayed | Exception:
         session = Session(halting, run, run.strategy, assignment.folder, repeats=order)
         halt.sessions[inner.rank] = session
         try:
+            session.begin()
             session.train()
             return session.finish()
         finally:

@@ -1,0 +1,80 @@
+"""Runs that lose ranks and go on with those that are left, on real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.training import step_lines
+
+import orchestra
+from orchestra.errors import InputError, RankLost
+from orchestra.records.record import RunRecord
+
+
+def train(folder: Path, strategy: str, deaths: str, **options: Any) -> RunRecord:
+    task = f"tests.failing_tasks:lost({deaths!r}, model='normalised')"
+    given: dict[str, Any] = {
+        "ranks": 4, "min_ranks": 2, "steps": 20, "batch_size": 8, "threads": 1,
+        "optimizer": "Adam(lr=0.01)", **options,
+    }  # fmt: skip
+    return orchestra.train(task, strategy, out=folder, quiet=True, **given)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "AllReduce('ring')",
+        "AllReduce('halving_doubling', compression=PowerSGD(2))",
+        "AllReduce('ring', compression=TopK(0.1))",
+    ],
+)
+def test_those_that_are_left_go_on_together(strategy: str, tmp_path: Path) -> None:
+    record = train(tmp_path, strategy, "2@5,0@9", checkpoint_every=3)
+    assert record.status == "completed"
+    assert record.left_out == {"2": "was killed by SIGKILL", "0": "was killed by SIGKILL"}
+    assert record.samples == 20 * 4 * 8
+    first, second = record.losses
+    assert (first["ranks"], first["left"], first["step"]) == ([2], 3, 4)
+    # Its ninth gradient is that of step 8, as step 5 was made twice.
+    assert (second["ranks"], second["left"], second["step"]) == ([0], 2, 7)
+    assert all(loss["steps_voided"] == 1 for loss in record.losses)
+    one, other = (
+        [(line["step"], line["consumed"], line["loss"]) for line in step_lines(tmp_path, rank)]
+        for rank in (1, 3)
+    )
+    assert one == other
+    consumed = [0, *(consumed for _, consumed, _ in one)]
+    assert consumed == sorted(set(consumed))
+    assert consumed[-1] == record.samples
+
+
+def test_fewer_than_wanted_end_the_run(tmp_path: Path) -> None:
+    with pytest.raises(
+        RankLost, match="rank 2 on .* was killed by SIGKILL; 3 ranks are left, of 4"
+    ):
+        train(tmp_path, "AllReduce('ring')", "2@5", min_ranks=4)
+
+
+def test_a_single_rank_goes_on_alone(tmp_path: Path) -> None:
+    record = train(tmp_path, "AllReduce('ring')", "0@3", ranks=2, min_ranks=1)
+    assert record.losses[0]["left"] == 1
+    assert record.samples == 20 * 2 * 8
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_ranks": 5}, "min_ranks: 5 are more than ranks, 4"),
+        ({"sharding": "IID"}, "min_ranks: sharding is of 4 ranks"),
+        ({"shares": (1.0, 1.0, 2.0, 2.0)}, "min_ranks: shares is of 4 ranks"),
+        ({"record_order": True}, "min_ranks: record_order is of 4 ranks"),
+        ({"engine": "simulation"}, "min_ranks: in virtual time"),
+    ],
+)
+def test_what_fewer_ranks_could_not_go_on_with_is_refused(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=message):
+        train(tmp_path, "AllReduce('ring')", "2@5", **options)
