@@ -51,9 +51,8 @@ def test_those_that_are_left_go_on_together(strategy: str, tmp_path: Path) -> No
 
 
 def test_fewer_than_wanted_end_the_run(tmp_path: Path) -> None:
-    with pytest.raises(
-        RankLost, match="rank 2 on .* was killed by SIGKILL; 3 ranks are left, of 4"
-    ):
+    message = r"rank 2 on .* was killed by SIGKILL; 3 ranks are left, of 4 at least"
+    with pytest.raises(RankLost, match=message):
         train(tmp_path, "AllReduce('ring')", "2@5", min_ranks=4)
 
 
