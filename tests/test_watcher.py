@@ -736,19 +736,20 @@ def test_what_is_no_loss_makes_no_group() -> None:
 
 def test_who_has_lost_another_is_heard_before_the_watcher_knows() -> None:
     story = elastic_story()
-    story.tell(Accused(0, lost(1)))
+    story.tell(Accused(0, lost(1), 0))
     story.pass_time(LIMITS.cause / 2)
     story.die(1)
-    story.tell(Accused(2, lost(1)))  # on its way meanwhile
+    story.tell(Accused(2, lost(1), 0))  # on its way meanwhile
     for rank in (0, 2, 3):
         story.tell(Ready(rank, 1))
+    story.tell(Accused(2, lost(0), 0))  # which has left that group for the next one
     story.pass_time(2 * LIMITS.cause)
     assert story.detector.cause is None
 
 
 def test_an_accusation_of_a_rank_that_the_watcher_still_reaches_ends_the_run() -> None:
     story = elastic_story()
-    story.tell(Accused(0, lost(1)))
+    story.tell(Accused(0, lost(1), 0))
     story.pass_time(LIMITS.cause + 1)
     assert story.cause.startswith("rank 0 on host failed: PeerLost: rank 1 is gone")
     assert story.detector.ended_by_loss

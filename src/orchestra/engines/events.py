@@ -77,9 +77,10 @@ class Ready(OfRank):
 
 @dataclass(frozen=True)
 class Accused(OfRank):
-    """A rank has lost another one, of which the watcher may know nothing yet."""
+    """A rank has lost another one of its group, of which the watcher may know nothing yet."""
 
     failure: Failure
+    generation: int
 
 
 @dataclass(frozen=True)

@@ -238,8 +238,9 @@ class FailureDetector:
                 self._beat(member, event)
             case events.Ready():
                 self._begin_anew()
-            case events.Accused(failure=failure):
-                if self.cause is None and failure.lost not in self.left_out:
+            case events.Accused(failure=failure, generation=generation):
+                # Of a group that is over, whose members give each other up as they learn of it.
+                if self.cause is None and generation == self.generation:
                     deadline = self._now + self.limits.cause
                     self._consequences.append((deadline, member, failure))
             case events.Finished():

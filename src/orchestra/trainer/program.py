@@ -71,13 +71,7 @@ def train(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
     session = Session(runtime, run, run.strategy, folder)
     try:
         session.begin()
-        while True:
-            try:
-                session.train()
-                break
-            except (PeerLost, GroupChanged) as error:
-                session.regroup(error)
-        report = session.finish()
+        report = session.run_to_end()
     except Exception:
         with contextlib.suppress(RunFailed):
             session.recorder.flush()  # what was measured until then is kept
@@ -242,10 +236,18 @@ class Session(Loop):
         if not self.phases.traits.lockstep:
             leader = self.phases.roles.leader
             curve.agree_on_buffers(self.worker, self.totals.samples, leader)
-        self.runtime.reporter.elastic(False)
         self.recorder.pause()
 
     # Losses
+
+    def run_to_end(self) -> RankReport:
+        """Train and report, with those that are left where ranks are lost on the way."""
+        while True:
+            try:
+                self.train()
+                return self.finish()
+            except (PeerLost, GroupChanged) as error:
+                self.regroup(error)
 
     def regroup(self, error: PeerLost | GroupChanged) -> None:
         """Go on from the most advanced state of the ranks that are left after `error`.

@@ -87,6 +87,7 @@ class Recorder:
         self._scalars = scalars
         self._path = path
         self._lines: list[str] = []
+        self._runs = False
         self._started_at = self._flushed_at = 0.0
         self._spent_before = self._spent_last = Spent()
         self._seconds_last = totals.elapsed
@@ -106,6 +107,7 @@ class Recorder:
 
     def resume(self) -> None:
         """Start the stopwatch, or let it go on."""
+        self._runs = True
         self._started_at = self._flushed_at = self._worker.transport.now()
         # The counters go on while the stopwatch stands; what they grew by meanwhile is left out
         self._spent_before = self._spent_last = Spent.by(self._worker)
@@ -115,7 +117,10 @@ class Recorder:
         self._keep_counters(self.totals.elapsed, self._spent_before)
 
     def pause(self) -> None:
-        """Stop the stopwatch."""
+        """Stop the stopwatch, if it runs."""
+        if not self._runs:
+            return
+        self._runs = False
         self.totals.elapsed = self.elapsed()
         spent = Spent.by(self._worker)
         self._keep_counters(self.totals.elapsed, spent)

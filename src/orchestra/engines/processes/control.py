@@ -249,10 +249,11 @@ class Control:
         """Return whether the group of that number has ended, by a loss or with the run."""
         return self._ordered > generation or self._cause is not None
 
-    def accuse(self, error: PeerLost, members: tuple[int, ...]) -> None:
-        """Report the loss of another rank, by its number among `members`, unless it is known."""
-        failure = replace(describe(error), lost=members[error.rank])
-        self._send({"kind": "accusation", "failure": asdict(failure)})
+    def accuse(self, error: PeerLost, roster: Roster) -> None:
+        """Report the loss of another rank of a group, unless it is known."""
+        failure = replace(describe(error), lost=roster.members[error.rank])
+        generation = roster.generation
+        self._send({"kind": "accusation", "failure": asdict(failure), "generation": generation})
 
     def attach(
         self, transport: SocketTransport, roster: Roster, probe: Callable[[], Signs]

@@ -177,7 +177,7 @@ class Membership:
             roster.rank, len(members), transport, compute, control, seed,
             local_rank=spec.local_rank, clock=machine(), node=spec.node, peak_memory=peak_memory,
             stopwatch=lambda _: latencies.begin(transport.now()) if latencies else None,
-            members=members, regroup=functools.partial(self._regroup, members),
+            members=members, regroup=functools.partial(self._regroup, roster),
         )  # fmt: skip
         interceptors: list[Interceptor] = [watched]
         if faults := injections(os.environ, spec.rank):
@@ -190,11 +190,11 @@ class Membership:
             interceptors.append(self._injector)
         return intercepted(runtime, *interceptors)
 
-    def _regroup(self, members: tuple[int, ...], error: PeerLost | GroupChanged) -> Runtime:
-        """See `Runtime.regroup`; `members` are those of the group that has ended by `error`."""
+    def _regroup(self, roster: Roster, error: PeerLost | GroupChanged) -> Runtime:
+        """See `Runtime.regroup`; `roster` is that of the group that has ended by `error`."""
         assert self._transport is not None
         if isinstance(error, PeerLost):
-            self._control.accuse(error, members)
+            self._control.accuse(error, roster)
         # From here on no flow writes into memory that the program goes on to use.
         self._transport.abort(GroupChanged("a rank was lost"))
         self.close(0.0)
@@ -203,7 +203,7 @@ class Membership:
             try:
                 return self.join(roster, listener)
             except PeerLost as lost:
-                self._control.accuse(lost, roster.members)
+                self._control.accuse(lost, roster)
             except GroupChanged:
                 pass  # one more was lost
 

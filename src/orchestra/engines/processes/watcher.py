@@ -383,7 +383,8 @@ class Watcher:
                 link.address = tuple(message["address"])
                 self._expect(rank)
         elif kind == "accusation":
-            self._observe(events.Accused(rank, events.Failure(**message["failure"])))
+            failure = events.Failure(**message["failure"])
+            self._observe(events.Accused(rank, failure, message["generation"]))
         elif kind == "failure":
             self._observe(events.Failed(rank, events.Failure(**message["failure"])))
 
