@@ -1,0 +1,59 @@
+"""One rank of `benchmarks.recovery` under torchft: a replica group of its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+from benchmarks.recovery import BATCH, FATAL_STEP, STEPS, VICTIM, data, die, model, watch_steps
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def main() -> None:
+    rank, inside, outside = map(int, sys.argv[1:])
+    torch.set_num_threads(1)
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0", WORLD_SIZE="1"
+    )
+    module = model((inside, outside))
+    own = optim.SGD(module.parameters(), lr=0.01)
+
+    def load(state: dict[str, Any]) -> None:
+        module.load_state_dict(state["model"])
+        own.load_state_dict(state["optimizer"])
+
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=5)), min_replica_size=1, load_state_dict=load,
+        state_dict=lambda: {"model": module.state_dict(), "optimizer": own.state_dict()},
+        timeout=timedelta(seconds=10), replica_id=f"rank_{rank}", hostname="127.0.0.1",
+    )  # fmt: skip
+    parallel, optimizer = DistributedDataParallel(manager, module), Optimizer(manager, own)
+    inputs, labels = data(BATCH).tensors
+    watch_steps(rank)
+    calls = 0
+    while manager.current_step() < STEPS:
+        optimizer.zero_grad()
+        calls += 1
+        # Steps of one rank alone, before the others have come, are none.
+        if manager.num_participants() > 1 and calls >= FATAL_STEP and rank == VICTIM:
+            die()
+        nn.functional.cross_entropy(parallel(inputs), labels).backward()
+        optimizer.step()
+    manager.shutdown(wait=False)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
