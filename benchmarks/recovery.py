@@ -9,6 +9,7 @@ and the step itself, made again.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import signal
 import statistics
@@ -16,8 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ RANKS, VICTIM = 4, 2
 BATCH, FATAL_STEP, STEPS = 32, 12, 30
 MODELS = {"0.3 MB": (256, 256), "17 MB": (2048, 2048)}
 FOLDER = "ORCHESTRA_RECOVERY"
-TIMEOUTS = {
+TIMEOUTS: dict[str, dict[str, int]] = {
     "torchft, as it is": {},
     "torchft, short time-outs": {"heartbeat_timeout_ms": 500, "join_timeout_ms": 500},
 }
@@ -118,7 +120,7 @@ def with_orchestra(size: tuple[int, int], folder: Path) -> None:
     )  # fmt: skip
 
 
-def with_torchft(size: tuple[int, int], folder: Path, **timeouts: int) -> None:
+def with_torchft(timeouts: Mapping[str, int], size: tuple[int, int], folder: Path) -> None:
     from torchft.coordination import LighthouseServer
 
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, **timeouts)
@@ -157,16 +159,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     contestants: dict[str, Callable[[tuple[int, int], Path], None]] = {"orchestra": with_orchestra}
     there = importlib.util.find_spec("torchft") is not None
     for label, timeouts in TIMEOUTS.items() if there else ():
-        contestants[label] = lambda size, folder, t=timeouts: with_torchft(size, folder, **t)
+        contestants[label] = partial(with_torchft, timeouts)
     found: dict[tuple[str, str], list[float]] = {}
-    turns = [
-        (size, label) for _ in range(options.rounds) for size in MODELS for label in contestants
-    ]
+    turns = list(itertools.product(MODELS, contestants)) * options.rounds
     with progress_line() as tell:
         for number, (size, label) in enumerate(turns):
             tell(f"{label}, {size}", number / len(turns))
-            train = contestants[label]
-            seconds = seconds_lost(lambda folder, s=size, t=train: t(MODELS[s], folder))
+            seconds = seconds_lost(partial(contestants[label], MODELS[size]))
             found.setdefault((size, label), []).append(seconds)
     rows = [Row(*key, statistics.median(seconds), seconds) for key, seconds in found.items()]
     print_table(

@@ -24,9 +24,8 @@ def free_port() -> int:
 def main() -> None:
     rank, inside, outside = map(int, sys.argv[1:])
     torch.set_num_threads(1)
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0", WORLD_SIZE="1"
-    )
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
     module = model((inside, outside))
     own = optim.SGD(module.parameters(), lr=0.01)
 

@@ -181,7 +181,9 @@ class Session(Loop):
             self.balancer = Balancer(self.run.balancing, self.worker)
 
     def _deal_out(self) -> None:
-        """Let workers that go at their own pace take batches of the run's budget."""
+        """Let workers that go at their own pace take batches of the run's budget, and compute them
+        in parts that are no larger than those on as many ranks as the run had at first."""
+        self.worker.accumulation = self.training.micro_batches(self.begun_on)
         if self.training.work == "shared":
             given = self.training, self.budget, self.begun_on
             self.worker.queue_of = functools.partial(queue_of, *given)
@@ -300,7 +302,7 @@ class Session(Loop):
             samples_again = old.step.total_samples if step_start.under_way else 0
             step_start.undo()
         state = {"position": position, **checkpoints.rank_state(before, worker.parameters)}
-        state = standing.take_over(worker, capture(state))
+        state = standing.take_over(worker, before.member, capture(state))
         if standing.is_behind:
             # Its step is done by the others, with its gradient; the parameters are theirs.
             position.steps, position.consumed = standing.steps, state["position"]["consumed"]
@@ -308,6 +310,7 @@ class Session(Loop):
             self.recorder.step(position.steps)
             restore(worker.parameters, state["parameters"])
         self.worker = worker
+        self._deal_out()
         state["random"] = random_state()
         worker.step.consumed = position.consumed
         self.phases = checkpoints.resume(worker, self.strategy, state)

@@ -8,6 +8,7 @@ it, take it over from the first of these.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,9 @@ import numpy as np
 import torch
 
 from orchestra import exchange
+from orchestra.optimizers.state import common_of
+from orchestra.strategies.base import state_of
+from orchestra.strategies.member import Member
 from orchestra.trainer import checkpoints
 from orchestra.worker.worker import Worker
 
@@ -85,11 +89,29 @@ class Standing:
         behind = frozenset(rank for rank, each in enumerate(made) if each < most)
         return Standing(most, made.index(most), behind, worker.rank in behind)
 
-    def take_over(self, worker: Worker, own: Any) -> Any:
-        """Collective over all ranks: return the state to go on from, of `own`, plain data."""
+    def take_over(self, worker: Worker, member: Member[Any], own: Any) -> Any:
+        """Collective over all ranks: return the state to go on from. `own` is that of this rank,
+        as plain data, and of its `member`, which keeps what is this rank's alone."""
         if self.is_behind:
-            return checkpoints.receive_state(worker.transport, self.donor, {})
+            state = checkpoints.receive_state(worker.transport, self.donor, {})
+            kept, theirs = own["strategy"]["member"], state["strategy"]["member"]
+            moments = {
+                name: theirs[name]
+                for name, value in state_of(member).items()
+                if isinstance(value, torch.optim.Optimizer)
+            }
+            state["strategy"]["member"] = _merged(kept, {**common_of(member, theirs), **moments})
+            return state
         if worker.rank == self.donor:
             for rank in sorted(self.behind):
                 checkpoints.send_state(worker.transport, own, rank)
         return own
+
+
+def _merged(own: Any, other: Any) -> Any:
+    """Return `own`, plain data, with all that `other` has of it in place."""
+    if isinstance(own, Mapping) and isinstance(other, Mapping):
+        return {**own, **{name: _merged(own.get(name), other[name]) for name in other}}
+    if isinstance(own, list) and isinstance(other, list) and len(own) == len(other):
+        return [_merged(*pair) for pair in zip(own, other, strict=True)]
+    return other
