@@ -112,7 +112,7 @@ def dying(folder: str, deaths: str) -> Task:
 
 def lost(deaths: str, model: str = "mlp") -> Task:
     """Rank r is killed in the n-th gradient that it computes, for "r@n", and so on by commas."""
-    pairs = [death.split("@") for death in deaths.split(",")]
+    pairs = [death.split("@") for death in deaths.split(",") if death]
     planned = {int(rank): int(number) for rank, number in pairs}
     own = os.environ.get("RANK") or multiprocessing.current_process().name.removeprefix("rank ")
     calls = itertools.count()  # the first one is the warm-up

@@ -50,6 +50,24 @@ def test_those_that_are_left_go_on_together(strategy: str, tmp_path: Path) -> No
     assert consumed[-1] == record.samples
 
 
+@pytest.mark.parametrize("strategy", ["AllReduce('ring')", "AllReduce('tree')"])
+def test_it_equals_a_run_that_is_resumed_with_the_same_members(
+    strategy: str, tmp_path: Path
+) -> None:
+    """Bit for bit: whether those that are left go on at once, or from a checkpoint of the step
+    before."""
+    at_once = train(tmp_path / "at once", strategy, "3@5", checkpoint_every=4)
+    (loss,) = at_once.losses
+    assert (loss["step"], loss["steps_voided"]) == (4, 1)
+    with pytest.raises(RankLost):
+        train(tmp_path / "resumed", strategy, "3@5", checkpoint_every=4, min_ranks=None)
+    options: dict[str, Any] = {"checkpoint_every": 4, "min_ranks": None}
+    resumed = train(tmp_path / "resumed", strategy, "3@5", ranks=3, **options)
+    assert [part["ranks"] for part in resumed.ranks_history] == [4, 3]
+    assert resumed.samples == at_once.samples
+    assert resumed.parameters_sha256 == at_once.parameters_sha256
+
+
 def test_fewer_than_wanted_end_the_run(tmp_path: Path) -> None:
     message = r"rank 2 on .* was killed by SIGKILL; 3 ranks are left, of 4 at least"
     with pytest.raises(RankLost, match=message):

@@ -301,12 +301,16 @@ class Session(Loop):
         if not standing.is_behind:
             samples_again = old.step.total_samples if step_start.under_way else 0
             step_start.undo()
-        state = {"position": position, **checkpoints.rank_state(before, worker.parameters)}
+        state = {
+            "position": position,
+            "loss": self.totals.loss,  # of the last step, the mean over all workers
+            **checkpoints.rank_state(before, worker.parameters),
+        }
         state = standing.take_over(worker, before.member, capture(state))
         if standing.is_behind:
             # Its step is done by the others, with its gradient; the parameters are theirs.
             position.steps, position.consumed = standing.steps, state["position"]["consumed"]
-            old.step.consumed = position.consumed
+            old.step.consumed, old.step.loss = position.consumed, state["loss"]
             self.recorder.step(position.steps)
             restore(worker.parameters, state["parameters"])
         self.worker = worker

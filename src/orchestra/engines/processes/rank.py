@@ -123,7 +123,7 @@ class Watched(Interceptor):
         return completed, self._others, f"in a {native}collective"
 
 
-class Membership:
+class Connections:
     """This rank's connections with all others, in one group after the other.
 
     Each group has a mesh of its own: what was under way in the one before ends with its
@@ -265,12 +265,12 @@ def _run(
     resources: contextlib.ExitStack,
 ) -> Any:
     program, argument = load()
-    membership = Membership(spec, control, make_store)
-    resources.callback(membership.close, 0.0)
-    runtime = membership.join(control.roster(), listener)
+    connections = Connections(spec, control, make_store)
+    resources.callback(connections.close, 0.0)
+    runtime = connections.join(control.roster(), listener)
     result = program(runtime, argument)
     control.phase("leaving")
-    membership.close(spec.limits.patience)
+    connections.close(spec.limits.patience)
     return result
 
 
