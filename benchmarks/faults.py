@@ -414,6 +414,9 @@ def _check_command(result: Result, ended: Ended, entry: dict[str, Any]) -> None:
         result.require(told < 2, f"told: {lines}")
     elif result.outcome == "completed":
         _complete(result, entry, "the run")
+        spared = str(trial.inject.rank) in entry.get("left_out", {})
+        killed = trial.inject.action in ("kill", "truncate") and trial.inject.target == "rank"
+        result.require(spared or not killed, "completed, though a rank that it needs was killed")
         if trial.fault in ("exception", "full disk", "kill the fork server"):
             result.require(False, f"{trial.fault}: completed all the same")
     else:

@@ -1,6 +1,7 @@
 """The command `orchestra`: choose the command, and turn errors into one line and a status.
 
-Exit status: 0 all well, 1 a run failed or was stopped, 2 bad input.
+Exit status: 0 all well, or SIGTERM stopped a training in good order; 1 a run failed or the user
+stopped it; 2 bad input.
 """
 
 from __future__ import annotations

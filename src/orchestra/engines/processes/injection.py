@@ -46,8 +46,9 @@ VARIABLE, LOG = "ORCHESTRA_INJECT", "ORCHESTRA_INJECT_LOG"
 STRANGE = (b"GET / HTTP/1.1\r\nHost: orchestra\r\n\r\n", bytes(range(256)) * 16, b"")
 """What strangers say on a port on which a run listens; the last one says nothing."""
 
-WRITES = ("open", "os.mkdir", "os.rename")
-"""Python's audit events that are points of a checkpoint's write."""
+WRITES = ("open", "os.rename")
+"""Python's audit events that are points of a checkpoint's write. Not os.mkdir: ranks make the same
+folder, and ignore an error where another one has made it meanwhile."""
 
 
 class Injected(ArithmeticError):
@@ -220,8 +221,6 @@ class Injector(Interceptor):
             path = arguments[0]
             if not isinstance(path, str | os.PathLike) or "/checkpoints/." not in os.fspath(path):
                 return
-            if event == "os.mkdir" and Path(path).is_dir():
-                return  # by another rank
             looking.at = True  # a line of the log is written to a file, too
             try:
                 self._reach_write(str(path))
