@@ -1,7 +1,7 @@
 """A loop of the user's own for the campaign of faults: `torchrun fault_loop.py STRATEGY`.
 
-The first worker saves the state of the training after each epoch, and a further start goes on from
-there.
+The first worker saves the state of the training after each epoch, and when SIGTERM ends the loop; a
+further start goes on from there.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import orchestra
+from orchestra.trainer.own_loop import Batches
 
 EPOCHS, SAMPLES, BATCH = 6, 32, 4
 STATE = Path("state.pt")
@@ -31,15 +32,24 @@ def main() -> None:
     )
     if STATE.exists():
         batches.load_state_dict(torch.load(STATE, weights_only=True))
-    while batches.epoch < EPOCHS:
-        for given, wanted in batches:
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(given), wanted).backward()
-            optimizer.step()
-        state = batches.state_dict()
-        if orchestra.is_first():
-            torch.save(state, "pending.pt")
-            Path("pending.pt").rename(STATE)
+    try:
+        while batches.epoch < EPOCHS:
+            for given, wanted in batches:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(given), wanted).backward()
+                optimizer.step()
+            save(batches)
+    except orchestra.Stopped:
+        save(batches)
+        raise
+
+
+def save(batches: Batches) -> None:
+    """Let the first worker save the state of all."""
+    state = batches.state_dict()
+    if orchestra.is_first():
+        torch.save(state, "pending.pt")
+        Path("pending.pt").rename(STATE)
 
 
 if __name__ == "__main__":

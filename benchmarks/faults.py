@@ -456,6 +456,9 @@ def _check_own(result: Result, ended: Ended, _: dict[str, Any]) -> None:
         result.require(ended.status == 0, f"exit status {ended.status}: {result.cause}")
     elif result.trial.inject.action == "kill":
         result.require(result.cause, "nothing is told")
+    elif result.trial.fault == "exception":
+        result.require(ended.status == 1, f"exit status {ended.status}")
+        result.require("Injected: injected at gradient" in ended.err, "the exception is not told")
 
 
 CHECKS: dict[str, Callable[[Result, Ended, dict[str, Any]], None]] = {

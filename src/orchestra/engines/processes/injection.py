@@ -141,7 +141,8 @@ class Injector(Interceptor):
         return proceed()
 
     def compute(self, flow: HookedFlow, work: Work, proceed: Callable[[], T]) -> T:
-        if work.kind not in ("gradient", "backward"):
+        # A loop of the user's own tells of each forward pass, without samples.
+        if work.kind not in ("gradient", "backward") and work != ("forward", 0, ()):
             return proceed()
         fault = self._reach("gradient")
         with not_a_number() if fault and fault.action == "nan" else contextlib.nullcontext():
