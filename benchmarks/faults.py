@@ -102,6 +102,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     "kill the fork server": {"action": "kill", "target": "fork server"},
     "SIGTERM to all": {"action": "terminate", "target": "group"},
     "SIGTERM to a rank": {"action": "terminate"},
+    "Ctrl-C": {"action": "interrupt", "target": "group"},
     "damaged checkpoint": {"action": "kill"},  # the newest one, before the run is resumed
     "kill while stopping": {"action": "kill"},  # after SIGTERM
     "kill while resuming": {"action": "kill"},  # once more
@@ -113,6 +114,7 @@ TO_AGENT = {
     "kill the launcher": signal.SIGKILL,
     "kill the fork server": signal.SIGKILL,
     "SIGTERM to all": signal.SIGTERM,
+    "Ctrl-C": signal.SIGINT,
 }
 """What torchrun's agent gets in place of a fault in the launcher. The campaign sends it, while the
 operation is delayed: a rank that is forked by `tests.warm` has another parent."""
@@ -278,7 +280,7 @@ def run_trial(trial: Trial, folder: Path, *, timed: bool = True) -> Result:
     entry = _entry(folder)
     result.status, result.outcome = ended.status, entry.get("status", "")
     CHECKS[trial.starter](result, ended, entry)
-    quick = trial.inject.action not in ("delay", "strangers", "terminate")
+    quick = trial.inject.action not in ("delay", "strangers", "terminate", "interrupt")
     if timed and result.fired and quick and result.outcome != "completed":
         # Others wait for a stopped rank that the run can do without.
         limit = CAUSE_SECONDS + 3 * PATIENCE * (trial.fault == "stop")
@@ -396,7 +398,8 @@ def _check_command(result: Result, ended: Ended, entry: dict[str, Any]) -> None:
     if trial.fault == "kill the launcher" and result.fired:
         result.require(ended.status in (0, -signal.SIGKILL), f"exit status {ended.status}")
         return
-    status = {"completed": 0, "stopped": 0, "failed": 1}.get(result.outcome)
+    stopped = int(trial.fault == "Ctrl-C")
+    status = {"completed": 0, "stopped": stopped, "failed": 1}.get(result.outcome)
     result.require(ended.status == status, f"exit status {ended.status}, though {result.outcome!r}")
     if trial.fault == "kill while stopping":
         result.require(sum(map(_is_cause, lines)) == (result.outcome == "failed"), f"told: {lines}")
@@ -406,7 +409,7 @@ def _check_command(result: Result, ended: Ended, entry: dict[str, Any]) -> None:
     elif trial.fault == "kill and restart":
         _complete(result, entry, "the run")
         result.require(len(entry.get("restarts", ())) <= 1, f"{entry.get('restarts')}")
-    elif trial.inject.action == "terminate":
+    elif trial.inject.action in ("terminate", "interrupt"):
         result.require(result.outcome in ("stopped", "completed"), f"{result.outcome}: {lines}")
         # The run may have ended before the signal was heard of.
         told = sum("stopping in good order" in line for line in lines)
@@ -433,7 +436,7 @@ def _check_torchrun(result: Result, ended: Ended, entry: dict[str, Any]) -> None
     elif not result.fired or trial.fault in HARMLESS:
         result.require(ended.status == 0, f"exit status {ended.status}: {result.cause}")
         _complete(result, entry, "the run")
-    elif trial.fault.startswith("SIGTERM"):
+    elif trial.fault in ("SIGTERM to all", "SIGTERM to a rank", "Ctrl-C"):
         # The agent ends by the signal that it got, and its ranks with status 0.
         result.require(result.outcome in ("stopped", "completed"), f"{result.outcome}: {lines}")
     elif result.outcome == "completed":

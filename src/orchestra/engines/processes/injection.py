@@ -43,6 +43,12 @@ T = TypeVar("T")
 
 VARIABLE, LOG = "ORCHESTRA_INJECT", "ORCHESTRA_INJECT_LOG"
 
+SIGNALS = {
+    "kill": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "terminate": signal.SIGTERM,
+    "interrupt": signal.SIGINT,
+}
 STRANGE = (b"GET / HTTP/1.1\r\nHost: orchestra\r\n\r\n", bytes(range(256)) * 16, b"")
 """What strangers say on a port on which a run listens; the last one says nothing."""
 
@@ -60,16 +66,16 @@ class Inject(Settings):
     """A fault of one rank, at the operation of that kind with that number."""
 
     action: Literal[
-        "kill", "stop", "terminate", "raise", "delay", "nan", "cut", "reset", "strangers",
-        "full_disk", "truncate",
+        "kill", "stop", "terminate", "interrupt", "raise", "delay", "nan", "cut", "reset",
+        "strangers", "full_disk", "truncate",
     ] = setting(
         REQUIRED,
-        "kill, stop, terminate: SIGKILL, SIGSTOP, SIGTERM to the target; raise: an exception in "
-        "the program; delay: the operation begins later; nan: a gradient (at=gradient) becomes "
-        "NaN; cut, reset: the connection to the operation's peer, or to the target, ends; "
-        "strangers: three connections to the watcher say nothing or nonsense, and stay open; "
-        "full_disk: no space is left (at=write); truncate: half of the file under way is lost, and "
-        "the rank is killed (at=write)",
+        "kill, stop, terminate, interrupt: SIGKILL, SIGSTOP, SIGTERM, SIGINT to the target; "
+        "raise: an exception in the program; delay: the operation begins later; nan: a gradient "
+        "(at=gradient) becomes NaN; cut, reset: the connection to the operation's peer, or to the "
+        "target, ends; strangers: three connections to the watcher say nothing or nonsense, and "
+        "stay open; full_disk: no space is left (at=write); truncate: half of the file under way "
+        "is lost, and the rank is killed (at=write)",
     )  # fmt: skip
     _: KW_ONLY
     rank: int = setting(REQUIRED, "the rank that injects it", low=0, high=MAX_RANKS)
@@ -166,8 +172,8 @@ class Injector(Interceptor):
                 file.write(line + "\n")
 
     def _inject(self, fault: Inject, peer: int | None) -> None:
-        if fault.action in ("kill", "stop", "terminate"):
-            self._signal(fault)
+        if fault.action in SIGNALS:
+            self._signal(fault, SIGNALS[fault.action])
         elif fault.action == "raise":
             raise Injected(f"injected at {fault.at} {fault.number}")
         elif fault.action == "delay":
@@ -179,10 +185,9 @@ class Injector(Interceptor):
                 self._strangers.append(socket.create_connection(self._address))
                 self._strangers[-1].sendall(words)
 
-    def _signal(self, fault: Inject) -> None:
-        number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
+    def _signal(self, fault: Inject, number: signal.Signals) -> None:
         if fault.target == "group":
-            os.killpg(0, number[fault.action])
+            os.killpg(0, number)
             return
         pid = os.getpid()
         if fault.target == "fork server" or (fault.target == "launcher" and not self._local):
@@ -193,7 +198,7 @@ class Injector(Interceptor):
             pid = int(fields[1])
         if fault.action == "stop" and pid == os.getpid():
             continue_after(fault.seconds)
-        os.kill(pid, number[fault.action])
+        os.kill(pid, number)
 
     def _cut(self, fault: Inject, peer: int | None) -> None:
         connection: socket.socket | None = self._watcher
