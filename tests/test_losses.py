@@ -68,6 +68,23 @@ def test_it_equals_a_run_that_is_resumed_with_the_same_members(
     assert resumed.parameters_sha256 == at_once.parameters_sha256
 
 
+@pytest.mark.parametrize("strategy", ["AllReduce('ring', shard='optimizer')", "LocalSGD(4)"])
+def test_others_go_on_from_a_checkpoint_on_fewer_ranks(strategy: str, tmp_path: Path) -> None:
+    record = train(tmp_path, strategy, "3@7", checkpoint_every=4)
+    assert record.status == "completed"
+    assert [(part["ranks"], part["sample"]) for part in record.ranks_history] == [(4, 0), (3, 128)]
+    assert record.samples == 20 * 4 * 8
+    (restart,) = record.restarts
+    assert (restart["checkpoint"], restart["step"]) == (1, 4)
+    text = "was killed by SIGKILL; going on with 3 ranks in 1 s, from checkpoint 1, step 4"
+    assert text in record.notices[0]
+
+
+def test_where_no_rank_may_be_missing_the_run_ends(tmp_path: Path) -> None:
+    with pytest.raises(RankLost, match=r"rank 3 on .* was killed by SIGKILL$"):
+        train(tmp_path, "LocalSGD(4)", "3@7", checkpoint_every=4, min_ranks=4)
+
+
 def test_fewer_than_wanted_end_the_run(tmp_path: Path) -> None:
     message = r"rank 2 on .* was killed by SIGKILL; 3 ranks are left, of 4 at least"
     with pytest.raises(RankLost, match=message):

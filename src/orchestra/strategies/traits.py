@@ -44,8 +44,8 @@ class AfterLoss(enum.Enum):
     """What becomes of a run that has lost a rank, in words."""
 
     IN_PLACE = "the others go on"
-    TOGETHER = "those that are left go on together, from the last step (min_ranks)"
-    CHECKPOINT = "it goes on from a checkpoint, once it is started again"
+    TOGETHER = "with min_ranks those that are left go on together, from the last step"
+    CHECKPOINT = "with min_ranks it goes on from its newest checkpoint, on fewer ranks"
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from orchestra.settings.base import REQUIRED, Mismatch, from_plain, setting
 from orchestra.strategies.base import ModelPart, Roles, Strategy, roles_of
 from orchestra.strategies.phases import Phases
 from orchestra.strategies.switch import phases
-from orchestra.strategies.traits import Partition
+from orchestra.strategies.traits import AfterLoss, Partition
 from orchestra.tasks.task import Task, evaluate, load_task
 from orchestra.trainer import checkpoints, curve, setup
 from orchestra.trainer.balancing import Balancer, BalanceState
@@ -223,7 +223,8 @@ class Session(Loop):
         # A resumed run goes on at the seconds of its checkpoint.
         worker.snapshots.started = self.runtime.transport.now() - self.totals.elapsed
         self._passed("first_step")
-        if self.training.min_ranks is not None:
+        after_loss = self.strategy.traits(self.training.work).after_loss
+        if self.training.min_ranks is not None and after_loss is AfterLoss.TOGETHER:
             self.step_start = StepStart(worker)
             reporter.elastic(True)
         self.recorder.resume()

@@ -164,8 +164,9 @@ class Training(Settings):
     )
     min_ranks: int | None = setting(
         None,
-        "where ranks are lost, those that are left go on together, this many at least; none: the "
-        "loss of a rank that all need ends the run",
+        "where ranks are lost, the run goes on with those that are left, this many at least: at "
+        "once, or from a checkpoint on fewer ranks, as the strategy can; none: the loss of a rank "
+        "that all need ends the run",
         low=1,
         high=MAX_RANKS,
     )
@@ -364,13 +365,14 @@ class Run(Settings):
     def _check_groups(self, least: int) -> None:
         """Refuse what fewer ranks could not go on with, of those that may be left after losses."""
         training = self.training
-        if self.strategy.traits(training.work).after_loss is not AfterLoss.TOGETHER:
-            return
-        if training.engine == "simulation":
+        after_loss = self.strategy.traits(training.work).after_loss
+        if training.engine == "simulation" and after_loss is not AfterLoss.IN_PLACE:
             raise InputError(
-                "min_ranks: in virtual time no rank of this strategy can be lost and the others go "
-                "on: leave it out"
+                f"min_ranks: in virtual time a run under {self.strategy!r} ends when it loses a "
+                "rank: leave it out"
             )
+        if after_loss is not AfterLoss.TOGETHER:
+            return
         for name, given in (
             ("sharding", training.sharding is not None),
             ("shares", training.shares is not None),

@@ -39,6 +39,7 @@ class Faults:
         beat: the heartbeat of a rank, now.
         patience: of the watcher, in seconds.
         notice: tells the user.
+        min_ranks: with fewer, the run does not go on.
 
     Attributes:
         left_out: why, for each rank that the run went on without.
@@ -52,10 +53,13 @@ class Faults:
         beat: Callable[[int], Heartbeat],
         patience: float,
         notice: Callable[[str], None],
+        min_ranks: int = 1,
     ) -> None:
         self._world, self._kernel, self._ranks = world, world.kernel, range(ranks)
         self._beat, self._notice = beat, notice
-        self._detector = FailureDetector(ranks, Limits(patience=patience), start=0.0, children=True)
+        self._detector = FailureDetector(
+            ranks, Limits(patience=patience), start=0.0, children=True, min_ranks=min_ranks
+        )
         self.left_out = self._detector.left_out  # why the run went on without each of these
         self._ended: set[int] = set()
         self._unheard: dict[int, Finished | Failed] = {}  # the ends of ranks behind a cut, by rank

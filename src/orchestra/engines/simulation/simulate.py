@@ -72,6 +72,7 @@ class Simulation:
         sharing: of cores among threads.
         jitter: of the durations of compute, on nodes that do not say.
         patience: of the watcher, in seconds, where the cluster has faults.
+        min_ranks: with which the run goes on after a fault, at least.
         threads: of each rank; None: its share of the cores of its node.
         arithmetic: how many threads of this machine compute each rank's values; by default
             `OMP_NUM_THREADS`, else one, or all cores for a rank that is alone.
@@ -94,6 +95,7 @@ class Simulation:
         sharing: Sharing = EVENLY,
         jitter: Jitter | None = None,
         patience: float = Limits.patience,
+        min_ranks: int = 1,
         threads: int | None = None,
         arithmetic: Sequence[int] | None = None,
         values: bool = True,
@@ -130,7 +132,7 @@ class Simulation:
         self._faults: Faults | None = None
         if cluster.faults:
             beat, notice = self._heartbeat, self.notice
-            self._faults = Faults(cluster, ranks, self._world, beat, patience, notice)
+            self._faults = Faults(cluster, ranks, self._world, beat, patience, notice, min_ranks)
 
     def run(self, program: Program) -> SimulationOutcome:
         """Run `program` on every rank, until all have ended or one has failed."""
