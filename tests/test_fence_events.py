@@ -34,10 +34,8 @@ from orchestra.coordinator.events import (
     numbers_of_events,
 )
 from orchestra.coordinator.fence import LEASE, FencedWorker, FenceLeader, Told
-from orchestra.coordinator.rest import Reason, Rest
 
 THREE = (0, 1, 2)
-STOP = Rest(Reason.STOP).code
 
 
 def to_all(event: Event, workers: Sequence[int] = THREE) -> Told:
@@ -72,14 +70,14 @@ def test_a_worker_that_has_promised_waits_at_its_lease_for_the_fence() -> None:
     worker = FencedWorker(2, 0)
     worker.handle(AskPromise(0))
     assert worker.handle(Renew(2, LEASE)) == []
-    assert worker.handle(Announced(0, 9, STOP)) == [(2, RestAfter(9, STOP))]
+    assert worker.handle(Announced(0, 9)) == [(2, RestAfter(9))]
 
 
 def test_a_worker_that_is_slow_learns_the_fence_at_its_lease() -> None:
     worker = FencedWorker(2, 0)
     worker.handle(AskPromise(0))
-    assert worker.handle(Announced(0, 9, STOP)) == []
-    assert worker.handle(Renew(2, LEASE)) == [(2, RestAfter(9, STOP))]
+    assert worker.handle(Announced(0, 9)) == []
+    assert worker.handle(Renew(2, LEASE)) == [(2, RestAfter(9))]
 
 
 def test_a_part_is_over_when_the_leader_knows_that_all_have_left() -> None:
@@ -97,16 +95,14 @@ def test_a_wish_asks_all_for_promises_and_the_largest_is_announced() -> None:
     assert core.handle(Wish(1)) == to_all(AskPromise(0))
     assert core.handle(Promised(0, 4)) == []
     assert core.handle(Promised(2, 12)) == []
-    assert core.handle(Promised(1, 8)) == to_all(Announced(0, 12, STOP))
+    assert core.handle(Promised(1, 8)) == to_all(Announced(0, 12))
 
 
 def test_a_second_wish_changes_nothing() -> None:
     core = leader()
     core.handle(Wish(1))
     assert core.handle(Wish(2)) == []
-    assert core.handle(Promised(0, 4), Promised(1, 4), Promised(2, 4)) == to_all(
-        Announced(0, 4, STOP)
-    )
+    assert core.handle(Promised(0, 4), Promised(1, 4), Promised(2, 4)) == to_all(Announced(0, 4))
     assert core.handle(Wish(0)) == []
 
 
@@ -115,7 +111,7 @@ def test_the_leader_is_a_worker_too() -> None:
     assert core.handle(Renew(0, 4)) == [(0, Grant(8))]
     assert core.handle(AskPromise(0)) == [(0, Promised(0, 8))]
     assert core.handle(Renew(0, 8)) == []
-    assert core.handle(Announced(0, 12, STOP)) == [(0, RestAfter(12, STOP))]
+    assert core.handle(Announced(0, 12)) == [(0, RestAfter(12))]
     core.handle(Dismissed(0))
     assert core.over
 
@@ -124,21 +120,21 @@ def test_a_worker_that_is_lost_in_the_middle_is_not_waited_for() -> None:
     core = leader()
     core.handle(Wish(1))
     core.handle(Promised(0, 4), Promised(1, 8))
-    assert core.handle(Lost(2)) == to_all(Announced(0, 8, STOP))
+    assert core.handle(Lost(2)) == to_all(Announced(0, 8))
 
 
 def test_the_promise_of_a_worker_that_is_lost_afterwards_counts() -> None:
     core = leader()
     core.handle(Wish(1))
     assert core.handle(Promised(2, 12), Lost(2), Promised(0, 4)) == []
-    assert core.handle(Promised(1, 8)) == to_all(Announced(0, 12, STOP))
+    assert core.handle(Promised(1, 8)) == to_all(Announced(0, 12))
 
 
 def test_a_worker_that_leaves_while_all_are_asked_has_promised_its_steps() -> None:
     core = leader()
     core.handle(Wish(1))
     core.handle(Promised(0, 8), Promised(1, 8))
-    assert core.handle(Ended(2, 10)) == to_all(Announced(0, 10, STOP))
+    assert core.handle(Ended(2, 10)) == to_all(Announced(0, 10))
 
 
 def test_all_are_dismissed_once_all_have_left() -> None:
@@ -175,7 +171,7 @@ def test_the_end_of_the_outermost_phase_goes_before_a_stop() -> None:
     core = FenceLeader((0, 1), 0, lambda reports: next(ends))
     core.handle(Wish(1))
     assert core.handle(*(report(worker, step) for step in (1, 2, 3, 4) for worker in (0, 1))) == []
-    announced = Announced(0, 8, Rest(Reason.PHASE, 2).code)
+    announced = Announced(0, 8, 2)
     assert core.handle(Promised(0, 4), Promised(1, 8)) == to_all(announced, (0, 1))
 
 
@@ -306,7 +302,8 @@ def test_all_leave_after_the_same_step_whatever_is_lost(
         [Ended(3, 2**31 + 1)],
         [AskPromise(3)],
         [Promised(3, 4)],
-        [Announced(3, 4, STOP)],
+        [Announced(3, 4)],
+        [Announced(3, 4, 2)],
         [Dismissed(3)],
     ],
 )
@@ -317,7 +314,7 @@ def test_events_survive_the_wire(events: list[Event]) -> None:
     assert [type(field) for event in read for field in event] == sent
 
 
-@pytest.mark.parametrize("instruction", [Settled(), Grant(2**40), RestAfter(7, STOP)])
+@pytest.mark.parametrize("instruction", [Settled(), Grant(2**40), RestAfter(7), RestAfter(7, 2)])
 def test_instructions_about_steps_survive_the_wire(
     instruction: Settled | Grant | RestAfter,
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, get_type_hints
 
-from orchestra.coordinator.rest import Rest
+from orchestra.coordinator.rest import Reason, Rest
 
 # Events. Tuples: there are several for each push, and a dataclass takes five times as long to make.
 
@@ -110,7 +110,7 @@ class Announced(NamedTuple):
 
     leader: int
     step: int
-    code: int
+    transition: int | None = None
 
 
 class Dismissed(NamedTuple):
@@ -171,15 +171,19 @@ class Grant(NamedTuple):
 
 
 class RestAfter(NamedTuple):
-    """Come to rest with all others after step number `step`, for the reason that `code` says."""
+    """Come to rest with all others after step number `step`.
+
+    The phase ends by the `transition` of that number; None: the run stops.
+    """
 
     step: int
-    code: int
+    transition: int | None = None
 
     @property
     def rest(self) -> Rest:
         """The rest that follows."""
-        return Rest.of(self.code)
+        number = self.transition
+        return Rest(Reason.STOP) if number is None else Rest(Reason.PHASE, number)
 
 
 Instruction = Take | Wait | RestAt | Finish | Settled | Grant | RestAfter
@@ -233,7 +237,8 @@ def numbers_of(instruction: Instruction) -> tuple[int, ...]:
         return (2, instruction.at, instruction.at, 0)
     if isinstance(instruction, Wait):
         return (3, 0, 0, 0)
-    return (4 + _FENCING.index(type(instruction)), *instruction)
+    numbers = [number for number in instruction if number is not None]
+    return (4 + _FENCING.index(type(instruction)), *numbers)
 
 
 def instruction_of(numbers: Sequence[float]) -> Instruction:

@@ -29,7 +29,6 @@ from orchestra.coordinator.events import (
     Settled,
     Wish,
 )
-from orchestra.coordinator.rest import Reason, Rest
 
 LEASE = 4
 """Steps that a worker goes on without asking. More cost less, and a wish takes longer."""
@@ -66,8 +65,8 @@ class FencedWorker:
             case AskPromise(leader):
                 self._has_promised = True
                 return [(leader, Promised(self._worker, self._lease))]
-            case Announced(_, step, code):
-                self._fence = RestAfter(step, code)
+            case Announced(_, step, transition):
+                self._fence = RestAfter(step, transition)
             case Dismissed():
                 self.over = True
         if self._fence is None or not self._is_asking:
@@ -94,7 +93,7 @@ class FenceLeader(FencedWorker):
         super().__init__(workers[0], steps)
         self._workers = workers
         self._observe = observe
-        self._rest = Rest(Reason.STOP)
+        self._transition: int | None = None
         self._reports: dict[int, dict[int, Reported]] = {}  # by step and worker
         self._promises: dict[int, int] = {}
         self._settling: set[int] = set()
@@ -129,7 +128,7 @@ class FenceLeader(FencedWorker):
         if self._has_all(self._promises.keys() | self._gone):
             # No worker is beyond its promise, so none has passed the largest one.
             fence = max(self._promises.values())
-            told += self._tell_all(Announced(self._worker, fence, self._rest.code))
+            told += self._tell_all(Announced(self._worker, fence, self._transition))
         if self._settling and self._has_all(self._settling | self._gone):
             told += [(worker, Settled()) for worker in sorted(self._settling)]
             self._settling.clear()
@@ -148,7 +147,7 @@ class FenceLeader(FencedWorker):
             transition = self._observe([reports[worker] for worker in sorted(reports)])
             if transition is not None:
                 ends = True
-                self._rest = max(self._rest, Rest(Reason.PHASE, transition), key=_precedence)
+                self._transition = max(transition, self._transition or 0)
         return ends
 
     def _has_all(self, workers: set[int]) -> bool:
@@ -160,8 +159,3 @@ class FenceLeader(FencedWorker):
             return []
         self._told_all.add(type(event))
         return [(worker, event) for worker in self._workers]
-
-
-def _precedence(rest: Rest) -> tuple[bool, int]:
-    """The end of a phase goes before a stop, which is wished again; that of an outer one first."""
-    return rest.reason is Reason.PHASE, rest.to

@@ -200,17 +200,16 @@ class Phases:
 
     def rest(self, reason: Reason) -> Kept:
         """Land what is in flight anywhere. All rules have observed all steps then. Collective."""
-        return self._rest(Rest(reason))
-
-    def _rest(self, rest: Rest) -> Kept:
-        kept = self.member.rest(rest)
-        if self._fence is not None:
-            if rest.reason.ends:
-                self._fence.close()
-                self._fence = None
-            elif kept.complete and self._watching.is_announced:
-                self._fence.settle()
+        kept = self.member.rest(Rest(reason))
+        if self._fence is not None and kept.complete and self._watching.is_announced:
+            self._fence.settle()
         return kept
+
+    def _close_fence(self) -> None:
+        """Wait until no worker goes by the fence any more. Collective over the workers."""
+        if self._fence is not None:
+            self._fence.close()
+            self._fence = None
 
     def go_on(self) -> None:
         """Go on after a rest, from where this rank was. Collective."""
@@ -227,8 +226,9 @@ class Phases:
 
     def finish(self, reason: Reason = Reason.END) -> Kept:
         """End, and let all ranks take the parameters that were learnt. Collective."""
-        kept = self._rest(Rest(reason))
+        kept = self.member.rest(Rest(reason))
         self._take_model()
+        self._close_fence()
         return kept
 
     def begin_anew(self, renew: Callable[[Kept], None]) -> None:
@@ -264,7 +264,8 @@ class Phases:
         worker = self.worker
         if self._fence is not None and self._watching.is_announced:
             self._fence.settle()  # so that rules which go on have observed all steps
-        kept = self._rest(rest)
+        kept = self.member.rest(rest)
+        self._close_fence()
         self._take_model()
         if self._has_own_buffers:
             exchange.exact_mean_of_buffers(worker)
