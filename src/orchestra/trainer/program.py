@@ -48,7 +48,7 @@ from orchestra.trainer.recorder import (
     keep_first,
     write_order,
 )
-from orchestra.trainer.regrouping import Standing, StepStart
+from orchestra.trainer.regrouping import GroupStanding, StepStart
 from orchestra.trainer.settings import Run, evenly_due
 from orchestra.trainer.setup import in_files, kept_bytes, sizes_of
 from orchestra.trainer.trace import Trace
@@ -297,7 +297,7 @@ class Session(Loop):
         worker.set_workers(self.roles.workers)
         worker.measures, worker.logged = old.measures, old.logged
         worker.check_loss, worker.observe = old.check_loss, old.observe
-        standing = Standing.among(worker, position.steps)
+        standing = GroupStanding.among(worker, position.steps)
         samples_again = 0
         if not standing.is_behind:
             samples_again = old.step.total_samples if step_start.under_way else 0

@@ -265,7 +265,7 @@ RANKS = "seconds", "stop"
 """Questions that belong to the rank, whichever flow asks."""
 
 
-class Ended(InputError):
+class OrderEnded(InputError):
     """A program asks for more than was recorded: it is not the one that was recorded."""
 
 
@@ -376,7 +376,7 @@ class Repeating(Interceptor):
         try:
             return next(self._given[key])
         except StopIteration:
-            raise Ended(
+            raise OrderEnded(
                 f"the record of the order ends: rank {self.rank}, flow {flow.name}, asked for "
                 f"{what!r} once more than in the run; was it made with another version of the "
                 "program, or was the run cut short?"

@@ -69,7 +69,7 @@ class StepStart:
 
 
 @dataclass(frozen=True)
-class Standing:
+class GroupStanding:
     """Where this rank stands among those that are left, which have made `steps` steps at most.
 
     `donor` is the first one that has.
@@ -81,13 +81,13 @@ class Standing:
     is_behind: bool
 
     @staticmethod
-    def among(worker: Worker, steps: int) -> Standing:
+    def among(worker: Worker, steps: int) -> GroupStanding:
         """Collective over all ranks: compare the `steps` that each has made."""
         made = [int(row[0]) for row in exchange.gather_numbers(worker, (steps,))]
         most = max(made)
         assert most - min(made) <= 1, f"ranks in lockstep have made {made} steps"
         behind = frozenset(rank for rank, each in enumerate(made) if each < most)
-        return Standing(most, made.index(most), behind, worker.rank in behind)
+        return GroupStanding(most, made.index(most), behind, worker.rank in behind)
 
     def take_over(self, worker: Worker, member: Member[Any], own: Any) -> Any:
         """Collective over all ranks: return the state to go on from. `own` is that of this rank,
