@@ -23,8 +23,8 @@ MOST_PAUSE_SECONDS = 30.0
 
 
 class Restarts:
-    """The restarts of a run in its `folder`: `most` of them with as many ranks. With `min_ranks` there
-    are further ones, on one rank less each, where the run can go on from a checkpoint so.
+    """The restarts of a run in its `folder`: `most` of them with as many ranks; with `min_ranks`
+    further ones, on one rank less each, where the run can go on so from a checkpoint.
 
     `run` is the one to train next. `tell` is called with each line for the user.
 
