@@ -117,6 +117,7 @@ def train_recorded(run: Any, folder: Path) -> Trained:
             return finish(reason)
 
         session.phases.finish = noting  # type: ignore[method-assign]
+        session.begin()
         session.train()
         return last[-1], session.finish(), member_of(session), session.worker.module
 

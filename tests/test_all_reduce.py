@@ -140,6 +140,7 @@ def gradient_bytes(
             strategy,
             folder,
         )
+        session.begin()
         session.train()
         session.finish()
         return noted.sent

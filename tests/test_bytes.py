@@ -71,6 +71,7 @@ def measured(runtime: Runtime, assignment: tuple[Run, Path]) -> tuple[RankReport
     resume, pause = session.recorder.resume, session.recorder.pause
     session.recorder.resume = in_turn(confirmed.start, resume)  # type: ignore[method-assign]
     session.recorder.pause = in_turn(pause, confirmed.stop)  # type: ignore[method-assign]
+    session.begin()
     session.train()
     wait_for_everyone(session.worker)  # who leaves closes its connections
     return session.finish(), confirmed.total

@@ -162,6 +162,7 @@ def test_what_others_hold_is_freed(tmp_path: Path) -> None:
 
     def program(runtime: Runtime) -> None:
         session = Session(runtime, run, Pipeline(), tmp_path)
+        session.begin()
         session.train()
         session.finish()
 
@@ -195,6 +196,7 @@ def test_stages_compute_at_the_same_time(schedule: Any, tmp_path: Path) -> None:
     def program(runtime: Runtime) -> None:
         meeting = Meeting(barrier=barrier, number=1 - runtime.rank)
         session = Session(replace(runtime, compute=meeting), run, strategy, tmp_path)
+        session.begin()
         session.train()
         session.finish()
 

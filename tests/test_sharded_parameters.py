@@ -47,6 +47,7 @@ def trained_by(strategy: Strategy, ranks: int, folder: Path, **training: Any) ->
 
     def program(runtime: Runtime) -> None:
         session = Session(runtime, run, strategy, folder)
+        session.begin()
         session.train()
         session.finish()
 
@@ -228,6 +229,7 @@ def kept(shard: Any, ranks: int, folder: Path) -> tuple[int, int]:
 
     def program(runtime: Runtime) -> tuple[int, int]:
         session = Session(runtime, run, strategy, folder)
+        session.begin()
         session.train()
         worker, state = session.worker, member_of(session)
         moments = [v for each in state.optimizer.state.values() for v in each.values()]

@@ -96,6 +96,7 @@ def shown(runtime: Runtime, assignment: tuple[Run, Path]) -> list[int]:
     """The steps that can be read before the run has ended."""
     run, folder = assignment
     session = Session(runtime, run, run.strategy, folder)
+    session.begin()
     session.train()
     return [at for at, _ in read(folder / "tensorboard" / "rank-0")["loss"]]
 

@@ -81,6 +81,7 @@ def train_threads(
 
     def program(runtime: Runtime) -> tuple[State, RankReport, Any, nn.Module]:
         session = Session(runtime, run, strategy, folder)
+        session.begin()
         session.train()
         replica = {k: v.detach().clone() for k, v in session.worker.module.state_dict().items()}
         return replica, session.finish(), member_of(session), session.worker.module
