@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import nn, optim
+from torch._C._distributed_c10d import TCPStore
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
-from benchmarks.recovery import BATCH, FATAL_STEP, STEPS, VICTIM, data, die, model, watch_steps
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from benchmarks.recovery import (
+    BATCH,
+    FATAL_STEP,
+    RANKS,
+    STEPS,
+    VICTIM,
+    data,
+    die,
+    model,
+    watch_steps,
+)
 
 
 def main() -> None:
     rank, inside, outside = map(int, sys.argv[1:])
     torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    # As torchrun would for each replica group.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
     module = model((inside, outside))
     own = optim.SGD(module.parameters(), lr=0.01)
@@ -41,12 +47,14 @@ def main() -> None:
     parallel, optimizer = DistributedDataParallel(manager, module), Optimizer(manager, own)
     inputs, labels = data(BATCH).tensors
     watch_steps(rank)
-    calls = 0
-    while manager.current_step() < STEPS:
+    complete, calls = False, 0
+    while calls < STEPS:
         optimizer.zero_grad()
-        calls += 1
-        # Steps of one rank alone, before the others have come, are none.
-        if manager.num_participants() > 1 and calls >= FATAL_STEP and rank == VICTIM:
+        manager.wait_quorum()
+        # Before all have come some train without the others.
+        complete |= manager.num_participants() == RANKS
+        calls += complete
+        if calls == FATAL_STEP and rank == VICTIM:
             die()
         nn.functional.cross_entropy(parallel(inputs), labels).backward()
         optimizer.step()
