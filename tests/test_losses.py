@@ -47,6 +47,9 @@ def test_those_that_are_left_go_on_together(strategy: str, tmp_path: Path) -> No
     assert one == other
     consumed = [0, *(consumed for _, consumed, _ in one)]
     assert consumed == sorted(set(consumed))
+    seconds = [line["seconds"] for line in step_lines(tmp_path, 1)]
+    assert seconds == sorted(seconds)
+    assert first["noticed"] + first["seconds"] <= second["noticed"] < record.train_seconds
     assert consumed[-1] == record.samples
 
 

@@ -261,33 +261,66 @@ class Session(Loop):
         if self.step_start is None or self.engine.regroup is None:
             raise error
         self.recorder.pause()
-        began, members = self.engine.transport.now(), self.engine.members
-        noticed = self.totals.elapsed
+        noticed, began, members = self.totals.elapsed, self._now(), self.engine.members
+        steps = self.position.steps
+        samples_again = self.worker.step.total_samples if self.step_start.under_way else 0
         while True:
             try:
                 self.engine = self.engine.regroup(error)
-                samples_again = self._join_group(self.step_start)
+                self._join_group(self.step_start)
                 break
             except (PeerLost, GroupChanged) as again:  # one more was lost meanwhile
                 error = again
+        if self.position.steps > steps:  # the others have completed it
+            samples_again = 0
         # What the recovery took is part of the run.
-        seconds = self.engine.transport.now() - began
-        lost = tuple(sorted(set(members) - set(self.engine.members)))
-        steps, left = self.position.steps, len(self.engine.members)
-        voided = int(samples_again > 0)
-        self.losses.append(Loss(lost, left, steps, noticed, seconds, voided, samples_again))
+        seconds = self._now() - began
         self.totals.elapsed += seconds
         self.totals.spent.wait += seconds
+        lost = tuple(sorted(set(members) - set(self.engine.members)))
+        left, voided = len(self.engine.members), int(samples_again > 0)
+        steps = self.position.steps
+        self.losses.append(Loss(lost, left, steps, noticed, seconds, voided, samples_again))
         self.recorder.resume()
         self.trace.happened(f"lost rank {', '.join(map(str, lost))}")
         self.runtime.reporter.phase("training")
 
-    def _join_group(self, step_start: StepStart) -> int:
-        """Make this rank's worker in a new group, with the state that all go on from.
+    def _now(self) -> float:
+        return self.engine.transport.now()
 
-        Return the samples of the step under way, if it has no result.
-        """
-        old, before, position = self.worker, self.phases, self.position
+    def _join_group(self, step_start: StepStart) -> None:
+        """Let this rank go on in a new group, with the state that all go on from. Collective."""
+        phases, position = self.phases, self.position
+        worker = self._move_worker()
+        standing = GroupStanding.among(worker, position.steps)
+        if not standing.is_behind:
+            step_start.undo()
+        own = {
+            "position": position,
+            "loss": self.totals.loss,  # of the last step, the mean over all workers
+            **checkpoints.rank_state(phases, worker.parameters),
+        }
+        state = standing.take_over(worker, phases.member, capture(own))
+        if standing.is_behind:
+            # Its step is done by the others, with its gradient; the parameters are theirs.
+            position.steps, position.consumed = standing.steps, state["position"]["consumed"]
+            worker.step.consumed, worker.step.loss = position.consumed, state["loss"]
+            self.recorder.step(position.steps)
+            restore(worker.parameters, state["parameters"])
+        self.recorder.move(worker)
+        worker.step.consumed = position.consumed
+        worker.snapshots.skip(position.consumed)
+        self.phases = checkpoints.resume(worker, self.strategy, {**state, "random": random_state()})
+        self.samples = open_samples(self.task.train, self.run.seed, self.task.collate)
+        position.plan_start, position.plan_step = position.consumed, 0
+        workers = len(self.roles.workers)
+        self.history += (Membership(self.runtime.ranks, workers, position.consumed),)
+        self.step_start = StepStart(worker)
+        self._begin_phase()
+
+    def _move_worker(self) -> Worker:
+        """Make this rank's worker in the group that the engine has joined, and return it."""
+        old = self.worker
         self.runtime = runtime = self._intercepted(None)
         self.training = replace(self.training, ranks=runtime.ranks)
         self.run = replace(self.run, training=self.training)
@@ -295,41 +328,13 @@ class Session(Loop):
         old.gradients.close()
         worker = setup.make_worker(runtime, self.run, self.task, old.module, None, self.budget)
         worker.set_workers(self.roles.workers)
-        worker.measures, worker.logged = old.measures, old.logged
+        worker.step, worker.measures, worker.logged = old.step, old.measures, old.logged
         worker.check_loss, worker.observe = old.check_loss, old.observe
-        standing = GroupStanding.among(worker, position.steps)
-        samples_again = 0
-        if not standing.is_behind:
-            samples_again = old.step.total_samples if step_start.under_way else 0
-            step_start.undo()
-        state = {
-            "position": position,
-            "loss": self.totals.loss,  # of the last step, the mean over all workers
-            **checkpoints.rank_state(before, worker.parameters),
-        }
-        state = standing.take_over(worker, before.member, capture(state))
-        if standing.is_behind:
-            # Its step is done by the others, with its gradient; the parameters are theirs.
-            position.steps, position.consumed = standing.steps, state["position"]["consumed"]
-            old.step.consumed, old.step.loss = position.consumed, state["loss"]
-            self.recorder.step(position.steps)
-            restore(worker.parameters, state["parameters"])
-        self.worker = worker
-        self._deal_out()
-        state["random"] = random_state()
-        worker.step.consumed = position.consumed
-        self.phases = checkpoints.resume(worker, self.strategy, state)
         worker.snapshots = old.snapshots.moved(runtime.transport.now)
-        worker.snapshots.skip(position.consumed)
-        self.samples = open_samples(self.task.train, self.run.seed, self.task.collate)
-        self.recorder.move(worker)
+        self.worker = worker
         self.checkpoints = self.checkpoints.moved(worker)
-        position.plan_start, position.plan_step = position.consumed, 0
-        workers = len(self.roles.workers)
-        self.history += (Membership(runtime.ranks, workers, position.consumed),)
-        self.step_start = StepStart(worker)
-        self._begin_phase()
-        return samples_again
+        self._deal_out()
+        return worker
 
     def finish(self) -> RankReport:
         """Evaluate on the leader, write the parameters, and report."""

@@ -120,8 +120,8 @@ class Recorder:
         """Stop the stopwatch, if it runs."""
         if not self._runs:
             return
-        self._runs = False
         self.totals.elapsed = self.elapsed()
+        self._runs = False
         spent = Spent.by(self._worker)
         self._keep_counters(self.totals.elapsed, spent)
         self.totals.spent = self.totals.spent.plus(spent.plus(self._spent_before, -1))
@@ -129,7 +129,9 @@ class Recorder:
         self.flush()
 
     def elapsed(self) -> float:
-        """Return the seconds on the running stopwatch."""
+        """Return the seconds on the stopwatch."""
+        if not self._runs:
+            return self.totals.elapsed
         return self.totals.elapsed + self._worker.transport.now() - self._started_at
 
     def read(self, batch: Callable[[], T]) -> T:
