@@ -434,6 +434,8 @@ OTHER = {
     "checkpoint_every": "4",
     "stop_on_nonfinite": "false",
     "patience": "9.5",
+    "grace": "12.0",
+    "min_ranks": "1",
     "bucket_megabytes": "0.5",
     "overlap": "false",
     "tensorboard": "true",
@@ -528,7 +530,7 @@ def test_only_completed_runs_are_finished(tmp_path: Path) -> None:
     assert [record.status for record in finished(tmp_path)] == ["completed"]
     empty = (
         "notices", "by_rank", "worker_batches", "shares", "batches", "costs_doubts", "stragglers",
-        "decisions", "restarts",
+        "decisions", "restarts", "losses", "ranks_history",
     )  # fmt: skip
     lists: dict[str, Any] = {name: [] for name in empty}
     expected = replace(_record("completed"), folder=tmp_path, **lists)
