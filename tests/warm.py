@@ -230,6 +230,8 @@ def _tell(connection: socket.socket, number: int) -> None:
 def _become(folder: str, environment: dict[str, str], streams: list[int]) -> None:
     """Be a process of its own, as the kernel sees it."""
     os.setsid()
+    # A shell lets commands in its background ignore Ctrl-C, pytest and so this process too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, descriptor in enumerate([os.open(os.devnull, os.O_RDONLY), *streams]):
         os.dup2(descriptor, number)
         os.close(descriptor)
