@@ -43,9 +43,13 @@ class Story:
     """A run told event by event. All ranks have joined, and beat at each quarter of a second
     that `pass_time` lets pass, unless they are silent or held."""
 
-    def __init__(self, ranks: int = 3, *, children: bool = True, step: int = 1) -> None:
+    def __init__(
+        self, ranks: int = 3, *, children: bool = True, step: int = 1, min_ranks: int = 1
+    ) -> None:
         self.now = 0.0
-        self.detector = FailureDetector(ranks, LIMITS, start=0.0, children=children)
+        self.detector = FailureDetector(
+            ranks, LIMITS, start=0.0, children=children, min_ranks=min_ranks
+        )
         self.beats = {rank: Heartbeat(rank, step=step, phase="training") for rank in range(ranks)}
         self.silent: set[int] = set()
         self.held: set[int] = set()
@@ -752,4 +756,18 @@ def test_an_accusation_of_a_rank_that_the_watcher_still_reaches_ends_the_run() -
     story.tell(Accused(0, lost(1), 0))
     story.pass_time(LIMITS.cause + 1)
     assert story.cause.startswith("rank 0 on host failed: PeerLost: rank 1 is gone")
+    assert story.detector.ended_by_loss
+
+
+@pytest.mark.parametrize("fields", [{"elastic": True}, {"expendable": True}])
+def test_the_run_ends_where_too_few_are_left(fields: dict[str, bool]) -> None:
+    """Whether those that are left would make a group, or go on in place."""
+    story = Story(4, min_ranks=3)
+    for rank in range(4):
+        story.change(rank, **fields)
+    story.beat()
+    story.die(1)
+    assert story.detector.cause is None
+    story.die(2)
+    assert story.cause == "rank 2 on host was killed by SIGKILL; 2 ranks are left, of 3 at least"
     assert story.detector.ended_by_loss
