@@ -221,6 +221,10 @@ def _conditions(record: RunRecord, run: Run) -> Iterator[tuple[str, str]]:
         step = record.switched_at_step
         yield "switched", "never: its rule did not fire" if step is None else f"at step {step}"
     yield from ((f"without rank {rank}", reason) for rank, reason in record.left_out.items())
+    if record.losses:
+        left = record.losses[-1]["left"]
+        again = sum(loss["samples_again"] for loss in record.losses)
+        yield "losses", f"{len(record.losses)}; {left} ranks were left, {again} samples done twice"
     if record.restarts:
         again = sum(restart["steps_again"] for restart in record.restarts)
         yield "restarts", f"{len(record.restarts)}; {again} steps were done twice"
