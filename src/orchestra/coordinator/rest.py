@@ -16,11 +16,11 @@ class Reason(enum.IntEnum):
     SAVE = 4  # the first worker collects the state of all ranks
     STOP = 5  # the user wishes to stop: all ranks write a checkpoint, and do not go on
     END = 6  # of the run, or of the strategy in it: nobody takes a further step
+    CANDIDATE = 7  # `Auto` goes on with another candidate
     # Of a strategy in a loop of the user's own:
-    RESTART = 7  # it begins anew, with what the user has loaded into model or optimizer
-    RESUME = 8  # it goes on from a state that the user has loaded
-    NEXT_LOOP = 9  # the script goes on with another loop
-    CANDIDATE = 10  # `Auto` goes on with another candidate
+    RESTART = 8  # it begins anew, with what the user has loaded into model or optimizer
+    RESUME = 9  # it goes on from a state that the user has loaded
+    NEXT_LOOP = 10  # the script goes on with another loop
 
     @property
     def ends(self) -> bool:

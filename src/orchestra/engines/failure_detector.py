@@ -294,10 +294,7 @@ class FailureDetector:
             count = "1 rank is left" if left == 1 else f"{left} ranks are left"
             self._fail(f"{member.name} {how}; {count}, of {self._min_ranks} at least", loss=loss)
         elif member.beat.expendable:
-            self._settle(member, State.LEFT_OUT)
-            self.left_out[member.rank] = how
-            self._lost = self._now, f"{member.name} {how}"
-            self._begin_anew()
+            self._leave_out(member, how)
             self._instructions.append(events.Disconnect(member.rank, how))
             self._notice(f"{member.name} {how}; going on without it")
         elif goes_on:
@@ -312,13 +309,16 @@ class FailureDetector:
         remaining = [m for m in self._members.values() if m.state is not State.LEFT_OUT]
         return all(m.state in ALIVE and m.beat.elastic for m in remaining)
 
-    def _regroup_without(self, member: WatchedRank, how: str) -> None:
+    def _leave_out(self, member: WatchedRank, how: str) -> None:
         self._settle(member, State.LEFT_OUT)
         self.left_out[member.rank] = how
         self._lost = self._now, f"{member.name} {how}"
+        self._begin_anew()
+
+    def _regroup_without(self, member: WatchedRank, how: str) -> None:
+        self._leave_out(member, how)
         # What they say of each other until now has this loss for its cause.
         self._consequences.clear()
-        self._begin_anew()
         self.generation += 1
         left = tuple(m.rank for m in self._in(*ALIVE))
         self._instructions.append(events.Regroup(self.generation, left))

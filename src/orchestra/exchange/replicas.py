@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from orchestra.collectives import Group, receive_object, send_object
-from orchestra.compression.base import Compressor
 from orchestra.coordinator.rest import Reason, Rest
 from orchestra.errors import PeerLost
 from orchestra.exchange.agreement import agree_on_parameters, broadcast_buffers
@@ -22,7 +21,6 @@ from orchestra.exchange.servers import make_slice
 from orchestra.optimizers.state import capture, restore
 from orchestra.parameter_server.held_slice import HeldSlice
 from orchestra.parameter_server.messages import Kind, Request
-from orchestra.parameter_server.placement import Slice
 from orchestra.parameter_server.replicas import (
     Addressed,
     ReplicaNotice,
@@ -39,17 +37,9 @@ from orchestra.worker.worker import Worker
 class ReplicatedChannel(ServerChannel):
     """A request that a lost server has not answered goes to the one after it."""
 
-    def __init__(
-        self,
-        worker: Worker,
-        slices: Sequence[Slice],
-        queue_shares: tuple[float, ...] | None = None,
-        compressor: Compressor | None = None,
-    ) -> None:
-        super().__init__(worker, slices, queue_shares, compressor)
-        self._points = 0  # quiet points behind this worker
-        self._failed_over: set[int] = set()  # slices that the next server serves
-        self._has_left = False
+    _points = 0  # quiet points behind this worker
+    _failed_over: frozenset[int] = frozenset()  # slices that the next server serves
+    _has_left = False
 
     def pause(self, rest: Rest) -> bool:
         """Push no more until every worker has paused too. True if none has left."""
@@ -143,7 +133,7 @@ class ReplicatedChannel(ServerChannel):
             or next_rank in self.worker.transport.lost()
         ):
             raise lost
-        self._failed_over.add(place)
+        self._failed_over |= {place}
 
 
 @dataclass(eq=False)

@@ -32,6 +32,15 @@ from orchestra.transports.tags import Tag
 Charge = Callable[[str, int, Callable[[], Any]], Any]
 
 
+def finish_sending(under_way: dict[int, list[Handle]]) -> None:
+    """Wait for the sends to each worker, then forget them; a lost worker's are left out."""
+    for handles in under_way.values():
+        with contextlib.suppress(PeerLost):
+            for handle in handles:
+                handle.wait()
+    under_way.clear()
+
+
 @dataclass(eq=False)
 class HeldSlice:
     """A slice of the parameters on a server: `state` decides when, `application` says how.
@@ -169,11 +178,7 @@ class HeldSlice:
 
     def finish_sending(self) -> None:
         """Wait until all that was sent has left; a worker that is lost meanwhile is left out."""
-        for handles in self._sending.values():
-            with contextlib.suppress(PeerLost):
-                for handle in handles:
-                    handle.wait()
-        self._sending.clear()
+        finish_sending(self._sending)
 
     def _values_for(self, worker: int) -> tuple[Tensor, Tensor | None]:
         """Return what a worker is answered with, and a buffer for it if it may change meanwhile."""

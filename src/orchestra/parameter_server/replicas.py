@@ -8,7 +8,6 @@ second again. A request that it has taken before is not taken twice, and gets th
 
 from __future__ import annotations
 
-import contextlib
 import enum
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
@@ -20,7 +19,7 @@ from torch import Tensor
 from orchestra.coordinator.events import Instruction
 from orchestra.errors import PeerLost
 from orchestra.optimizers.spec import OptimizerPart
-from orchestra.parameter_server.held_slice import HeldSlice
+from orchestra.parameter_server.held_slice import HeldSlice, finish_sending
 from orchestra.parameter_server.messages import (
     Answer,
     Kind,
@@ -264,11 +263,7 @@ class Replica:
 
     def finish_sending(self) -> None:
         """Wait until all that was sent has left; a worker that is lost meanwhile is left out."""
-        for handles in self._sending.values():
-            with contextlib.suppress(PeerLost):
-                for handle in handles:
-                    handle.wait()
-        self._sending.clear()
+        finish_sending(self._sending)
 
 
 class ReplicatedServer(Server):

@@ -262,7 +262,7 @@ class Session(Loop):
             raise error
         self.recorder.pause()
         noticed, began, members = self.totals.elapsed, self._now(), self.engine.members
-        steps = self.position.steps
+        steps_before = self.position.steps
         samples_again = self.worker.step.total_samples if self.step_start.under_way else 0
         while True:
             try:
@@ -271,7 +271,8 @@ class Session(Loop):
                 break
             except (PeerLost, GroupChanged) as again:  # one more was lost meanwhile
                 error = again
-        if self.position.steps > steps:  # the others have completed it
+        steps = self.position.steps
+        if steps > steps_before:  # the others have completed it
             samples_again = 0
         # What the recovery took is part of the run.
         seconds = self._now() - began
@@ -279,7 +280,6 @@ class Session(Loop):
         self.totals.spent.wait += seconds
         lost = tuple(sorted(set(members) - set(self.engine.members)))
         left, voided = len(self.engine.members), int(samples_again > 0)
-        steps = self.position.steps
         self.losses.append(Loss(lost, left, steps, noticed, seconds, voided, samples_again))
         self.recorder.resume()
         self.trace.happened(f"lost rank {', '.join(map(str, lost))}")

@@ -207,7 +207,7 @@ class Connections:
             except GroupChanged:
                 pass  # one more was lost
 
-    def close(self, timeout: float) -> None:
+    def close(self, timeout: float = 5.0) -> None:
         """Say farewell within `timeout` seconds, and disconnect."""
         if self._transport is not None:
             self._transport.close(timeout=timeout)
@@ -266,7 +266,7 @@ def _run(
 ) -> Any:
     program, argument = load()
     connections = Connections(spec, control, make_store)
-    resources.callback(connections.close, 0.0)
+    resources.callback(connections.close)
     runtime = connections.join(control.roster(), listener)
     result = program(runtime, argument)
     control.phase("leaving")
