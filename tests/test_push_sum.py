@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from orchestra.coordinator.rest import Reason, Rest
 from orchestra.errors import InputError
+from orchestra.exchange import take_consensus
 from orchestra.optimizers import capture
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.base import restore_state, state_of
@@ -311,7 +312,7 @@ def test_mass_is_conserved(ranks: int, steps: int, overlap: int, seed: int, exch
 
 def agreed(push: PushMember) -> None:
     push.drain()
-    push.take_model(tolerant=False)
+    take_consensus(push.worker, push.kept().learnt, tolerant=False)
     push.open(fresh=True)
 
 

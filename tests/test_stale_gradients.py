@@ -231,7 +231,7 @@ def test_who_is_given_the_values_at_a_quiet_point_computes_there() -> None:
     servers = Served(strategy, WORKERS, Point, arriving)
     servers.serve(ORDER[:9], Kind.PAUSE)
     member = servers.members[0]
-    member.take_model(tolerant=True)
+    member.connection.take_model()
     (transport,), (server,) = servers.transports, servers.servers
     transport.given = {worker: server.own.values.clone() for worker in range(WORKERS)}
     w = server.own.values.numpy().copy()

@@ -182,9 +182,9 @@ def test_averaged_moments_are_the_mean_over_the_workers() -> None:
         optimizer = worker.local_optimizer()
         state = optimizer.state[worker.gradients.parameters[0]]
         state["momentum_buffer"] = torch.full((130,), float(runtime.rank), dtype=torch.float64)
-        hand_over(worker, Kept(optimizer), "kept")
+        hand_over(worker, Kept(optimizer=optimizer), "kept")
         kept = float(worker.inherited["weight"]["momentum_buffer"].mean())
-        hand_over(worker, Kept(optimizer), "averaged")
+        hand_over(worker, Kept(optimizer=optimizer), "averaged")
         return float(worker.inherited["weight"]["momentum_buffer"].mean()), kept
 
     assert run_ranks(4, program) == [(1.5, 0.0), (1.5, 1.0), (1.5, 2.0), (1.5, 3.0)]

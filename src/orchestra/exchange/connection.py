@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +89,7 @@ class Connection:
 
     def rest(self, rest: Rest) -> bool:
         """Wait until nothing is in flight; at the end, leave, and serve all who are to leave yet.
+        Then let all take the model, if that comes next.
 
         Collective over all ranks. Return False if some workers have left.
         """
@@ -98,21 +99,24 @@ class Connection:
                 self.flow.wait()
             elif self.server is not None:
                 self.server.serve_to_the_end(self.worker.transport)
+        if rest.reason.takes_model:
+            self.take_model()
         return complete
 
-    def learnt(self) -> Iterable[Learnt]:
+    def learnt(self) -> Sequence[Learnt]:
         """Return the slices of the model, each of which its server owns, unless workers have it."""
         if not self.rules.application.holds_model:
             return ()
         return learnt_slices(self.worker, self.slices, self.server)
 
-    def take_model(self, *, tolerant: bool) -> None:
-        """Collective over all ranks, at rest: let all take the model. See `take_consensus`."""
+    def take_model(self) -> None:
+        """Collective over all ranks, at rest: let all take the model."""
         worker, rules = self.worker, self.rules
         if not rules.application.holds_model:
             agree_on_parameters(worker)  # servers without data have no model
             return
-        take_consensus(worker, self.learnt(), tolerant=tolerant)
+        # Where nobody waits for a worker, the run goes on without it.
+        take_consensus(worker, self.learnt(), tolerant=not rules.when.lockstep)
         if self.server is not None:
             self.server.own.all_have_read()
         if rules.when.lockstep:

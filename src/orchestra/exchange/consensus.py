@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -41,19 +41,20 @@ class Learnt:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a member has kept when it came to rest.
+    """What a member has at rest: what it has `learnt`, its share of the model, and its moments.
 
     A worker that has all moments has them in `optimizer`. Where they are spread over several ranks
     each has `parts` of them. `buffers_weight` is that of this worker's buffers in the mean of all.
     """
 
+    learnt: Sequence[Learnt] = ()
     optimizer: Optimizer | None = None
     parts: Sequence[OptimizerPart] = ()
     buffers_weight: float = 1.0
     complete: bool = True  # no worker has finished or was lost, so that a checkpoint can be taken
 
 
-def take_consensus(worker: Worker, learnt: Iterable[Learnt], *, tolerant: bool) -> None:
+def take_consensus(worker: Worker, learnt: Sequence[Learnt], *, tolerant: bool) -> None:
     """Collective over all ranks: replace everyone's parameters by the model that was learnt.
 
     `tolerant`: a rank that is lost meanwhile does without.

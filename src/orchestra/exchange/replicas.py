@@ -168,7 +168,7 @@ class ReplicatedConnection(Connection):
 
         return ReplicatedServer(own, mirror, ranks, place, lost=lost, alone=alone)
 
-    def take_model(self, *, tolerant: bool) -> None:
+    def take_model(self) -> None:
         """Let workers ask for the values, since any server may be lost; one tells the servers."""
         worker = self.worker
         if self.channel is not None:

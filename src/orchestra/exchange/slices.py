@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -44,13 +44,14 @@ def views_of_pieces(
     return tensors
 
 
-def learnt_slices(
-    worker: Worker, slices: Sequence[Slice], server: Server | None
-) -> Iterator[Learnt]:
-    """Yield the slices of the model, each of which its server owns."""
+def learnt_slices(worker: Worker, slices: Sequence[Slice], server: Server | None) -> list[Learnt]:
+    """Return the slices of the model, each of which its server owns."""
+    learnt = []
     for part in slices:
         values = worker.parameters[part.first : part.end]
         if part.rank == worker.rank:
             assert server is not None
             values = server.own.values
-        yield Learnt(part.first, values, float(part.rank == worker.rank), owner=part.rank)
+        weight = float(part.rank == worker.rank)
+        learnt.append(Learnt(part.first, values, weight, owner=part.rank))
+    return learnt

@@ -198,15 +198,15 @@ class ElasticWorker(ElasticMember):
         self.samples += worker.step.samples
 
     def rest(self, rest: Rest) -> Kept:
-        """End the step, tell of the samples since the last exchange, and wait for the others."""
+        """End the step, tell of the samples since the last exchange, and wait for the others.
+
+        Where all take the centre, the model shows it until this worker goes on from its own.
+        """
         self._take_back()
         self._account()
+        if rest.reason.takes_model:
+            self.own = self.worker.parameters.clone()
         return super().rest(rest)
-
-    def take_model(self, *, tolerant: bool) -> None:
-        """Take the centre, which the model shows until this worker goes on from its own."""
-        self.own = self.worker.parameters.clone()
-        super().take_model(tolerant=tolerant)
 
     def _take_back(self) -> None:
         """End a step that has begun without an update: x keeps what it gave to the centre only."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from orchestra.transports.tags import Tag
 
 if TYPE_CHECKING:
     from orchestra.coordinator.rest import Rest
-    from orchestra.exchange import Kept, Learnt
+    from orchestra.exchange import Kept
     from orchestra.transports.protocol import SharedTensor
     from orchestra.worker.worker import Worker
 
@@ -102,9 +101,9 @@ class HogwildMember(ReplicaMember[Hogwild]):
         """Wait until all workers have made their updates."""
         exchange.wait_for_workers(self.worker)
 
-    def learnt(self) -> Iterable[Learnt]:
-        """Return nothing: all have the same parameters already."""
-        return ()
+    def kept(self) -> Kept:
+        """Return nothing learnt: all have the same parameters already."""
+        return replace(super().kept(), learnt=())
 
     def rest(self, rest: Rest) -> Kept:
         """Wait for all updates; at the end, let each worker take a copy of the parameters."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from orchestra.coordinator.rest import Rest
-    from orchestra.exchange import CompressionState, Kept, Learnt
+    from orchestra.exchange import CompressionState, Kept
     from orchestra.worker.worker import Worker
 
 
@@ -248,23 +248,30 @@ class LocalMember(ReplicaMember[LocalSGD]):
     def close_round(self) -> None:
         """Make the replica what all agree on next; a round may be cut short here."""
 
-    def rest(self, rest: Rest) -> Kept:
-        """Land what is in flight; before all take the model, also close the round."""
-        kept = super().rest(rest)
+    def settle(self, rest: Rest) -> None:
+        """Before all take the model, close the round."""
         if rest.reason.takes_model:
             self.close_round()
+
+    def rest(self, rest: Rest) -> Kept:
+        """Land what is in flight; at the end, show what was learnt."""
+        kept = super().rest(rest)
         if rest.reason.ends:
             self.show(self.worker.snapshots.renew)
         return kept
 
     def kept(self) -> Kept:
-        return replace(super().kept(), buffers_weight=self.samples or NEGLIGIBLE_WEIGHT)
-
-    def learnt(self) -> Iterable[Learnt]:
         """Return each fragment with its weight."""
-        for fragment in self.fragments:
-            replica = fragment.replica(self.worker)
-            yield exchange.Learnt(fragment.first, replica, fragment.weight)
+        learnt = [
+            exchange.Learnt(fragment.first, self.what_counts(fragment), fragment.weight)
+            for fragment in self.fragments
+        ]
+        weight = self.samples or NEGLIGIBLE_WEIGHT
+        return replace(super().kept(), learnt=learnt, buffers_weight=weight)
+
+    def what_counts(self, fragment: Fragment) -> Tensor:
+        """Return the values of `fragment` that are part of the model."""
+        return fragment.replica(self.worker)
 
 
 @dataclass(eq=False)
@@ -332,10 +339,9 @@ class EASGDMember(LocalMember):
             offer(consumed, fragment.reference, offset=offset, weight=fragment.weight)
             offer(consumed, replica, offset=offset, kind="replica")
 
-    def learnt(self) -> Iterable[Learnt]:
+    def what_counts(self, fragment: Fragment) -> Tensor:
         """Return the centre, which is the same on all workers."""
-        for fragment in self.fragments:
-            yield exchange.Learnt(fragment.first, fragment.reference, fragment.weight)
+        return fragment.reference
 
     def close_round(self) -> None:
         """Replace the replica by the centre."""
@@ -388,9 +394,10 @@ class StreamingMember(LocalMember):
         outer.lerp_(theta, self.strategy.mix)
 
     def settle(self, rest: Rest) -> None:
-        """Wait for averages in flight, which are applied when they are due."""
+        """Wait for averages in flight, which are applied when they are due, or by `close_round`."""
         for fragment in self.fragments:
             fragment.land()
+        super().settle(rest)
 
     def close_round(self) -> None:
         """Apply the averages in flight."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from torch import optim
 
     from orchestra.coordinator.rest import Rest
-    from orchestra.exchange import Kept, Learnt, SharedWork
+    from orchestra.exchange import Kept, SharedWork
     from orchestra.parameter_server.messages import QuietPoint
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
@@ -47,32 +46,24 @@ class Member(Completed, ABC, Generic[S]):
         """
 
     def rest(self, rest: Rest) -> Kept:
-        """Land what is in flight, and end what `open` has begun. Collective; `rest` says why.
+        """Land what is in flight, and end what `open` has begun; return what there is then.
 
-        A member may keep open what is costly to open again, unless `rest.reason.ends` the phase.
+        Collective; `rest` says why. Where `rest.reason.takes_model`, all ranks take what was
+        `learnt` next; a member that lets them do so itself returns nothing learnt. A member may
+        keep open what is costly to open again, unless `rest.reason.ends` the phase.
         """
         return self.kept()
 
     def kept(self) -> Kept:
-        """Return what `rest` returns. Changes nothing: a checkpoint asks, too."""
-        return exchange.Kept(getattr(self, "optimizer", None))
+        """Return what there is at rest: what this rank has learnt, and where its moments are.
 
-    def learnt(self) -> Iterable[Learnt]:
-        """Return what this rank contributes to the model, at rest. Changes nothing: a checkpoint
-        asks, too, and the run goes on from where it was.
-
-        By default its replica, unless all workers are in lockstep and have equal ones.
+        Changes nothing: a checkpoint asks, too, and the run goes on from where it was. By default
+        a rank has learnt its replica, unless all workers are in lockstep and have equal ones, and
+        the moments are in `optimizer`, if there is such a field.
         """
-        if self.strategy.traits().lockstep:
-            return ()
-        return [exchange.Learnt(0, self.worker.parameters)]
-
-    def take_model(self, *, tolerant: bool) -> None:
-        """Let all ranks take the model that was learnt. Collective, at rest.
-
-        `tolerant`: a rank that is lost meanwhile does without.
-        """
-        exchange.take_consensus(self.worker, self.learnt(), tolerant=tolerant)
+        equal, optimizer = self.strategy.traits().lockstep, getattr(self, "optimizer", None)
+        learnt = () if equal else (exchange.Learnt(0, self.worker.parameters),)
+        return exchange.Kept(learnt, optimizer)
 
     # A step, on workers
 

@@ -219,7 +219,7 @@ class Phases:
         """After a rest, let all ranks take the model and buffers that were learnt, and go on from
         them. Collective.
         """
-        self._take_model()
+        self._take_model(kept)
         if self._has_own_buffers:
             exchange.exact_mean_of_buffers(self.worker, kept.buffers_weight)
         self.member.open(fresh=True)
@@ -227,7 +227,7 @@ class Phases:
     def finish(self, reason: Reason = Reason.END) -> Kept:
         """End, and let all ranks take the parameters that were learnt. Collective."""
         kept = self.member.rest(Rest(reason))
-        self._take_model()
+        self._take_model(kept)
         self._close_fence()
         return kept
 
@@ -236,12 +236,12 @@ class Phases:
         take the parameters of the first one, and the moments that they inherit. Collective.
         """
         kept = self.member.rest(Rest(Reason.RESTART))
-        self._take_model()
+        self._take_model(kept)
         renew(kept)
         self.member = self._under_way.join(self.worker)
 
-    def _take_model(self) -> None:
-        self.member.take_model(tolerant=not self.traits.lockstep)
+    def _take_model(self, kept: Kept) -> None:
+        exchange.take_consensus(self.worker, kept.learnt, tolerant=not self.traits.lockstep)
 
     @property
     def _has_own_buffers(self) -> bool:
@@ -266,7 +266,7 @@ class Phases:
             self._fence.settle()  # so that rules which go on have observed all steps
         kept = self.member.rest(rest)
         self._close_fence()
-        self._take_model()
+        self._take_model(kept)
         if self._has_own_buffers:
             exchange.exact_mean_of_buffers(worker)
         exchange.hand_over(worker, kept, moments)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from orchestra.coordinator.rest import Rest
-    from orchestra.exchange import Connection, Kept, Learnt, ServerChannel
+    from orchestra.exchange import Connection, Kept, ServerChannel
     from orchestra.parameter_server import Answer, QuietPoint
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
@@ -46,20 +46,21 @@ class ServedMember(Member[S]):
         return self.connection.serve()
 
     def rest(self, rest: Rest) -> Kept:
-        """Wait until every push is applied and every worker is here; leave at the end."""
+        """Wait until every push is applied and every worker is here; leave at the end.
+
+        Servers give all ranks the model, if they are to take it.
+        """
         complete = self.connection.rest(rest)
         if rest.reason.ends:
             self.worker.source = None
-        return replace(self.kept(), complete=complete)
+        kept = replace(self.kept(), complete=complete)
+        return replace(kept, learnt=()) if rest.reason.takes_model else kept
 
     def kept(self) -> Kept:
-        return replace(super().kept(), parts=self.connection.optimizer_parts)
-
-    def learnt(self) -> Iterable[Learnt]:
-        return self.connection.learnt()
-
-    def take_model(self, *, tolerant: bool) -> None:
-        self.connection.take_model(tolerant=tolerant)
+        """Return what this rank has of the slices: its own values and moments."""
+        connection = self.connection
+        own = super().kept()
+        return replace(own, learnt=connection.learnt(), parts=connection.optimizer_parts)
 
 
 @dataclass(eq=False)

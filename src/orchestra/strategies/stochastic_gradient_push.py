@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from orchestra.coordinator.rest import Rest
-    from orchestra.exchange import Kept, Learnt
+    from orchestra.exchange import Kept
     from orchestra.transports.protocol import Task
     from orchestra.worker.worker import Worker
 
@@ -236,9 +236,9 @@ class PushMember(ReplicaMember[StochasticGradientPush]):
             self.worker.snapshots.renew(self.worker.step.consumed, z, weight=self.w)
         return kept
 
-    def learnt(self) -> Iterable[Learnt]:
+    def kept(self) -> Kept:
         """Return x and w: the model is the sum of x over the sum of w."""
-        return [exchange.Learnt(0, self.x, self.w, summed=True)]
+        return replace(super().kept(), learnt=[exchange.Learnt(0, self.x, self.w, summed=True)])
 
 
 @dataclass(eq=False)

@@ -1,6 +1,6 @@
 """A checkpoint for another number of ranks: what members hand over, and what a rank takes over.
 
-Each member's file says what it contributes to the model (`Member.learnt`), and which moments it
+Each member's file says what it contributes to the model (`Member.kept`), and which moments it
 has. These are tensors of its state, which are in the file anyway. A rank of another number reads
 what it needs from the files of all members, in the order of their ranks: nothing is sent, and ranks
 that read the same get the same bits.
@@ -37,15 +37,15 @@ def handed_over(phases: Phases, *, in_parts: bool) -> dict[str, Any]:
     Where all replicas are equal the first worker speaks for all, unless each has a part of the
     model (`in_parts`).
     """
-    worker, member, lockstep = phases.worker, phases.member, phases.traits.lockstep
-    kept, works = member.kept(), worker.rank in worker.workers.ranks
+    worker, lockstep = phases.worker, phases.traits.lockstep
+    kept, works = phases.member.kept(), worker.rank in worker.workers.ranks
     speaks = works and (in_parts or not lockstep or worker.rank == worker.workers.ranks[0])
     if in_parts:
         # Where its part lies in the whole model is what snapshots go by, too.
         parts = worker.snapshots.conclude("parameters", worker.parameters)
         learnt = [Learnt(part.offset, part.values) for part in parts]
     else:
-        learnt = [each for each in member.learnt() if each.owner in (None, worker.rank)]
+        learnt = [each for each in kept.learnt if each.owner in (None, worker.rank)]
     parts_of_moments = list(kept.parts)
     if kept.optimizer is not None and not kept.parts and speaks:
         named = worker.named_parameters().items()
