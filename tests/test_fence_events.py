@@ -48,7 +48,7 @@ def leader(workers: Sequence[int] = THREE, fires: float = inf) -> FenceLeader:
     def observe(reports: Sequence[Reported]) -> int | None:
         return 2 if sum(each.loss for each in reports) >= fires else None
 
-    return FenceLeader(workers, 0, observe)
+    return FenceLeader(workers, observe)
 
 
 def report(worker: int, step: int, loss: float = 1.0) -> Reported:
@@ -59,29 +59,29 @@ def report(worker: int, step: int, loss: float = 1.0) -> Reported:
 
 
 def test_a_lease_is_renewed_without_a_message_to_another_rank() -> None:
-    worker = FencedWorker(2, 3)
-    assert worker.handle(AskPromise(0)) == [(0, Promised(2, 3 + LEASE))]
-    worker = FencedWorker(2, 3)
-    assert worker.handle(Renew(2, 3 + LEASE)) == [(2, Grant(3 + 2 * LEASE))]
-    assert worker.handle(AskPromise(0)) == [(0, Promised(2, 3 + 2 * LEASE))]
+    worker = FencedWorker(2)
+    assert worker.handle(AskPromise(0)) == [(0, Promised(2, LEASE))]
+    worker = FencedWorker(2)
+    assert worker.handle(Renew(2, LEASE)) == [(2, Grant(2 * LEASE))]
+    assert worker.handle(AskPromise(0)) == [(0, Promised(2, 2 * LEASE))]
 
 
 def test_a_worker_that_has_promised_waits_at_its_lease_for_the_fence() -> None:
-    worker = FencedWorker(2, 0)
+    worker = FencedWorker(2)
     worker.handle(AskPromise(0))
     assert worker.handle(Renew(2, LEASE)) == []
     assert worker.handle(Announced(0, 9)) == [(2, RestAfter(9))]
 
 
 def test_a_worker_that_is_slow_learns_the_fence_at_its_lease() -> None:
-    worker = FencedWorker(2, 0)
+    worker = FencedWorker(2)
     worker.handle(AskPromise(0))
     assert worker.handle(Announced(0, 9)) == []
     assert worker.handle(Renew(2, LEASE)) == [(2, RestAfter(9))]
 
 
 def test_a_part_is_over_when_the_leader_knows_that_all_have_left() -> None:
-    worker = FencedWorker(2, 0)
+    worker = FencedWorker(2)
     assert not worker.over
     assert worker.handle(Dismissed(0)) == []
     assert worker.over
@@ -159,7 +159,7 @@ def test_reports_of_a_step_are_put_together_and_may_wish_for_all() -> None:
         heard.append([each.worker for each in reports])
         return 1 if reports[0].step == 2 else None
 
-    core = FenceLeader(THREE, 0, observe)
+    core = FenceLeader(THREE, observe)
     assert core.handle(report(2, 1), report(2, 2), report(0, 1), report(1, 1)) == []
     assert heard == [[0, 1, 2]]
     assert core.handle(report(0, 2), report(1, 2)) == to_all(AskPromise(0))
@@ -168,7 +168,7 @@ def test_reports_of_a_step_are_put_together_and_may_wish_for_all() -> None:
 def test_the_end_of_the_outermost_phase_goes_before_a_stop() -> None:
     """Whatever is known by the announcement counts; the user's wish comes again in the next."""
     ends = iter([None, 1, 2, None])
-    core = FenceLeader((0, 1), 0, lambda reports: next(ends))
+    core = FenceLeader((0, 1), lambda reports: next(ends))
     core.handle(Wish(1))
     assert core.handle(*(report(worker, step) for step in (1, 2, 3, 4) for worker in (0, 1))) == []
     announced = Announced(0, 8, 2)
@@ -188,7 +188,7 @@ def test_the_reports_of_a_worker_count_that_was_lost_after_them() -> None:
     def observe(reports: Sequence[Reported]) -> None:
         heard.append([each.worker for each in reports])
 
-    core = FenceLeader(THREE, 0, observe)
+    core = FenceLeader(THREE, observe)
     core.handle(report(2, 1), Lost(2), report(0, 1), report(1, 1), report(0, 2), report(1, 2))
     assert heard == [[0, 1, 2], [0, 1]]
 
@@ -215,8 +215,8 @@ class Run:
     def __init__(self, data: st.DataObject, workers: int, steps: int) -> None:
         self.data, self.steps = data, steps
         ranks = range(workers)
-        self.cores: list[FencedWorker] = [FencedWorker(rank, 0) for rank in ranks]
-        self.cores[0] = FenceLeader(ranks, 0, lambda reports: None)
+        self.cores: list[FencedWorker] = [FencedWorker(rank) for rank in ranks]
+        self.cores[0] = FenceLeader(ranks, lambda reports: None)
         self.done = dict.fromkeys(ranks, 0)
         self.limit: dict[int, Grant | RestAfter] = dict.fromkeys(ranks, Grant(LEASE))
         self.waiting: set[int] = set()

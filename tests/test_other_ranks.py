@@ -31,7 +31,7 @@ from orchestra.tasks import load_task
 from orchestra.trainer import checkpoint_files, checkpoints
 from orchestra.trainer.checkpoint_files import Manifest
 from orchestra.trainer.members import Members
-from orchestra.trainer.membership import refusal_of as refusal_on_others
+from orchestra.trainer.membership import refusal_to_resume
 from orchestra.trainer.program import train
 from orchestra.trainer.settings import Run
 
@@ -308,7 +308,7 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any], why: str, tmp_path: 
     manifest = Manifest(
         1, ("worker", "server"), global_batch=60, begun_on=3, history=(Membership(3, 2, 0),)
     )
-    assert str(refusal_on_others(run, manifest)).startswith(why)
+    assert str(refusal_to_resume(run, manifest)).startswith(why)
 
 
 def test_what_does_not_fit_is_not_lost(tmp_path: Path) -> None:

@@ -37,15 +37,15 @@ Told = list[tuple[int, Event | Instruction]]
 
 
 class FencedWorker:
-    """One worker's part: its lease, and its promise. It has done `steps` steps.
+    """One worker's part: its lease, and its promise, in steps since the fence was made.
 
     `over`: all workers have left.
     """
 
-    def __init__(self, worker: int, steps: int) -> None:
+    def __init__(self, worker: int) -> None:
         self.over = False
         self._worker = worker
-        self._lease = steps + LEASE
+        self._lease = LEASE
         self._is_asking = False
         self._has_promised = False
         self._fence: RestAfter | None = None
@@ -85,12 +85,9 @@ class FenceLeader(FencedWorker):
     """
 
     def __init__(
-        self,
-        workers: Sequence[int],
-        steps: int,
-        observe: Callable[[Sequence[Reported]], int | None],
+        self, workers: Sequence[int], observe: Callable[[Sequence[Reported]], int | None]
     ) -> None:
-        super().__init__(workers[0], steps)
+        super().__init__(workers[0])
         self._workers = workers
         self._observe = observe
         self._transition: int | None = None

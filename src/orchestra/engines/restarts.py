@@ -15,7 +15,7 @@ from orchestra.settings.base import to_plain
 from orchestra.strategies import base as strategies
 from orchestra.strategies.traits import AfterLoss
 from orchestra.trainer.checkpoint_files import newest_whole, steps_of
-from orchestra.trainer.membership import refusal_of
+from orchestra.trainer.membership import refusal_to_resume
 from orchestra.trainer.settings import Run
 
 PAUSE_SECONDS = 1.0  # before the first restart; before each further one twice as long
@@ -121,7 +121,7 @@ class Restarts:
         if strategies.refusal_of(self.run.strategy, ranks) is not None:
             return None
         fewer = replace(self.run, training=replace(training, ranks=ranks))
-        return None if refusal_of(fewer, found[1]) is not None else fewer
+        return None if refusal_to_resume(fewer, found[1]) is not None else fewer
 
     def _newest(self) -> tuple[int | None, int, dict[int, int]]:
         """Return the number of the newest whole checkpoint, the steps of its first worker, and

@@ -125,24 +125,42 @@ class ServerChannel:
 
         Returns a function that waits for the head of the reply.
         """
-        transport, rank = self.worker.transport, self.slices[place].rank
+        rank, message = self.slices[place].rank, encode_request(request)
+        return self._post(rank, message, gradient, Tag.ANSWER, Tag.VALUES, into)
+
+    def _post(
+        self,
+        rank: int,
+        message: Tensor,
+        gradient: Tensor | None,
+        head: Tag | None,
+        values: Tag,
+        into: Tensor | None,
+    ) -> Callable[[], Tensor]:
+        """Send `message` to `rank`, and receive the `head` of the reply, and `values` in `into`.
+
+        Returns a function that waits for the first of the two.
+        """
+        transport = self.worker.transport
         # Receives are posted before the request, so that values land in place, without a copy.
-        arriving = [transport.receive(rank, Tag.ANSWER)]
+        arriving = []
+        if head is not None:
+            arriving.append(transport.receive(rank, head))
         if into is not None:
-            arriving.append(transport.receive(rank, Tag.VALUES, into))
+            arriving.append(transport.receive(rank, values, into))
         # The request comes last: a server that reads it has the whole gradient, and never waits
         # for the rest of one whose worker was suspended in mid-message.
         sending = []
         if gradient is not None:
             sending.append(transport.send(gradient, rank, Tag.GRADIENT, more=True))
-        sending.append(transport.send(encode_request(request), rank, Tag.REQUEST))
+        sending.append(transport.send(message, rank, Tag.REQUEST))
 
         def wait() -> Tensor:
             # Sends first: no answer comes before its request has gone.
             for handle in sending:
                 handle.wait()
-            head, *_ = [handle.wait() for handle in arriving]
-            return head
+            first, *_ = [handle.wait() for handle in arriving]
+            return first
 
         return wait
 

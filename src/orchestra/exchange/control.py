@@ -132,9 +132,9 @@ class Fence:
         self._wished = False
         self._control: ControlFlow | None = None  # None: this worker is alone
         if len(ranks) > 1:
-            core = FencedWorker(self._rank, 0)
+            core = FencedWorker(self._rank)
             if self._rank == self._leader:
-                core = FenceLeader(ranks, 0, lambda reports: observe(_step_of(reports)))
+                core = FenceLeader(ranks, lambda reports: observe(_step_of(reports)))
             self._control = ControlFlow(worker.transport, core, self._leader, Tag.FENCE)
 
     def reached(self, *, wish: bool, seen: Sequence[float] = ()) -> Rest | None:

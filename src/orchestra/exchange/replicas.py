@@ -29,7 +29,7 @@ from orchestra.parameter_server.replicas import (
     encode_notice,
 )
 from orchestra.parameter_server.server import Server
-from orchestra.transports.protocol import Handle, Transport
+from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
 
@@ -83,24 +83,17 @@ class ReplicatedChannel(ServerChannel):
         gradient: Tensor | None = None,
         into: Tensor | None = None,
     ) -> Callable[[], Tensor]:
-        transport = self.worker.transport
         # A push is answered with values without being asked for them.
         values = into is not None and request.push is None
         message = encode_addressed(Addressed(place, request, self._points, values))
 
-        def begin() -> tuple[list[Handle], list[Handle]]:
-            rank, tags = self._server_of(place), (Tag.ANSWER, Tag.VALUES)
+        def begin() -> Callable[[], Tensor]:
+            head, tag = Tag.ANSWER, Tag.VALUES
             if place in self._failed_over:
-                tags = Tag.BACKUP_ANSWER, Tag.BACKUP_VALUES
-            arriving, sending = [], []
-            if request.kind is not Kind.LEAVE:  # answered with values alone
-                arriving.append(transport.receive(rank, tags[0]))
-            if into is not None:
-                arriving.append(transport.receive(rank, tags[1], into))
-            if gradient is not None:
-                sending.append(transport.send(gradient, rank, Tag.GRADIENT, more=True))
-            sending.append(transport.send(message, rank, Tag.REQUEST))
-            return arriving, sending
+                head, tag = Tag.BACKUP_ANSWER, Tag.BACKUP_VALUES
+            # To leave is answered with values alone.
+            answer = None if request.kind is Kind.LEAVE else head
+            return self._post(self._server_of(place), message, gradient, answer, tag, into)
 
         under_way = begin()
 
@@ -108,11 +101,7 @@ class ReplicatedChannel(ServerChannel):
             nonlocal under_way
             while True:
                 try:
-                    arriving, sending = under_way
-                    for handle in sending:
-                        handle.wait()
-                    first, *_ = [handle.wait() for handle in arriving]
-                    return first
+                    return under_way()
                 except PeerLost as lost:
                     # The same request again: by its number a server knows it (`RequestLog`).
                     self._fail_over(lost, place)

@@ -34,7 +34,7 @@ from orchestra.records.record import (
 )
 from orchestra.settings.reading import read_bytes, yaml_value
 from orchestra.trainer.checkpoint_files import newest_whole
-from orchestra.trainer.membership import refusal_of
+from orchestra.trainer.membership import refusal_to_resume
 from orchestra.trainer.settings import Run
 
 PARENT = Path("runs")
@@ -272,7 +272,7 @@ def _require_same(path: Path, old_text: str, new_text: str, run: Run | None) -> 
     if run is not None and set(differing) in ({"ranks"}, {"ranks", "shares"}):
         newest = newest_whole(path.parent / "checkpoints")
         if newest is not None:
-            if (why := refusal_of(run, newest[1])) is not None:
+            if (why := refusal_to_resume(run, newest[1])) is not None:
                 raise InputError(f"{path.parent}: {why}")
             return
     keys = ", ".join(differing) or "its form"

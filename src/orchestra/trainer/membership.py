@@ -10,7 +10,7 @@ from orchestra.trainer.checkpoint_files import Manifest
 from orchestra.trainer.settings import Run
 
 
-def refusal_of(run: Run, manifest: Manifest) -> str | None:
+def refusal_to_resume(run: Run, manifest: Manifest) -> str | None:
     """Return why `run` cannot go on from the checkpoint of `manifest`, which another number of
     ranks has written; None if it can."""
     training, ranks = run.training, manifest.ranks

@@ -38,7 +38,7 @@ from orchestra.trainer.balancing import Balancer, BalanceState
 from orchestra.trainer.checkpoint_files import Manifest
 from orchestra.trainer.loop import NONFINITE, Loop, Position, queue_of
 from orchestra.trainer.members import Members, handed_over
-from orchestra.trainer.membership import refusal_of
+from orchestra.trainer.membership import refusal_to_resume
 from orchestra.trainer.recorder import (
     Order,
     Recorder,
@@ -591,7 +591,7 @@ class Session(Loop):
     def _taken_over(self, index: int, manifest: Manifest) -> dict[str, Any]:
         """Return the state from which this rank goes on in a run of another number of ranks."""
         worker, runtime = self.worker, self.runtime
-        if (why := refusal_of(self.run, manifest)) is not None:
+        if (why := refusal_to_resume(self.run, manifest)) is not None:
             raise InputError(why)
         members = Members(self.folder / "checkpoints", index, manifest)
         strategy = list(phases(self.strategy))[manifest.phase]
