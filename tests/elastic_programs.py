@@ -33,7 +33,7 @@ def sums(runtime: Runtime, losses: Losses) -> tuple[tuple[int, ...], list[int]]:
     there. A step that was given up is made again by those that are left.
     """
     reporter, first = runtime.reporter, runtime.slot
-    reporter.elastic(True)
+    reporter.elastic("sums")
     reporter.phase("training")
     arrive(runtime, losses.folder)
     found: list[int] = []
@@ -56,7 +56,7 @@ def sums(runtime: Runtime, losses: Losses) -> tuple[tuple[int, ...], list[int]]:
         assert len(set(vector.tolist())) == 1
         found.append(int(vector[0]))
         reporter.progress(step=len(found), samples=len(found))
-    reporter.elastic(False)
+    reporter.elastic("")
     return runtime.members, found
 
 
@@ -79,7 +79,7 @@ def _newest(runtime: Runtime, found: list[int]) -> list[int]:
 
 def fails_in_a_step(runtime: Runtime, folder: Path) -> None:
     """Rank 1 raises an exception of its own: no loss, whatever the others make of it."""
-    runtime.reporter.elastic(True)
+    runtime.reporter.elastic("sums")
     arrive(runtime, folder)
     if runtime.rank == 1:
         raise ValueError("a mistake of the program")

@@ -35,11 +35,11 @@ def test_those_that_are_left_go_on_together(strategy: str, tmp_path: Path) -> No
     assert record.status == "completed"
     assert record.left_out == {"2": "was killed by SIGKILL", "0": "was killed by SIGKILL"}
     assert record.samples == 20 * 4 * 8
-    first, second = record.losses
-    assert (first["ranks"], first["left"], first["step"]) == ([2], 3, 4)
+    first, second = record.regroupings
+    assert (first["lost"], first["ranks"], first["step"]) == ([2], 3, 4)
     # Its ninth gradient is of step 6: step 5 was made twice, and from there on each has two parts.
-    assert (second["ranks"], second["left"], second["step"]) == ([0], 2, 5)
-    assert all(loss["steps_voided"] == 1 for loss in record.losses)
+    assert (second["lost"], second["ranks"], second["step"]) == ([0], 2, 5)
+    assert all(loss["steps_voided"] == 1 for loss in record.regroupings)
     one, other = (
         [(line["step"], line["consumed"], line["loss"]) for line in step_lines(tmp_path, rank)]
         for rank in (1, 3)
@@ -60,7 +60,7 @@ def test_it_equals_a_run_that_is_resumed_with_the_same_members(
     """Bit for bit: whether those that are left go on at once, or from a checkpoint of the step
     before."""
     at_once = train(tmp_path / "at once", strategy, "3@5", checkpoint_every=4)
-    (loss,) = at_once.losses
+    (loss,) = at_once.regroupings
     assert (loss["step"], loss["steps_voided"]) == (4, 1)
     with pytest.raises(RankLost):
         train(tmp_path / "resumed", strategy, "3@5", checkpoint_every=4, min_ranks=None)
@@ -96,7 +96,7 @@ def test_fewer_than_wanted_end_the_run(tmp_path: Path) -> None:
 
 def test_a_single_rank_goes_on_alone(tmp_path: Path) -> None:
     record = train(tmp_path, "AllReduce('ring')", "0@3", ranks=2, min_ranks=1)
-    assert record.losses[0]["left"] == 1
+    assert record.regroupings[0]["ranks"] == 1
     assert record.samples == 20 * 2 * 8
 
 

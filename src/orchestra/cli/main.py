@@ -34,6 +34,7 @@ commands:
   plan     which strategy for your model on your machines, and what it gains
   map      which strategy is first where, as bandwidth, nodes or speeds vary: a figure
   train    train a task under one strategy, and write the record of the run
+  join     join a run under way, as one rank more
   watch    show a run or a comparison in the terminal, while it goes on or afterwards
   report   make a report of any past runs
   replay   repeat a recorded run to the same bits, and stop where you like
@@ -70,6 +71,7 @@ COMMANDS = {
     "compare": "orchestra.cli.compare:main",
     "emulation": "orchestra.cli.clusters:emulation",
     "import": "orchestra.cli.clusters:import_cluster",
+    "join": "orchestra.cli.join:main",
     "list": "orchestra.cli.list:main",
     "map": "orchestra.cli.plan:draw",
     "plan": "orchestra.cli.plan:main",

@@ -221,10 +221,11 @@ def _conditions(record: RunRecord, run: Run) -> Iterator[tuple[str, str]]:
         step = record.switched_at_step
         yield "switched", "never: its rule did not fire" if step is None else f"at step {step}"
     yield from ((f"without rank {rank}", reason) for rank, reason in record.left_out.items())
-    if record.losses:
-        left = record.losses[-1]["left"]
-        again = sum(loss["samples_again"] for loss in record.losses)
-        yield "losses", f"{len(record.losses)}; {left} ranks were left, {again} samples done twice"
+    if regroupings := record.regroupings:
+        lost, joined = (sum(len(each[kind]) for each in regroupings) for kind in ("lost", "joined"))
+        again = sum(each["samples_again"] for each in regroupings)
+        text = f"{lost} lost, {joined} joined; {regroupings[-1]['ranks']} at the end"
+        yield "ranks", f"{text}, {again} samples done twice"
     if record.restarts:
         again = sum(restart["steps_again"] for restart in record.restarts)
         yield "restarts", f"{len(record.restarts)}; {again} steps were done twice"

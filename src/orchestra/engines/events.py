@@ -32,6 +32,10 @@ class Failure:
 
 
 BEAT_SECONDS = 0.5
+JOINING, SPARE = "joining", "spare"
+"""The phases of a newcomer that is ready: to be taken in at once, or where a rank is lost."""
+RUN_OVER = "the run is over"
+"""Why a newcomer is refused that was not needed."""
 
 
 # Events -------------------------------------------------------------------------------------
@@ -46,7 +50,7 @@ class OfRank:
 
 @dataclass(frozen=True)
 class Joined(OfRank):
-    """A rank has opened its control connection."""
+    """A rank has opened its control connection. One with a new number is a newcomer."""
 
     host: str
 
@@ -64,7 +68,7 @@ class Heartbeat(OfRank):
     waits_for: tuple[int, ...] = ()  # ranks any of which may release it
     waits_what: str = ""  # what it waits for, in words
     expendable: bool = False  # the run can go on without it
-    elastic: bool = False  # its program goes on in a new group, of those that are left
+    elastic: str = ""  # see `Reporter.elastic`
     counters: Counters | None = None  # the latest
 
 
@@ -97,6 +101,10 @@ class Failed(OfRank):
 
 class Disconnected(OfRank):
     """The control connection of a rank has ended."""
+
+
+class Left(OfRank):
+    """A rank ends in good order; the others are to go on without it."""
 
 
 @dataclass(frozen=True)
@@ -149,13 +157,21 @@ class Disconnect:
 
 @dataclass(frozen=True)
 class Regroup:
-    """Tell `members` that they are what is left: each gives up what is under way between ranks.
+    """Tell `members` that they are the new group: each gives up what is under way between ranks.
 
     Groups are numbered: that of the start has the `generation` 0.
     """
 
     generation: int
     members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """Tell a newcomer that it is not taken in, and why."""
+
+    rank: int
+    why: str
 
 
 @dataclass(frozen=True)
@@ -177,7 +193,7 @@ class Notice:
     text: str
 
 
-Instruction = Abort | Disconnect | Regroup | Kill | Stop | Notice
+Instruction = Abort | Disconnect | Regroup | Refuse | Kill | Stop | Notice
 
 # Texts --------------------------------------------------------------------------------------
 

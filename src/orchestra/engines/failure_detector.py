@@ -19,6 +19,8 @@ The rules:
 - An expendable rank is left out; so is one that has lost its connection to a rank that lives. Where
   the programs of all ranks are elastic, a loss makes a new group of those that are left. Any other
   end of a rank ends the run.
+- The end of a newcomer does not matter. Once it is ready, and all programs are elastic and train,
+  it is a member of a new group; a spare one is taken in where a rank is lost.
 - SIGTERM asks for an orderly stop, as Ctrl-C does, and leaves `grace` seconds for it: then the run
   ends, and its last checkpoint stands. One that comes to a rank right after the loss of another is
   its echo: torchrun ends all ranks of a node once one of them has died.
@@ -30,7 +32,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestra.engines import events
@@ -87,6 +89,7 @@ class WatchedRank:
     disconnected_at: float | None = None
     gone: bool = False  # its process, or its connection where it is nobody's child
     lost: bool = False  # by a loss, in contrast to a hang or an exit of its own
+    child: bool = False  # of the watcher's process, so that its exit status will be reported
     settled_at: float | None = None  # when it finished, failed or was left out
 
     @property
@@ -102,8 +105,8 @@ class FailureDetector:
     """Decides what a watcher of `ranks` ranks does; the run was started at the time `start`.
 
     Where the ranks are `children` of the watcher's process, their exit status will be reported.
-    Otherwise the end of its connection is all that is known of a rank's end. The run ends where
-    fewer than `min_ranks` are left of it.
+    Otherwise, and of newcomers, the end of its connection is all that is known of a rank's end. The
+    run ends where fewer than `min_ranks` are left of it.
     """
 
     def __init__(
@@ -119,7 +122,6 @@ class FailureDetector:
         self.terminated = False  # by SIGTERM
         self._min_ranks = min_ranks
         self.generation = 0  # of the group of ranks that are left
-        self._children = children
         self._started_at = self._ticked_at = self._now = start
         self._failed_at = 0.0
         self._signals = 0  # to the launcher
@@ -130,8 +132,10 @@ class FailureDetector:
         self._killed: set[int] = set()
         self._instructions: list[Instruction] = []
         self._members = {
-            rank: WatchedRank(rank, start, start, events.Heartbeat(rank)) for rank in range(ranks)
+            rank: WatchedRank(rank, start, start, events.Heartbeat(rank), child=children)
+            for rank in range(ranks)
         }
+        self._newcomers: dict[int, WatchedRank] = {}  # that are not taken in yet
 
     @property
     def ended_by_loss(self) -> bool:
@@ -162,8 +166,10 @@ class FailureDetector:
             self._terminated(event)
         elif isinstance(event, events.ForkServerLost):
             self._fail(event.how, loss=event.by_signal)
-        else:
+        elif event.rank in self._members:
             self._heard(self._members[event.rank], event)
+        else:
+            self._heard_newcomer(event)
         return self._decided()
 
     def tick(self, now: float, stopped: Collection[int] = ()) -> list[Instruction]:
@@ -180,6 +186,7 @@ class FailureDetector:
         ):  # fmt: skip
             if self.cause is None:
                 rule()
+        self._look_after_newcomers()
         return self._decided()
 
     def refused(self, text: str) -> list[Instruction]:
@@ -247,9 +254,11 @@ class FailureDetector:
                 self._settle(member, State.DONE)
             case events.Failed(failure=failure):
                 self._failed(member, failure)
+            case events.Left():
+                self._dead(member, "has left", loss=True)
             case events.Disconnected():
                 member.disconnected_at = self._now
-                if not self._children:  # else the exit status says more, and comes in a moment
+                if not member.child:  # else the exit status says more, and comes in a moment
                     member.gone = True
                     self._dead(member, "is gone: its control connection closed", loss=True)
             case events.Exited(status=status):
@@ -307,7 +316,7 @@ class FailureDetector:
     def _are_elastic(self) -> bool:
         """Return whether all programs go on in a new group where one of them is lost."""
         remaining = [m for m in self._members.values() if m.state is not State.LEFT_OUT]
-        return all(m.state in ALIVE and m.beat.elastic for m in remaining)
+        return all(m.state in ALIVE and bool(m.beat.elastic) for m in remaining)
 
     def _leave_out(self, member: WatchedRank, how: str) -> None:
         self._settle(member, State.LEFT_OUT)
@@ -317,13 +326,81 @@ class FailureDetector:
 
     def _regroup_without(self, member: WatchedRank, how: str) -> None:
         self._leave_out(member, how)
-        # What they say of each other until now has this loss for its cause.
+        spares = self._ready(events.SPARE)[:1]
+        ranks = self._regroup([*spares, *self._ready(events.JOINING)])
+        instead = f"; {spares[0].name} takes its place" if spares else ""
+        self._notice(f"{member.name} {how}{instead}; going on with {ranks}")
+
+    def _regroup(self, come: Sequence[WatchedRank]) -> str:
+        """Make a group of those that are left and those that `come`; return how many they are."""
+        for newcomer in come:
+            self._members[newcomer.rank] = self._newcomers.pop(newcomer.rank)
+        # What they say of each other until now has a loss for its cause.
         self._consequences.clear()
         self.generation += 1
-        left = tuple(m.rank for m in self._in(*ALIVE))
-        self._instructions.append(events.Regroup(self.generation, left))
-        ranks = "1 rank" if len(left) == 1 else f"{len(left)} ranks"
-        self._notice(f"{member.name} {how}; going on with {ranks}")
+        members = tuple(m.rank for m in self._in(*ALIVE))
+        self._instructions.append(events.Regroup(self.generation, members))
+        self._begin_anew()
+        return "1 rank" if len(members) == 1 else f"{len(members)} ranks"
+
+    # Newcomers
+
+    def _heard_newcomer(self, event: events.OfRank) -> None:
+        """Take note of a rank that is no member: its end concerns nobody."""
+        match event:
+            case events.Joined(rank=rank, host=host):
+                beat = events.Heartbeat(rank)
+                newcomer = WatchedRank(rank, self._now, self._now, beat, State.RUNNING, host)
+                self._newcomers[rank] = newcomer
+                self._notice(f"{newcomer.name} gets ready to join")
+            case events.Heartbeat(rank=rank) if rank in self._newcomers:
+                self._newcomers[rank].beat = event
+                self._newcomers[rank].seen_at = self._now
+            case events.Failed(rank=rank, failure=failure) if rank in self._newcomers:
+                self._refuse(self._newcomers[rank], f"it failed: {failure.headline}")
+            case events.Disconnected(rank=rank) | events.Left(rank=rank):
+                if (gone := self._newcomers.pop(rank, None)) is not None:
+                    self._notice(f"{gone.name} is gone before it was taken in")
+
+    def _look_after_newcomers(self) -> None:
+        """Take in those that are ready, where the programs of all members can go on with them."""
+        members = self._in(State.ABSENT, *ALIVE)
+        if not members:
+            for newcomer in list(self._newcomers.values()):
+                self._refuse(newcomer, events.RUN_OVER)
+        if self.stopped or not self._newcomers or not self._are_elastic():
+            return
+        if all(m.beat.phase == "training" for m in members) and (
+            come := self._ready(events.JOINING)
+        ):
+            ranks = self._regroup(come)
+            names = ", ".join(newcomer.name for newcomer in come)
+            self._notice(f"{names} joins; going on with {ranks}")
+
+    def _ready(self, phase: str) -> list[WatchedRank]:
+        """Return the newcomers in `phase` that can go on with the members; refuse those that train
+        something else."""
+        found = []
+        program = next((m.beat.elastic for m in self._in(*ALIVE)), "")
+        for newcomer in list(self._newcomers.values()):
+            silent = self._now - newcomer.seen_at > self.limits.silence
+            if newcomer.beat.phase != phase or silent:
+                continue
+            if newcomer.beat.elastic == program:
+                found.append(newcomer)
+            else:
+                self._refuse(
+                    newcomer,
+                    "its model, data or version of Orchestra is not that of the run: let it find "
+                    "the same task",
+                )
+        return found
+
+    def _refuse(self, newcomer: WatchedRank, why: str) -> None:
+        del self._newcomers[newcomer.rank]
+        self._instructions.append(events.Refuse(newcomer.rank, why))
+        if why != events.RUN_OVER:
+            self._notice(f"{newcomer.name} is not taken in: {why}")
 
     def _begin_anew(self) -> None:
         """Count everybody's progress from now: they may have waited for a rank that has come, or

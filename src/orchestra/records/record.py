@@ -25,10 +25,10 @@ from typing import Any, Self
 from orchestra.errors import InputError
 from orchestra.records.report import (
     NOTABLE,
-    Loss,
     Membership,
     Point,
     RankReport,
+    Regrouping,
     StragglerFinding,
     Usage,
     busy_with_others,
@@ -136,7 +136,7 @@ class RunRecord:
     left_out: Mapping[str, str] = field(default_factory=dict)
     restarts: Sequence[Mapping[str, Any]] = ()
     ranks_history: Sequence[Mapping[str, Any]] = ()
-    losses: Sequence[Mapping[str, Any]] = ()
+    regroupings: Sequence[Mapping[str, Any]] = ()
     notices: Sequence[str] = ()
     failure: str | None = None
     stopped_by: str | None = None
@@ -204,7 +204,7 @@ def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
     # A run is over when its last rank is
     seconds = max(report.train_seconds for report in reports)
     samples = sum(report.samples for report in workers)
-    if workers[0].losses:  # the others know what those that were lost have read
+    if workers[0].regroupings:  # all know what those that were lost have read
         samples = workers[0].consumed
     switches = [report for report in workers if report.switched_at_step is not None]
     busy = busy_with_others(report.usage for report in reports)
@@ -235,7 +235,7 @@ def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
         switched_at_sample=switches[0].switched_at_sample if switches else None,
         decisions=workers[0].decisions,
         ranks_history=to_plain(reports[0].history),
-        losses=to_plain(workers[0].losses),
+        regroupings=to_plain(workers[0].regroupings),
         parameters_sha256=leader.parameters_sha256,
         peak_buffer_bytes=max(report.peak_buffer_bytes for report in reports),
         threads=max(report.threads for report in reports),
@@ -286,7 +286,7 @@ def read_summary(path: Path) -> list[RunRecord]:
         plain_value(list[RankTotals], list(record.by_rank), str(path))
         plain_value(list[Restart], list(record.restarts), str(path))
         plain_value(list[Membership], list(record.ranks_history), str(path))
-        plain_value(list[Loss], list(record.losses), str(path))
+        plain_value(list[Regrouping], list(record.regroupings), str(path))
     return [replace(record, folder=path.parent) for record in records]
 
 

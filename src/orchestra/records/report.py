@@ -197,11 +197,12 @@ class Membership:
 
 
 @dataclass(frozen=True)
-class Loss:
-    """A loss of ranks, after which those that were left went on together."""
+class Regrouping:
+    """A change of the ranks that train together. Their numbers are those of the files of steps."""
 
-    ranks: tuple[int, ...]  # that were lost, by their numbers at the start
-    left: int  # ranks that went on
+    lost: tuple[int, ...]
+    joined: tuple[int, ...]
+    ranks: int  # that went on
     step: int  # of the run, the last one whose result they had
     noticed: float  # in seconds on the stopwatch
     seconds: float  # from there until they went on
@@ -248,7 +249,7 @@ class RankReport:
     dropped: int = 0
     switched_at_sample: int | None = None
     decisions: list[dict[str, Any]] = field(default_factory=list)
-    losses: list[Loss] = field(default_factory=list)  # after which the run went on with the others
+    regroupings: list[Regrouping] = field(default_factory=list)
     consumed: int = 0  # samples of the whole run, as far as the rank knows
     shares: tuple[float, ...] = ()
     batches: list[list[int]] = field(default_factory=list)

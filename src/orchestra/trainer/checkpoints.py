@@ -298,6 +298,16 @@ class CollectiveCheckpoints:
         moved.index, moved._attempt = self.index, self._attempt
         return moved
 
+    @property
+    def standing(self) -> tuple[int, int]:
+        """The number of the attempt, and that of the newest checkpoint: for a newcomer."""
+        return 0 if self._attempt is None else self._attempt.number, self.index
+
+    def take_over(self, standing: tuple[int, int]) -> None:
+        """Go on as the other ranks, which have this `standing`."""
+        number, self.index = standing
+        self._attempt = RunAttempt(self._folder, number)
+
     def newest(
         self, leader: int, read: Callable[[int, Manifest], S], below: int | None = None
     ) -> S | None:

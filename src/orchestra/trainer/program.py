@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ from orchestra.optimizers.state import (
     undisturbed,
 )
 from orchestra.records.exports import Scalars, write_curve_events
-from orchestra.records.report import LeaderReport, Loss, Membership, Point, RankReport
-from orchestra.settings.base import REQUIRED, Mismatch, from_plain, setting
+from orchestra.records.report import LeaderReport, Membership, Point, RankReport, Regrouping
+from orchestra.settings.base import REQUIRED, Mismatch, from_plain, setting, to_plain
 from orchestra.strategies.base import ModelPart, Roles, Strategy, roles_of
 from orchestra.strategies.phases import Phases
 from orchestra.strategies.switch import phases
@@ -48,7 +49,7 @@ from orchestra.trainer.recorder import (
     keep_first,
     write_order,
 )
-from orchestra.trainer.regrouping import GroupStanding, StepStart
+from orchestra.trainer.regrouping import NO_STEPS, Change, GroupStanding, StepStart, with_own
 from orchestra.trainer.settings import Run, evenly_due
 from orchestra.trainer.setup import in_files, kept_bytes, sizes_of
 from orchestra.trainer.trace import Trace
@@ -60,17 +61,28 @@ from orchestra.worker.snapshots import Contribution, ModelRange, buffers_vector
 from orchestra.worker.worker import Measures, Worker
 
 
-def train(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
+def train(
+    runtime: Runtime, assignment: tuple[Run, Path], *, entering: str | None = None
+) -> RankReport:
     """Take this rank's part in a run, write its records into the run's folder, and report. In a run
-    of shapes no value is computed, and nothing is written."""
+    of shapes no value is computed, and nothing is written.
+
+    `entering`: enter a run that is under way. This is the phase, `JOINING` or `SPARE`, in which the
+    rank waits to be taken in; until then the runtime is of it alone.
+    """
     run, folder = assignment
+    if entering is not None:
+        alone = replace(run.training, ranks=runtime.ranks, min_ranks=1)
+        run = replace(run, training=alone)
     assert isinstance(run.strategy, Strategy)
     runtime.reporter.phase("set-up")
     with checkpoints.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    session = Session(runtime, run, run.strategy, folder)
+    session = Session(runtime, run, run.strategy, folder, enters=entering is not None)
     try:
         session.begin()
+        if entering is not None:
+            session.enter(entering)
         report = session.run_to_end()
     except Exception:
         with contextlib.suppress(RunFailed):
@@ -78,7 +90,7 @@ def train(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
         raise
     finally:
         if session.training.record_order:
-            write_order(folder, runtime.rank, session.order)
+            write_order(folder, runtime.slot, session.order)
     # Not where this rank fails: others may still write, and would fail by what is removed. The next
     # attempt removes what is left.
     session.close()
@@ -112,7 +124,8 @@ def _role(rank: int, roles: Roles) -> str:
 
 
 class Session(Loop):
-    """One rank's objects, for the length of a run; with `repeats`, of one that is repeated."""
+    """One rank's objects, for the length of a run; with `repeats`, of one that is repeated. A rank
+    that `enters` a run under way has no state of it."""
 
     samples: Samples
 
@@ -123,6 +136,8 @@ class Session(Loop):
         strategy: Strategy,
         folder: Path,
         repeats: Order | None = None,
+        *,
+        enters: bool = False,
     ) -> None:
         self.shared: setup.ShapesRun | None = None
         if run.training.tensors == "shapes":
@@ -149,16 +164,17 @@ class Session(Loop):
         self._begin_anew()
         self._passed("task")
         try:
-            self.phases = self._start()
+            self.phases = Phases(strategy, self.worker) if enters else self._start()
         except Exception:
             self.close()
             raise
         self._passed("group")
         self.scalars: Scalars | None = None
         if training.tensorboard:
-            self.scalars = Scalars(folder, f"rank-{runtime.rank}", first=self.position.steps + 1)
-        self.losses: list[Loss] = []
-        path = None if self.shared else folder / f"steps-rank-{runtime.rank}.jsonl"
+            self.scalars = Scalars(folder, f"rank-{runtime.slot}", first=self.position.steps + 1)
+        self.regroupings: list[Regrouping] = []
+        self._enters = enters
+        path = None if self.shared else folder / f"steps-rank-{runtime.slot}.jsonl"
         before = self.history[-2:-1]
         newcomer = bool(before) and runtime.rank >= before[0].ranks
         self.recorder = Recorder(
@@ -226,7 +242,7 @@ class Session(Loop):
         after_loss = self.strategy.traits(self.training.work).after_loss
         if self.training.min_ranks is not None and after_loss is AfterLoss.TOGETHER:
             self.step_start = StepStart(worker)
-            reporter.elastic(True)
+            reporter.elastic(self._what_it_trains())
         self.recorder.resume()
         self.trace.start()
 
@@ -241,10 +257,23 @@ class Session(Loop):
             curve.agree_on_buffers(self.worker, self.totals.samples, leader)
         self.recorder.pause()
 
-    # Losses
+    # Ranks that are lost, and ranks that join
+
+    def _what_it_trains(self) -> str:
+        """Return a digest of what all ranks of a group have to have in common."""
+        module, run = self.worker.module, self.run
+        named = [*module.named_parameters(), *module.named_buffers()]
+        shapes = [(name, str(each.dtype), tuple(each.shape)) for name, each in named]
+        text = repr((run.task, run.strategy, run.seed, self.epoch_samples, shapes))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def enter(self, phase: str) -> None:
+        """Wait in `phase` until the ranks of a run take this one in; go on from their state."""
+        self.runtime.reporter.phase(phase)
+        self.regroup(GroupChanged("this rank is to join a run"))
 
     def run_to_end(self) -> RankReport:
-        """Train and report, with those that are left where ranks are lost on the way."""
+        """Train and report, with the others that are there where some are lost or join."""
         while True:
             try:
                 self.train()
@@ -253,7 +282,7 @@ class Session(Loop):
                 self.regroup(error)
 
     def regroup(self, error: PeerLost | GroupChanged) -> None:
-        """Go on from the most advanced state of the ranks that are left after `error`.
+        """Go on from the most advanced state of the ranks of the next group, after `error`.
 
         Collective over these. `train` goes on with the next step. Raises `error` where the run
         cannot go on.
@@ -261,29 +290,27 @@ class Session(Loop):
         if self.step_start is None or self.engine.regroup is None:
             raise error
         self.recorder.pause()
-        noticed, began, members = self.totals.elapsed, self._now(), self.engine.members
-        steps_before = self.position.steps
-        samples_again = self.worker.step.total_samples if self.step_start.under_way else 0
+        self._group_change = Change(
+            self.engine.members, self.totals.elapsed, self._now(), self.position.steps,
+            self.worker.step.total_samples if self.step_start.under_way else 0,
+        )  # fmt: skip
         while True:
             try:
                 self.engine = self.engine.regroup(error)
                 self._join_group(self.step_start)
                 break
-            except (PeerLost, GroupChanged) as again:  # one more was lost meanwhile
+            except (PeerLost, GroupChanged) as again:  # there is one more change
                 error = again
-        steps = self.position.steps
-        if steps > steps_before:  # the others have completed it
-            samples_again = 0
-        # What the recovery took is part of the run.
-        seconds = self._now() - began
-        self.totals.elapsed += seconds
-        self.totals.spent.wait += seconds
-        lost = tuple(sorted(set(members) - set(self.engine.members)))
-        left, voided = len(self.engine.members), int(samples_again > 0)
-        self.losses.append(Loss(lost, left, steps, noticed, seconds, voided, samples_again))
+        made = self._group_change.made(self.engine.members, self.position.steps, self._now())
+        # What it took is part of the run.
+        self.totals.elapsed += made.seconds
+        self.totals.spent.wait += made.seconds
+        self.regroupings.append(made)
         self.recorder.resume()
-        self.trace.happened(f"lost rank {', '.join(map(str, lost))}")
         self.runtime.reporter.phase("training")
+        for how, ranks in (("lost", made.lost), ("joined by", made.joined)):
+            if ranks:
+                self.trace.happened(f"{how} rank {', '.join(map(str, ranks))}")
 
     def _now(self) -> float:
         return self.engine.transport.now()
@@ -292,21 +319,27 @@ class Session(Loop):
         """Let this rank go on in a new group, with the state that all go on from. Collective."""
         phases, position = self.phases, self.position
         worker = self._move_worker()
-        standing = GroupStanding.among(worker, position.steps)
+        standing = GroupStanding.among(worker, NO_STEPS if self._enters else position.steps)
         if not standing.is_behind:
             step_start.undo()
         own = {
-            "position": position,
+            "consumed": position.consumed,
             "loss": self.totals.loss,  # of the last step, the mean over all workers
+            "run": self._of_the_run(),
             **checkpoints.rank_state(phases, worker.parameters),
         }
-        state = standing.take_over(worker, phases.member, capture(own))
+        own = capture(own)
+        state = standing.take_over(worker, phases.member, own)
         if standing.is_behind:
-            # Its step is done by the others, with its gradient; the parameters are theirs.
-            position.steps, position.consumed = standing.steps, state["position"]["consumed"]
+            position.steps, position.consumed = standing.steps, state["consumed"]
             worker.step.consumed, worker.step.loss = position.consumed, state["loss"]
-            self.recorder.step(position.steps)
             restore(worker.parameters, state["parameters"])
+            if self._enters:
+                self._take_over_run(state["run"])
+            else:
+                # Its step is done by the others, with its gradient.
+                self.recorder.step(position.steps)
+                state = with_own(state, own)
         self.recorder.move(worker)
         worker.step.consumed = position.consumed
         worker.snapshots.skip(position.consumed)
@@ -315,8 +348,38 @@ class Session(Loop):
         position.plan_start, position.plan_step = position.consumed, 0
         workers = len(self.roles.workers)
         self.history += (Membership(self.runtime.ranks, workers, position.consumed),)
+        self._enters = False
         self.step_start = StepStart(worker)
         self._begin_phase()
+
+    def _of_the_run(self) -> dict[str, Any]:
+        """Return what is the same on all ranks of the run, for one that enters it."""
+        return {
+            "budget": self.budget,
+            "begun_on": self.begun_on,
+            "snapshots": len(self.worker.snapshots.due),
+            "change": to_plain(self._group_change),
+            "history": to_plain(list(self.history)),
+            "regroupings": to_plain(self.regroupings),
+            "checkpoints": self.checkpoints.standing,
+        }
+
+    def _take_over_run(self, known: Mapping[str, Any]) -> None:
+        """Go on as a rank of the run of which this is `known`."""
+        self.budget, self.begun_on = known["budget"], known["begun_on"]
+        self.history = tuple(from_plain(list[Membership], known["history"]))
+        self.regroupings = from_plain(list[Regrouping], known["regroupings"])
+        self.checkpoints.take_over(tuple(known["checkpoints"]))
+        change = from_plain(Change, known["change"])
+        self._group_change = replace(change, began=self._now())  # by this rank's clock
+        self.recorder.go_on_from(self.position.steps, change.noticed)
+        worker = self.worker
+        worker.snapshots.due = tuple(evenly_due(self.budget, known["snapshots"]))
+        worker.snapshots.started = self._now() - change.noticed
+        self._deal_out()
+        # A stream of its own, which has not been used before.
+        text = f"{self.run.seed} {self.runtime.slot} {self.position.consumed}"
+        self.runtime.seed(random.Random(text).getrandbits(62))
 
     def _move_worker(self) -> Worker:
         """Make this rank's worker in the group that the engine has joined, and return it."""
@@ -437,7 +500,7 @@ class Session(Loop):
             switched_at_step=measures.switched_at_step,
             switched_at_sample=measures.switched_at_sample,
             decisions=measures.decisions,
-            losses=self.losses,
+            regroupings=self.regroupings,
             consumed=self.position.consumed,
             stopped=self.stopped,
             threads=self.runtime.threads or torch.get_num_threads(),

@@ -105,6 +105,11 @@ class Recorder:
         """Go on with another `worker` of this rank, while the stopwatch stands."""
         self._worker = worker
 
+    def go_on_from(self, steps: int, elapsed: float) -> None:
+        """Go on with a run that other ranks have brought so far, while the stopwatch stands."""
+        self._steps = steps
+        self.totals.elapsed = self._seconds_last = elapsed
+
     def resume(self) -> None:
         """Start the stopwatch, or let it go on."""
         self._runs = True

@@ -1,8 +1,8 @@
-"""What a run goes on from where ranks were lost: the most advanced state of those that are left.
+"""What a run goes on from where ranks are lost or join: the most advanced state of its ranks.
 
 In lockstep the ranks that are left differ by one step at most, since none completes a step without
 the contribution of all. Those that have completed it keep it; the others, which have contributed to
-it, take it over from the first of these.
+it, take it over from the first of these, and so do newcomers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import numpy as np
 import torch
 
 from orchestra import exchange
+from orchestra.errors import RunFailed
 from orchestra.optimizers.state import common_of
+from orchestra.records.report import Regrouping
 from orchestra.strategies.base import state_of
 from orchestra.strategies.member import Member
 from orchestra.trainer import checkpoints
@@ -69,8 +71,32 @@ class StepStart:
 
 
 @dataclass(frozen=True)
+class Change:
+    """What a rank knows of a change of its group when it notices that, after `steps` steps."""
+
+    members: tuple[int, ...]
+    noticed: float  # on the stopwatch
+    began: float  # the same moment on this rank's clock
+    steps: int
+    samples: int  # of the step under way
+
+    def made(self, members: tuple[int, ...], steps: int, now: float) -> Regrouping:
+        """Return the change into the group of `members`, who go on after `steps` steps."""
+        before, after = set(self.members), set(members)
+        again = self.samples if steps == self.steps else 0  # else others have completed the step
+        return Regrouping(
+            tuple(sorted(before - after)), tuple(sorted(after - before)), len(members), steps,
+            self.noticed, now - self.began, int(again > 0), again,
+        )  # fmt: skip
+
+
+NO_STEPS = -1
+"""The steps of a newcomer, which has no state of the run."""
+
+
+@dataclass(frozen=True)
 class GroupStanding:
-    """Where this rank stands among those that are left, which have made `steps` steps at most.
+    """Where this rank stands in its group, whose ranks have made `steps` steps at most.
 
     `donor` is the first one that has.
     """
@@ -82,30 +108,47 @@ class GroupStanding:
 
     @staticmethod
     def among(worker: Worker, steps: int) -> GroupStanding:
-        """Collective over all ranks: compare the `steps` that each has made."""
+        """Collective over all ranks: compare the `steps` that each has made.
+
+        Raises:
+            RunFailed: only newcomers are left.
+        """
         made = [int(row[0]) for row in exchange.gather_numbers(worker, (steps,))]
         most = max(made)
-        assert most - min(made) <= 1, f"ranks in lockstep have made {made} steps"
+        if most == NO_STEPS:
+            raise RunFailed("all ranks that had the state of the run are lost")
+        least = min(each for each in made if each != NO_STEPS)
+        assert most - least <= 1, f"ranks in lockstep have made {made} steps"
         behind = frozenset(rank for rank, each in enumerate(made) if each < most)
         return GroupStanding(most, made.index(most), behind, worker.rank in behind)
 
     def take_over(self, worker: Worker, member: Member[Any], own: Any) -> Any:
         """Collective over all ranks: return the state to go on from. `own` is that of this rank,
-        as plain data, and of its `member`, which keeps what is this rank's alone."""
+        as plain data, and of its `member`. Who takes it over keeps what is that rank's alone."""
         if self.is_behind:
-            state = checkpoints.receive_state(worker.transport, self.donor, {})
-            kept, theirs = own["strategy"]["member"], state["strategy"]["member"]
-            moments = {
-                name: theirs[name]
-                for name, value in state_of(member).items()
-                if isinstance(value, torch.optim.Optimizer)
-            }
-            state["strategy"]["member"] = _merged(kept, {**common_of(member, theirs), **moments})
-            return state
+            return checkpoints.receive_state(worker.transport, self.donor, {})
         if worker.rank == self.donor:
+            state = {**own, "strategy": {**own["strategy"], "member": _shared(member, own)}}
             for rank in sorted(self.behind):
-                checkpoints.send_state(worker.transport, own, rank)
+                checkpoints.send_state(worker.transport, state, rank)
         return own
+
+
+def _shared(member: Member[Any], own: Any) -> dict[str, Any]:
+    """Return the part of the state of `member`, in `own`, that any rank goes on with."""
+    state = own["strategy"]["member"]
+    moments = {
+        name: state[name]
+        for name, value in state_of(member).items()
+        if isinstance(value, torch.optim.Optimizer)
+    }
+    return {**common_of(member, state), **moments}
+
+
+def with_own(state: Any, own: Any) -> Any:
+    """Return the `state` that a rank has taken over, with what its member keeps beside that."""
+    member = _merged(own["strategy"]["member"], state["strategy"]["member"])
+    return {**state, "strategy": {**state["strategy"], "member": member}}
 
 
 def _merged(own: Any, other: Any) -> Any:

@@ -27,6 +27,8 @@ MAGIC = b"orchestra\2"
 """The name of this protocol and its version."""
 WATCHER = -1
 """The watcher's number, where ranks have theirs."""
+NEWCOMER = -2
+"""The number of a process that asks the watcher to become a rank."""
 
 NONCE_BYTES = 32
 CHALLENGE_BYTES = len(MAGIC) + NONCE_BYTES

@@ -89,8 +89,11 @@ class Reporter(Protocol):
     def expendable(self, yes: bool) -> None:
         """Tell whether the run can go on without this rank, from now on."""
 
-    def elastic(self, yes: bool) -> None:
-        """Tell whether the program goes on in a new group where some rank is lost, from now on."""
+    def elastic(self, program: str) -> None:
+        """Tell that the program goes on in a new group, of those that are left or with newcomers,
+        from now on; `program` is the same on all ranks that can be in one group. Empty: it does
+        not.
+        """
 
     def notice(self, text: str) -> None:
         """Show the user one line ("going on without rank 3")."""
@@ -108,7 +111,7 @@ class SilentReporter:
 
     def expendable(self, yes: bool) -> None: ...
 
-    def elastic(self, yes: bool) -> None: ...
+    def elastic(self, program: str) -> None: ...
 
     def notice(self, text: str) -> None: ...
 
@@ -131,8 +134,8 @@ class PassingReporter:
     def expendable(self, yes: bool) -> None:
         self.inner.expendable(yes)
 
-    def elastic(self, yes: bool) -> None:
-        self.inner.elastic(yes)
+    def elastic(self, program: str) -> None:
+        self.inner.elastic(program)
 
     def notice(self, text: str) -> None:
         self.inner.notice(text)
@@ -145,8 +148,8 @@ class PassingReporter:
 class Runtime:
     """Everything that a program may know of the engine that runs it.
 
-    Where ranks were lost, those that are left are numbered anew in each group; `members` are the
-    numbers that they had at the start.
+    Where ranks are lost or join, those of each group are numbered anew; `members` are the numbers
+    by which files and watcher know them: those of the start, and further ones.
     """
 
     rank: int
@@ -172,7 +175,7 @@ class Runtime:
 
     @property
     def slot(self) -> int:
-        """The number that this rank had at the start, by which files and watcher know it."""
+        """The number by which files and watcher know this rank."""
         return self.members[self.rank] if self.members else self.rank
 
 

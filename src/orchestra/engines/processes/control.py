@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from orchestra.transports.sockets import SocketTransport
 
 GONE = "rank 0, which watches over the run, is gone"
+GONE_ELSEWHERE = "the command that has started the run is gone"
 
 Message = dict[str, Any]
 Signs = tuple[Hashable, tuple[int, ...], str]
@@ -69,6 +70,7 @@ class RankSpec:
         None  # the node that this process moves to, where it is an emulated one
     )
     latencies: tuple[float, ...] = ()  # as of a `RankPlace`, where a command was started there
+    newcomer: bool = False  # it joins a run under way, and may leave it again
 
     @property
     def held(self) -> Latencies | None:
@@ -265,7 +267,7 @@ class Control:
             if self._cause is not None:
                 transport.abort(RunAborted(self._cause))
             elif self._ordered > roster.generation:
-                transport.abort(GroupChanged("a rank was lost"))
+                transport.abort(GroupChanged("there is a new group"))
         self._send({"kind": "connected"})
 
     def connecting(self, to: tuple[int, ...]) -> None:
@@ -322,8 +324,8 @@ class Control:
         self._state = replace(self._state, expendable=yes)
         self._beat()
 
-    def elastic(self, yes: bool) -> None:
-        self._state = replace(self._state, elastic=yes)
+    def elastic(self, program: str) -> None:
+        self._state = replace(self._state, elastic=program)
         self._beat()
 
     def notice(self, text: str) -> None:
@@ -346,7 +348,9 @@ class Control:
                     next_beat = now + BEAT_SECONDS
                 if self._wish.asked and not self._wish_told:
                     self._wish_told = True
-                    self._send({"kind": "terminated"})
+                    self._send({"kind": "leaving" if self._spec.newcomer else "terminated"})
+                    if self._spec.newcomer:
+                        self._leave("left the run", status=0)
                 if self._spec.supervised and os.getppid() != self._parent:
                     self._leave("the launcher of this rank is gone")
                 if now >= self._leave_at:
@@ -359,7 +363,7 @@ class Control:
                 elif not self._take_in(frames):
                     break
         if not self._dismissed:
-            self._orphaned(GONE)
+            self._orphaned(GONE_ELSEWHERE if self._spec.newcomer else GONE)
 
     def _take_in(self, frames: Frames) -> bool:
         """Obey what has arrived; False at the end of the connection."""
@@ -393,7 +397,7 @@ class Control:
                     own = self._spec.rank
                     self._left = tuple(rank for rank in order["members"] if rank != own)
                     if self._transport is not None:
-                        self._transport.abort(GroupChanged("a rank was lost"))
+                        self._transport.abort(GroupChanged("there is a new group"))
                 case "abort":
                     self._abort(order["cause"], at_once=order.get("at_once", False))
             self._changed.notify_all()
@@ -428,12 +432,12 @@ class Control:
             self._on_left(reason)
         self._leave(self._cause or reason)
 
-    def _leave(self, reason: str) -> None:
+    def _leave(self, reason: str, *, status: int = 1) -> None:
         if not self._spec.local:
             first_line = reason.split("\n", 1)[0]
             with contextlib.suppress(OSError):
                 os.write(sys.stderr.fileno(), f"orchestra: {first_line}\n".encode())
-        os._exit(1)  # the program may be stuck in native code
+        os._exit(status)  # the program may be stuck in native code
 
     def _beat(self) -> None:
         progress, waits_for, what = self._probe()

@@ -20,6 +20,7 @@ _FIRST_PORT = 15000  # below the ports that systems hand out by themselves
 _PORTS = 15000
 
 _SHARED_MEMORY = "ORCHESTRA_SHARED_MEMORY"
+HOST_VARIABLE = "ORCHESTRA_HOST"  # the address of this machine that other ranks are to use
 LATENCIES = "ORCHESTRA_LATENCIES"  # of an emulated node: see `Place`
 
 

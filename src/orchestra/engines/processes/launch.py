@@ -5,6 +5,7 @@ The ranks are forked from a server that has imported torch already; `enter` is t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import resource
@@ -25,7 +26,8 @@ from typing import Any
 from orchestra.engines.events import Event, Notice
 from orchestra.engines.failure_detector import Limits
 from orchestra.engines.processes.control import RankSpec
-from orchestra.engines.processes.environment import memory_is_shared
+from orchestra.engines.processes.environment import HOST_VARIABLE, memory_is_shared, numeric
+from orchestra.engines.processes.joining import Invitation, opened
 from orchestra.engines.processes.system import (
     RankPlace,
     StopWish,
@@ -131,6 +133,7 @@ def launch(
     shared_memory: bool = True,
     grace: float = 30.0,
     min_ranks: int = 1,
+    invitation: Invitation | None = None,
 ) -> Outcome:
     """Run `program(runtime, argument)` on `ranks` processes of this machine.
 
@@ -151,6 +154,8 @@ def launch(
         grace: seconds from SIGTERM until whoever has sent it kills all processes. Where the orderly
             stop takes nearly as long, the run ends before, and fails.
         min_ranks: with fewer, the run does not go on after a loss.
+        invitation: what newcomers are told, who find the entrance in the folder that it names. The
+            ranks listen on the address `ORCHESTRA_HOST`, if that is set.
 
     Raises `InputError` for a program that cannot be sent to a rank, or one that a rank's program
     raised in its phase "set-up", and `RunFailed` with the first cause in its first line; the
@@ -161,20 +166,26 @@ def launch(
     main = _main_module(payload)
     token, limits = secrets.token_hex(32), Limits(patience=patience, grace=grace)
     tls = from_environment(os.environ)
+    shared_memory = shared_memory and memory_is_shared(os.environ)
+    host = LOOPBACK
+    if invitation is not None:
+        host = numeric(os.environ.get(HOST_VARIABLE) or LOOPBACK)
     watcher = Watcher(
-        ranks, limits, host=LOOPBACK, token=token, children=True, limit=limit, tls=tls,
-        on_event=on_event, min_ranks=min_ranks,
+        ranks, limits, host=host, token=token, children=True, limit=limit, tls=tls,
+        on_event=on_event, min_ranks=min_ranks, invitation=invitation, shared_memory=shared_memory,
     )  # fmt: skip
+    door: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if invitation is not None:
+        door = opened(Path(invitation.folder), watcher.address, token)
     # `timeout` sends SIGTERM to the launcher and to its process group, so twice in a row.
     interrupts = {signal.SIGINT: watcher.interrupt, signal.SIGTERM: spaced(watcher.terminate)}
-    with _store_path() as store_path, handling(interrupts):
+    with _store_path() as store_path, handling(interrupts), door:
         job = Job(payload, main, dict(os.environ), store_path)
-        shared_memory = shared_memory and memory_is_shared(os.environ)
         watcher.start()
         try:
             for rank in range(ranks):
                 spec = RankSpec(
-                    rank, ranks, rank, watcher.address, LOOPBACK, token, limits,
+                    rank, ranks, rank, watcher.address, host, token, limits,
                     tls=tls, threads=threads, shared_memory=shared_memory,
                 )  # fmt: skip
                 if places:

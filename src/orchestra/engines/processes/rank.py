@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ from orchestra.engines.events import Event, Notice, describe
 from orchestra.engines.failure_detector import Limits
 from orchestra.engines.processes.control import Control, RankSpec, Roster, Signs
 from orchestra.engines.processes.environment import (
+    HOST_VARIABLE,
     Launched,
     latencies_of,
     memory_is_shared,
@@ -38,6 +40,7 @@ from orchestra.engines.processes.environment import (
     towards,
 )
 from orchestra.engines.processes.injection import LOG, Injector, injections
+from orchestra.engines.processes.joining import Entrance, Invitation, Place, opened
 from orchestra.engines.processes.system import (
     StopWish,
     TimedCompute,
@@ -66,7 +69,6 @@ T = TypeVar("T")
 
 Program = Callable[[Runtime, Any], Any]
 
-HOST_VARIABLE = "ORCHESTRA_HOST"
 ANSWER_SECONDS = 10.0  # within which a store or a watcher answers, where one listens
 PROBE_SECONDS = 0.1  # after which a rank looks again whether there is a watcher
 
@@ -190,13 +192,18 @@ class Connections:
             interceptors.append(self._injector)
         return intercepted(runtime, *interceptors)
 
+    def alone(self, listener: socket.socket) -> Runtime:
+        """Return what the program of a newcomer works with until it is taken into a group."""
+        address, slot = address_of(listener), self._spec.rank
+        return self.join(Roster(0, (slot,), (address,), 1, (), 0), listener)
+
     def _regroup(self, roster: Roster, error: PeerLost | GroupChanged) -> Runtime:
         """See `Runtime.regroup`; `roster` is that of the group that has ended by `error`."""
         assert self._transport is not None
         if isinstance(error, PeerLost):
             self._control.accuse(error, roster)
         # From here on no flow writes into memory that the program goes on to use.
-        self._transport.abort(GroupChanged("a rank was lost"))
+        self._transport.abort(GroupChanged("there is a new group"))
         self.close(0.0)
         while True:
             roster, listener = self._control.regroup(lambda: listen(self._spec.host))
@@ -205,7 +212,7 @@ class Connections:
             except PeerLost as lost:
                 self._control.accuse(lost, roster)
             except GroupChanged:
-                pass  # one more was lost
+                pass  # there is one more
 
     def close(self, timeout: float = 5.0) -> None:
         """Say farewell within `timeout` seconds, and disconnect."""
@@ -267,7 +274,10 @@ def _run(
     program, argument = load()
     connections = Connections(spec, control, make_store)
     resources.callback(connections.close)
-    runtime = connections.join(control.roster(), listener)
+    if spec.newcomer:
+        runtime = connections.alone(listener)
+    else:
+        runtime = connections.join(control.roster(), listener)
     result = program(runtime, argument)
     control.phase("leaving")
     connections.close(spec.limits.patience)
@@ -298,6 +308,7 @@ def join(
     grace: float = 30.0,
     wish: StopWish | None = None,
     min_ranks: int = 1,
+    invitation: Invitation | None = None,
 ) -> Outcome:
     """Run `program(runtime, argument)` as the rank that `launched` says, with all the others.
 
@@ -306,7 +317,7 @@ def join(
     carries, since nothing that arrives is unpickled.
 
     Args:
-        patience, threads, on_event, min_ranks: see `launch`; only rank 0 has events.
+        patience, threads, on_event, min_ranks, invitation: see `launch`; only rank 0 has events.
         host: the local address that others are to use; by default that of `ORCHESTRA_HOST`, or of
             the interface that reaches the master.
         on_left, on_cause: see `Control`; rank 0 holds the watcher.
@@ -331,12 +342,16 @@ def join(
             watcher = Watcher(
                 launched.ranks, limits, host=address, token=token, children=False, tls=tls,
                 on_event=on_event, on_cause=on_cause, min_ranks=min_ranks,
+                invitation=invitation, shared_memory=memory_is_shared(os.environ),
             )  # fmt: skip
             on_cause = None  # it comes from the watcher
             watcher.start()
             closing.callback(watcher.abandon)
             about = {"address": watcher.address, "token": token, "tls": tls is not None}
             store.set("watcher", json.dumps(about))
+            if invitation is not None:
+                door = opened(Path(invitation.folder), watcher.address, token)
+                closing.enter_context(door)
         handlers = {} if wish else {signal.SIGTERM: (wish := StopWish())}
         interrupt = (lambda: None) if watcher is None else watcher.interrupt
         # Ctrl-C reaches all ranks of a terminal; rank 0 reacts to it, and the others follow it.
@@ -352,6 +367,30 @@ def join(
         results = [None] * launched.ranks
         results[launched.rank] = run()
     return Outcome(tuple(results), {}, stopped=False, terminated=False, notices=(), setup={})
+
+
+def join_run(
+    entrance: Entrance,
+    place: Place,
+    program: Program,
+    argument: Any,
+    *,
+    tls: TLS | None = None,
+    threads: int | None = None,
+    wish: StopWish | None = None,
+) -> Any:
+    """Take part in a run under way, at the `place` that its watcher has given to this process.
+
+    `program` gets a runtime of this rank alone, whose `regroup` waits until it is taken in. Returns
+    its result, which is plain data. Raises `RunFailed` with the first cause, `RunEnded` where the
+    run takes this rank in no more. A `wish` to stop leaves the run, and ends the process.
+    """
+    spec = place.spec(entrance, tls, threads)
+
+    def no_store() -> Store:
+        raise AssertionError("a run with native collectives takes nobody in")
+
+    return run_rank(spec, lambda: (program, argument), no_store, wish=wish)
 
 
 def _run_beside(watcher: Watcher, run: Callable[[], Any]) -> Outcome:

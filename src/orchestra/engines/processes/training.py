@@ -2,38 +2,63 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from orchestra.engines.events import JOINING, SPARE
 from orchestra.engines.live import Display, Progress
 from orchestra.engines.processes.environment import Launched
+from orchestra.engines.processes.joining import Entrance, Invitation, Place
 from orchestra.engines.processes.launch import launch
 from orchestra.engines.processes.system import StopWish, UsageMeter
 from orchestra.engines.run import record_of, write_environment
-from orchestra.errors import InputError
-from orchestra.records.record import RunRecord
+from orchestra.errors import GroupChanged, InputError, PeerLost, tell
+from orchestra.records.record import EXPERIMENT, RunRecord
 from orchestra.records.report import RankReport
 from orchestra.settings.base import from_plain, to_plain
 from orchestra.strategies.base import roles_of
+from orchestra.strategies.traits import AfterLoss
 from orchestra.trainer.settings import Run
+from orchestra.transports.handshake import from_environment
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime
 
 
-def program(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
+def program(
+    runtime: Runtime, assignment: tuple[Run, Path], *, entering: str | None = None
+) -> RankReport:
     """Run the program of each rank; it is here so that a launcher names it without torch."""
     from orchestra.trainer.program import train
 
     meter = UsageMeter()
+    report = train(_metered(runtime, meter), assignment, entering=entering)
+    return replace(report, usage=meter.usage())
+
+
+def _metered(runtime: Runtime, meter: UsageMeter) -> Runtime:
+    """Return `runtime`, and those of later groups, with a `meter` that runs with the stopwatch."""
 
     def stopwatch(running: bool) -> None:
         runtime.stopwatch(running)
         meter.running(running)
 
-    report = train(replace(runtime, stopwatch=stopwatch), assignment)
-    return replace(report, usage=meter.usage())
+    def regroup(error: PeerLost | GroupChanged) -> Runtime:
+        assert runtime.regroup is not None
+        return _metered(runtime.regroup(error), meter)
+
+    return replace(runtime, stopwatch=stopwatch, regroup=regroup if runtime.regroup else None)
+
+
+def invitation_to(run: Run, folder: Path) -> Invitation | None:
+    """Return what newcomers to `run` are told; None where it cannot take anybody in."""
+    after_loss = run.strategy.traits(run.training.work).after_loss
+    path = folder / EXPERIMENT
+    if run.training.min_ranks is None or after_loss is not AfterLoss.TOGETHER or not path.exists():
+        return None
+    return Invitation(str(folder.absolute()), path.read_text())
 
 
 def train_run(
@@ -49,11 +74,15 @@ def train_run(
         outcome = launch(
             program, (run, folder.absolute()), len(roles.shares), patience=run.training.patience,
             threads=run.training.threads, on_event=display.on_event, grace=run.training.grace,
-            min_ranks=run.training.min_ranks or 1,
+            min_ranks=run.training.min_ranks or 1, invitation=invitation_to(run, folder),
         )  # fmt: skip
     left_out, notices = outcome.left_out, outcome.notices
+    reports = [
+        each if rank < len(roles.shares) else from_plain(RankReport | None, each)
+        for rank, each in enumerate(outcome.results)
+    ]
     return record_of(
-        run, outcome.results, folder, outcome.setup, left_out=left_out, notices=notices,
+        run, reports, folder, outcome.setup, left_out=left_out, notices=notices,
         terminated=outcome.terminated,
     )  # fmt: skip
 
@@ -110,8 +139,8 @@ def take_part(
             program_unless_completed, (run, folder.absolute(), completed is not None), launched,
             patience=run.training.patience, threads=run.training.threads,
             on_event=display.on_event, on_left=on_left, grace=run.training.grace,
-            wish=wish,
-            min_ranks=run.training.min_ranks or 1,
+            wish=wish, min_ranks=run.training.min_ranks or 1,
+            invitation=invitation_to(run, folder) if watched else None,
         )  # fmt: skip
     if completed is not None or not first:
         return completed
@@ -121,6 +150,39 @@ def take_part(
         run, reports, folder, outcome.setup, left_out=left_out, notices=notices,
         terminated=outcome.terminated,
     )  # fmt: skip
+
+
+def join_run(
+    run: Run, folder: Path, entrance: Entrance, place: Place, *, spare: bool, wish: StopWish
+) -> RankReport:
+    """Join `run`, which is under way, as a rank at `place`; a `spare` one waits until another is
+    lost. See `orchestra.engines.processes.rank.join_run`."""
+    from orchestra.engines.processes.rank import join_run
+
+    report = join_run(
+        entrance, place, newcomer, (run, folder.absolute(), spare),
+        tls=from_environment(os.environ), threads=run.training.threads, wish=wish,
+    )  # fmt: skip
+    found: RankReport = from_plain(RankReport, report)
+    return found
+
+
+def newcomer(runtime: Runtime, assignment: tuple[Run, Path, bool]) -> dict[str, Any]:
+    """Run the program of a rank that joins a run under way; report as plain data."""
+    run, folder, spare = assignment
+    regroup = runtime.regroup
+    assert regroup is not None
+
+    def told(error: PeerLost | GroupChanged) -> Runtime:
+        tell("ready, and waits until a rank is lost" if spare else "ready")
+        found = regroup(error)
+        tell(f"taken in: {found.ranks} ranks train now")
+        return found
+
+    entering = SPARE if spare else JOINING
+    report = program(replace(runtime, regroup=told), (run, folder), entering=entering)
+    plain: dict[str, Any] = to_plain(report)
+    return plain
 
 
 def program_unless_completed(

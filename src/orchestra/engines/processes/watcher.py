@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import selectors
@@ -19,11 +20,19 @@ from typing import Any
 from orchestra.engines import events
 from orchestra.engines.failure_detector import FailureDetector, Limits
 from orchestra.engines.processes.control import BadFrame, Frames, Message, pack
+from orchestra.engines.processes.joining import Invitation, Place, answer_to
 from orchestra.engines.processes.system import exit_status, is_stopped, machine
 from orchestra.errors import InputError, RankLost, RunFailed
 from orchestra.records.report import Counters
 from orchestra.settings.base import from_plain
-from orchestra.transports.handshake import TLS, WATCHER, Reception, address_of, listen
+from orchestra.transports.handshake import (
+    NEWCOMER,
+    TLS,
+    WATCHER,
+    Reception,
+    address_of,
+    listen,
+)
 from orchestra.worker.runtime import shares_of_cores
 
 SERVER = "the fork server, from which the ranks are started,"
@@ -89,6 +98,8 @@ class Watcher:
         children: bool,  # the ranks are child processes, each given to `adopt` once started
         limit: float | None = None,  # seconds after which all ranks are killed
         min_ranks: int = 1,  # with fewer the run does not go on
+        invitation: Invitation | None = None,  # for newcomers; None: nobody can join the run
+        shared_memory: bool = True,  # whether newcomers may share memory with ranks of their host
         tls: TLS | None = None,  # encrypts the control connections
         on_event: Callable[[events.Event | events.Notice], None] | None = None,
         on_cause: Callable[[str], None] | None = None,
@@ -97,6 +108,8 @@ class Watcher:
         self.setup: dict[str, float] = {}
         self.imported = 0.0
         self._ranks = ranks
+        self._invitation, self._shared_memory = invitation, shared_memory
+        self._next_rank = ranks  # the number of the next newcomer
         self._on_event = on_event or (lambda _: None)
         self._on_cause = on_cause or (lambda _: None)
         self._children: dict[int, BaseProcess] = {}
@@ -117,7 +130,7 @@ class Watcher:
         self.address = address_of(listener)
         self._reception = Reception(
             self._selector, listener, WATCHER, token.encode(), tls,
-            missing=set(range(ranks)), spare=STRANGERS,
+            missing=set(range(ranks)) | ({NEWCOMER} if invitation else set()), spare=STRANGERS,
             welcome=self._welcome, refused=self._refuse,
         )  # fmt: skip
         self._wake_in, self._wake_out = socket.socketpair()
@@ -184,8 +197,12 @@ class Watcher:
             raise self._crash
 
     def outcome(self, read: Callable[[bytes], Any]) -> Outcome:
-        """Return the outcome of a run whose ranks are gone; `read` decodes a rank's result. Raises
-        `InputError` or `RunFailed` with the cause, where it has failed: `RankLost` for a loss."""
+        """Return the outcome of a run whose ranks are gone; `read` decodes a rank's result, unless
+        it has joined later, and sends JSON.
+
+        Raises `InputError` or `RunFailed` with the cause, where it has failed: `RankLost` for a
+        loss.
+        """
         detector, setup = self.detector, dict(self.setup)
         if detector.bad_input is not None:
             raise InputError(detector.bad_input)
@@ -195,8 +212,11 @@ class Watcher:
             # A busy launcher may see the end of the imports after the rank that waited for them.
             imported = min(self.imported, setup["processes"])
             setup = {"import": imported, **setup, "processes": setup["processes"] - imported}
-        results = {rank: read(result) for rank, result in self.results.items()}
-        in_order = tuple(results.get(rank) for rank in range(self._ranks))
+        results = {
+            rank: read(result) if rank < self._ranks else json.loads(result)
+            for rank, result in self.results.items()
+        }
+        in_order = tuple(results.get(rank) for rank in range(max([self._ranks, *results]) + 1))
         notices = tuple(detector.notices)
         return Outcome(
             in_order, detector.left_out, detector.stopped, detector.terminated, notices, setup
@@ -280,6 +300,9 @@ class Watcher:
                 self._kill(instruction.rank)
             elif isinstance(instruction, events.Notice):
                 self._on_event(instruction)
+            elif isinstance(instruction, events.Refuse):
+                if (link := self._links.get(instruction.rank)) is not None:
+                    link.send({"kind": "abort", "cause": instruction.why})
             else:  # an order to all ranks
                 if isinstance(instruction, events.Abort):
                     self._on_cause(instruction.cause)
@@ -331,9 +354,47 @@ class Watcher:
     # Connections
 
     def _welcome(self, rank: int, connection: socket.socket) -> None:
+        if rank == NEWCOMER:
+            self._receive_application(connection)
+            return
         link = _Link(connection, rank, Frames(connection))
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(link))
         self._read(link)
+
+    def _receive_application(self, connection: socket.socket) -> None:
+        """Give a newcomer its number, with which it comes again."""
+        self._reception.missing.add(NEWCOMER)  # there may be more
+        frames = Frames(connection)
+
+        def read() -> None:
+            try:
+                goes_on, messages = frames.read(), [message for message, _ in frames.complete()]
+            except BadFrame:
+                goes_on, messages = False, []
+            if goes_on and not messages:
+                return
+            self._selector.unregister(connection)
+            with connection, contextlib.suppress(OSError):
+                if messages:
+                    connection.settimeout(SEND_SECONDS)
+                    connection.sendall(pack(self._answer_to(messages[0])))
+
+        self._selector.register(connection, selectors.EVENT_READ, read)
+        read()
+
+    def _answer_to(self, application: Message) -> Message:
+        assert self._invitation is not None
+        if self.detector.cause is not None or self.detector.stopped:
+            return {"kind": "refusal", "why": "it is coming to its end"}
+        place = Place(
+            self._next_rank, self._ranks, self._invitation, self.detector.limits,
+            self._shared_memory,
+        )  # fmt: skip
+        answer = answer_to(application, place)
+        if answer["kind"] == "place":
+            self._reception.missing.add(self._next_rank)
+            self._next_rank += 1
+        return answer
 
     def _refuse(self, host: str, why: str) -> None:
         self._carry_out(self.detector.refused(f"a connection from {host} was refused: {why}"))
@@ -360,18 +421,13 @@ class Watcher:
         rank, kind = link.rank, message["kind"]
         if not link.joined:
             self._admit(link, message)
-        elif kind == "beat":
-            waits_for = tuple(message["beat"]["waits_for"])
-            counters = from_plain(Counters | None, message["beat"]["counters"])
-            beat = {**message["beat"], "rank": rank, "waits_for": waits_for, "counters": counters}
-            self._observe(events.Heartbeat(**beat))
-        elif kind == "terminated":
-            self._observe(events.Terminated(rank))
+        elif (event := _event_of(rank, message)) is not None:
+            self._observe(event)
         elif kind == "notice":
             self._carry_out(self.detector.noticed(str(message["text"])))
         elif kind == "connected":
             self._connected.add(rank)
-            if len(self._connected) == self._ranks:
+            if self._connected == set(range(self._ranks)):
                 self.setup["connections"] = self.age() - self.setup["processes"]
         elif kind == "result":
             self.results[rank] = payload
@@ -382,11 +438,6 @@ class Watcher:
             if message["generation"] == self.detector.generation:
                 link.address = tuple(message["address"])
                 self._expect(rank)
-        elif kind == "accusation":
-            failure = events.Failure(**message["failure"])
-            self._observe(events.Accused(rank, failure, message["generation"]))
-        elif kind == "failure":
-            self._observe(events.Failed(rank, events.Failure(**message["failure"])))
 
     def age(self) -> float:
         return time.monotonic() - self._started_at
@@ -403,9 +454,10 @@ class Watcher:
         self._observe(events.Joined(rank, message["host"]))
         if self.detector.cause is not None:
             link.send({"kind": "abort", "cause": self.detector.cause})  # it came late for that
-        self._expect(rank)
-        if not self._missing:
-            self.setup["processes"] = self.age()
+        if rank in self._group:  # else a newcomer, which is not taken in yet
+            self._expect(rank)
+            if not self._missing:
+                self.setup["processes"] = self.age()
 
     def _expect(self, rank: int) -> None:
         """Note that `rank` can be reached; tell all of the group, once all can, where they are."""
@@ -423,3 +475,23 @@ class Watcher:
         self._broadcast({"kind": "roster", **roster})
         if self.detector.stopped:
             self._broadcast({"kind": "stop"})
+
+
+def _event_of(rank: int, message: Message) -> events.Event | None:
+    """Return the event that `message` from `rank` tells of; None if it is more than that."""
+    match message["kind"]:
+        case "beat":
+            waits_for = tuple(message["beat"]["waits_for"])
+            counters = from_plain(Counters | None, message["beat"]["counters"])
+            beat = {**message["beat"], "rank": rank, "waits_for": waits_for, "counters": counters}
+            return events.Heartbeat(**beat)
+        case "terminated":
+            return events.Terminated(rank)
+        case "leaving":
+            return events.Left(rank)
+        case "accusation":
+            failure = events.Failure(**message["failure"])
+            return events.Accused(rank, failure, message["generation"])
+        case "failure":
+            return events.Failed(rank, events.Failure(**message["failure"]))
+    return None

@@ -363,7 +363,7 @@ class SimulatedReporter(PassingReporter):
     def expendable(self, yes: bool) -> None:
         self.is_expendable = yes
 
-    def elastic(self, yes: bool) -> None:
+    def elastic(self, program: str) -> None:
         """Do nothing: no groups are made in virtual time."""
 
     def notice(self, text: str) -> None:

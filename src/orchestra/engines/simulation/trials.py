@@ -88,8 +88,8 @@ class Until:
     def expendable(self, yes: bool) -> None:
         self.inner.expendable(yes)
 
-    def elastic(self, yes: bool) -> None:
-        self.inner.elastic(yes)
+    def elastic(self, program: str) -> None:
+        self.inner.elastic(program)
 
     def notice(self, text: str) -> None:
         """Do nothing: notices of trials are in their records."""

@@ -1,0 +1,109 @@
+"""`orchestra join`: a process more for a run that is under way."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from orchestra.cli.terminal import Parser
+from orchestra.cli.train import check_task
+from orchestra.engines.events import RUN_OVER
+from orchestra.engines.processes.joining import ENTRANCE, Entrance, Place, ask
+from orchestra.engines.processes.system import StopWish, handling
+from orchestra.engines.processes.training import join_run
+from orchestra.errors import InputError, RunFailed, tell
+from orchestra.experiments.experiment import only_run
+from orchestra.experiments.file import load
+from orchestra.experiments.run import PARENT, fresh_folder
+from orchestra.records.record import EXPERIMENT, write_atomically
+from orchestra.transports.handshake import from_environment
+
+DESCRIPTION = """\
+Join a run under way, as one rank more, or as one in the place of a rank that is lost.
+
+The run has been started by `orchestra train` with min_ranks, under all-reduce. This process loads
+the same task, gets ready, and tells the run; then all ranks give up the step under way, and go on
+from the last one with one rank more. Ctrl-C or SIGTERM leaves the run, which goes on.
+
+RUN is the folder of the run, if this machine has it. Elsewhere it is the address that its join.json
+names, with a copy of that file as --secret: whoever holds it can join. For other machines the run
+has to listen on an address that they reach: ORCHESTRA_HOST=ADDRESS orchestra train ...
+"""
+
+EPILOG = """\
+examples:
+  orchestra join runs/first
+      one rank more for the run with that folder
+
+  orchestra join runs/first --spare
+      a rank that is ready, and is taken in once another one is lost
+
+  orchestra join 10.0.0.1:40123 --secret join.json
+      from another machine; records of this rank go into a new folder in runs/
+
+docs/running.md says which runs can be joined, and what it costs them.
+"""
+
+ADDRESS = re.compile(r"(?P<host>.+):(?P<port>[0-9]+)")
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = Parser("join", DESCRIPTION, EPILOG)
+    parser.add_argument("run", metavar="RUN", help="the run's folder, or HOST:PORT")
+    parser.option("--secret", "FILE", "a copy of the run's join.json, with HOST:PORT", type=Path)
+    out = "for this rank's records, if the run's folder is not here (default: a new one in runs/)"
+    parser.option("--out", "DIR", out, type=Path)
+    parser.flag("--spare", "wait until a rank is lost, and take its place")
+    options = parser.read(arguments)
+    entrance = _entrance(options.run, options.secret)
+    place = ask(entrance, from_environment(os.environ))
+    folder = _folder(place, options.out)
+    run = only_run(load(folder / EXPERIMENT, [], {}), str(folder))
+    if run.training.checkpoint_every and folder != Path(place.invitation.folder):
+        raise InputError(
+            f"{place.invitation.folder}: the run writes checkpoints there, and this machine does "
+            "not have the folder: ranks of several machines need one that all share"
+        )
+    check_task(run.task)
+    tell(f"rank {place.rank} of the run in {folder}: getting ready")
+    wish = StopWish()
+    try:
+        with handling({signal.SIGINT: wish, signal.SIGTERM: wish}):
+            report = join_run(run, folder, entrance, place, spare=options.spare, wish=wish)
+    except RunFailed as failure:
+        if str(failure) != RUN_OVER:
+            raise
+        print("the run is over; this rank was not needed")
+        return 0
+    print(f"the run has ended after step {report.steps}; {report.samples} samples were read here")
+    return 0
+
+
+def _entrance(place: str, secret: Path | None) -> Entrance:
+    """Return the entrance of the run at `place`, a folder or an address."""
+    folder = Path(place)
+    if folder.is_dir():
+        return Entrance.read(secret or folder / ENTRANCE)
+    found = ADDRESS.fullmatch(place)
+    if found is None:
+        raise InputError(f"{place}: is no folder, and no address such as 10.0.0.1:40123")
+    if secret is None:
+        raise InputError(f"{place}: give a copy of the run's {ENTRANCE} with --secret")
+    return replace(Entrance.read(secret), host=found["host"], port=int(found["port"]))
+
+
+def _folder(place: Place, out: Path | None) -> Path:
+    """Return the folder of the run, or a new one with its experiment where that is not here."""
+    told = place.invitation
+    shared = Path(told.folder)
+    path = shared / EXPERIMENT
+    if out is None and path.exists() and path.read_text() == told.experiment:
+        return shared
+    folder = out or fresh_folder(PARENT, f"{shared.name}-rank-{place.rank}")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / EXPERIMENT, told.experiment)
+    return folder
