@@ -357,7 +357,8 @@ class FailureDetector:
                 self._newcomers[rank].beat = event
                 self._newcomers[rank].seen_at = self._now
             case events.Failed(rank=rank, failure=failure) if rank in self._newcomers:
-                self._refuse(self._newcomers[rank], f"it failed: {failure.headline}")
+                newcomer = self._newcomers[rank]
+                self._refuse(newcomer, events.failed_text(newcomer.name, failure))
             case events.Disconnected(rank=rank) | events.Left(rank=rank):
                 if (gone := self._newcomers.pop(rank, None)) is not None:
                     self._notice(f"{gone.name} is gone before it was taken in")
@@ -400,7 +401,8 @@ class FailureDetector:
         del self._newcomers[newcomer.rank]
         self._instructions.append(events.Refuse(newcomer.rank, why))
         if why != events.RUN_OVER:
-            self._notice(f"{newcomer.name} is not taken in: {why}")
+            first_line = why.split("\n", 1)[0].removeprefix(f"{newcomer.name} ")
+            self._notice(f"{newcomer.name} is not taken in: {first_line}")
 
     def _begin_anew(self) -> None:
         """Count everybody's progress from now: they may have waited for a rank that has come, or

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from orchestra import exchange
 from orchestra.errors import RunFailed
@@ -22,6 +23,7 @@ from orchestra.records.report import Regrouping
 from orchestra.strategies.base import state_of
 from orchestra.strategies.member import Member
 from orchestra.trainer import checkpoints
+from orchestra.worker.batches import map_tensors
 from orchestra.worker.worker import Worker
 
 
@@ -126,7 +128,9 @@ class GroupStanding:
         """Collective over all ranks: return the state to go on from. `own` is that of this rank,
         as plain data, and of its `member`. Who takes it over keeps what is that rank's alone."""
         if self.is_behind:
-            return checkpoints.receive_state(worker.transport, self.donor, {})
+            state = checkpoints.receive_state(worker.transport, self.donor, {})
+            # What has equal content comes as one tensor, and an optimizer changes its own in place.
+            return map_tensors(state, Tensor.clone)
         if worker.rank == self.donor:
             state = {**own, "strategy": {**own["strategy"], "member": _shared(member, own)}}
             for rank in sorted(self.behind):

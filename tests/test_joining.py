@@ -1,0 +1,183 @@
+"""Ranks that join a run under way: `orchestra join`, on real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.commands import Started, Training, run, started
+from tests.training import step_lines
+from tests.waiting import wait_until
+
+import orchestra
+
+STEPS = 20
+SETTINGS: dict[str, Any] = {
+    "min_ranks": 1, "steps": STEPS, "batch_size": 8, "checkpoint_every": 3, "threads": 1,
+    "optimizer": "Adam(lr=0.01)",
+}  # fmt: skip
+# The gate is in the read of the fourth step; the first eight samples are read for the warm-up.
+BEFORE = 3
+
+
+@contextmanager
+def held(folder: Path, strategy: str = "AllReduce('ring')", ranks: int = 2) -> Iterator[Training]:
+    """A training whose ranks all wait in their fourth step, until the file `go` is there."""
+    task = f"tests.failing_tasks:gated({str(folder)!r}, model='normalised')"
+    training = Training(task, strategy, ranks, out=folder / "run", **SETTINGS)
+    try:
+        training.wait_until(lambda: len(list(folder.glob("at-*"))) == ranks, "the gate")
+        yield training
+    finally:
+        (folder / "go").touch()
+        training.join()
+
+
+def join(folder: Path, *more: str) -> Started:
+    return started(["join", str(folder / "run"), *more], folder)
+
+
+def told(folder: Path, text: str) -> None:
+    """Wait until the user of the run was told `text`."""
+
+    def there() -> bool:
+        live = folder / "run" / "live.json"
+        return live.exists() and any(
+            text in each for each in json.loads(live.read_text())["notices"]
+        )
+
+    wait_until(there, text)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["AllReduce('ring')", "AllReduce('tree')", "AllReduce('halving_doubling')"]
+)
+def test_it_equals_a_run_that_is_resumed_with_the_same_members(
+    strategy: str, tmp_path: Path
+) -> None:
+    """Bit for bit, from the checkpoint of the last step before."""
+    with held(tmp_path, strategy) as training, join(tmp_path) as newcomer:
+        told(tmp_path, "joins; going on with 3 ranks")
+        shutil.copytree(tmp_path / "run", tmp_path / "resumed")
+        (tmp_path / "go").touch()
+        ended = newcomer.end()
+        record = training.record()
+    assert (ended.status, f"after step {STEPS}" in ended.out) == (0, True)
+    (change,) = record.regroupings
+    assert (change["lost"], change["joined"], change["ranks"]) == ([], [2], 3)
+    assert (change["step"], change["steps_voided"]) == (BEFORE, 1)
+    assert record.samples == STEPS * 2 * 8
+    lines = [
+        [(line["step"], line["consumed"], line["loss"]) for line in step_lines(record.folder, rank)]
+        for rank in range(3)
+    ]
+    assert lines[0] == lines[1]
+    assert lines[0][BEFORE:] == lines[2]
+    (tmp_path / "resumed" / "join.json").unlink()
+    task = f"tests.failing_tasks:gated({str(tmp_path)!r}, model='normalised')"
+    resumed = orchestra.train(task, strategy, 3, out=tmp_path / "resumed", quiet=True, **SETTINGS)
+    assert [part["ranks"] for part in resumed.ranks_history] == [2, 3]
+    assert resumed.parameters_sha256 == record.parameters_sha256
+
+
+def test_a_newcomer_has_a_residual_of_its_own(tmp_path: Path) -> None:
+    with held(tmp_path, "AllReduce('ring', compression=TopK(0.1))") as training:
+        with join(tmp_path) as newcomer:
+            told(tmp_path, "joins; going on with 3 ranks")
+            (tmp_path / "go").touch()
+            assert newcomer.end().status == 0
+        record = training.record()
+    assert record.status == "completed"
+    losses = {
+        tuple(line["loss"] for line in step_lines(record.folder, rank)[-5:]) for rank in range(3)
+    }
+    assert len(losses) == 1
+
+
+def test_a_spare_takes_the_place_of_a_rank_that_is_lost(tmp_path: Path) -> None:
+    with held(tmp_path, ranks=3) as training, join(tmp_path, "--spare") as spare:
+        spare.wait_until(lambda: "waits until a rank is lost" in spare.err(), "it is ready")
+        pids = sorted(int(path.name.removeprefix("at-")) for path in tmp_path.glob("at-*"))
+        os.kill(pids[1], signal.SIGKILL)  # started in the order of the ranks
+        told(tmp_path, "takes its place; going on with 3 ranks")
+        (tmp_path / "go").touch()
+        assert spare.end().status == 0
+        record = training.record()
+    (change,) = record.regroupings
+    assert (change["lost"], change["joined"], change["ranks"]) == ([1], [3], 3)
+    assert record.samples == STEPS * 3 * 8
+
+
+def test_a_spare_that_is_not_needed_ends_with_the_run(tmp_path: Path) -> None:
+    with held(tmp_path) as training, join(tmp_path, "--spare") as spare:
+        spare.wait_until(lambda: "waits until a rank is lost" in spare.err(), "it is ready")
+        (tmp_path / "go").touch()
+        ended = spare.end()
+        record = training.record()
+    assert (ended.status, ended.out) == (0, "the run is over; this rank was not needed\n")
+    assert not record.regroupings
+    assert not record.left_out
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_who_has_joined_may_leave(how: signal.Signals, tmp_path: Path) -> None:
+    with held(tmp_path) as training, join(tmp_path) as newcomer:
+        told(tmp_path, "joins; going on with 3 ranks")
+        newcomer.process.send_signal(how)
+        told(tmp_path, "going on with 2 ranks")
+        (tmp_path / "go").touch()
+        assert newcomer.end().status == (0 if how == signal.SIGTERM else -how)
+        record = training.record()
+    assert record.status == "completed"
+    expected = "has left" if how == signal.SIGTERM else "is gone: its control connection closed"
+    assert record.left_out == {"2": expected}
+
+
+def test_a_newcomer_that_cannot_begin_disturbs_nobody(tmp_path: Path) -> None:
+    with held(tmp_path) as training:
+        ended = run(["join", str(tmp_path / "run")], tmp_path, ORCHESTRA_TEST_FAILS="yes")
+        (tmp_path / "go").touch()
+        record = training.record()
+    assert ended.status == 1
+    assert "failed: ValueError: no such data here" in ended.err
+    assert any("is not taken in: failed: ValueError: no such" in each for each in record.notices)
+    assert not record.regroupings
+
+
+def test_only_its_owner_can_read_the_secret_of_a_run(tmp_path: Path) -> None:
+    with held(tmp_path) as training:
+        entrance = tmp_path / "run" / "join.json"
+        assert stat.S_IMODE(entrance.stat().st_mode) == 0o600
+        told_of = json.loads(entrance.read_text())
+        wrong = tmp_path / "wrong.json"
+        wrong.write_text(json.dumps({**told_of, "secret": "0" * 64}))
+        address = f"{told_of['host']}:{told_of['port']}"
+        ended = run(["join", address, "--secret", str(wrong)], tmp_path)
+        assert (ended.status, "no run can be joined there" in ended.err) == (1, True)
+        (tmp_path / "go").touch()
+        record = training.record()
+    assert not entrance.exists()
+    assert not record.regroupings
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["."], "join.json: there is no such file: the run is over, or cannot be joined"),
+        (["nowhere"], "nowhere: is no folder, and no address such as 10.0.0.1:40123"),
+        (["10.0.0.1:40123"], "give a copy of the run's join.json with --secret"),
+    ],
+)
+def test_what_is_no_run_is_refused(arguments: list[str], message: str, tmp_path: Path) -> None:
+    ended = run(["join", *arguments], tmp_path)
+    assert ended.status == 2
+    assert message in ended.err
+    assert ended.err.count("\n") == 1
