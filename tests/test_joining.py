@@ -7,10 +7,11 @@ import os
 import shutil
 import signal
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from tests.commands import Started, Training, run, started
@@ -18,6 +19,8 @@ from tests.training import step_lines
 from tests.waiting import wait_until
 
 import orchestra
+from orchestra.engines.events import Event, Instruction, Regroup
+from orchestra.engines.failure_detector import FailureDetector
 
 STEPS = 20
 SETTINGS: dict[str, Any] = {
@@ -114,6 +117,53 @@ def test_a_spare_takes_the_place_of_a_rank_that_is_lost(tmp_path: Path) -> None:
     (change,) = record.regroupings
     assert (change["lost"], change["joined"], change["ranks"]) == ([1], [3], 3)
     assert record.samples == STEPS * 3 * 8
+
+
+class Logged(FailureDetector):
+    """Keeps what it was told and asked, and what it said."""
+
+    made: ClassVar[list[Logged]] = []
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.like = partial(FailureDetector, *arguments, **named)
+        self.log: list[tuple[str, tuple[Any, ...], list[Instruction]]] = []
+        Logged.made.append(self)
+
+    def _logged(self, name: str, *arguments: Any) -> list[Instruction]:
+        said: list[Instruction] = getattr(super(), name)(*arguments)
+        self.log.append((name, arguments, said))
+        return said
+
+    def observe(self, now: float, event: Event) -> list[Instruction]:
+        return self._logged("observe", now, event)
+
+    def tick(self, now: float, stopped: Collection[int] = ()) -> list[Instruction]:
+        return self._logged("tick", now, stopped)
+
+    def noticed(self, text: str) -> list[Instruction]:
+        return self._logged("noticed", text)
+
+
+def test_the_events_of_a_run_lead_to_the_same_instructions_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestra.engines.processes.watcher.FailureDetector", Logged)
+    monkeypatch.setattr(Logged, "made", [])
+    with held(tmp_path, ranks=3) as training, join(tmp_path) as newcomer:
+        told(tmp_path, "joins; going on with 4 ranks")
+        pids = sorted(int(path.name.removeprefix("at-")) for path in tmp_path.glob("at-*"))
+        os.kill(pids[0], signal.SIGKILL)
+        told(tmp_path, "going on with 3 ranks")
+        (tmp_path / "go").touch()
+        assert newcomer.end().status == 0
+        training.record()
+    (detector,) = Logged.made
+    again = detector.like()
+    for name, arguments, said in detector.log:
+        assert getattr(again, name)(*arguments) == said
+    regrouped = [each for _, _, said in detector.log for each in said if isinstance(each, Regroup)]
+    assert [each.members for each in regrouped] == [(0, 1, 2, 3), (1, 2, 3)]
 
 
 def test_a_spare_that_is_not_needed_ends_with_the_run(tmp_path: Path) -> None:

@@ -71,6 +71,24 @@ def test_it_equals_a_run_that_is_resumed_with_the_same_members(
     assert resumed.parameters_sha256 == at_once.parameters_sha256
 
 
+def test_the_batch_and_the_rate_may_shrink_with_the_ranks(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"checkpoint_every": 4, "resized_batch": "scaled"}
+    at_once = train(tmp_path / "at once", "AllReduce('ring')", "3@5", **options)
+    lines = [
+        (line["step"], line["consumed"], line["rates"])
+        for line in step_lines(tmp_path / "at once", 0)
+    ]
+    assert lines[3] == (4, 4 * 32, [0.01])
+    assert lines[4] == (5, 4 * 32 + 24, [0.01 * 3 / 4])
+    assert at_once.samples == 20 * 4 * 8
+    assert at_once.global_batch == 4 * 8
+    options["min_ranks"] = None
+    with pytest.raises(RankLost):
+        train(tmp_path / "resumed", "AllReduce('ring')", "3@5", **options)
+    resumed = train(tmp_path / "resumed", "AllReduce('ring')", "3@5", ranks=3, **options)
+    assert resumed.parameters_sha256 == at_once.parameters_sha256
+
+
 @pytest.mark.parametrize("strategy", ["AllReduce('ring', shard='optimizer')", "LocalSGD(4)"])
 def test_others_go_on_from_a_checkpoint_on_fewer_ranks(strategy: str, tmp_path: Path) -> None:
     record = train(tmp_path, strategy, "3@7", checkpoint_every=4)

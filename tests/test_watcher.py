@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 from orchestra.engines.events import (
+    JOINING,
+    RUN_OVER,
+    SPARE,
     Abort,
     Accused,
     Disconnect,
@@ -25,15 +28,17 @@ from orchestra.engines.events import (
     Interrupted,
     Joined,
     Kill,
+    Left,
     Notice,
     Ready,
+    Refuse,
     Regroup,
     Stop,
     Terminated,
     follow_waits,
     stuck,
 )
-from orchestra.engines.failure_detector import FailureDetector, Limits
+from orchestra.engines.failure_detector import RECONNECTED_SECONDS, FailureDetector, Limits
 from orchestra.engines.processes.control import BadFrame, Frames, pack
 
 LIMITS = Limits(patience=60.0)
@@ -676,7 +681,7 @@ def test_patience_begins_when_the_last_rank_has_joined() -> None:
 def elastic_story(ranks: int = 4, **options: Any) -> Story:
     story = Story(ranks, **options)
     for rank in range(ranks):
-        story.change(rank, elastic=True)
+        story.change(rank, elastic="program")
     story.beat()
     return story
 
@@ -751,16 +756,44 @@ def test_who_has_lost_another_is_heard_before_the_watcher_knows() -> None:
     assert story.detector.cause is None
 
 
-def test_an_accusation_of_a_rank_that_the_watcher_still_reaches_ends_the_run() -> None:
+def test_ranks_that_lose_each_other_and_live_connect_anew() -> None:
     story = elastic_story()
+    story.tell(Accused(0, lost(1), 0))
+    done = story.pass_time(LIMITS.cause + 1)
+    assert Regroup(1, (0, 1, 2, 3)) in done
+    assert any("all ranks connect anew" in text for text in story.detector.notices)
+    for rank in range(4):
+        story.tell(Ready(rank, 1))
+    story.pass_time(2 * RECONNECTED_SECONDS, busy=(0, 1, 2, 3))
+    story.tell(Accused(1, lost(0), 1))
+    assert Regroup(2, (0, 1, 2, 3)) in story.pass_time(LIMITS.cause + 1, busy=(0, 1, 2, 3))
+
+
+def test_who_is_accused_by_most_is_given_up_where_that_does_not_help() -> None:
+    """Rank 1 is on the other side of a partition: it accuses the first one that it misses."""
+    story = elastic_story()
+    story.tell(Accused(0, lost(1), 0))
+    story.pass_time(LIMITS.cause + 1)
+    for rank, other in ((1, 0), (0, 1), (2, 1), (3, 1)):
+        story.tell(Accused(rank, lost(other), 1))
+    done = story.pass_time(LIMITS.cause + 1)
+    assert Regroup(2, (0, 2, 3)) in done
+    assert Kill(1) in done
+    assert story.detector.left_out == {1: "has no connection to rank 0"}
+
+
+def test_where_one_program_is_not_elastic_an_accusation_ends_the_run() -> None:
+    story = elastic_story()
+    story.change(3, elastic="")
+    story.beat()
     story.tell(Accused(0, lost(1), 0))
     story.pass_time(LIMITS.cause + 1)
     assert story.cause.startswith("rank 0 on host failed: PeerLost: rank 1 is gone")
     assert story.detector.ended_by_loss
 
 
-@pytest.mark.parametrize("fields", [{"elastic": True}, {"expendable": True}])
-def test_the_run_ends_where_too_few_are_left(fields: dict[str, bool]) -> None:
+@pytest.mark.parametrize("fields", [{"elastic": "program"}, {"expendable": True}])
+def test_the_run_ends_where_too_few_are_left(fields: dict[str, Any]) -> None:
     """Whether those that are left would make a group, or go on in place."""
     story = Story(4, min_ranks=3)
     for rank in range(4):
@@ -771,3 +804,92 @@ def test_the_run_ends_where_too_few_are_left(fields: dict[str, bool]) -> None:
     story.die(2)
     assert story.cause == "rank 2 on host was killed by SIGKILL; 2 ranks are left, of 3 at least"
     assert story.detector.ended_by_loss
+
+
+# Newcomers
+
+
+def newcomer(story: Story, rank: int = 4, phase: str = JOINING, program: str = "program") -> None:
+    """Let a newcomer connect, and be ready in `phase`."""
+    story.tell(Joined(rank, "elsewhere"))
+    story.beats[rank] = Heartbeat(rank, phase=phase, elastic=program)
+    story.beat()
+
+
+def test_a_newcomer_is_a_member_of_the_next_group_once_it_is_ready() -> None:
+    story = elastic_story()
+    newcomer(story, phase="set-up", program="")
+    assert story.pass_time(30, busy=(0, 1, 2, 3)) == []
+    story.change(4, phase=JOINING, elastic="program")
+    assert Regroup(1, (0, 1, 2, 3, 4)) in story.pass_time(0.5)
+    assert story.detector.notices[-1] == "rank 4 on elsewhere joins; going on with 5 ranks"
+    story.tell(Disconnected(4))  # nobody's child: that is all that is known of its end
+    assert Regroup(2, (0, 1, 2, 3)) in story.done
+
+
+@pytest.mark.parametrize("fields", [{"phase": "evaluating"}, {"elastic": ""}])
+def test_a_newcomer_waits_until_all_train(fields: dict[str, str]) -> None:
+    story = elastic_story()
+    story.change(2, **fields)
+    newcomer(story)
+    assert story.pass_time(10, busy=(0, 1, 2, 3)) == []
+    story.change(2, phase="training", elastic="program")
+    assert Regroup(1, (0, 1, 2, 3, 4)) in story.pass_time(1)
+
+
+def test_a_newcomer_that_trains_something_else_is_refused() -> None:
+    story = elastic_story()
+    newcomer(story, program="another")
+    (refusal,) = [each for each in story.pass_time(1) if isinstance(each, Refuse)]
+    assert refusal.rank == 4
+    assert refusal.why.startswith("its model, data or version of Orchestra is not that of the run")
+    assert story.detector.generation == 0
+
+
+def test_the_end_of_a_newcomer_concerns_nobody() -> None:
+    story = elastic_story()
+    newcomer(story, phase="set-up")
+    newcomer(story, rank=5, phase="set-up")
+    assert isinstance(story.tell(Failed(4, Failure("ValueError", "no data")))[0], Refuse)
+    story.tell(Disconnected(5))
+    story.silent |= {4, 5}
+    story.pass_time(2 * LIMITS.patience, busy=(0, 1, 2, 3))
+    assert story.detector.cause is None
+    assert story.detector.generation == 0
+    assert not story.detector.left_out
+
+
+def test_a_spare_takes_the_place_of_the_next_rank_that_is_lost() -> None:
+    story = elastic_story()
+    newcomer(story, phase=SPARE)
+    newcomer(story, rank=5, phase=SPARE)
+    assert story.pass_time(5, busy=(0, 1, 2, 3)) == []
+    story.die(2)
+    assert Regroup(1, (0, 1, 3, 4)) in story.done
+    assert "rank 4 on elsewhere takes its place" in story.detector.notices[-1]
+
+
+def test_a_silent_spare_takes_nobodys_place() -> None:
+    story = elastic_story()
+    newcomer(story, phase=SPARE)
+    story.silent.add(4)
+    story.pass_time(LIMITS.silence + 1, busy=(0, 1, 2, 3))
+    story.die(2)
+    assert Regroup(1, (0, 1, 3)) in story.done
+
+
+def test_a_spare_ends_with_the_run() -> None:
+    story = elastic_story()
+    newcomer(story, phase=SPARE)
+    for rank in range(4):
+        story.tell(Finished(rank))
+    assert Refuse(4, RUN_OVER) in story.pass_time(1)
+
+
+def test_who_leaves_in_order_is_lost_to_the_others() -> None:
+    story = elastic_story()
+    newcomer(story)
+    story.pass_time(1)
+    story.tell(Left(4))
+    assert story.detector.left_out == {4: "has left"}
+    assert Regroup(2, (0, 1, 2, 3)) in story.done

@@ -17,8 +17,9 @@ The rules:
   unlike numbers of steps.
 - A failure that is the consequence of another one waits a moment for the true cause.
 - An expendable rank is left out; so is one that has lost its connection to a rank that lives. Where
-  the programs of all ranks are elastic, a loss makes a new group of those that are left. Any other
-  end of a rank ends the run.
+  the programs of all ranks are elastic, a loss makes a new group of those that are left; where two
+  that live have lost their connection, all connect anew, and if that does not help, the one that
+  more ranks accuse is given up. Any other end of a rank ends the run.
 - The end of a newcomer does not matter. Once it is ready, and all programs are elastic and train,
   it is a member of a new group; a spare one is taken in where a rank is lost.
 - SIGTERM asks for an orderly stop, as Ctrl-C does, and leaves `grace` seconds for it: then the run
@@ -32,6 +33,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -40,6 +42,7 @@ from orchestra.engines.events import Instruction
 
 REFUSALS = 8  # that a run reports at most: strangers cause them, too
 ECHO_SECONDS = 10.0  # after a loss in which SIGTERM to another rank follows from it
+RECONNECTED_SECONDS = 30.0  # in which a connection that is lost again is not made anew
 RESERVE = 0.1  # of the grace, in which the ranks leave after a stop that took too long
 
 
@@ -128,6 +131,7 @@ class FailureDetector:
         self._stop_by = math.inf  # the end of what is left for an orderly stop
         self._lost: tuple[float, str] | None = None  # the last loss that the run went on after
         self._consequences: list[tuple[float, WatchedRank, events.Failure]] = []  # deadlines
+        self._reconnected_at = -math.inf  # when all were last told to connect anew
         self._refused: list[str] = []
         self._killed: set[int] = set()
         self._instructions: list[Instruction] = []
@@ -480,12 +484,29 @@ class FailureDetector:
             self._give_up(member, f"lost its connection to rank {lost.rank}", loss=True)
         elif lost is not None and lost.state is State.DONE:
             self._parted(lost, member)
+        elif lost is not None and self._are_elastic():
+            self._disconnected(member, lost)
         elif lost is None or lost.rank not in self.left_out:
             # Ranks may lose each other while the watcher reaches both: a connection that is gone.
             self._fail(events.failed_text(member.name, failure), loss=lost is not None)
         else:
             consequence = events.failed_text(member.name, failure, "could not go on")
             self._fail(f"{lost.name} {self.left_out[lost.rank]}; {consequence}", loss=lost.lost)
+
+    def _disconnected(self, member: WatchedRank, other: WatchedRank) -> None:
+        """Let all connect anew, since two ranks have lost their connection, and both live. Where
+        that does not help, give up the one that more ranks accuse."""
+        if self._now - self._reconnected_at > RECONNECTED_SECONDS:
+            self._reconnected_at = self._now
+            self._regroup([])
+            self._notice(
+                f"{member.name} lost its connection to rank {other.rank}; all ranks connect anew"
+            )
+            return
+        accused = Counter(failure.lost for _, _, failure in self._consequences)
+        worse = max(member, other, key=lambda each: (accused[each.rank], each.rank))
+        whom = other if worse is member else member
+        self._give_up(worse, f"has no connection to rank {whom.rank}", loss=True)
 
     def _hangs(self) -> None:
         patience = self.limits.patience

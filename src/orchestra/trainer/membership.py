@@ -31,7 +31,7 @@ def refusal_to_resume(run: Run, manifest: Manifest) -> str | None:
         )
     strategy = list(phases(run.strategy))[manifest.phase]
     batch = training.global_batch(roles_of(strategy, training.ranks).shares, manifest.begun_on)
-    if batch != manifest.global_batch:
+    if training.resized_batch == "kept" and batch != manifest.global_batch:
         return (
             f"equal: with {training.equal} a step has {batch} samples on {training.ranks} ranks, "
             f"and {manifest.global_batch} on {ranks}: {remedy}"

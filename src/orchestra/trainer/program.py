@@ -344,6 +344,7 @@ class Session(Loop):
         worker.step.consumed = position.consumed
         worker.snapshots.skip(position.consumed)
         self.phases = checkpoints.resume(worker, self.strategy, {**state, "random": random_state()})
+        worker.rate_scale *= self._resize_batch()
         self.samples = open_samples(self.task.train, self.run.seed, self.task.collate)
         position.plan_start, position.plan_step = position.consumed, 0
         workers = len(self.roles.workers)
@@ -363,6 +364,16 @@ class Session(Loop):
             "regroupings": to_plain(self.regroupings),
             "checkpoints": self.checkpoints.standing,
         }
+
+    def _resize_batch(self) -> float:
+        """Let the samples of a step follow the number of ranks, if they are to; return the factor
+        for the learning rate: Goyal et al. (2017), the linear scaling rule."""
+        before, ranks = self.begun_on, self.training.ranks
+        if self.training.resized_batch == "kept":
+            return 1.0
+        self.begun_on = ranks
+        self._deal_out()
+        return ranks / before
 
     def _take_over_run(self, known: Mapping[str, Any]) -> None:
         """Go on as a rank of the run of which this is `known`."""
@@ -512,7 +523,7 @@ class Session(Loop):
             node=self.runtime.node,
             counters=tuple(self.recorder.series.points),
             history=self.history,
-            begun_on=self.begun_on,
+            begun_on=self.begun_on if self.training.resized_batch == "kept" else None,
             speeds=self.speeds,
         )
 
@@ -682,7 +693,7 @@ class Session(Loop):
             **members.figures(runtime.rank, roles),
             "snapshots": [part for own in parts.values() for part in own],
             "rates": tree["rates"],
-            "rate_scale": tree["rate_scale"],
+            "rate_scale": tree["rate_scale"] * self._resize_batch(),
             "shares": [],
             "moments": members.moments(named, elementwise=elementwise),
         }
