@@ -91,6 +91,21 @@ def test_it_equals_a_run_that_is_resumed_with_the_same_members(
     assert resumed.parameters_sha256 == record.parameters_sha256
 
 
+@pytest.mark.parametrize("strategy", ["LocalSGD(2)", "LocalSGD(2, outer=Nesterov(0.7, 0.9))"])
+def test_replicas_that_are_averaged_by_rounds_take_a_rank_in(strategy: str, tmp_path: Path) -> None:
+    with held(tmp_path, strategy) as training, join(tmp_path) as newcomer:
+        told(tmp_path, "joins; going on with 3 ranks")
+        (tmp_path / "go").touch()
+        assert newcomer.end().status == 0
+        record = training.record()
+    (change,) = record.regroupings
+    assert (change["joined"], change["ranks"], change["step"]) == ([2], 3, 2)
+    assert record.samples == STEPS * 2 * 8
+    for rank in range(3):
+        steps = [line["step"] for line in step_lines(record.folder, rank)]
+        assert steps == list(range(3 if rank == 2 else 1, STEPS + 1))
+
+
 def test_a_newcomer_has_a_residual_of_its_own(tmp_path: Path) -> None:
     with held(tmp_path, "AllReduce('ring', compression=TopK(0.1))") as training:
         with join(tmp_path) as newcomer:

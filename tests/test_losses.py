@@ -89,7 +89,40 @@ def test_the_batch_and_the_rate_may_shrink_with_the_ranks(tmp_path: Path) -> Non
     assert resumed.parameters_sha256 == at_once.parameters_sha256
 
 
-@pytest.mark.parametrize("strategy", ["AllReduce('ring', shard='optimizer')", "LocalSGD(4)"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "LocalSGD(4)",
+        "LocalSGD(4, outer=Nesterov(0.7, 0.9))",
+        "LocalSGD(4, outer=SlowMo(momentum=0.6))",
+    ],
+)
+def test_replicas_that_are_averaged_by_rounds_go_back_to_the_last_average(
+    strategy: str, tmp_path: Path
+) -> None:
+    """It equals a run that is resumed with the same members from a checkpoint there, bit for bit,
+    as long as local optimizers have no moments."""
+    options: dict[str, Any] = {"checkpoint_every": 4, "optimizer": "SGD(lr=0.05)"}
+    at_once = train(tmp_path / "at once", strategy, "3@11", **options)
+    (change,) = at_once.regroupings
+    assert (change["lost"], change["ranks"], change["step"]) == ([3], 3, 8)
+    assert 1 <= change["steps_voided"] <= 4
+    assert change["samples_again"] == 32 * change["steps_voided"]
+    assert at_once.samples == 20 * 4 * 8
+    for rank in range(3):
+        steps = [line["step"] for line in step_lines(at_once.folder, rank)]
+        assert steps == list(range(1, 21))
+    options["min_ranks"] = None
+    with pytest.raises(RankLost):
+        train(tmp_path / "resumed", strategy, "3@11", **options)
+    resumed = train(tmp_path / "resumed", strategy, "3@11", ranks=3, **options)
+    assert [part["sample"] for part in resumed.ranks_history] == [0, 8 * 32]
+    assert resumed.parameters_sha256 == at_once.parameters_sha256
+
+
+@pytest.mark.parametrize(
+    "strategy", ["AllReduce('ring', shard='optimizer')", "LocalSGD(4, fragments=2)"]
+)
 def test_others_go_on_from_a_checkpoint_on_fewer_ranks(strategy: str, tmp_path: Path) -> None:
     record = train(tmp_path, strategy, "3@7", checkpoint_every=4)
     assert record.status == "completed"
@@ -103,7 +136,7 @@ def test_others_go_on_from_a_checkpoint_on_fewer_ranks(strategy: str, tmp_path: 
 
 def test_where_no_rank_may_be_missing_the_run_ends(tmp_path: Path) -> None:
     with pytest.raises(RankLost, match=r"rank 3 on .* was killed by SIGKILL$"):
-        train(tmp_path, "LocalSGD(4)", "3@7", checkpoint_every=4, min_ranks=4)
+        train(tmp_path, "LocalSGD(4, fragments=2)", "3@7", checkpoint_every=4, min_ranks=4)
 
 
 def test_fewer_than_wanted_end_the_run(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from orchestra.strategies.base import Replicas
 from orchestra.strategies.fragments import NEGLIGIBLE_WEIGHT, CompressedMean, Fragment, ReplicaMean
 from orchestra.strategies.member import ReplicaMember
 from orchestra.strategies.outer import Average, Outer, SlowMo
-from orchestra.strategies.traits import Footprint, Rehearsal, Traits, WorkMode
+from orchestra.strategies.traits import AfterLoss, Footprint, Rehearsal, Traits, WorkMode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -144,7 +144,9 @@ class LocalSGD(Replicas):
             )
 
     def traits(self, work: WorkMode = "shared") -> Traits:
-        return replace(super().traits(work), exchange=self._exchange())
+        exchanged = self._exchange()
+        after_loss = AfterLoss.CHECKPOINT if exchanged is None else AfterLoss.ROUND
+        return replace(super().traits(work), exchange=exchanged, after_loss=after_loss)
 
     def _exchange(self) -> Rehearsal | None:
         """Return the all-reduce that ends a round, where rounds of steps average whole replicas."""
@@ -285,8 +287,10 @@ class LocalSGDMember(LocalMember):
         self.worker.clip()
         self.worker.update_locally(self.optimizer)
         self.count()
-        for index in self.ending():
+        ending = self.ending()
+        for index in ending:
             self.average(self.fragments[index])
+        self.worker.step.agreed = len(ending) == len(self.fragments)
         self.show(self.worker.snapshots.offer)
 
     def average(self, fragment: Fragment) -> None:

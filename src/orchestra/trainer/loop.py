@@ -23,7 +23,7 @@ from orchestra.strategies.phases import Phases
 from orchestra.strategies.traits import Pace
 from orchestra.trainer.balancing import Balancer
 from orchestra.trainer.recorder import Recorder
-from orchestra.trainer.regrouping import StepStart
+from orchestra.trainer.regrouping import Retreat
 from orchestra.trainer.settings import Training
 from orchestra.trainer.trace import Trace
 from orchestra.worker.batches import to_device
@@ -105,7 +105,7 @@ class Loop(ABC):
     shares: Shares = ()  # measured, of the ranks' parts wherever workers step together
     balancer: Balancer | None = None  # changes these parts as the run goes on, if a rule says so
     stopped = False  # the user's stop was agreed on
-    step_start: StepStart | None = None  # where a loss may void the step under way
+    retreat: Retreat | None = None  # where a loss may void steps
 
     _planned: PlannedWork
     _work: WorkSource  # it, or a queue's, or a server's
@@ -263,8 +263,8 @@ class Loop(ABC):
         step.rates = tuple(rate * factor for rate in self._base_rates)
         step.epoch = step.consumed / self.epoch_samples
         step.fraction = step.planned / self.budget
-        if self.step_start is not None:
-            self.step_start.note()
+        if self.retreat is not None:
+            self.retreat.begin()
         worker.begin_step(step)
         moved = to_device(batch, worker.layout.device) if step.samples else None
         member.gradient(moved)
@@ -273,8 +273,8 @@ class Loop(ABC):
         position = self.position
         position.steps += 1
         position.consumed = worker.step.consumed
-        if self.step_start is not None:
-            self.step_start.done()
+        if self.retreat is not None:
+            self.retreat.done()
         self._offer_buffers()
         if self._work is self._planned:
             self._planned.done()
@@ -288,6 +288,8 @@ class Loop(ABC):
             counters=self.recorder.series.points[-1],
         )
         self._check_loss(worker.step.loss, position.steps)
+        if self.retreat is not None:
+            self.retreat.ended()
 
     def _check_loss(self, loss: float, step: int) -> None:
         if self.training.stop_on_nonfinite and not math.isfinite(loss):

@@ -32,7 +32,7 @@ from orchestra.settings.base import REQUIRED, Mismatch, from_plain, setting, to_
 from orchestra.strategies.base import ModelPart, Roles, Strategy, roles_of
 from orchestra.strategies.phases import Phases
 from orchestra.strategies.switch import phases
-from orchestra.strategies.traits import AfterLoss, Partition
+from orchestra.strategies.traits import Partition
 from orchestra.tasks.task import Task, evaluate, load_task
 from orchestra.trainer import checkpoints, curve, setup
 from orchestra.trainer.balancing import Balancer, BalanceState
@@ -49,7 +49,15 @@ from orchestra.trainer.recorder import (
     keep_first,
     write_order,
 )
-from orchestra.trainer.regrouping import NO_STEPS, Change, GroupStanding, StepStart, with_own
+from orchestra.trainer.regrouping import (
+    NO_STEPS,
+    Change,
+    GroupStanding,
+    Retreat,
+    RoundStart,
+    StepStart,
+    with_own,
+)
 from orchestra.trainer.settings import Run, evenly_due
 from orchestra.trainer.setup import in_files, kept_bytes, sizes_of
 from orchestra.trainer.trace import Trace
@@ -240,8 +248,8 @@ class Session(Loop):
         worker.snapshots.started = self.runtime.transport.now() - self.totals.elapsed
         self._passed("first_step")
         after_loss = self.strategy.traits(self.training.work).after_loss
-        if self.training.min_ranks is not None and after_loss is AfterLoss.TOGETHER:
-            self.step_start = StepStart(worker)
+        if self.training.min_ranks is not None and after_loss.regroups:
+            self.retreat = self._make_retreat()
             reporter.elastic(self._what_it_trains())
         self.recorder.resume()
         self.trace.start()
@@ -287,17 +295,14 @@ class Session(Loop):
         Collective over these. `train` goes on with the next step. Raises `error` where the run
         cannot go on.
         """
-        if self.step_start is None or self.engine.regroup is None:
+        if self.retreat is None or self.engine.regroup is None:
             raise error
         self.recorder.pause()
-        self._group_change = Change(
-            self.engine.members, self.totals.elapsed, self._now(), self.position.steps,
-            self.worker.step.total_samples if self.step_start.under_way else 0,
-        )  # fmt: skip
+        self._group_change = self._noticed(self.retreat)
         while True:
             try:
                 self.engine = self.engine.regroup(error)
-                self._join_group(self.step_start)
+                self._join_group(self.retreat)
                 break
             except (PeerLost, GroupChanged) as again:  # there is one more change
                 error = again
@@ -315,43 +320,70 @@ class Session(Loop):
     def _now(self) -> float:
         return self.engine.transport.now()
 
-    def _join_group(self, step_start: StepStart) -> None:
+    def _make_retreat(self) -> Retreat:
+        """Return what this rank goes back to from now on, where all have equal parameters."""
+        kind = StepStart if self.phases.traits.lockstep else RoundStart
+        return kind(self.worker, self._live_state)
+
+    def _live_state(self) -> dict[str, Any]:
+        """Return the state that this rank goes on from, as plain data."""
+        state: dict[str, Any] = capture(
+            {
+                "steps": self.position.steps,
+                "consumed": self.position.consumed,
+                "samples": self.totals.samples,
+                "loss": self.totals.loss,  # of the last step
+                **checkpoints.rank_state(self.phases, self.worker.parameters),
+            }
+        )
+        return state
+
+    def _noticed(self, retreat: Retreat) -> Change:
+        """Return what is known of the change of the group that this rank has just noticed."""
+        made, under_way = self.position.steps, retreat.under_way
+        steps, back = retreat.steps(made), self.position.consumed
+        if isinstance(retreat, RoundStart):
+            back = retreat.state()["consumed"]
+        samples = self.position.consumed - back
+        samples += self.worker.step.total_samples if under_way else 0
+        return Change(
+            self.engine.members, self.totals.elapsed, self._now(), steps,
+            made - steps + under_way, samples,
+        )  # fmt: skip
+
+    def _join_group(self, retreat: Retreat) -> None:
         """Let this rank go on in a new group, with the state that all go on from. Collective."""
         phases, position = self.phases, self.position
         worker = self._move_worker()
-        standing = GroupStanding.among(worker, NO_STEPS if self._enters else position.steps)
-        if not standing.is_behind:
-            step_start.undo()
-        own = {
-            "consumed": position.consumed,
-            "loss": self.totals.loss,  # of the last step, the mean over all workers
-            "run": self._of_the_run(),
-            **checkpoints.rank_state(phases, worker.parameters),
-        }
-        own = capture(own)
-        state = standing.take_over(worker, phases.member, own)
-        if standing.is_behind:
-            position.steps, position.consumed = standing.steps, state["consumed"]
-            worker.step.consumed, worker.step.loss = position.consumed, state["loss"]
-            restore(worker.parameters, state["parameters"])
-            if self._enters:
-                self._take_over_run(state["run"])
-            else:
-                # Its step is done by the others, with its gradient.
-                self.recorder.step(position.steps)
-                state = with_own(state, own)
+        steps = NO_STEPS if self._enters else retreat.steps(position.steps)
+        standing = GroupStanding.among(worker, steps)
+        own = self._live_state() if standing.is_behind else retreat.state()
+        given = {**own, "run": self._of_the_run()}
+        state = standing.take_over(worker, phases.member, given)
+        position.steps, position.consumed = standing.steps, state["consumed"]
+        worker.step.consumed, worker.step.loss = position.consumed, state["loss"]
+        restore(worker.parameters, state["parameters"])
+        if self._enters:
+            self._take_over_run(state["run"])
+        elif standing.is_behind:
+            # Its step is done by the others, with what it has contributed.
+            self.recorder.step(position.steps)
+            state = with_own(state, own)
+        else:
+            self.recorder.go_back_to(position.steps, own["samples"])
         self.recorder.move(worker)
-        worker.step.consumed = position.consumed
-        worker.snapshots.skip(position.consumed)
-        self.phases = checkpoints.resume(worker, self.strategy, {**state, "random": random_state()})
+        worker.snapshots.go_back_to(position.consumed)
+        if standing.is_behind:
+            state["random"] = random_state()
+        self.phases = checkpoints.resume(worker, self.strategy, state)
         worker.rate_scale *= self._resize_batch()
         self.samples = open_samples(self.task.train, self.run.seed, self.task.collate)
         position.plan_start, position.plan_step = position.consumed, 0
         workers = len(self.roles.workers)
         self.history += (Membership(self.runtime.ranks, workers, position.consumed),)
         self._enters = False
-        self.step_start = StepStart(worker)
         self._begin_phase()
+        self.retreat = self._make_retreat()
 
     def _of_the_run(self) -> dict[str, Any]:
         """Return what is the same on all ranks of the run, for one that enters it."""

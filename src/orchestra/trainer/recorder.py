@@ -110,6 +110,14 @@ class Recorder:
         self._steps = steps
         self.totals.elapsed = self._seconds_last = elapsed
 
+    def go_back_to(self, steps: int, samples: int) -> None:
+        """Forget all steps but the first `steps`, for which this rank has read `samples`."""
+        if steps < self._steps:
+            self._steps, self.totals.samples = steps, samples
+            if self._path is not None:
+                self.flush()
+                keep_first(self._path, steps)
+
     def resume(self) -> None:
         """Start the stopwatch, or let it go on."""
         self._runs = True

@@ -376,7 +376,7 @@ class Run(Settings):
                 f"min_ranks: in virtual time a run under {self.strategy!r} ends when it loses a "
                 "rank: leave it out"
             )
-        if after_loss is not AfterLoss.TOGETHER:
+        if not after_loss.regroups:
             return
         for name, given in (
             ("sharding", training.sharding is not None),

@@ -101,6 +101,9 @@ class Reporter(Protocol):
     def stop_requested(self) -> bool:
         """Return whether the user asked for an orderly stop (Ctrl-C)."""
 
+    def group_is_over(self) -> bool:
+        """Return whether this rank is to give up its group, as its next message would tell."""
+
 
 class SilentReporter:
     """Nobody is told anything, and nobody wants to stop."""
@@ -116,6 +119,9 @@ class SilentReporter:
     def notice(self, text: str) -> None: ...
 
     def stop_requested(self) -> bool:
+        return False
+
+    def group_is_over(self) -> bool:
         return False
 
 
@@ -142,6 +148,9 @@ class PassingReporter:
 
     def stop_requested(self) -> bool:
         return self.inner.stop_requested()
+
+    def group_is_over(self) -> bool:
+        return self.inner.group_is_over()
 
 
 @dataclass(frozen=True)

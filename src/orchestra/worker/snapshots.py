@@ -78,6 +78,12 @@ class Snapshots:
         """Skip due points up to `samples`, at which a run resumes or a phase begins."""
         self._behind = bisect_right(self.due, samples)
 
+    def go_back_to(self, samples: int) -> None:
+        """Go on from `samples`; forget what was copied after them."""
+        self.parts = [part for part in self.parts if part.samples <= samples]
+        self._next.clear()
+        self.skip(samples)
+
     def is_due(self, samples: int, *, offset: int = 0, kind: str = "parameters") -> bool:
         """Return whether a due point has been passed since the last offer of this slice."""
         # A rank that took none in an earlier phase does not take those of that phase now.

@@ -51,6 +51,7 @@ class Step:
         position: where this rank's samples begin in the global order; None if they did not come
             from a queue.
         report: what this rank reports to the holder of the queue, for a rule that ends the phase.
+        agreed: whether all workers have equal parameters after this step, which have been apart.
     """
 
     samples: int = 0
@@ -73,6 +74,7 @@ class Step:
     square: float = 0.0
     position: int | None = None
     report: tuple[float, ...] = ()
+    agreed: bool = False
 
     @property
     def weight(self) -> float:

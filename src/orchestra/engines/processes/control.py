@@ -334,6 +334,9 @@ class Control:
     def stop_requested(self) -> bool:
         return self._stop
 
+    def group_is_over(self) -> bool:
+        return self.is_over(self._joined)
+
     # The thread
 
     def _beat_and_obey(self) -> None:

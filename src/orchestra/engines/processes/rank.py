@@ -382,7 +382,7 @@ def join_run(
     """Take part in a run under way, at the `place` that its watcher has given to this process.
 
     `program` gets a runtime of this rank alone, whose `regroup` waits until it is taken in. Returns
-    its result, which is plain data. Raises `RunFailed` with the first cause, `RunEnded` where the
+    its result, as JSON carries it. Raises `RunFailed` with the first cause, `RunEnded` where the
     run takes this rank in no more. A `wish` to stop leaves the run, and ends the process.
     """
     spec = place.spec(entrance, tls, threads)
@@ -390,7 +390,8 @@ def join_run(
     def no_store() -> Store:
         raise AssertionError("a run with native collectives takes nobody in")
 
-    return run_rank(spec, lambda: (program, argument), no_store, wish=wish)
+    result = run_rank(spec, lambda: (program, argument), no_store, wish=wish)
+    return json.loads(json.dumps(result))
 
 
 def _run_beside(watcher: Watcher, run: Callable[[], Any]) -> Outcome:

@@ -20,7 +20,6 @@ from orchestra.records.record import EXPERIMENT, RunRecord
 from orchestra.records.report import RankReport
 from orchestra.settings.base import from_plain, to_plain
 from orchestra.strategies.base import roles_of
-from orchestra.strategies.traits import AfterLoss
 from orchestra.trainer.settings import Run
 from orchestra.transports.handshake import from_environment
 from orchestra.transports.tags import Tag
@@ -56,7 +55,7 @@ def invitation_to(run: Run, folder: Path) -> Invitation | None:
     """Return what newcomers to `run` are told; None where it cannot take anybody in."""
     after_loss = run.strategy.traits(run.training.work).after_loss
     path = folder / EXPERIMENT
-    if run.training.min_ranks is None or after_loss is not AfterLoss.TOGETHER or not path.exists():
+    if run.training.min_ranks is None or not after_loss.regroups or not path.exists():
         return None
     return Invitation(str(folder.absolute()), path.read_text())
 

@@ -366,6 +366,9 @@ class SimulatedReporter(PassingReporter):
     def elastic(self, program: str) -> None:
         """Do nothing: no groups are made in virtual time."""
 
+    def group_is_over(self) -> bool:
+        return False
+
     def notice(self, text: str) -> None:
         self.simulation.notice(text)
 

@@ -98,6 +98,9 @@ class Until:
         over = self.reached >= self.part or time.monotonic() > self.deadline
         return over or self.inner.stop_requested()
 
+    def group_is_over(self) -> bool:
+        return self.inner.group_is_over()
+
 
 def shared_out(
     trials: Sequence[Trial], deadline: float, processes: int, tell: Callable[[], None]
