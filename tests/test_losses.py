@@ -121,7 +121,33 @@ def test_replicas_that_are_averaged_by_rounds_go_back_to_the_last_average(
 
 
 @pytest.mark.parametrize(
-    "strategy", ["AllReduce('ring', shard='optimizer')", "LocalSGD(4, fragments=2)"]
+    "strategy",
+    [
+        "Gossip(Ring())",
+        "Gossip(Ring(), compression=TopK(0.5))",
+        "StochasticGradientPush",
+        "LocalSGD(4, fragments=2)",
+        "LocalSGD(4, outer=Elastic())",
+    ],
+)
+def test_replicas_that_are_never_equal_go_on_from_their_mean(strategy: str, tmp_path: Path) -> None:
+    """The lost rank had made 24 steps, and the last copies of all are of the 16th."""
+    record = train(
+        tmp_path, strategy, "3@25", steps=40, optimizer="SGD(lr=0.05)", checkpoint_every=7
+    )
+    (change,) = record.regroupings
+    assert (change["lost"], change["ranks"], change["step"]) == ([3], 3, 16)
+    assert 8 <= change["steps_voided"] <= 12
+    assert record.samples == 40 * 4 * 8
+    for rank in range(3):
+        lines = step_lines(record.folder, rank)
+        assert [line["step"] for line in lines] == list(range(1, 41))
+        consumed = [line["consumed"] for line in lines]
+        assert consumed == sorted(set(consumed))
+
+
+@pytest.mark.parametrize(
+    "strategy", ["AllReduce('ring', shard='optimizer')", "LocalSGD(4, overlap=1)"]
 )
 def test_others_go_on_from_a_checkpoint_on_fewer_ranks(strategy: str, tmp_path: Path) -> None:
     record = train(tmp_path, strategy, "3@7", checkpoint_every=4)
@@ -136,7 +162,7 @@ def test_others_go_on_from_a_checkpoint_on_fewer_ranks(strategy: str, tmp_path: 
 
 def test_where_no_rank_may_be_missing_the_run_ends(tmp_path: Path) -> None:
     with pytest.raises(RankLost, match=r"rank 3 on .* was killed by SIGKILL$"):
-        train(tmp_path, "LocalSGD(4, fragments=2)", "3@7", checkpoint_every=4, min_ranks=4)
+        train(tmp_path, "LocalSGD(4, overlap=1)", "3@7", checkpoint_every=4, min_ranks=4)
 
 
 def test_fewer_than_wanted_end_the_run(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from orchestra.settings import setting
 from orchestra.settings.base import COMMON
 from orchestra.strategies.base import Replicas, Roles, torch
 from orchestra.strategies.member import ReplicaMember
-from orchestra.strategies.traits import Footprint
+from orchestra.strategies.traits import AfterLoss, Footprint, Traits, WorkMode
 from orchestra.topologies import Ring, Topology, connected, doubly_stochastic, sources_of
 
 if TYPE_CHECKING:
@@ -68,6 +68,10 @@ class Gossip(Replicas):
     consensus: float = setting(
         0.2, "gamma, with compression: how far neighbours approach in a step", above=0, high=1
     )
+
+    def traits(self, work: WorkMode = "shared") -> Traits:
+        """Return the traits of replicas of which nothing is on its way between two steps."""
+        return replace(super().traits(work), after_loss=AfterLoss.KEPT)
 
     def check(self) -> None:
         compressor = self.compression

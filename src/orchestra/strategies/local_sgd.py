@@ -145,7 +145,9 @@ class LocalSGD(Replicas):
 
     def traits(self, work: WorkMode = "shared") -> Traits:
         exchanged = self._exchange()
-        after_loss = AfterLoss.CHECKPOINT if exchanged is None else AfterLoss.ROUND
+        after_loss = AfterLoss.KEPT if exchanged is None else AfterLoss.ROUND
+        if self.overlap:  # averages are on their way between two steps
+            after_loss = AfterLoss.CHECKPOINT
         return replace(super().traits(work), exchange=exchanged, after_loss=after_loss)
 
     def _exchange(self) -> Rehearsal | None:

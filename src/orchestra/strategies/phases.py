@@ -41,7 +41,7 @@ class Phases:
 
     Collective over all ranks. With `saved`, a `state` from a checkpoint, it goes on in that phase;
     where it is `moved`, the first worker's of a run on another number of ranks, all join the phase
-    anew.
+    anew. So do they with `anew`, where all have equal parameters already.
 
     Raises:
         Mismatch: `saved` does not fit, on some rank. Nothing is open.
@@ -54,6 +54,7 @@ class Phases:
         saved: Mapping[str, Any] | None = None,
         *,
         moved: bool = False,
+        anew: bool = False,
     ) -> None:
         self.worker = worker
         self._strategies = phases(strategy)
@@ -70,8 +71,10 @@ class Phases:
         else:
             self._restore(saved, moved=moved)
         kept = None if saved is None else saved["member"]
-        states = (None, kept) if moved else (kept, None)
+        states = (None, kept) if moved or anew else (kept, None)
+        worker.parameters_equal |= anew
         self.member: Member[Any] = self._under_way.join(worker, *states)
+        worker.parameters_equal &= not anew
         self._begin_reports()
 
     @property

@@ -16,7 +16,7 @@ from orchestra.settings import MAX_SEED, MAX_STEPS, setting
 from orchestra.settings.base import COMMON
 from orchestra.strategies.base import Replicas, Roles, torch
 from orchestra.strategies.member import ReplicaMember
-from orchestra.strategies.traits import Dealing, Footprint, Traits, WorkMode
+from orchestra.strategies.traits import AfterLoss, Dealing, Footprint, Traits, WorkMode
 from orchestra.topologies import Exponential, Topology, sources_of
 from orchestra.transports.tags import Tag
 
@@ -113,7 +113,9 @@ class StochasticGradientPush(Replicas):
     def traits(self, work: WorkMode = "shared") -> Traits:
         """With `overlap` messages are added when they are there, and need not be of a certain
         step."""
-        return self._free_traits(work) if self.overlap else super().traits(work)
+        if self.overlap:
+            return self._free_traits(work)
+        return replace(super().traits(work), after_loss=AfterLoss.KEPT)
 
     def roles(self, ranks: int) -> Roles:
         if not topologies.connected(self.topology.graphs(ranks)):

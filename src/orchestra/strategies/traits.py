@@ -46,12 +46,13 @@ class AfterLoss(enum.Enum):
     IN_PLACE = "the others go on"
     TOGETHER = "with min_ranks those that are left go on together, from the last step"
     ROUND = "with min_ranks those that are left go on together, from the last average of all"
+    KEPT = "with min_ranks those that are left go on together, from the mean of kept replicas"
     CHECKPOINT = "with min_ranks it goes on from its newest checkpoint, on fewer ranks"
 
     @property
     def regroups(self) -> bool:
         """True if those that are left make a new group, which can also take ranks in."""
-        return self in (AfterLoss.TOGETHER, AfterLoss.ROUND)
+        return self in (AfterLoss.TOGETHER, AfterLoss.ROUND, AfterLoss.KEPT)
 
 
 @dataclass(frozen=True)

@@ -470,17 +470,22 @@ def rank_state(phases: Phases, parameters: Any) -> dict[str, Any]:
 
 
 def resume(
-    worker: Worker, strategy: Strategy, saved: Mapping[str, Any], *, moved: bool = False
+    worker: Worker,
+    strategy: Strategy,
+    saved: Mapping[str, Any],
+    *,
+    moved: bool = False,
+    anew: bool = False,
 ) -> Phases:
     """Collective: put back a `rank_state`, but for the parameters; return the phases. `moved`: it
-    is of a run on another number of ranks, and made for this rank."""
+    is of a run on another number of ranks, and made for this rank. For `anew` see `Phases`."""
     for name, buffer in worker.buffers:
         if name in saved["buffers"]:
             restore(buffer, saved["buffers"][name])
     # An average that is still on its way is applied at the rates of the last step, and a run that
     # resumes at the end of its budget has no step any more.
     worker.step.rates = tuple(saved["rates"])
-    phases = Phases(strategy, worker, saved["strategy"], moved=moved)
+    phases = Phases(strategy, worker, saved["strategy"], moved=moved, anew=anew)
     # After `resume`, as a strategy that starts a phase may scale the rates, too.
     worker.rate_scale = saved["rate_scale"]
     restore_random_state(saved["random"])

@@ -289,7 +289,7 @@ class Loop(ABC):
         )
         self._check_loss(worker.step.loss, position.steps)
         if self.retreat is not None:
-            self.retreat.ended()
+            self.retreat.ended(position.steps)
 
     def _check_loss(self, loss: float, step: int) -> None:
         if self.training.stop_on_nonfinite and not math.isfinite(loss):

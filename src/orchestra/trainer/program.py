@@ -6,7 +6,7 @@ import contextlib
 import functools
 import hashlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from orchestra.settings.base import REQUIRED, Mismatch, from_plain, setting, to_
 from orchestra.strategies.base import ModelPart, Roles, Strategy, roles_of
 from orchestra.strategies.phases import Phases
 from orchestra.strategies.switch import phases
-from orchestra.strategies.traits import Partition
+from orchestra.strategies.traits import AfterLoss, Partition
 from orchestra.tasks.task import Task, evaluate, load_task
 from orchestra.trainer import checkpoints, curve, setup
 from orchestra.trainer.balancing import Balancer, BalanceState
@@ -53,9 +53,12 @@ from orchestra.trainer.regrouping import (
     NO_STEPS,
     Change,
     GroupStanding,
+    KeptSteps,
     Retreat,
     RoundStart,
     StepStart,
+    take_mean,
+    take_moments,
     with_own,
 )
 from orchestra.trainer.settings import Run, evenly_due
@@ -322,8 +325,11 @@ class Session(Loop):
 
     def _make_retreat(self) -> Retreat:
         """Return what this rank goes back to from now on, where all have equal parameters."""
-        kind = StepStart if self.phases.traits.lockstep else RoundStart
-        return kind(self.worker, self._live_state)
+        makers: dict[AfterLoss, Callable[..., Retreat]] = {
+            AfterLoss.TOGETHER: StepStart, AfterLoss.ROUND: RoundStart, AfterLoss.KEPT: KeptSteps,
+        }  # fmt: skip
+        make = makers[self.strategy.traits(self.training.work).after_loss]
+        return make(self.worker, self._live_state)
 
     def _live_state(self) -> dict[str, Any]:
         """Return the state that this rank goes on from, as plain data."""
@@ -342,8 +348,8 @@ class Session(Loop):
         """Return what is known of the change of the group that this rank has just noticed."""
         made, under_way = self.position.steps, retreat.under_way
         steps, back = retreat.steps(made), self.position.consumed
-        if isinstance(retreat, RoundStart):
-            back = retreat.state()["consumed"]
+        if steps != made:
+            back = retreat.state(steps)["consumed"]
         samples = self.position.consumed - back
         samples += self.worker.step.total_samples if under_way else 0
         return Change(
@@ -356,8 +362,8 @@ class Session(Loop):
         phases, position = self.phases, self.position
         worker = self._move_worker()
         steps = NO_STEPS if self._enters else retreat.steps(position.steps)
-        standing = GroupStanding.among(worker, steps)
-        own = self._live_state() if standing.is_behind else retreat.state()
+        standing = GroupStanding.among(worker, steps, apart=retreat.apart)
+        own = self._live_state() if standing.is_behind else retreat.state(standing.steps)
         given = {**own, "run": self._of_the_run()}
         state = standing.take_over(worker, phases.member, given)
         position.steps, position.consumed = standing.steps, state["consumed"]
@@ -375,7 +381,11 @@ class Session(Loop):
         worker.snapshots.go_back_to(position.consumed)
         if standing.is_behind:
             state["random"] = random_state()
-        self.phases = checkpoints.resume(worker, self.strategy, state)
+        if retreat.apart:
+            take_mean(worker, phases.member, state, newcomer=self._enters)
+        self.phases = checkpoints.resume(worker, self.strategy, state, anew=retreat.apart)
+        if retreat.apart:
+            take_moments(self.phases.member, state)
         worker.rate_scale *= self._resize_batch()
         self.samples = open_samples(self.task.train, self.run.seed, self.task.collate)
         position.plan_start, position.plan_step = position.consumed, 0

@@ -11,8 +11,8 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from orchestra import exchange
 from orchestra.errors import GroupChanged, RunFailed
-from orchestra.optimizers.state import common_of
+from orchestra.optimizers.state import common_of, restore
 from orchestra.records.report import Regrouping
 from orchestra.strategies.base import state_of
 from orchestra.strategies.member import Member
@@ -30,7 +30,7 @@ from orchestra.worker.worker import Worker
 
 
 class Retreat(ABC):
-    """Where a rank goes back to when its group changes: a state that is equal on all ranks.
+    """Where a rank goes back to when its group changes.
 
     `live` returns its state now, as `capture` gives it.
     """
@@ -40,24 +40,34 @@ class Retreat(ABC):
         self.under_way = False  # a step
 
     def begin(self) -> None:
-        """A step begins."""
+        """A step begins.
+
+        Raises:
+            GroupChanged: the group is over. Some steps need no message, which would tell that.
+        """
+        if self._worker.reporter.group_is_over():
+            raise GroupChanged("there is a new group")
         self.under_way = True
 
     def done(self) -> None:
         """The step has its result."""
         self.under_way = False
 
-    def ended(self) -> None:  # noqa: B027
-        """All that belongs to the step is done, what rules observe and the records included."""
+    def ended(self, made: int) -> None:  # noqa: B027
+        """All that belongs to the last of `made` steps is done, what rules observe and the records
+        included."""
+
+    apart: ClassVar[bool] = False
+    """Whether ranks go back to states that differ, so that nobody can take over another's."""
 
     @abstractmethod
     def steps(self, made: int) -> int:
-        """Return after how many steps the state is to which a rank goes back that has `made` so
-        many."""
+        """Return after how many steps the newest state is to which a rank can go back that has
+        `made` so many."""
 
     @abstractmethod
-    def state(self) -> dict[str, Any]:
-        """Go back; return the state. A step under way is void."""
+    def state(self, steps: int) -> dict[str, Any]:
+        """Go back to that after `steps` steps; return it. A step under way is void."""
 
 
 class StepStart(Retreat):
@@ -88,7 +98,7 @@ class StepStart(Retreat):
     def steps(self, made: int) -> int:
         return made
 
-    def state(self) -> dict[str, Any]:
+    def state(self, steps: int) -> dict[str, Any]:
         if self.under_way:
             self.under_way = False
             self._undo()
@@ -108,10 +118,7 @@ class StepStart(Retreat):
 
 
 class RoundStart(Retreat):
-    """Where replicas are averaged by rounds: the last average of all, with a copy of everything.
-
-    Local steps need no message, so a rank asks before each of them whether its group is over.
-    """
+    """Where replicas are averaged by rounds: the last average of all, with a copy of everything."""
 
     def __init__(self, worker: Worker, live: Callable[[], dict[str, Any]]) -> None:
         super().__init__(worker, live)
@@ -120,12 +127,7 @@ class RoundStart(Retreat):
     def _keep(self) -> None:
         self._kept: dict[str, Any] = map_tensors(self._live(), Tensor.clone)
 
-    def begin(self) -> None:
-        if self._worker.reporter.group_is_over():
-            raise GroupChanged("there is a new group")
-        super().begin()
-
-    def ended(self) -> None:
+    def ended(self, made: int) -> None:
         if self._worker.step.agreed:
             self._keep()
 
@@ -133,9 +135,41 @@ class RoundStart(Retreat):
         steps: int = self._kept["steps"]
         return steps
 
-    def state(self) -> dict[str, Any]:
+    def state(self, steps: int) -> dict[str, Any]:
         self.under_way = False
         return self._kept
+
+
+class KeptSteps(Retreat):
+    """Where replicas are never equal, but nothing is on its way between two steps: one of the last
+    two copies of everything, which are made after as many steps on all ranks.
+
+    Ranks that mix with neighbours alone may be as many steps apart as there are links between them:
+    fewer than lie between two copies.
+    """
+
+    apart = True
+
+    def __init__(self, worker: Worker, live: Callable[[], dict[str, Any]]) -> None:
+        super().__init__(worker, live)
+        self._every = max(LEAST_STEPS, worker.runtime.ranks)
+        self._copies = [self._copy()]
+
+    def _copy(self) -> dict[str, Any]:
+        copy: dict[str, Any] = map_tensors(self._live(), Tensor.clone)
+        return copy
+
+    def ended(self, made: int) -> None:
+        if made % self._every == 0:
+            self._copies = [self._copies[-1], self._copy()]
+
+    def steps(self, made: int) -> int:
+        steps: int = self._copies[-1]["steps"]
+        return steps
+
+    def state(self, steps: int) -> dict[str, Any]:
+        self.under_way = False
+        return next(copy for copy in self._copies if copy["steps"] == steps)
 
 
 @dataclass(frozen=True)
@@ -164,6 +198,8 @@ class Change:
         )  # fmt: skip
 
 
+LEAST_STEPS = 16
+"""Steps between two copies of a replica, at least."""
 NO_STEPS = -1
 """The steps of a newcomer, which has no state of the run."""
 
@@ -181,18 +217,21 @@ class GroupStanding:
     is_behind: bool
 
     @staticmethod
-    def among(worker: Worker, steps: int) -> GroupStanding:
-        """Collective over all ranks: compare the `steps` that each would go back to.
+    def among(worker: Worker, steps: int, *, apart: bool) -> GroupStanding:
+        """Collective over all ranks: compare the `steps` that each would go back to. They go back
+        to the most, or where they are `apart` to the least.
 
         Raises:
             RunFailed: only newcomers are left.
         """
         made = [int(row[0]) for row in exchange.gather_numbers(worker, (steps,))]
-        most = max(made)
-        if most == NO_STEPS:
+        known = [each for each in made if each != NO_STEPS]
+        if not known:
             raise RunFailed("all ranks that had the state of the run are lost")
-        behind = frozenset(rank for rank, each in enumerate(made) if each < most)
-        return GroupStanding(most, made.index(most), behind, worker.rank in behind)
+        least = min(known) if apart else max(known)
+        behind = frozenset(rank for rank, each in enumerate(made) if each < least)
+        donor = next(rank for rank, each in enumerate(made) if each >= least)
+        return GroupStanding(least, donor, behind, worker.rank in behind)
 
     def take_over(self, worker: Worker, member: Member[Any], own: Any) -> Any:
         """Collective over all ranks: return the state to go on from. `own` is that of this rank,
@@ -217,6 +256,37 @@ def _shared(member: Member[Any], own: Any) -> dict[str, Any]:
         if isinstance(value, torch.optim.Optimizer)
     }
     return {**common_of(member, state), **moments}
+
+
+def take_mean(worker: Worker, member: Member[Any], state: Any, *, newcomer: bool) -> None:
+    """Collective over all ranks: let all take the mean of what their members have learnt, each in
+    the `state` that it has gone back to, or nothing where it is a newcomer's.
+
+    `member` is of the group before, `worker` of the new one.
+    """
+    if not newcomer:
+        restore(member.worker.parameters, state["parameters"])
+        for name, value in state_of(member).items():
+            setattr(member, name, restore(value, state["strategy"]["member"][name]))
+        for name, buffer in worker.buffers:
+            restore(buffer, state["buffers"][name])
+    kept = member.kept()
+    learnt, weight = kept.learnt, kept.buffers_weight
+    if newcomer:
+        weight = 0.0
+        learnt = [
+            replace(each, values=torch.zeros_like(each.values), weight=0.0, summed=True)
+            for each in learnt
+        ]
+    exchange.take_consensus(worker, learnt, tolerant=False)
+    exchange.exact_mean_of_buffers(worker, weight)
+
+
+def take_moments(member: Member[Any], state: Any) -> None:
+    """Let the optimizers of `member` go on with the moments in `state`."""
+    for name, value in state_of(member).items():
+        if isinstance(value, torch.optim.Optimizer):
+            restore(value, state["strategy"]["member"][name])
 
 
 def with_own(state: Any, own: Any) -> Any:
