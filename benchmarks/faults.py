@@ -9,6 +9,7 @@ and ends with all samples of its budget.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -77,11 +78,20 @@ SETTINGS: dict[str, tuple[str, int]] = {
     "pipeline": ("Pipeline(microbatches=2)", 3),
     "switch": (f"Switch(AllReduce(), ParameterServer({ASYNCHRONOUS}), when=AfterSteps(8))", 3),
     "auto": ("Auto([AllReduce('ring'), LocalSGD(4)], samples=[9, 1])", 2),
+    "in groups: ring": ("AllReduce('ring')", 3),
+    "in groups: top-k": ("AllReduce('ring', compression=TopK(0.1))", 3),
+    "in groups: tree": ("AllReduce('tree')", 4),
+    "in groups: local SGD": ("LocalSGD(4)", 3),
+    "in groups: DiLoCo": ("LocalSGD(4, outer=Nesterov(0.7, 0.9))", 3),
+    "in groups: fragments": ("LocalSGD(4, fragments=2)", 3),
+    "in groups: gossip": ("Gossip()", 3),
+    "in groups: push-sum": ("StochasticGradientPush()", 3),
     "torchrun ring": ("AllReduce('ring')", 2),
     "torchrun asynchronous": (f"ParameterServer({ASYNCHRONOUS})", 3),
     "own loop ring": ("AllReduce('ring')", 2),
 }  # fmt: skip
-"""The name of a setting in tables -> strategy and ranks; the first word may say who starts it."""
+"""The name of a setting in tables -> strategy and ranks; the first words may say who starts it, or
+that those who are left go on together (`min_ranks`)."""
 
 FAULTS: dict[str, dict[str, Any]] = {
     "kill a rank": {"action": "kill"},
@@ -203,6 +213,11 @@ class Trial:
         word = self.setting.split()[0]
         return word if word in ("torchrun", "own") else "command"
 
+    @property
+    def in_groups(self) -> bool:
+        """Whether those that are left go on together."""
+        return self.setting.startswith("in groups")
+
     def command(self) -> list[str]:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--log-dir=logs"]
         torchrun.append(f"--nproc-per-node={self.ranks}")
@@ -215,6 +230,7 @@ class Trial:
         if self.starter == "command":
             words += ["--ranks", str(self.ranks)]
             words += ["--max-restarts", "1"] * (self.fault == "kill and restart")
+            words += ["--set", "min_ranks=1"] * self.in_groups
         for setting in (
             f"steps={STEPS}", f"batch_size={BATCH}", f"checkpoint_every={EVERY}", "snapshots=2",
             f"patience={PATIENCE}", "optimizer=SGD(lr=0.01)",
@@ -279,7 +295,7 @@ def run_trial(trial: Trial, folder: Path, *, timed: bool = True) -> Result:
         result.seconds = over - times[repr(trial.inject)]
     entry = _entry(folder)
     result.status, result.outcome = ended.status, entry.get("status", "")
-    CHECKS[trial.starter](result, ended, entry)
+    CHECKS[trial.starter](result, ended, entry, folder)
     quick = trial.inject.action not in ("delay", "strangers", "terminate", "interrupt")
     if timed and result.fired and quick and result.outcome != "completed":
         # Others wait for a stopped rank that the run can do without.
@@ -362,7 +378,8 @@ def _complete(result: Result, entry: dict[str, Any], what: str) -> None:
     result.require(entry.get("status") == "completed", f"{what} is {entry.get('status')}")
     samples = entry.get("samples", 0)
     # A backup worker passes a batch over, if the others have gone on without it.
-    if not entry.get("left_out") and result.trial.setting != "backup":
+    goes_on = entry.get("left_out") and not result.trial.in_groups
+    if not goes_on and result.trial.setting != "backup":
         result.require(samples == budget, f"{what} has {samples} of {budget} samples")
 
 
@@ -388,7 +405,7 @@ def _names(trial: Trial) -> str:
     return lost
 
 
-def _check_command(result: Result, ended: Ended, entry: dict[str, Any]) -> None:
+def _check_command(result: Result, ended: Ended, entry: dict[str, Any], folder: Path) -> None:
     """Check the end of `orchestra train` that has started the ranks itself."""
     trial, lines = result.trial, _told(ended.err)
     result.cause = _last(ended.err)
@@ -417,6 +434,8 @@ def _check_command(result: Result, ended: Ended, entry: dict[str, Any]) -> None:
         result.require(told < 2, f"told: {lines}")
     elif result.outcome == "completed":
         _complete(result, entry, "the run")
+        if trial.in_groups:
+            _check_lines(result, folder)
         spared = str(trial.inject.rank) in entry.get("left_out", {})
         killed = trial.inject.action in ("kill", "truncate") and trial.inject.target == "rank"
         result.require(spared or not killed, "completed, though a rank that it needs was killed")
@@ -425,9 +444,18 @@ def _check_command(result: Result, ended: Ended, entry: dict[str, Any]) -> None:
     else:
         result.require(re.search(_names(trial), result.cause), f"told: {result.cause}")
         result.require(sum(map(_is_cause, lines)) == 1, f"told: {lines}")
+        if trial.in_groups and trial.inject.at in ("gradient", "step", "collective"):
+            result.require(trial.fault not in ("kill a rank", "cut", "reset"), "it ended by a loss")
 
 
-def _check_torchrun(result: Result, ended: Ended, entry: dict[str, Any]) -> None:
+def _check_lines(result: Result, folder: Path) -> None:
+    """Check that each rank which is there at the end has recorded each step once."""
+    for path in (folder / "out").glob("steps-rank-*.jsonl"):
+        steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+        result.require(steps == sorted(set(steps)), f"{path.name}: steps {steps}")
+
+
+def _check_torchrun(result: Result, ended: Ended, entry: dict[str, Any], folder: Path) -> None:
     """Check the end of `orchestra train` on ranks that torchrun has started."""
     trial, lines = result.trial, _told(ended.err)
     result.cause = (lines or [""])[0]
@@ -446,7 +474,7 @@ def _check_torchrun(result: Result, ended: Ended, entry: dict[str, Any]) -> None
         result.require(lines, "nothing is told")
 
 
-def _check_own(result: Result, ended: Ended, _: dict[str, Any]) -> None:
+def _check_own(result: Result, ended: Ended, entry: dict[str, Any], folder: Path) -> None:
     """Check the end of a loop of the user's own, which writes no record."""
     result.cause = (_told(ended.err) or [""])[0]
     result.outcome = "completed" if ended.status == 0 else "failed"
@@ -464,7 +492,7 @@ def _check_own(result: Result, ended: Ended, _: dict[str, Any]) -> None:
         result.require("Injected: injected at gradient" in ended.err, "the exception is not told")
 
 
-CHECKS: dict[str, Callable[[Result, Ended, dict[str, Any]], None]] = {
+CHECKS: dict[str, Callable[[Result, Ended, dict[str, Any], Path], None]] = {
     "command": _check_command,
     "torchrun": _check_torchrun,
     "own": _check_own,
@@ -498,7 +526,8 @@ def _resume(trial: Trial, folder: Path, result: Result) -> None:
     entry = _entry(folder)
     _complete(result, entry, "the resumed run")
     if whole:
-        result.require(f"resumed from checkpoint {whole[0]}," in ended.err, f"not from {whole[0]}")
+        told = re.search(rf"resumed from checkpoint {whole[0]}\b", ended.err)
+        result.require(told, f"not from {whole[0]}")
 
 
 def _is_whole(folder: Path, index: int) -> bool:
@@ -592,10 +621,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.option("--seed", "S", "of the campaign (default: 0)", type=int, default=0)
     parser.option("--only", "NUMBER", "this trial alone", type=int)
     parser.option("--first", "NUMBER", "the first trial (default: 0)", type=int, default=0)
+    parser.option("--setting", "TEXT", "only trials of settings whose name has this", default="")
     options = read_options(parser, arguments)
     if options.count < 1 or options.first < 0:
         raise InputError("--count has to be 1 at least, and --first 0")
-    numbers = range(options.first, options.first + options.count)
+    wanted = (n for n in itertools.count(options.first)
+              if options.setting in Trial.of(options.seed, n).setting)  # fmt: skip
+    if not any(options.setting in name for name in SETTINGS):
+        raise InputError(
+            f"--setting {options.setting}: no setting's name has it: {', '.join(SETTINGS)}"
+        )
+    numbers = list(itertools.islice(wanted, options.count))
     with progress_line() as tell:
         results = campaign(options.seed, numbers if options.only is None else [options.only], tell)
     print_results(results)

@@ -204,8 +204,9 @@ def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
     # A run is over when its last rank is
     seconds = max(report.train_seconds for report in reports)
     samples = sum(report.samples for report in workers)
-    if workers[0].regroupings:  # all know what those that were lost have read
-        samples = workers[0].consumed
+    # A part that has begun after another one, and not from a checkpoint: ranks came or were lost.
+    if any(part.checkpoint is None for part in workers[0].history[1:]):
+        samples = workers[0].consumed  # all know what those that were lost have read
     switches = [report for report in workers if report.switched_at_step is not None]
     busy = busy_with_others(report.usage for report in reports)
     stale: Counter[int] = Counter()

@@ -165,8 +165,8 @@ class Training(Settings):
     min_ranks: int | None = setting(
         None,
         "where ranks are lost, the run goes on with those that are left, this many at least: at "
-        "once, or from a checkpoint on fewer ranks, as the strategy can; none: the loss of a rank "
-        "that all need ends the run",
+        "once, or from a checkpoint on fewer ranks, as the strategy can; where it is at once, "
+        "`orchestra join` adds ranks; none: the loss of a rank that all need ends the run",
         low=1,
         high=MAX_RANKS,
     )
