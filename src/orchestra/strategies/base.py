@@ -142,6 +142,7 @@ class Strategy(Settings, ABC):
         elif common is not None:
             restore_state(worker, member, optimizers.common_of(member, common))
         worker.reporter.expendable(is_expendable(self, worker.rank, worker.budget_ranks))
+        worker.survives_losses |= survives_losses(self, worker.budget_ranks)
         member.open(fresh=saved is None)
         return member
 
@@ -166,11 +167,17 @@ def refusal_of(strategy: Strategy, ranks: int) -> str | None:
     return None
 
 
+def survives_losses(strategy: Strategy, ranks: int) -> bool:
+    """Return whether the run can go on, in place, without some of its ranks."""
+    roles = roles_of(strategy, ranks)
+    # Without servers every replica is needed: what was learnt is their mean.
+    return bool(roles.servers) and (roles.replicas > 0 or not strategy.traits().lockstep)
+
+
 def is_expendable(strategy: Strategy, rank: int, ranks: int) -> bool:
     """Return whether the run can go on without `rank`."""
     roles = roles_of(strategy, ranks)
-    if not roles.servers or rank == roles.leader:
-        # Without servers every replica is needed: what was learnt is their mean.
+    if rank == roles.leader or not survives_losses(strategy, ranks):
         return False
     return roles.replicas > 0 if rank in roles.servers else not strategy.traits().lockstep
 

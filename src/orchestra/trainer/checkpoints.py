@@ -298,15 +298,16 @@ class CollectiveCheckpoints:
         moved.index, moved._attempt = self.index, self._attempt
         return moved
 
-    @property
-    def standing(self) -> tuple[int, int]:
-        """The number of the attempt, and that of the newest checkpoint: for a newcomer."""
-        return 0 if self._attempt is None else self._attempt.number, self.index
-
-    def take_over(self, standing: tuple[int, int]) -> None:
-        """Go on as the other ranks, which have this `standing`."""
-        number, self.index = standing
-        self._attempt = RunAttempt(self._folder, number)
+    def begin_attempt(self, leader: int) -> None:
+        """Collective, in a new group: begin an attempt, as another group may have left files of
+        ranks that are no more, and go on from the newest checkpoint of which any rank knows."""
+        worker = self._worker
+        if worker.rank == leader:
+            self._attempt = RunAttempt.begin(self._folder)
+        number = 0 if self._attempt is None else self._attempt.number
+        known = exchange.gather_numbers(worker, (self.index, number))
+        self.index = int(max(index for index, _ in known))
+        self._attempt = RunAttempt(self._folder, int(known[leader][1]))
 
     def newest(
         self, leader: int, read: Callable[[int, Manifest], S], below: int | None = None

@@ -377,6 +377,7 @@ class Session(Loop):
             state = with_own(state, own)
         else:
             self.recorder.go_back_to(position.steps, own["samples"])
+        self.checkpoints.begin_attempt(self.roles.leader)
         self.recorder.move(worker)
         worker.snapshots.go_back_to(position.consumed)
         if standing.is_behind:
@@ -404,7 +405,6 @@ class Session(Loop):
             "change": to_plain(self._group_change),
             "history": to_plain(list(self.history)),
             "regroupings": to_plain(self.regroupings),
-            "checkpoints": self.checkpoints.standing,
         }
 
     def _resize_batch(self) -> float:
@@ -422,7 +422,6 @@ class Session(Loop):
         self.budget, self.begun_on = known["budget"], known["begun_on"]
         self.history = tuple(from_plain(list[Membership], known["history"]))
         self.regroupings = from_plain(list[Regrouping], known["regroupings"])
-        self.checkpoints.take_over(tuple(known["checkpoints"]))
         change = from_plain(Change, known["change"])
         self._group_change = replace(change, began=self._now())  # by this rank's clock
         self.recorder.go_on_from(self.position.steps, change.noticed)

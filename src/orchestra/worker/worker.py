@@ -151,6 +151,7 @@ class Worker(FlatModel):
         self.reporter = runtime.reporter
         self._own_optimizer = own_optimizer
         self.steps_may_be_void = self.own_loop
+        self.survives_losses = False  # the strategy, or one before it, goes on without some ranks
         self._lay_out(module)
         self.optimizer = optimizer
         self.clip_norm = clip_norm
@@ -185,8 +186,11 @@ class Worker(FlatModel):
 
     @property
     def everyone(self) -> Group:
-        """The group of all ranks that are not lost."""
-        gone, everyone = self.transport.lost(), _all_of(self.runtime.ranks)
+        """The group of all ranks, without lost ones that the run can do without."""
+        # Where it cannot, a rank that knows of a loss already is not to leave the others waiting in
+        # a collective of another group.
+        gone = self.transport.lost() if self.survives_losses else frozenset()
+        everyone = _all_of(self.runtime.ranks)
         return Group(tuple(r for r in everyone.ranks if r not in gone)) if gone else everyone
 
     @property
