@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from orchestra.engines.events import JOINING, SPARE
-from orchestra.engines.live import Display, Progress
+from orchestra.engines.live import Display, Lines, Progress
 from orchestra.engines.processes.environment import Launched
 from orchestra.engines.processes.joining import Entrance, Invitation, Place
 from orchestra.engines.processes.launch import launch
@@ -23,7 +23,7 @@ from orchestra.strategies.base import roles_of
 from orchestra.trainer.settings import Run
 from orchestra.transports.handshake import from_environment
 from orchestra.transports.tags import Tag
-from orchestra.worker.runtime import Runtime
+from orchestra.worker.runtime import PassingReporter, Runtime
 
 
 def program(
@@ -166,6 +166,17 @@ def join_run(
     return found
 
 
+@dataclass
+class _Progress(PassingReporter):
+    """Shows how far the run is, on standard error, now and then."""
+
+    lines: Lines = field(default_factory=Lines)
+
+    def progress(self, *, fraction: float | None = None, **facts: Any) -> None:
+        super().progress(fraction=fraction, **facts)
+        self.lines(f"step {facts['step']}", fraction or 0.0)
+
+
 def newcomer(runtime: Runtime, assignment: tuple[Run, Path, bool]) -> dict[str, Any]:
     """Run the program of a rank that joins a run under way; report as plain data."""
     run, folder, spare = assignment
@@ -176,7 +187,7 @@ def newcomer(runtime: Runtime, assignment: tuple[Run, Path, bool]) -> dict[str, 
         tell("ready, and waits until a rank is lost" if spare else "ready")
         found = regroup(error)
         tell(f"taken in: {found.ranks} ranks train now")
-        return found
+        return replace(found, reporter=_Progress(found.reporter))
 
     entering = SPARE if spare else JOINING
     report = program(replace(runtime, regroup=told), (run, folder), entering=entering)
