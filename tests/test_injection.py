@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import sys
 from pathlib import Path
@@ -25,11 +26,22 @@ from orchestra.trainer.checkpoint_files import complete
 HOST = socket.gethostname()
 
 
-def trained(folder: Path, inject: str, strategy: str = "AllReduce('ring')") -> Ended:
-    words = [sys.executable, "-m", "orchestra", "train", "--strategy", strategy, "--ranks", "2"]
-    words += ["--task", "benchmarks.faults:task", "--out", "out", "--set", "steps=12"]
+def trained(
+    folder: Path, inject: str, strategy: str = "AllReduce('ring')", ranks: int = 2, *more: str
+) -> Ended:
+    words = [sys.executable, "-m", "orchestra", "train", "--strategy", strategy, *more]
+    words += [
+        "--ranks",
+        str(ranks),
+        "--task",
+        "benchmarks.faults:task",
+        "--out",
+        "out",
+        "--set",
+        "steps=12",
+    ]
     words += ["--set", "batch_size=4", "--set", "snapshots=0", "--set", "checkpoint_every=4"]
-    variables = {VARIABLE: inject, LOG: str(folder / "log")}
+    variables = {VARIABLE: inject, LOG: str(folder / "log"), "ORCHESTRA_SHARED_MEMORY": "0"}
     with Started(words, folder, variables) as command:
         return command.end()
 
@@ -82,7 +94,29 @@ def test_connection_that_is_reset_ends_at_both_ends() -> None:
                 here.recv(1)
 
 
-SAMPLE = (16, 21, 80, 357, 372, 503, 552, 635)
+def test_who_learns_of_a_loss_first_leaves_nobody_waiting(tmp_path: Path) -> None:
+    """The first collectives of all are over fewer ranks for nobody, whoever knows already."""
+    ended = trained(tmp_path, "Inject('cut', rank=2)", "AllReduce('tree')", 4)
+    assert ended.status == 1
+    assert re.fullmatch(
+        rf"orchestra: rank \d on {HOST} failed: rank \d is gone: its connection.*\n", ended.err
+    )
+
+
+def test_a_group_that_has_lost_a_connection_makes_it_anew(tmp_path: Path) -> None:
+    cut = "Inject('cut', rank=1, at='send', number=40)"
+    ended = trained(tmp_path, cut, "AllReduce('ring')", 3, "--set", "min_ranks=2")
+    assert ended.status == 0
+    assert re.search(
+        r"rank \d on \S+ lost its connection to rank \d; all ranks connect anew", ended.err
+    )
+    (run,) = json.loads((tmp_path / "out" / "summary.json").read_text())["runs"]
+    assert run["left_out"] == {}
+    assert [(each["lost"], each["ranks"]) for each in run["regroupings"]] == [([], 3)]
+    assert run["samples"] == 12 * 3 * 4
+
+
+SAMPLE = (48, 69, 157, 321, 621, 752, 803, 1404, 1564)
 
 
 @pytest.mark.parametrize("number", SAMPLE)
