@@ -57,6 +57,7 @@ from orchestra.trainer.regrouping import (
     Retreat,
     RoundStart,
     StepStart,
+    TakenOver,
     take_mean,
     take_moments,
     with_own,
@@ -82,17 +83,15 @@ def train(
     rank waits to be taken in; until then the runtime is of it alone.
     """
     run, folder = assignment
-    if entering is not None:
-        alone = replace(run.training, ranks=runtime.ranks, min_ranks=1)
-        run = replace(run, training=alone)
     assert isinstance(run.strategy, Strategy)
     runtime.reporter.phase("set-up")
     with checkpoints.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     session = Session(runtime, run, run.strategy, folder, enters=entering is not None)
     try:
-        session.begin()
-        if entering is not None:
+        if entering is None:
+            session.begin()
+        else:
             session.enter(entering)
         report = session.run_to_end()
     except Exception:
@@ -170,12 +169,13 @@ class Session(Loop):
         self.began = runtime.transport.now()
         self.setup: dict[str, float] = {}
         self.speeds: tuple[float, ...] = ()
-        self.roles = strategy.roles(training.ranks)
+        self.roles = Roles((1.0,)) if enters else strategy.roles(training.ranks)
         self.held: ModelPart | Share | None = None  # of the model; None: all of it
         self._begin_anew()
         self._passed("task")
         try:
-            self.phases = Phases(strategy, self.worker) if enters else self._start()
+            if not enters:
+                self.phases = self._start()
         except Exception:
             self.close()
             raise
@@ -184,7 +184,7 @@ class Session(Loop):
         if training.tensorboard:
             self.scalars = Scalars(folder, f"rank-{runtime.slot}", first=self.position.steps + 1)
         self.regroupings: list[Regrouping] = []
-        self._enters = enters
+        self._enters = enters  # until it is taken in
         path = None if self.shared else folder / f"steps-rank-{runtime.slot}.jsonl"
         before = self.history[-2:-1]
         newcomer = bool(before) and runtime.rank >= before[0].ranks
@@ -228,13 +228,8 @@ class Session(Loop):
 
     def begin(self) -> None:
         """Do what comes before the first step: the warm-up, and the start of the stopwatch."""
-        worker, strategy, reporter = self.worker, self.strategy, self.runtime.reporter
-        footprint = strategy.traits(self.training.work).memory(worker.rank, self.training.ranks)
-        # A warm-up has a copy of the whole, with its gradients.
-        warms_up = self.runtime.warms_up and not self.in_parts and not footprint.buckets_in_flight
-        # Before the stopwatch: lazy imports and first allocations are no strategy's.
-        if warms_up and worker.rank in self.roles.workers:
-            setup.warm_up(worker, self._first_samples, footprint.optimizer)
+        worker, reporter = self.worker, self.runtime.reporter
+        self._warm_up()
         if not self.shares and self.run.measures_shares:
             self.speeds = self.engine.speeds
             if not self.speeds:
@@ -242,20 +237,30 @@ class Session(Loop):
             self.shares = shares_of(self.speeds)
             self.order.shares = list(self.shares)
         self._begin_phase()
-        # Before anything of it is sent, so that the rank is named whose own loss it is.
-        worker.check_loss = lambda loss: self._check_loss(loss, self.position.steps + 1)
         reporter.phase("training")
         start_together(worker, self.roles.leader)
         worker.parameters_equal = False
         # A resumed run goes on at the seconds of its checkpoint.
         worker.snapshots.started = self.runtime.transport.now() - self.totals.elapsed
         self._passed("first_step")
-        after_loss = self.strategy.traits(self.training.work).after_loss
-        if self.training.min_ranks is not None and after_loss.regroups:
+        if self.training.min_ranks is not None and self._after_loss.regroups:
             self.retreat = self._make_retreat()
             reporter.elastic(self._what_it_trains())
         self.recorder.resume()
         self.trace.start()
+
+    def _warm_up(self) -> None:
+        """Compute once, so that no step has the costs of a first one."""
+        worker = self.worker
+        traits = self.strategy.traits(self.training.work)
+        footprint = traits.memory(worker.rank, self.training.ranks)
+        # A warm-up has a copy of the whole, with its gradients.
+        warms_up = self.runtime.warms_up and not self.in_parts and not footprint.buckets_in_flight
+        # Before the stopwatch: lazy imports and first allocations are no strategy's.
+        if warms_up and worker.rank in self.roles.workers:
+            setup.warm_up(worker, self._first_samples, footprint.optimizer)
+        # Before anything of it is sent, so that the rank is named whose own loss it is.
+        worker.check_loss = lambda loss: self._check_loss(loss, self.position.steps + 1)
 
     def train(self) -> None:
         """Train to the agreement on the final parameters."""
@@ -278,9 +283,18 @@ class Session(Loop):
         text = repr((run.task, run.strategy, run.seed, self.epoch_samples, shapes))
         return hashlib.sha256(text.encode()).hexdigest()
 
+    @property
+    def _after_loss(self) -> AfterLoss:
+        return self.strategy.traits(self.training.work).after_loss
+
     def enter(self, phase: str) -> None:
-        """Wait in `phase` until the ranks of a run take this one in; go on from their state."""
-        self.runtime.reporter.phase(phase)
+        """Get ready; wait in `phase` until the ranks of a run take this one in; go on from their
+        state."""
+        self._warm_up()
+        self.trace.start()
+        reporter = self.runtime.reporter
+        reporter.elastic(self._what_it_trains())
+        reporter.phase(phase)
         self.regroup(GroupChanged("this rank is to join a run"))
 
     def run_to_end(self) -> RankReport:
@@ -298,14 +312,16 @@ class Session(Loop):
         Collective over these. `train` goes on with the next step. Raises `error` where the run
         cannot go on.
         """
-        if self.retreat is None or self.engine.regroup is None:
+        if self.engine.regroup is None or (self.retreat is None and not self._enters):
             raise error
         self.recorder.pause()
-        self._group_change = self._noticed(self.retreat)
+        if self.retreat is not None:
+            self._group_change = self._noticed(self.retreat)
         while True:
             try:
+                assert self.engine.regroup is not None
                 self.engine = self.engine.regroup(error)
-                self._join_group(self.retreat)
+                self._join_group()
                 break
             except (PeerLost, GroupChanged) as again:  # there is one more change
                 error = again
@@ -328,7 +344,7 @@ class Session(Loop):
         makers: dict[AfterLoss, Callable[..., Retreat]] = {
             AfterLoss.TOGETHER: StepStart, AfterLoss.ROUND: RoundStart, AfterLoss.KEPT: KeptSteps,
         }  # fmt: skip
-        make = makers[self.strategy.traits(self.training.work).after_loss]
+        make = makers[self._after_loss]
         return make(self.worker, self._live_state)
 
     def _live_state(self) -> dict[str, Any]:
@@ -357,44 +373,53 @@ class Session(Loop):
             made - steps + under_way, samples,
         )  # fmt: skip
 
-    def _join_group(self, retreat: Retreat) -> None:
+    def _join_group(self) -> None:
         """Let this rank go on in a new group, with the state that all go on from. Collective."""
-        phases, position = self.phases, self.position
-        worker = self._move_worker()
-        steps = NO_STEPS if self._enters else retreat.steps(position.steps)
-        standing = GroupStanding.among(worker, steps, apart=retreat.apart)
-        own = self._live_state() if standing.is_behind else retreat.state(standing.steps)
-        given = {**own, "run": self._of_the_run()}
-        state = standing.take_over(worker, phases.member, given)
+        enters, apart = self._enters, self._after_loss is AfterLoss.KEPT
+        worker, position = self._move_worker(), self.position
+        steps = NO_STEPS if self.retreat is None else self.retreat.steps(position.steps)
+        standing = GroupStanding.among(worker, steps, apart=apart)
+        if standing.is_behind:
+            state = self._taken_over_from_donor(standing)
+        else:
+            assert self.retreat is not None
+            state = self.retreat.state(standing.steps)
+            standing.give(worker, self.phases.member, {**state, "run": self._of_the_run()})
+            self.recorder.go_back_to(standing.steps, state["samples"])
         position.steps, position.consumed = standing.steps, state["consumed"]
         worker.step.consumed, worker.step.loss = position.consumed, state["loss"]
         restore(worker.parameters, state["parameters"])
-        if self._enters:
-            self._take_over_run(state["run"])
-        elif standing.is_behind:
-            # Its step is done by the others, with what it has contributed.
-            self.recorder.step(position.steps)
-            state = with_own(state, own)
-        else:
-            self.recorder.go_back_to(position.steps, own["samples"])
         self.checkpoints.begin_attempt(self.roles.leader)
         self.recorder.move(worker)
         worker.snapshots.go_back_to(position.consumed)
-        if standing.is_behind:
-            state["random"] = random_state()
-        if retreat.apart:
-            take_mean(worker, phases.member, state, newcomer=self._enters)
-        self.phases = checkpoints.resume(worker, self.strategy, state, anew=retreat.apart)
-        if retreat.apart:
+        if apart:
+            take_mean(worker, None if enters else self.phases.member, state)
+        self.phases = checkpoints.resume(worker, self.strategy, state, anew=apart)
+        if apart:
             take_moments(self.phases.member, state)
         worker.rate_scale *= self._resize_batch()
         self.samples = open_samples(self.task.train, self.run.seed, self.task.collate)
         position.plan_start, position.plan_step = position.consumed, 0
         workers = len(self.roles.workers)
         self.history += (Membership(self.runtime.ranks, workers, position.consumed),)
-        self._enters = False
         self._begin_phase()
-        self.retreat = self._make_retreat()
+        self._enters, self.retreat = False, self._make_retreat()
+
+    def _taken_over_from_donor(self, standing: GroupStanding) -> dict[str, Any]:
+        """Return the state that this rank takes over, as it is behind, or has none."""
+        state = standing.receive(self.worker)
+        if self._enters:
+            self._take_over_run(state.pop("run"), standing.steps)
+        else:
+            own = self._live_state()
+            # Its step is done by the others, with what it has contributed.
+            self.worker.step.consumed, self.worker.step.loss = state["consumed"], state["loss"]
+            self.recorder.step(standing.steps)
+            state = {**with_own(state, own), "samples": self.totals.samples}
+            # Should one more rank be lost meanwhile, this one is behind no more.
+            self.retreat = TakenOver(self.worker, state)
+        state["random"] = random_state()
+        return state
 
     def _of_the_run(self) -> dict[str, Any]:
         """Return what is the same on all ranks of the run, for one that enters it."""
@@ -417,20 +442,20 @@ class Session(Loop):
         self._deal_out()
         return ranks / before
 
-    def _take_over_run(self, known: Mapping[str, Any]) -> None:
-        """Go on as a rank of the run of which this is `known`."""
+    def _take_over_run(self, known: Mapping[str, Any], steps: int) -> None:
+        """Go on as a rank of the run of which this is `known`, after `steps` steps."""
         self.budget, self.begun_on = known["budget"], known["begun_on"]
         self.history = tuple(from_plain(list[Membership], known["history"]))
         self.regroupings = from_plain(list[Regrouping], known["regroupings"])
         change = from_plain(Change, known["change"])
         self._group_change = replace(change, began=self._now())  # by this rank's clock
-        self.recorder.go_on_from(self.position.steps, change.noticed)
+        self.recorder.go_on_from(steps, change.noticed)
         worker = self.worker
         worker.snapshots.due = tuple(evenly_due(self.budget, known["snapshots"]))
         worker.snapshots.started = self._now() - change.noticed
         self._deal_out()
         # A stream of its own, which has not been used before.
-        text = f"{self.run.seed} {self.runtime.slot} {self.position.consumed}"
+        text = f"{self.run.seed} {self.runtime.slot} {steps}"
         self.runtime.seed(random.Random(text).getrandbits(62))
 
     def _move_worker(self) -> Worker:

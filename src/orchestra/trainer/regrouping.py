@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -169,7 +169,24 @@ class KeptSteps(Retreat):
 
     def state(self, steps: int) -> dict[str, Any]:
         self.under_way = False
-        return next(copy for copy in self._copies if copy["steps"] == steps)
+        for copy in self._copies:
+            if copy["steps"] == steps:
+                return copy
+        raise RunFailed(f"no copy is left of step {steps}, at which other ranks are")
+
+
+class TakenOver(Retreat):
+    """A state that this rank has just taken over from another, until it trains again."""
+
+    def __init__(self, worker: Worker, state: dict[str, Any]) -> None:
+        super().__init__(worker, lambda: state)
+
+    def steps(self, made: int) -> int:
+        steps: int = self._live()["steps"]
+        return steps
+
+    def state(self, steps: int) -> dict[str, Any]:
+        return self._live()
 
 
 @dataclass(frozen=True)
@@ -233,18 +250,22 @@ class GroupStanding:
         donor = next(rank for rank, each in enumerate(made) if each >= least)
         return GroupStanding(least, donor, behind, worker.rank in behind)
 
-    def take_over(self, worker: Worker, member: Member[Any], own: Any) -> Any:
-        """Collective over all ranks: return the state to go on from. `own` is that of this rank,
-        as plain data, and of its `member`. Who takes it over keeps what is that rank's alone."""
-        if self.is_behind:
-            state = checkpoints.receive_state(worker.transport, self.donor, {})
-            # What has equal content comes as one tensor, and an optimizer changes its own in place.
-            return map_tensors(state, Tensor.clone)
-        if worker.rank == self.donor:
-            state = {**own, "strategy": {**own["strategy"], "member": _shared(member, own)}}
+    def receive(self, worker: Worker) -> dict[str, Any]:
+        """Return the state of the donor, as `give` sends it, on a rank that is behind."""
+        state = checkpoints.receive_state(worker.transport, self.donor, {})
+        # What has equal content comes as one tensor, and an optimizer changes its own in place.
+        cloned: dict[str, Any] = map_tensors(state, Tensor.clone)
+        return cloned
+
+    def give(self, worker: Worker, member: Member[Any], state: Mapping[str, Any]) -> None:
+        """On the donor, send `state`, as plain data, to those that are behind: without what its
+        `member` keeps as a rank's own."""
+        if worker.rank == self.donor and self.behind:
+            learnt = [[each.offset, each.values.numel()] for each in member.kept().learnt]
+            strategy = {**state["strategy"], "member": _shared(member, state)}
             for rank in sorted(self.behind):
-                checkpoints.send_state(worker.transport, state, rank)
-        return own
+                given = {**state, "strategy": strategy, "learnt": learnt}
+                checkpoints.send_state(worker.transport, given, rank)
 
 
 def _shared(member: Member[Any], own: Any) -> dict[str, Any]:
@@ -258,28 +279,30 @@ def _shared(member: Member[Any], own: Any) -> dict[str, Any]:
     return {**common_of(member, state), **moments}
 
 
-def take_mean(worker: Worker, member: Member[Any], state: Any, *, newcomer: bool) -> None:
+def take_mean(worker: Worker, member: Member[Any] | None, state: Mapping[str, Any]) -> None:
     """Collective over all ranks: let all take the mean of what their members have learnt, each in
-    the `state` that it has gone back to, or nothing where it is a newcomer's.
+    the `state` that it has gone back to.
 
-    `member` is of the group before, `worker` of the new one.
+    `member` is of the group before, `worker` of the new one. A newcomer has none, and has learnt
+    nothing.
     """
-    if not newcomer:
-        restore(member.worker.parameters, state["parameters"])
-        for name, value in state_of(member).items():
-            setattr(member, name, restore(value, state["strategy"]["member"][name]))
-        for name, buffer in worker.buffers:
-            restore(buffer, state["buffers"][name])
-    kept = member.kept()
-    learnt, weight = kept.learnt, kept.buffers_weight
-    if newcomer:
-        weight = 0.0
+    if member is None:
+        zeros = worker.parameters.new_zeros
         learnt = [
-            replace(each, values=torch.zeros_like(each.values), weight=0.0, summed=True)
-            for each in learnt
+            exchange.Learnt(offset, zeros(size), 0.0, summed=True)
+            for offset, size in state["learnt"]
         ]
-    exchange.take_consensus(worker, learnt, tolerant=False)
-    exchange.exact_mean_of_buffers(worker, weight)
+        exchange.take_consensus(worker, learnt, tolerant=False)
+        exchange.exact_mean_of_buffers(worker, 0.0)
+        return
+    restore(member.worker.parameters, state["parameters"])
+    for name, value in state_of(member).items():
+        setattr(member, name, restore(value, state["strategy"]["member"][name]))
+    for name, buffer in worker.buffers:
+        restore(buffer, state["buffers"][name])
+    kept = member.kept()
+    exchange.take_consensus(worker, kept.learnt, tolerant=False)
+    exchange.exact_mean_of_buffers(worker, kept.buffers_weight)
 
 
 def take_moments(member: Member[Any], state: Any) -> None:

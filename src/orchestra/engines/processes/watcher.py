@@ -216,7 +216,9 @@ class Watcher:
             rank: read(result) if rank < self._ranks else json.loads(result)
             for rank, result in self.results.items()
         }
-        in_order = tuple(results.get(rank) for rank in range(max([self._ranks, *results]) + 1))
+        in_order = tuple(
+            results.get(rank) for rank in range(max([self._ranks, *(rank + 1 for rank in results)]))
+        )
         notices = tuple(detector.notices)
         return Outcome(
             in_order, detector.left_out, detector.stopped, detector.terminated, notices, setup
