@@ -6,7 +6,7 @@
     │   ├── RunEnded                        the same, where rank 0 has told this rank
     │   └── RankLost                        the same, for a loss; a restart goes on with the run
     ├── PeerLost                            a rank on the other end of a stream is gone
-    ├── GroupChanged                        other ranks are left; the run goes on with them
+    ├── GroupChanged                        the run goes on with other ranks
     └── RunAborted                          another rank ended this run; never a first cause
 
 `Stopped` is no error: it ends a loop of the user's own in good order.
@@ -72,8 +72,8 @@ class PeerLost(OrchestraError):
 
 
 class GroupChanged(OrchestraError):
-    """A rank was lost, and those that are left make a new group: what was under way between the
-    ranks has no result."""
+    """A rank was lost or is to join, and there is a new group: what was under way between the ranks
+    of the last one has no result."""
 
 
 class RunAborted(OrchestraError):

@@ -25,9 +25,10 @@ from orchestra.transports.handshake import from_environment
 DESCRIPTION = """\
 Join a run under way, as one rank more, or as one in the place of a rank that is lost.
 
-The run has been started by `orchestra train` with min_ranks, under all-reduce. This process loads
-the same task, gets ready, and tells the run; then all ranks give up the step under way, and go on
-from the last one with one rank more. Ctrl-C or SIGTERM leaves the run, which goes on.
+The run has been started by `orchestra train` with min_ranks, under all-reduce, local SGD, DiLoCo,
+gossip or push-sum. This process loads the same task, gets ready, and tells the run; then all ranks
+go back to a state that they can have together, and go on from it with one rank more. Ctrl-C or
+SIGTERM leaves the run, which goes on.
 
 RUN is the folder of the run, if this machine has it. Elsewhere it is the address that its join.json
 names, with a copy of that file as --secret: whoever holds it can join. For other machines the run
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     place = ask(entrance, from_environment(os.environ))
     folder = _folder(place, options.out)
     run = only_run(load(folder / EXPERIMENT, [], {}), str(folder))
-    if run.training.checkpoint_every and folder != Path(place.invitation.folder):
+    if run.training.checkpoint_every and folder.resolve() != Path(place.invitation.folder):
         raise InputError(
             f"{place.invitation.folder}: the run writes checkpoints there, and this machine does "
             "not have the folder: ranks of several machines need one that all share"
@@ -105,5 +106,8 @@ def _folder(place: Place, out: Path | None) -> Path:
         return shared
     folder = out or fresh_folder(PARENT, f"{shared.name}-rank-{place.rank}")
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / EXPERIMENT, told.experiment)
+    own = folder / EXPERIMENT
+    if own.exists() and own.read_text() != told.experiment:
+        raise InputError(f"{folder}: holds another experiment; choose another --out")
+    write_atomically(own, told.experiment)
     return folder

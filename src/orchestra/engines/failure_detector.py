@@ -94,6 +94,7 @@ class WatchedRank:
     lost: bool = False  # by a loss, in contrast to a hang or an exit of its own
     child: bool = False  # of the watcher's process, so that its exit status will be reported
     settled_at: float | None = None  # when it finished, failed or was left out
+    leaves: bool = False  # in good order, so that it is not killed at once
 
     @property
     def name(self) -> str:
@@ -102,6 +103,11 @@ class WatchedRank:
     @property
     def leaving(self) -> bool:
         return self.state not in ALIVE or self.beat.phase in ("leaving", SCRIPT_OVER)
+
+    @property
+    def is_new(self) -> bool:
+        """True of a newcomer that has not trained with the others yet."""
+        return self.beat.phase in (events.JOINING, events.SPARE)
 
 
 class FailureDetector:
@@ -140,6 +146,7 @@ class FailureDetector:
             for rank in range(ranks)
         }
         self._newcomers: dict[int, WatchedRank] = {}  # that are not taken in yet
+        self._called: set[int] = set()  # members that are told of the newest group, and not ready
 
     @property
     def ended_by_loss(self) -> bool:
@@ -223,7 +230,9 @@ class FailureDetector:
         self.stopped = True
 
     def _terminated(self, event: events.Terminated) -> None:
-        if event.rank is not None and (self.cause is not None or self._consequences):
+        if event.rank is not None and (
+            self.cause is not None or self._consequences or self.terminated
+        ):
             return  # an echo
         if event.rank is not None and self._lost is not None:
             lost_at, how = self._lost
@@ -248,17 +257,18 @@ class FailureDetector:
             case events.Heartbeat():
                 self._beat(member, event)
             case events.Ready():
-                self._begin_anew()
+                self._is_ready(member, event.generation)
             case events.Accused(failure=failure, generation=generation):
                 # Of a group that is over, whose members give each other up as they learn of it.
                 if self.cause is None and generation == self.generation:
                     deadline = self._now + self.limits.cause
                     self._consequences.append((deadline, member, failure))
             case events.Finished():
-                self._settle(member, State.DONE)
+                self._finished(member)
             case events.Failed(failure=failure):
                 self._failed(member, failure)
             case events.Left():
+                member.leaves = True
                 self._dead(member, "has left", loss=True)
             case events.Disconnected():
                 member.disconnected_at = self._now
@@ -268,6 +278,16 @@ class FailureDetector:
             case events.Exited(status=status):
                 member.gone = True
                 self._dead(member, events.exit_text(status), loss=status < 0)
+
+    def _is_ready(self, member: WatchedRank, generation: int) -> None:
+        if generation == self.generation:
+            self._called.discard(member.rank)
+        self._begin_anew()
+
+    def _finished(self, member: WatchedRank) -> None:
+        self._settle(member, State.DONE)
+        if member.rank in self._called:  # it had ended before it heard of the new group
+            self._go_on_without_new()
 
     def _beat(self, member: WatchedRank, beat: events.Heartbeat) -> None:
         back = member.state is State.STOPPED
@@ -302,7 +322,9 @@ class FailureDetector:
             return
         member.lost = loss
         left = sum(m.state is not State.LEFT_OUT for m in self._members.values()) - 1
-        goes_on = member.beat.expendable or (loss and self._are_elastic())
+        regroups = loss and not member.beat.expendable and self._are_elastic()
+        goes_on = member.beat.expendable or regroups
+        left += len(self._ready(events.SPARE)[:1]) if regroups else 0
         if goes_on and left < self._min_ranks:
             count = "1 rank is left" if left == 1 else f"{left} ranks are left"
             self._fail(f"{member.name} {how}; {count}, of {self._min_ranks} at least", loss=loss)
@@ -315,7 +337,8 @@ class FailureDetector:
         else:
             refused = self._refused if member.state is State.ABSENT else ()
             self._fail(f"{member.name} {'; '.join([how, *refused])}", loss=loss)
-        self._kill([member])
+        if not member.leaves:  # else its process ends by itself
+            self._kill([member])
 
     def _are_elastic(self) -> bool:
         """Return whether all programs go on in a new group where one of them is lost."""
@@ -325,7 +348,8 @@ class FailureDetector:
     def _leave_out(self, member: WatchedRank, how: str) -> None:
         self._settle(member, State.LEFT_OUT)
         self.left_out[member.rank] = how
-        self._lost = self._now, f"{member.name} {how}"
+        if not member.leaves:
+            self._lost = self._now, f"{member.name} {how}"
         self._begin_anew()
 
     def _regroup_without(self, member: WatchedRank, how: str) -> None:
@@ -344,8 +368,18 @@ class FailureDetector:
         self.generation += 1
         members = tuple(m.rank for m in self._in(*ALIVE))
         self._instructions.append(events.Regroup(self.generation, members))
+        self._called = set(members)
         self._begin_anew()
         return "1 rank" if len(members) == 1 else f"{len(members)} ranks"
+
+    def _go_on_without_new(self) -> None:
+        """Let those that are left end as they were about to, without a newcomer."""
+        for member in self._in(*ALIVE):
+            if member.is_new:
+                self._newcomers[member.rank] = self._members.pop(member.rank)
+                self._refuse(member, events.RUN_OVER)
+        if self._in(*ALIVE):
+            self._regroup([])
 
     # Newcomers
 
@@ -495,7 +529,13 @@ class FailureDetector:
 
     def _disconnected(self, member: WatchedRank, other: WatchedRank) -> None:
         """Let all connect anew, since two ranks have lost their connection, and both live. Where
-        that does not help, give up the one that more ranks accuse."""
+        that does not help, give up the one that more ranks accuse; at once a new one, which has
+        never reached the others."""
+        if member.is_new or other.is_new:
+            new, old = (member, other) if member.is_new else (other, member)
+            del self._consequences[0]
+            self._give_up(new, f"cannot connect with rank {old.rank}", loss=True)
+            return
         if self._now - self._reconnected_at > RECONNECTED_SECONDS:
             self._reconnected_at = self._now
             self._regroup([])
@@ -543,6 +583,10 @@ class FailureDetector:
         early, late = waits.keys() & over, waits.keys() - over
         if early and late:
             self._parted(self._members[min(early)], self._members[min(late)])
+            return
+        if new := [rank for rank in waits if self._members[rank].is_new]:
+            for rank in new:
+                self._give_up(self._members[rank], "cannot connect with all others", loss=True)
             return
         beats = {rank: self._members[rank].beat for rank in waits}
         whats = {rank: beat.waits_what for rank, beat in beats.items()}

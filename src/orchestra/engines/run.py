@@ -69,8 +69,9 @@ def record_of(
     others, in samples/s, by default what was measured of its ranks. `terminated`: by SIGTERM.
     """
     reports = [report for report in results if report is not None]
-    # The longest set-up is the one that the others waited for.
-    longest = max((report.setup for report in reports), key=lambda setup: sum(setup.values()))
+    # The longest set-up is the one that the others waited for; nobody waited for a newcomer's.
+    first = [report for report in reports if report.rank < run.training.ranks] or reports
+    longest = max((report.setup for report in first), key=lambda setup: sum(setup.values()))
     setup = {**launch, **longest}
     leader = next(report.leader for report in reports if report.leader is not None)
     # Of each worker in a full step at the start, and the weights behind them.

@@ -146,9 +146,12 @@ class LocalSGD(Replicas):
     def traits(self, work: WorkMode = "shared") -> Traits:
         exchanged = self._exchange()
         after_loss = AfterLoss.KEPT if exchanged is None else AfterLoss.ROUND
-        if self.overlap:  # averages are on their way between two steps
+        # With overlap averages are on their way between two steps.
+        if self.overlap or self.every is None or self.every_epochs is not None:
             after_loss = AfterLoss.CHECKPOINT
-        return replace(super().traits(work), exchange=exchanged, after_loss=after_loss)
+        return replace(
+            super().traits(work), exchange=exchanged, after_loss=after_loss, round=self.every or 1
+        )
 
     def _exchange(self) -> Rehearsal | None:
         """Return the all-reduce that ends a round, where rounds of steps average whole replicas."""

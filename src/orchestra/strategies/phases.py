@@ -40,8 +40,8 @@ class Phases:
     """One rank's way through the phases of `strategy`; `member` is its end of the one under way.
 
     Collective over all ranks. With `saved`, a `state` from a checkpoint, it goes on in that phase;
-    where it is `moved`, the first worker's of a run on another number of ranks, all join the phase
-    anew. So do they with `anew`, where all have equal parameters already.
+    with `common`, all join the phase anew, with what is common to all ranks in it, from parameters
+    and buffers that are equal already: those of a run on other ranks, say.
 
     Raises:
         Mismatch: `saved` does not fit, on some rank. Nothing is open.
@@ -53,8 +53,7 @@ class Phases:
         worker: Worker,
         saved: Mapping[str, Any] | None = None,
         *,
-        moved: bool = False,
-        anew: bool = False,
+        common: bool = False,
     ) -> None:
         self.worker = worker
         self._strategies = phases(strategy)
@@ -69,12 +68,12 @@ class Phases:
         if saved is None:
             self._watch_from(worker.measures.switched_at_step or 0)
         else:
-            self._restore(saved, moved=moved)
+            self._restore(saved, common=common)
         kept = None if saved is None else saved["member"]
-        states = (None, kept) if moved or anew else (kept, None)
-        worker.parameters_equal |= anew
+        states = (None, kept) if common else (kept, None)
+        worker.parameters_equal |= common
         self.member: Member[Any] = self._under_way.join(worker, *states)
-        worker.parameters_equal &= not anew
+        worker.parameters_equal &= not common
         self._begin_reports()
 
     @property
@@ -93,7 +92,7 @@ class Phases:
             "member": state_of(self.member),
         }
 
-    def _restore(self, saved: Mapping[str, Any], *, moved: bool) -> None:
+    def _restore(self, saved: Mapping[str, Any], *, common: bool) -> None:
         worker = self.worker
         exchange.require_fit(worker, {"phase": 0, "watches": {}, "member": {}}, saved)
         number = saved["phase"]
@@ -112,7 +111,7 @@ class Phases:
         if self._choice is not None:
             choice = saved["choice"]
             # Other ranks have other speeds: the candidates are measured anew.
-            choice = optimizers.common_of(self._choice, choice) if moved else choice
+            choice = optimizers.common_of(self._choice, choice) if common else choice
             restore_state(worker, self._choice, choice)
 
     # What is under way

@@ -109,6 +109,7 @@ class Traits:
             shards of workers or servers.
         exchange: None if it is not known how long an exchange takes.
         after_loss: what becomes of a run that has lost a worker.
+        round: the steps that a worker may take between two exchanges.
         phases: of a strategy that trains in phases, the traits of each.
     """
 
@@ -125,6 +126,7 @@ class Traits:
     optimizer: Partition = Partition.REPLICATED
     exchange: Rehearsal | None = None
     after_loss: AfterLoss = AfterLoss.CHECKPOINT
+    round: int = 1
     phases: tuple[Traits, ...] = ()
 
     def __post_init__(self) -> None:
@@ -156,7 +158,7 @@ def combined(phases: Sequence[Traits]) -> Traits:
         return functools.reduce(lambda one, other: one.joined(other, max), each)
 
     owners = [phase.optimizer for phase in phases]
-    endings = {phase.after_loss for phase in phases}
+    in_place = all(phase.after_loss is AfterLoss.IN_PLACE for phase in phases)
     return Traits(
         memory,
         max(phase.pace for phase in phases),
@@ -165,8 +167,8 @@ def combined(phases: Sequence[Traits]) -> Traits:
         reads_loss=any(phase.reads_loss for phase in phases),
         reads_values=any(phase.reads_values for phase in phases),
         native=any(phase.native for phase in phases),
-        # Where phases differ, none but the last resort holds in all of them.
-        after_loss=endings.pop() if len(endings) == 1 else AfterLoss.CHECKPOINT,
+        # Ranks that are to go on together may be in different phases.
+        after_loss=AfterLoss.IN_PLACE if in_place else AfterLoss.CHECKPOINT,
         optimizer=next((o for o in owners if o is not Partition.REPLICATED), Partition.REPLICATED),
         phases=tuple(phases),
     )

@@ -289,6 +289,7 @@ class CollectiveCheckpoints:
         self._worker = worker
         self._folder = folder
         self._attempt: RunAttempt | None = None
+        self._has_folder = True
         self._ranks = range(worker.runtime.ranks)
         self._snapshots = SnapshotFiles(folder, worker.rank, worker.reporter.notice)
 
@@ -308,6 +309,12 @@ class CollectiveCheckpoints:
         known = exchange.gather_numbers(worker, (self.index, number))
         self.index = int(max(index for index, _ in known))
         self._attempt = RunAttempt(self._folder, int(known[leader][1]))
+        self._has_folder = self._attempt.place.is_dir()
+        if not self._has_folder:
+            worker.reporter.notice(
+                f"{self._folder}: is not on the machine of rank {worker.runtime.slot}; the run "
+                "writes no checkpoints with it"
+            )
 
     def newest(
         self, leader: int, read: Callable[[int, Manifest], S], below: int | None = None
@@ -408,7 +415,7 @@ class CollectiveCheckpoints:
         index, digest, attempt = self.index + 1, None, self._attempt
         assert attempt is not None
         # Without the state of a lost rank there would be nothing to resume.
-        if not self._worker.transport.lost():
+        if self._has_folder and not self._worker.transport.lost():
             saved = capture(state) | {"rank": self._worker.rank, "checkpoint": index}
             self._snapshots.write(saved["snapshots"], attempt.make(index), self.index)
             digest = write_rank(attempt, index, self._worker.rank, saved)
@@ -471,22 +478,17 @@ def rank_state(phases: Phases, parameters: Any) -> dict[str, Any]:
 
 
 def resume(
-    worker: Worker,
-    strategy: Strategy,
-    saved: Mapping[str, Any],
-    *,
-    moved: bool = False,
-    anew: bool = False,
+    worker: Worker, strategy: Strategy, saved: Mapping[str, Any], *, common: bool = False
 ) -> Phases:
-    """Collective: put back a `rank_state`, but for the parameters; return the phases. `moved`: it
-    is of a run on another number of ranks, and made for this rank. For `anew` see `Phases`."""
+    """Collective: put back a `rank_state`, but for the parameters; return the phases. For `common`
+    see `Phases`."""
     for name, buffer in worker.buffers:
         if name in saved["buffers"]:
             restore(buffer, saved["buffers"][name])
     # An average that is still on its way is applied at the rates of the last step, and a run that
     # resumes at the end of its budget has no step any more.
     worker.step.rates = tuple(saved["rates"])
-    phases = Phases(strategy, worker, saved["strategy"], moved=moved, anew=anew)
+    phases = Phases(strategy, worker, saved["strategy"], common=common)
     # After `resume`, as a strategy that starts a phase may scale the rates, too.
     worker.rate_scale = saved["rate_scale"]
     restore_random_state(saved["random"])

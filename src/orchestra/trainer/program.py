@@ -6,7 +6,7 @@ import contextlib
 import functools
 import hashlib
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -171,6 +171,7 @@ class Session(Loop):
         self.speeds: tuple[float, ...] = ()
         self.roles = Roles((1.0,)) if enters else strategy.roles(training.ranks)
         self.held: ModelPart | Share | None = None  # of the model; None: all of it
+        self._enters = enters  # until it is taken in
         self._begin_anew()
         self._passed("task")
         try:
@@ -184,7 +185,6 @@ class Session(Loop):
         if training.tensorboard:
             self.scalars = Scalars(folder, f"rank-{runtime.slot}", first=self.position.steps + 1)
         self.regroupings: list[Regrouping] = []
-        self._enters = enters  # until it is taken in
         path = None if self.shared else folder / f"steps-rank-{runtime.slot}.jsonl"
         before = self.history[-2:-1]
         newcomer = bool(before) and runtime.rank >= before[0].ranks
@@ -307,7 +307,7 @@ class Session(Loop):
                 self.regroup(error)
 
     def regroup(self, error: PeerLost | GroupChanged) -> None:
-        """Go on from the most advanced state of the ranks of the next group, after `error`.
+        """Go on in the next group, after `error`, from a state that its ranks can have.
 
         Collective over these. `train` goes on with the next step. Raises `error` where the run
         cannot go on.
@@ -340,12 +340,13 @@ class Session(Loop):
         return self.engine.transport.now()
 
     def _make_retreat(self) -> Retreat:
-        """Return what this rank goes back to from now on, where all have equal parameters."""
-        makers: dict[AfterLoss, Callable[..., Retreat]] = {
-            AfterLoss.TOGETHER: StepStart, AfterLoss.ROUND: RoundStart, AfterLoss.KEPT: KeptSteps,
-        }  # fmt: skip
-        make = makers[self._after_loss]
-        return make(self.worker, self._live_state)
+        """Return what this rank goes back to from now on, at the start or in a new group."""
+        worker, live = self.worker, self._live_state
+        if self._after_loss is AfterLoss.TOGETHER:
+            return StepStart(worker, live)
+        if self._after_loss is AfterLoss.ROUND:
+            return RoundStart(worker, live)
+        return KeptSteps(worker, live, self.strategy.traits(self.training.work).round)
 
     def _live_state(self) -> dict[str, Any]:
         """Return the state that this rank goes on from, as plain data."""
@@ -386,15 +387,19 @@ class Session(Loop):
             state = self.retreat.state(standing.steps)
             standing.give(worker, self.phases.member, {**state, "run": self._of_the_run()})
             self.recorder.go_back_to(standing.steps, state["samples"])
+        worker.snapshots.skip(position.consumed)
         position.steps, position.consumed = standing.steps, state["consumed"]
         worker.step.consumed, worker.step.loss = position.consumed, state["loss"]
         restore(worker.parameters, state["parameters"])
+        if standing.is_behind and not enters and self._after_loss is AfterLoss.TOGETHER:
+            worker.offer_equal_parameters()  # of the step that the others have completed
         self.checkpoints.begin_attempt(self.roles.leader)
         self.recorder.move(worker)
         worker.snapshots.go_back_to(position.consumed)
         if apart:
             take_mean(worker, None if enters else self.phases.member, state)
-        self.phases = checkpoints.resume(worker, self.strategy, state, anew=apart)
+            state["buffers"] = dict(worker.buffers)
+        self.phases = checkpoints.resume(worker, self.strategy, state, common=apart)
         if apart:
             take_moments(self.phases.member, state)
         worker.rate_scale *= self._resize_batch()
@@ -632,7 +637,7 @@ class Session(Loop):
     def _check_target(self, module: nn.Module) -> None:
         """Refuse a run towards a metric that the task does not have: it would never arrive."""
         target, task = self.training.target, self.task
-        if target is None or self.runtime.rank != self.roles.leader:
+        if target is None or self._enters or self.runtime.rank != self.roles.leader:
             return
         dataset = curve.evaluation_data(task)
         if dataset is None:
@@ -783,7 +788,7 @@ class Session(Loop):
         worker.step.consumed = saved.position.consumed
         moved = saved.moments is not None
         worker.inherited = saved.moments if moved else {}
-        self.phases = checkpoints.resume(worker, self.strategy, vars(saved), moved=moved)
+        self.phases = checkpoints.resume(worker, self.strategy, vars(saved), common=moved)
         worker.inherited = {}
         self.order.first_step, self.shares = saved.position.steps, saved.shares
         return self.phases

@@ -1,9 +1,10 @@
-"""What a run goes on from where ranks are lost or join: the most advanced state of its ranks.
+"""What a run goes on from where ranks are lost or join: a state that all of them can have.
 
 In lockstep the ranks that are left differ by one step at most, since none completes a step without
 the contribution of all. Those that have completed it keep it; the others, which have contributed to
 it, take it over from the first of these, and so do newcomers. Where replicas are averaged by
-rounds, the same holds for the last average.
+rounds, the same holds for the last average. Where they are never equal, all go back to a step of
+which each has kept a copy, and take the mean there.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,9 +57,6 @@ class Retreat(ABC):
     def ended(self, made: int) -> None:  # noqa: B027
         """All that belongs to the last of `made` steps is done, what rules observe and the records
         included."""
-
-    apart: ClassVar[bool] = False
-    """Whether ranks go back to states that differ, so that nobody can take over another's."""
 
     @abstractmethod
     def steps(self, made: int) -> int:
@@ -144,15 +142,13 @@ class KeptSteps(Retreat):
     """Where replicas are never equal, but nothing is on its way between two steps: one of the last
     two copies of everything, which are made after as many steps on all ranks.
 
-    Ranks that mix with neighbours alone may be as many steps apart as there are links between them:
-    fewer than lie between two copies.
+    Ranks may be a `round` of steps apart, and where they mix with neighbours alone, as many steps
+    as there are links between them: no more than lie between two copies.
     """
 
-    apart = True
-
-    def __init__(self, worker: Worker, live: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, worker: Worker, live: Callable[[], dict[str, Any]], round: int) -> None:
         super().__init__(worker, live)
-        self._every = max(LEAST_STEPS, worker.runtime.ranks)
+        self._every = max(LEAST_STEPS, worker.runtime.ranks, round)
         self._copies = [self._copy()]
 
     def _copy(self) -> dict[str, Any]:

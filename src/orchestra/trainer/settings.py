@@ -16,7 +16,6 @@ from orchestra.settings import MAX_RANKS, MAX_SEED, MAX_STEPS, REQUIRED, Setting
 from orchestra.settings.base import require_setting
 from orchestra.strategies.base import Strategy, refusal_of
 from orchestra.strategies.traits import AfterLoss, Partition
-from orchestra.strategies.watching import transitions_of
 from orchestra.trainer.balancing import Balancing
 
 DEFAULT_EPOCHS = 10
@@ -388,11 +387,6 @@ class Run(Settings):
                     f"min_ranks: {name} is of {training.ranks} ranks, and after a loss there are "
                     f"fewer: leave out one of both"
                 )
-        if any(each.switch.learning_rate != "kept" for each in transitions_of(self.strategy)):
-            raise InputError(
-                f"min_ranks: {self.strategy!r} scales the learning rate by the number of workers, "
-                "of which there are fewer after a loss: set its learning_rate to kept"
-            )
         for ranks in range(least, training.ranks):
             if (reason := refusal_of(self.strategy, ranks)) is not None:
                 raise InputError(f"min_ranks: {least} or more may be left, but {reason}")

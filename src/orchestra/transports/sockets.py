@@ -246,7 +246,7 @@ def connect_mesh(
 
     Raises:
         PeerLost: the first rank that could not be reached, or did not come.
-        GroupChanged: `is_over` has returned True, since a rank was lost.
+        GroupChanged: `is_over` has returned True: there is another group.
     """
     deadline = time.perf_counter() + timeout
     connections: dict[int, socket.socket] = {}
@@ -272,7 +272,7 @@ def connect_mesh(
             try:
                 while missing:
                     if is_over():
-                        raise GroupChanged("a rank was lost while all connected")
+                        raise GroupChanged("there is a new group")
                     for key, _ in selector.select(min(remaining(deadline), LOOK_SECONDS)):
                         key.data()
             finally:

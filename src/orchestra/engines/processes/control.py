@@ -148,7 +148,7 @@ class Frames:
             del self._buffer[:end]
             try:
                 message = json.loads(body[:text])
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise BadFrame("not JSON") from error
             if not isinstance(message, dict):
                 raise BadFrame("not a JSON object")
@@ -252,7 +252,7 @@ class Control:
         return self._ordered > generation or self._cause is not None
 
     def accuse(self, error: PeerLost, roster: Roster) -> None:
-        """Report the loss of another rank of a group, unless it is known."""
+        """Report the loss of another rank of a group."""
         failure = replace(describe(error), lost=roster.members[error.rank])
         generation = roster.generation
         self._send({"kind": "accusation", "failure": asdict(failure), "generation": generation})

@@ -36,6 +36,7 @@ class Invitation:
 
     folder: str
     experiment: str  # the text of its file
+    next_rank: int = 0  # the number of the first newcomer, at least
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Entrance:
         except FileNotFoundError:
             raise InputError(
                 f"{path}: there is no such file: the run is over, or cannot be joined; one that "
-                "can is started with min_ranks, under all-reduce"
+                "can is started with min_ranks, under a strategy of docs/running.md"
             ) from None
         return found
 

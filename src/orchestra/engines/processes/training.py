@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,9 @@ def invitation_to(run: Run, folder: Path) -> Invitation | None:
     path = folder / EXPERIMENT
     if run.training.min_ranks is None or not after_loss.regroups or not path.exists():
         return None
-    return Invitation(str(folder.absolute()), path.read_text())
+    files = (each.stem.removeprefix("steps-rank-") for each in folder.glob("steps-rank-*.jsonl"))
+    next_rank = 1 + max((int(rank) for rank in files if rank.isdecimal()), default=-1)
+    return Invitation(str(folder.absolute()), path.read_text(), next_rank)
 
 
 def train_run(
@@ -180,17 +183,19 @@ class _Progress(PassingReporter):
 def newcomer(runtime: Runtime, assignment: tuple[Run, Path, bool]) -> dict[str, Any]:
     """Run the program of a rank that joins a run under way; report as plain data."""
     run, folder, spare = assignment
-    regroup = runtime.regroup
-    assert regroup is not None
 
-    def told(error: PeerLost | GroupChanged) -> Runtime:
-        tell("ready, and waits until a rank is lost" if spare else "ready")
-        found = regroup(error)
-        tell(f"taken in: {found.ranks} ranks train now")
-        return replace(found, reporter=_Progress(found.reporter))
+    def telling(runtime: Runtime) -> Runtime:
+        return replace(runtime, regroup=partial(regroup, runtime))
 
-    entering = SPARE if spare else JOINING
-    report = program(replace(runtime, regroup=told), (run, folder), entering=entering)
+    def regroup(before: Runtime, error: PeerLost | GroupChanged) -> Runtime:
+        assert before.regroup is not None
+        if before is runtime:
+            tell("ready, and waits until a rank is lost" if spare else "ready")
+        found = before.regroup(error)
+        tell(f"{'taken in: ' * (before is runtime)}{found.ranks} ranks train now")
+        return telling(replace(found, reporter=_Progress(found.reporter)))
+
+    report = program(telling(runtime), (run, folder), entering=SPARE if spare else JOINING)
     plain: dict[str, Any] = to_plain(report)
     return plain
 

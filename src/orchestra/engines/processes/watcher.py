@@ -109,7 +109,8 @@ class Watcher:
         self.imported = 0.0
         self._ranks = ranks
         self._invitation, self._shared_memory = invitation, shared_memory
-        self._next_rank = ranks  # the number of the next newcomer
+        # The number of the next newcomer, which no file of an earlier one has
+        self._next_rank = max(ranks, invitation.next_rank if invitation else 0)
         self._on_event = on_event or (lambda _: None)
         self._on_cause = on_cause or (lambda _: None)
         self._children: dict[int, BaseProcess] = {}
@@ -406,7 +407,7 @@ class Watcher:
             open_still = link.frames.read()
             for message, payload in link.frames.complete():
                 self._heard(link, message, payload)
-        except (BadFrame, KeyError, TypeError, ValueError):
+        except (BadFrame, KeyError, TypeError, ValueError, RecursionError):
             open_still = False
         if not open_still:
             self._hang_up(link)
@@ -429,7 +430,7 @@ class Watcher:
             self._carry_out(self.detector.noticed(str(message["text"])))
         elif kind == "connected":
             self._connected.add(rank)
-            if self._connected == set(range(self._ranks)):
+            if "connections" not in self.setup and self._connected >= set(range(self._ranks)):
                 self.setup["connections"] = self.age() - self.setup["processes"]
         elif kind == "result":
             self.results[rank] = payload
@@ -449,7 +450,7 @@ class Watcher:
         link.connection.settimeout(SEND_SECONDS)
         link.joined, link.pid = True, message["pid"]
         link.address = tuple(message["address"])
-        link.cores = message["kernel"] or message["host"], message["cores"]
+        link.cores = str(message["kernel"] or message["host"]), list(map(int, message["cores"]))
         link.memory = str(message["memory"])
         link.same_machine = bool(self._machine) and message["machine"] == self._machine
         self._links[rank] = link
