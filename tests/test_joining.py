@@ -202,6 +202,7 @@ def test_a_spare_that_is_not_needed_ends_with_the_run(tmp_path: Path) -> None:
     assert (ended.status, ended.out) == (0, "the run is over; this rank was not needed\n")
     assert not record.regroupings
     assert not record.left_out
+    assert not (record.folder / "steps-rank-2.jsonl").exists()
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])

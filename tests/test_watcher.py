@@ -893,3 +893,61 @@ def test_who_leaves_in_order_is_lost_to_the_others() -> None:
     story.tell(Left(4))
     assert story.detector.left_out == {4: "has left"}
     assert Regroup(2, (0, 1, 2, 3)) in story.done
+
+
+def test_a_newcomer_that_reaches_nobody_is_the_one_to_go() -> None:
+    """It connects to the others, so that it alone misses somebody."""
+    story = elastic_story()
+    newcomer(story)
+    story.pass_time(1)
+    for _ in range(3):
+        story.tell(Accused(4, lost(0), 1))
+    story.pass_time(LIMITS.cause + 1)
+    assert story.detector.left_out == {4: "cannot connect with rank 0"}
+    assert Regroup(2, (0, 1, 2, 3)) in story.done
+
+
+def test_a_newcomer_that_hangs_as_all_connect_is_the_one_to_go() -> None:
+    story = elastic_story()
+    newcomer(story)
+    story.pass_time(1)
+    for rank in range(4):
+        story.change(rank, waits_for=(4,), waits_what="to connect")
+    story.change(4, waits_for=(0,), waits_what="to connect")
+    story.pass_time(2 * LIMITS.patience)
+    assert story.detector.left_out == {4: "cannot connect with all others"}
+
+
+def test_a_spare_counts_where_few_ranks_are_left() -> None:
+    story = Story(3, min_ranks=3)
+    for rank in range(3):
+        story.change(rank, elastic="program")
+    story.beat()
+    newcomer(story, rank=3, phase=SPARE)
+    story.die(2)
+    assert Regroup(1, (0, 1, 3)) in story.done
+    story.die(1)
+    assert story.cause.endswith("2 ranks are left, of 3 at least")
+
+
+def test_one_that_leaves_is_no_reason_for_sigterm() -> None:
+    story = elastic_story()
+    newcomer(story)
+    story.pass_time(1)
+    story.tell(Left(4))
+    story.tell(Terminated(0))
+    assert story.detector.cause is None
+    assert story.detector.stopped
+    assert Kill(4) not in story.done
+
+
+def test_a_rank_that_ends_before_it_hears_of_a_newcomer_ends_well() -> None:
+    story = elastic_story()
+    newcomer(story)
+    assert Regroup(1, (0, 1, 2, 3, 4)) in story.pass_time(1)
+    for rank in (1, 2, 3, 4):
+        story.tell(Ready(rank, 1))
+    story.tell(Finished(0))
+    assert Refuse(4, RUN_OVER) in story.done
+    assert Regroup(2, (1, 2, 3)) in story.done
+    assert story.detector.cause is None

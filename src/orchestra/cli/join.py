@@ -78,6 +78,7 @@ def main(arguments: Sequence[str]) -> int:
     except RunFailed as failure:
         if str(failure) != RUN_OVER:
             raise
+        (folder / f"steps-rank-{place.rank}.jsonl").unlink(missing_ok=True)
         print("the run is over; this rank was not needed")
         return 0
     print(f"the run has ended after step {report.steps}; {report.samples} samples were read here")
