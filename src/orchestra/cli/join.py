@@ -12,7 +12,7 @@ from pathlib import Path
 from orchestra.cli.terminal import Parser
 from orchestra.cli.train import check_task
 from orchestra.engines.events import RUN_OVER
-from orchestra.engines.processes.joining import ENTRANCE, Entrance, Place, ask
+from orchestra.engines.processes.joining import ENTRANCE, Admission, Entrance, ask
 from orchestra.engines.processes.system import StopWish, handling
 from orchestra.engines.processes.training import join_run
 from orchestra.errors import InputError, RunFailed, tell
@@ -98,7 +98,7 @@ def _entrance(place: str, secret: Path | None) -> Entrance:
     return replace(Entrance.read(secret), host=found["host"], port=int(found["port"]))
 
 
-def _folder(place: Place, out: Path | None) -> Path:
+def _folder(place: Admission, out: Path | None) -> Path:
     """Return the folder of the run, or a new one with its experiment where that is not here."""
     told = place.invitation
     shared = Path(told.folder)

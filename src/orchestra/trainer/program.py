@@ -51,9 +51,9 @@ from orchestra.trainer.recorder import (
 )
 from orchestra.trainer.regrouping import (
     NO_STEPS,
-    Change,
     GroupStanding,
     KeptSteps,
+    NoticedChange,
     Retreat,
     RoundStart,
     StepStart,
@@ -361,7 +361,7 @@ class Session(Loop):
         )
         return state
 
-    def _noticed(self, retreat: Retreat) -> Change:
+    def _noticed(self, retreat: Retreat) -> NoticedChange:
         """Return what is known of the change of the group that this rank has just noticed."""
         made, under_way = self.position.steps, retreat.under_way
         steps, back = retreat.steps(made), self.position.consumed
@@ -369,7 +369,7 @@ class Session(Loop):
             back = retreat.state(steps)["consumed"]
         samples = self.position.consumed - back
         samples += self.worker.step.total_samples if under_way else 0
-        return Change(
+        return NoticedChange(
             self.engine.members, self.totals.elapsed, self._now(), steps,
             made - steps + under_way, samples,
         )  # fmt: skip
@@ -452,7 +452,7 @@ class Session(Loop):
         self.budget, self.begun_on = known["budget"], known["begun_on"]
         self.history = tuple(from_plain(list[Membership], known["history"]))
         self.regroupings = from_plain(list[Regrouping], known["regroupings"])
-        change = from_plain(Change, known["change"])
+        change = from_plain(NoticedChange, known["change"])
         self._group_change = replace(change, began=self._now())  # by this rank's clock
         self.recorder.go_on_from(steps, change.noticed)
         worker = self.worker

@@ -186,7 +186,7 @@ class TakenOver(Retreat):
 
 
 @dataclass(frozen=True)
-class Change:
+class NoticedChange:
     """What a rank knows of a change of its group when it notices that.
 
     It would go back to where it had made `steps` steps; the steps from there on are `voided`, and

@@ -77,7 +77,7 @@ def opened(folder: Path, address: tuple[str, int], secret: str) -> Iterator[None
 
 
 @dataclass(frozen=True)
-class Place:
+class Admission:
     """A place in a run: the number of the rank, and what it has to know."""
 
     rank: int
@@ -96,7 +96,7 @@ class Place:
         )  # fmt: skip
 
 
-def ask(entrance: Entrance, tls: TLS | None) -> Place:
+def ask(entrance: Entrance, tls: TLS | None) -> Admission:
     """Ask for a place. Raises `RunFailed` where nobody answers, or the run takes nobody in."""
     where = f"{entrance.host}:{entrance.port}"
     deadline = time.perf_counter() + ANSWER_SECONDS
@@ -121,13 +121,13 @@ def ask(entrance: Entrance, tls: TLS | None) -> Place:
     if answer.get("kind") != "place":
         raise RunFailed(f"{where}: the run takes nobody in: {answer.get('why')}")
     try:
-        found: Place = from_plain(Place, answer["place"])
+        found: Admission = from_plain(Admission, answer["place"])
     except (KeyError, Mismatch) as error:
         raise RunFailed(f"{where}: the answer of the run is not understood: {error}") from None
     return found
 
 
-def answer_to(application: Any, place: Place) -> dict[str, Any]:
+def answer_to(application: Any, place: Admission) -> dict[str, Any]:
     """Return the watcher's answer to an application for `place`."""
     own, other = version(PACKAGE), application.get("version")
     if other != own:

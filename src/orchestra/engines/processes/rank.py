@@ -40,7 +40,7 @@ from orchestra.engines.processes.environment import (
     towards,
 )
 from orchestra.engines.processes.injection import LOG, Injector, injections
-from orchestra.engines.processes.joining import Entrance, Invitation, Place, opened
+from orchestra.engines.processes.joining import Admission, Entrance, Invitation, opened
 from orchestra.engines.processes.system import (
     StopWish,
     TimedCompute,
@@ -371,7 +371,7 @@ def join(
 
 def join_run(
     entrance: Entrance,
-    place: Place,
+    place: Admission,
     program: Program,
     argument: Any,
     *,

@@ -12,7 +12,7 @@ from typing import Any
 from orchestra.engines.events import JOINING, SPARE
 from orchestra.engines.live import Display, Lines, Progress
 from orchestra.engines.processes.environment import Launched
-from orchestra.engines.processes.joining import Entrance, Invitation, Place
+from orchestra.engines.processes.joining import Admission, Entrance, Invitation
 from orchestra.engines.processes.launch import launch
 from orchestra.engines.processes.system import StopWish, UsageMeter
 from orchestra.engines.run import record_of, write_environment
@@ -155,7 +155,7 @@ def take_part(
 
 
 def join_run(
-    run: Run, folder: Path, entrance: Entrance, place: Place, *, spare: bool, wish: StopWish
+    run: Run, folder: Path, entrance: Entrance, place: Admission, *, spare: bool, wish: StopWish
 ) -> RankReport:
     """Join `run`, which is under way, as a rank at `place`; a `spare` one waits until another is
     lost. See `orchestra.engines.processes.rank.join_run`."""

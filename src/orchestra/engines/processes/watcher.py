@@ -20,7 +20,7 @@ from typing import Any
 from orchestra.engines import events
 from orchestra.engines.failure_detector import FailureDetector, Limits
 from orchestra.engines.processes.control import BadFrame, Frames, Message, pack
-from orchestra.engines.processes.joining import Invitation, Place, answer_to
+from orchestra.engines.processes.joining import Admission, Invitation, answer_to
 from orchestra.engines.processes.system import exit_status, is_stopped, machine
 from orchestra.errors import InputError, RankLost, RunFailed
 from orchestra.records.report import Counters
@@ -389,7 +389,7 @@ class Watcher:
         assert self._invitation is not None
         if self.detector.cause is not None or self.detector.stopped:
             return {"kind": "refusal", "why": "it is coming to its end"}
-        place = Place(
+        place = Admission(
             self._next_rank, self._ranks, self._invitation, self.detector.limits,
             self._shared_memory,
         )  # fmt: skip
