@@ -130,6 +130,7 @@ class Served:
             ranks = workers + strategy.servers
             runtime = Runtime(rank, ranks, transport, FreeCompute(), Notes(), lambda _: None)
             worker = Worker(runtime, module, spec)
+            worker.survives_losses = True
             self.workers.append(worker)
             self.members.append(strategy.join(worker))
             server = self.servers[-1]  # to all but which the workers are lost

@@ -438,6 +438,7 @@ OTHER = {
     "min_ranks": "1",
     "bucket_megabytes": "0.5",
     "overlap": "false",
+    "resized_batch": "scaled",
     "tensorboard": "true",
     "mlflow": "true",
     "wandb": "true",
@@ -530,7 +531,7 @@ def test_only_completed_runs_are_finished(tmp_path: Path) -> None:
     assert [record.status for record in finished(tmp_path)] == ["completed"]
     empty = (
         "notices", "by_rank", "worker_batches", "shares", "batches", "costs_doubts", "stragglers",
-        "decisions", "restarts", "losses", "ranks_history",
+        "decisions", "restarts", "regroupings", "ranks_history",
     )  # fmt: skip
     lists: dict[str, Any] = {name: [] for name in empty}
     expected = replace(_record("completed"), folder=tmp_path, **lists)
