@@ -203,7 +203,7 @@ def _spread(values: Sequence[float]) -> str:
 def main(arguments: Sequence[str]) -> int:
     parser = bench_parser("python -m benchmarks.churn", DESCRIPTION)
     parser.option("--seeds", "N", "of each strategy (default: 3)", type=int, default=3)
-    parser.option("--steps", "N", "of a run (default: 4000)", type=int, default=4000)
+    parser.option("--steps", "N", "of a run (default: 6000)", type=int, default=6000)
     parser.option("--strategy", "TEXT", "only those whose label has this", default="")
     options = read_options(parser, arguments)
     labels = [label for label in STRATEGIES if options.strategy in label]

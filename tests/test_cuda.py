@@ -151,3 +151,17 @@ def test_more_ranks_with_native_than_gpus_are_told_so(tmp_path: Path) -> None:
     assert ended.status == 2
     assert "GPU" in ended.err
     assert "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize("strategy", ["AllReduce('ring')", "LocalSGD(4)", "Gossip()"])
+def test_those_that_are_left_go_on(strategy: str, tmp_path: Path) -> None:
+    """Copies to go back to are on the GPU, and states of its random streams among them."""
+    task = "tests.failing_tasks:lost('2@21', model='normalised')"
+    record = orchestra.train(
+        task, strategy, 3, out=tmp_path, device="cuda", min_ranks=2, steps=40, batch_size=8,
+        optimizer="Adam(lr=0.01)", quiet=True,
+    )  # fmt: skip
+    assert record.status == "completed"
+    (change,) = record.regroupings
+    assert (change["lost"], change["ranks"]) == ([2], 2)
+    assert record.samples == 40 * 3 * 8
