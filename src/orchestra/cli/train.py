@@ -225,7 +225,7 @@ def _conditions(record: RunRecord, run: Run) -> Iterator[tuple[str, str]]:
         lost, joined = (sum(len(each[kind]) for each in regroupings) for kind in ("lost", "joined"))
         again = sum(each["samples_again"] for each in regroupings)
         text = f"{lost} lost, {joined} joined; {regroupings[-1]['ranks']} at the end"
-        yield "ranks", f"{text}, {again} samples done twice"
+        yield "rank changes", f"{text}, {again} samples done twice"
     if record.restarts:
         again = sum(restart["steps_again"] for restart in record.restarts)
         yield "restarts", f"{len(record.restarts)}; {again} steps were done twice"

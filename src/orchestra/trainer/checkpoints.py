@@ -312,8 +312,8 @@ class CollectiveCheckpoints:
         self._has_folder = self._attempt.place.is_dir()
         if not self._has_folder:
             worker.reporter.notice(
-                f"{self._folder}: is not on the machine of rank {worker.runtime.slot}; the run "
-                "writes no checkpoints with it"
+                f"rank {worker.runtime.slot} does not have the run's folder: with it the run writes "
+                "no checkpoints"
             )
 
     def newest(
