@@ -312,8 +312,8 @@ class CollectiveCheckpoints:
         self._has_folder = self._attempt.place.is_dir()
         if not self._has_folder:
             worker.reporter.notice(
-                f"rank {worker.runtime.slot} does not have the run's folder: with it the run writes "
-                "no checkpoints"
+                f"rank {worker.runtime.slot} does not have the run's folder: with it the run "
+                "writes no checkpoints"
             )
 
     def newest(
