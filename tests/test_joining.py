@@ -61,7 +61,12 @@ def told(folder: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["AllReduce('ring')", "AllReduce('tree')", "AllReduce('halving_doubling')"]
+    "strategy",
+    [
+        "AllReduce('ring')",
+        pytest.param("AllReduce('tree')", marks=pytest.mark.matrix),
+        pytest.param("AllReduce('halving_doubling')", marks=pytest.mark.matrix),
+    ],
 )
 def test_it_equals_a_run_that_is_resumed_with_the_same_members(
     strategy: str, tmp_path: Path
@@ -94,10 +99,10 @@ def test_it_equals_a_run_that_is_resumed_with_the_same_members(
 @pytest.mark.parametrize(
     ("strategy", "step"),
     [
-        ("LocalSGD(2)", 2),
+        pytest.param("LocalSGD(2)", 2, marks=pytest.mark.matrix),
         ("LocalSGD(2, outer=Nesterov(0.7, 0.9))", 2),
         ("Gossip(Ring())", 0),
-        ("Gossip(Ring(), compression=TopK(0.5))", 0),
+        pytest.param("Gossip(Ring(), compression=TopK(0.5))", 0, marks=pytest.mark.matrix),
         ("StochasticGradientPush", 0),
     ],
 )

@@ -94,7 +94,7 @@ def test_the_batch_and_the_rate_may_shrink_with_the_ranks(tmp_path: Path) -> Non
     [
         "LocalSGD(4)",
         "LocalSGD(4, outer=Nesterov(0.7, 0.9))",
-        "LocalSGD(4, outer=SlowMo(momentum=0.6))",
+        pytest.param("LocalSGD(4, outer=SlowMo(momentum=0.6))", marks=pytest.mark.matrix),
     ],
 )
 def test_replicas_that_are_averaged_by_rounds_go_back_to_the_last_average(
@@ -124,10 +124,10 @@ def test_replicas_that_are_averaged_by_rounds_go_back_to_the_last_average(
     "strategy",
     [
         "Gossip(Ring())",
-        "Gossip(Ring(), compression=TopK(0.5))",
+        pytest.param("Gossip(Ring(), compression=TopK(0.5))", marks=pytest.mark.matrix),
         "StochasticGradientPush",
         "LocalSGD(4, fragments=2)",
-        "LocalSGD(4, outer=Elastic())",
+        pytest.param("LocalSGD(4, outer=Elastic())", marks=pytest.mark.matrix),
     ],
 )
 def test_replicas_that_are_never_equal_go_on_from_their_mean(strategy: str, tmp_path: Path) -> None:

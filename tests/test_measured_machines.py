@@ -112,6 +112,7 @@ def test_two_ranks_of_torchrun_write_the_file_of_this_machine(tmp_path: Path) ->
     assert "plan on it" in ended.out
 
 
+@pytest.mark.matrix
 @needs_emulation
 def test_an_emulated_cluster_is_found_again(tmp_path: Path) -> None:
     cluster = small_cluster(3, speed=0.4, link=Link(2.5e6, 2e-3))
