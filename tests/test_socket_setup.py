@@ -7,6 +7,7 @@ import dataclasses
 import socket
 import ssl
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ from tests.waiting import wait_until
 from orchestra.engines.failure_detector import Limits
 from orchestra.engines.processes.control import Control, RankSpec
 from orchestra.engines.processes.watcher import Watcher
-from orchestra.errors import InputError, PeerLost, RunFailed
-from orchestra.transports import framing
+from orchestra.errors import GroupChanged, InputError, PeerLost, RunFailed
+from orchestra.transports import framing, handshake
 from orchestra.transports.framing import pack_header
 from orchestra.transports.handshake import MAGIC, TLS, address_of, hello, listen
 from orchestra.transports.matching import Mailbox
@@ -358,3 +359,25 @@ def test_tls_files_that_cannot_be_used_are_an_input_error(tmp_path: Path) -> Non
     tls = make_tls(tmp_path)
     with pytest.raises(InputError, match="TLS cannot use certificate"):
         dataclasses.replace(tls, key=tmp_path / "absent.key").context(server_side=True)
+
+
+def test_who_connects_to_a_silent_address_looks_whether_it_is_still_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(handshake, "LOOK_SECONDS", 0.05)
+
+    def look() -> None:
+        raise GroupChanged("there is a new group")
+
+    with contextlib.ExitStack() as sockets:
+        # Linux answers nothing once as many connections wait as the listener has room for.
+        full = sockets.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):
+            waiting = sockets.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        deadline = time.perf_counter() + 60.0
+        with pytest.raises(GroupChanged):
+            handshake.connect(
+                full.getsockname(), 1, 0, b"token", tls=None, deadline=deadline, look=look
+            )

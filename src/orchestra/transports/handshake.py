@@ -30,6 +30,8 @@ WATCHER = -1
 NEWCOMER = -2
 """The number of a process that asks the watcher to become a rank."""
 
+LOOK_SECONDS = 5.0  # without an answer, after which one looks whether it is still wanted
+
 NONCE_BYTES = 32
 CHALLENGE_BYTES = len(MAGIC) + NONCE_BYTES
 _RANK = struct.Struct("<i")
@@ -138,14 +140,16 @@ def connect(
     *,
     tls: TLS | None,
     deadline: float,
+    look: Callable[[], None] = lambda: None,
 ) -> socket.socket:
     """Connect `sender` to `receiver` at `address`; blocking, after both hellos.
 
-    Raises ConnectionError that says why there is none by `deadline`, in seconds of perf_counter.
+    Raises ConnectionError that says why there is none by `deadline`, in seconds of perf_counter,
+    and what `look` raises, which is called now and then while there is no answer at all.
     """
     connection = None
     try:
-        connection = socket.create_connection(address, timeout=remaining(deadline))
+        connection = _reach(address, deadline, look)
         # Small messages leave at once; Nagle's algorithm would hold them for an acknowledgement.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if tls is not None:
@@ -166,6 +170,18 @@ def connect(
             connection.close()
         raise ConnectionError(in_words(error)) from error
     return connection
+
+
+def _reach(address: tuple[str, int], deadline: float, look: Callable[[], None]) -> socket.socket:
+    """Return a connection with `address`; a firewall may drop what asks for one."""
+    while True:
+        seconds = remaining(deadline)
+        try:
+            return socket.create_connection(address, timeout=min(seconds, LOOK_SECONDS))
+        except TimeoutError:
+            if seconds <= LOOK_SECONDS:
+                raise
+            look()
 
 
 def _read(connection: socket.socket, length: int, deadline: float) -> bytes:

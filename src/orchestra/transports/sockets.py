@@ -263,7 +263,8 @@ def connect_mesh(
             # even while `peer` is still connecting to others.
             for peer in range(rank):
                 on_wait((peer,))
-                connections[peer] = _reach(addresses[peer], rank, peer, token, tls, deadline)
+                at = addresses[peer]
+                connections[peer] = _reach(at, rank, peer, token, tls, deadline, is_over)
             reception = Reception(
                 selector, listener, rank, token, tls, missing=missing, spare=STRANGERS,
                 welcome=welcome, refused=lambda _, why: refused.append(why),
@@ -287,11 +288,17 @@ def connect_mesh(
 
 
 def _reach(
-    address: tuple[str, int], rank: int, peer: int, token: bytes, tls: TLS | None, deadline: float
-) -> socket.socket:
-    """Connect `rank` with `peer`, which listens at `address`. Raises `PeerLost`."""
+    address: tuple[str, int], rank: int, peer: int, token: bytes, tls: TLS | None,
+    deadline: float, is_over: Callable[[], bool],
+) -> socket.socket:  # fmt: skip
+    """Connect `rank` with `peer`, which listens at `address`. Raises `PeerLost`, `GroupChanged`."""
+
+    def look() -> None:
+        if is_over():
+            raise GroupChanged("there is a new group")
+
     try:
-        return connect(address, rank, peer, token, tls=tls, deadline=deadline)
+        return connect(address, rank, peer, token, tls=tls, deadline=deadline, look=look)
     except ConnectionError as error:
         where = "{}:{}".format(*address)
         raise PeerLost(peer, f"it could not be reached at {where}: {error}") from error
