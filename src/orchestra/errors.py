@@ -75,6 +75,9 @@ class GroupChanged(OrchestraError):
     """A rank was lost or is to join, and there is a new group: what was under way between the ranks
     of the last one has no result."""
 
+    def __init__(self, text: str = "there is a new group") -> None:
+        super().__init__(text)
+
 
 class RunAborted(OrchestraError):
     """The watcher ended the run for a cause that lies in another rank."""

@@ -295,7 +295,7 @@ class Session(Loop):
         reporter = self.runtime.reporter
         reporter.elastic(self._what_it_trains())
         reporter.phase(phase)
-        self.regroup(GroupChanged("this rank is to join a run"))
+        self.regroup(GroupChanged())
 
     def run_to_end(self) -> RankReport:
         """Train and report, with the others that are there where some are lost or join."""

@@ -47,7 +47,7 @@ class Retreat(ABC):
             GroupChanged: the group is over. Some steps need no message, which would tell that.
         """
         if self._worker.reporter.group_is_over():
-            raise GroupChanged("there is a new group")
+            raise GroupChanged()
         self.under_way = True
 
     def done(self) -> None:
@@ -241,10 +241,10 @@ class GroupStanding:
         known = [each for each in made if each != NO_STEPS]
         if not known:
             raise RunFailed("all ranks that had the state of the run are lost")
-        least = min(known) if apart else max(known)
-        behind = frozenset(rank for rank, each in enumerate(made) if each < least)
-        donor = next(rank for rank, each in enumerate(made) if each >= least)
-        return GroupStanding(least, donor, behind, worker.rank in behind)
+        back = min(known) if apart else max(known)
+        behind = frozenset(rank for rank, each in enumerate(made) if each < back)
+        donor = next(rank for rank, each in enumerate(made) if each >= back)
+        return GroupStanding(back, donor, behind, worker.rank in behind)
 
     def receive(self, worker: Worker) -> dict[str, Any]:
         """Return the state of the donor, as `give` sends it, on a rank that is behind."""

@@ -273,7 +273,7 @@ def connect_mesh(
             try:
                 while missing:
                     if is_over():
-                        raise GroupChanged("there is a new group")
+                        raise GroupChanged()
                     for key, _ in selector.select(min(remaining(deadline), LOOK_SECONDS)):
                         key.data()
             finally:
@@ -295,7 +295,7 @@ def _reach(
 
     def look() -> None:
         if is_over():
-            raise GroupChanged("there is a new group")
+            raise GroupChanged()
 
     try:
         return connect(address, rank, peer, token, tls=tls, deadline=deadline, look=look)

@@ -267,7 +267,7 @@ class Control:
             if self._cause is not None:
                 transport.abort(RunAborted(self._cause))
             elif self._ordered > roster.generation:
-                transport.abort(GroupChanged("there is a new group"))
+                transport.abort(GroupChanged())
         self._send({"kind": "connected"})
 
     def connecting(self, to: tuple[int, ...]) -> None:
@@ -400,7 +400,7 @@ class Control:
                     own = self._spec.rank
                     self._left = tuple(rank for rank in order["members"] if rank != own)
                     if self._transport is not None:
-                        self._transport.abort(GroupChanged("there is a new group"))
+                        self._transport.abort(GroupChanged())
                 case "abort":
                     self._abort(order["cause"], at_once=order.get("at_once", False))
             self._changed.notify_all()

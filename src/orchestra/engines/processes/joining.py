@@ -111,9 +111,7 @@ def ask(entrance: Entrance, tls: TLS | None) -> Admission:
         connection.settimeout(ANSWER_SECONDS)
         frames, answer = Frames(connection), None
         with contextlib.suppress(OSError):
-            connection.sendall(
-                pack({"kind": "application", "version": version("neural-orchestra")})
-            )
+            connection.sendall(pack({"kind": "application", "version": version(PACKAGE)}))
             while answer is None and time.perf_counter() < deadline and frames.read():
                 answer = next((message for message, _ in frames.complete()), None)
     if answer is None:

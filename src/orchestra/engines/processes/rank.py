@@ -203,7 +203,7 @@ class Connections:
         if isinstance(error, PeerLost):
             self._control.accuse(error, roster)
         # From here on no flow writes into memory that the program goes on to use.
-        self._transport.abort(GroupChanged("there is a new group"))
+        self._transport.abort(GroupChanged())
         self.close(0.0)
         while True:
             roster, listener = self._control.regroup(lambda: listen(self._spec.host))
