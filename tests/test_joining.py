@@ -32,12 +32,18 @@ BEFORE = 3
 
 
 @contextmanager
-def held(folder: Path, strategy: str = "AllReduce('ring')", ranks: int = 2) -> Iterator[Training]:
-    """A training whose ranks all wait in their fourth step, until the file `go` is there."""
+def held(
+    folder: Path, strategy: str = "AllReduce('ring')", ranks: int = 2, readers: int | None = None
+) -> Iterator[Training]:
+    """A training whose ranks all wait in their fourth step, until the file `go` is there. So many
+    of them are `readers` of data; None: all."""
     task = f"tests.failing_tasks:gated({str(folder)!r}, model='normalised')"
-    training = Training(task, strategy, ranks, out=folder / "run", **SETTINGS)
+    settings = {**SETTINGS, "min_ranks": ranks - 1}
+    training = Training(task, strategy, ranks, out=folder / "run", **settings)
     try:
-        training.wait_until(lambda: len(list(folder.glob("at-*"))) == ranks, "the gate")
+        training.wait_until(
+            lambda: len(list(folder.glob("at-*"))) == (readers or ranks), "the gate"
+        )
         yield training
     finally:
         (folder / "go").touch()
@@ -121,6 +127,43 @@ def test_those_with_replicas_of_their_own_take_a_rank_in(
     for rank in range(3):
         steps = [line["step"] for line in step_lines(record.folder, rank)]
         assert steps == list(range(step + 1 if rank == 2 else 1, STEPS + 1))
+
+
+ASYNCHRONOUS = "ParameterServer(consistency='asynchronous')"
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "ParameterServer",
+        ASYNCHRONOUS,
+        pytest.param("AllReduce('ring', shard='parameters')", marks=pytest.mark.matrix),
+        pytest.param("LocalSGD(4, overlap=1)", marks=pytest.mark.matrix),
+        pytest.param("StochasticGradientPush(overlap=1)", marks=pytest.mark.matrix),
+        pytest.param("Hop(staleness=2)", marks=pytest.mark.matrix),
+        pytest.param("Prague(2)", marks=pytest.mark.matrix),
+        pytest.param("ElasticAveraging(1)", marks=pytest.mark.matrix),
+        pytest.param(
+            f"Switch(AllReduce('ring'), {ASYNCHRONOUS}, when=AfterSteps(9))",
+            marks=pytest.mark.matrix,
+        ),
+        pytest.param("Pipeline", marks=pytest.mark.matrix),
+    ],
+)
+def test_others_rest_to_take_a_rank_in(strategy: str, tmp_path: Path) -> None:
+    """Nothing is done again: all go on from a checkpoint of the rest."""
+    ranks = 3 if "Parameter" in strategy or "Elastic" in strategy else 2  # with a server
+    readers = 2 if "Switch" not in strategy else 3
+    with held(tmp_path, strategy, ranks, readers) as training, join(tmp_path) as newcomer:
+        newcomer.wait_until(lambda: "orchestra: ready" in newcomer.err(), "it is ready")
+        (tmp_path / "go").touch()
+        assert newcomer.end().status == 0
+        record = training.record()
+    (change,) = record.regroupings
+    assert (change["joined"], change["ranks"]) == ([ranks], ranks + 1), record
+    assert (change["steps_voided"], change["samples_again"]) == (0, 0)
+    assert record.samples == STEPS * ranks * 8
+    assert [part["ranks"] for part in record.ranks_history] == [ranks, ranks + 1]
 
 
 def test_a_newcomer_has_a_residual_of_its_own(tmp_path: Path) -> None:

@@ -146,22 +146,75 @@ def test_replicas_that_are_never_equal_go_on_from_their_mean(strategy: str, tmp_
         assert consumed == sorted(set(consumed))
 
 
-@pytest.mark.parametrize(
-    "strategy", ["AllReduce('ring', shard='optimizer')", "LocalSGD(4, overlap=1)"]
+SEVENTH = "gradient", 7
+SENDS = "send", 40  # of a server, which sends each of 3 workers two messages a step
+SWITCH = (
+    "Switch(AllReduce('ring'), ParameterServer(consistency='asynchronous'), when=AfterSteps(9))"
 )
-def test_others_go_on_from_a_checkpoint_on_fewer_ranks(strategy: str, tmp_path: Path) -> None:
-    record = train(tmp_path, strategy, "3@7", checkpoint_every=4)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "lost", "at"),
+    [
+        ("AllReduce('ring', shard='parameters')", 3, SEVENTH),
+        ("LocalSGD(4, overlap=1)", 0, SEVENTH),
+        ("ParameterServer", 0, SEVENTH),
+        ("ParameterServer(consistency='asynchronous')", 3, SENDS),
+        pytest.param("AllReduce('ring', shard='optimizer')", 1, SEVENTH, marks=pytest.mark.matrix),
+        pytest.param("AllReduce('ring', backup=1)", 1, SEVENTH, marks=pytest.mark.matrix),
+        pytest.param(
+            "ParameterServer(servers=2, placement='beside')", 1, SENDS, marks=pytest.mark.matrix
+        ),
+        pytest.param("PairwiseAveraging", 2, SEVENTH, marks=pytest.mark.matrix),
+        pytest.param("Prague(2)", 2, SEVENTH, marks=pytest.mark.matrix),
+        pytest.param("Hop(staleness=2)", 2, SEVENTH, marks=pytest.mark.matrix),
+        pytest.param("StochasticGradientPush(overlap=1)", 2, SEVENTH, marks=pytest.mark.matrix),
+        pytest.param("Hogwild", 2, SEVENTH, marks=pytest.mark.matrix),
+        pytest.param("ElasticAveraging(1)", 3, SENDS, marks=pytest.mark.matrix),
+        pytest.param(SWITCH, 1, SEVENTH, marks=pytest.mark.matrix),
+    ],
+)  # fmt: skip
+def test_others_go_on_from_the_newest_checkpoint(
+    strategy: str, lost: int, at: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = f'Inject("kill", rank={lost}, at="{at[0]}", number={at[1]})'
+    monkeypatch.setenv("ORCHESTRA_INJECT", fault)
+    record = train(tmp_path, strategy, "", checkpoint_every=2, optimizer="SGD(lr=0.05)")
     assert record.status == "completed"
-    assert [(part["ranks"], part["sample"]) for part in record.ranks_history] == [(4, 0), (3, 128)]
-    assert record.samples == 20 * 4 * 8
-    (restart,) = record.restarts
-    assert (restart["checkpoint"], restart["step"]) == (1, 4)
-    text = "was killed by SIGKILL; going on with 3 ranks in 1 s, from checkpoint 1, step 4"
+    assert not record.restarts
+    (change,) = record.regroupings
+    assert change["lost"] == [lost]
+    before, after = record.ranks_history
+    assert (before["ranks"], after["ranks"]) == (4, 3)
+    assert after["sample"] in range(2 * 32, 8 * 32)
+    text = f"was killed by SIGKILL; going on with {change['ranks']} ranks"
     assert text in record.notices[0]
+    if record.synchronous:
+        lines = [step_lines(record.folder, rank) for rank in range(4) if rank != lost]
+        steps = list(range(1, 21))
+        assert all([line["step"] for line in each] in (steps, []) for each in lines)
+        assert sum(map(bool, lines)) == record.workers - 1
+
+
+@pytest.mark.matrix
+def test_a_pipeline_goes_on_with_fewer_stages(tmp_path: Path) -> None:
+    record = train(tmp_path, "Pipeline", "1@7", ranks=2, min_ranks=1, checkpoint_every=4)
+    assert [part["ranks"] for part in record.ranks_history] == [2, 1]
+
+
+def test_without_a_checkpoint_they_begin_anew(tmp_path: Path) -> None:
+    record = train(tmp_path, "LocalSGD(4, overlap=1)", "3@7", checkpoint_every=None)
+    assert record.status == "completed"
+    (change,) = record.regroupings
+    assert (change["ranks"], change["step"], record.samples) == (3, 0, 20 * 4 * 8)
+    assert "there are none: set checkpoint_every" in record.notices[0]
+    for rank in range(4):
+        steps = [line["step"] for line in step_lines(record.folder, rank)]
+        assert steps == (list(range(1, 21)) if rank != 3 else [])
 
 
 def test_where_no_rank_may_be_missing_the_run_ends(tmp_path: Path) -> None:
-    with pytest.raises(RankLost, match=r"rank 3 on .* was killed by SIGKILL$"):
+    with pytest.raises(RankLost, match=r"rank 3 on .* was killed by SIGKILL; 3 ranks are left"):
         train(tmp_path, "LocalSGD(4, overlap=1)", "3@7", checkpoint_every=4, min_ranks=4)
 
 

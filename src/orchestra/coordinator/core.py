@@ -69,6 +69,11 @@ class Coordinator:
         return self._size_of.keys() <= self._gone | self._ended
 
     @property
+    def owes(self) -> bool:
+        """True if a batch of a lost worker is to be handed out again."""
+        return bool(self._returned)
+
+    @property
     def idle(self) -> Set[int]:
         """The workers that are owed an instruction, and wait for it."""
         return self._idle

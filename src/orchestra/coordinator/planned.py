@@ -40,16 +40,14 @@ class PlannedWork:
         self._rest_every = rest_every
         self._policies = policies
         self._due: Rest | None = None
-        self._stopped = False
 
     def take(self) -> Instruction:
         """Return the next instruction; the one before is done."""
         at = self.plan.position(self.step)
         if self._due is not None:
             rest, self._due = self._due, None
-            self._stopped = rest.reason is Reason.STOP
             return RestAt(at, rest)
-        if self._stopped or self.step >= self.plan.steps:
+        if self.step >= self.plan.steps:
             return Finish(at)
         self.step += 1
         return Take(at, self.plan.position(self.step))

@@ -14,7 +14,7 @@ class Reason(enum.IntEnum):
     EPOCH = 2  # of a loop of the user's own: all take the model that was learnt
     AGREEMENT = 3  # the same within an epoch
     SAVE = 4  # the first worker collects the state of all ranks
-    STOP = 5  # the user wishes to stop: all ranks write a checkpoint, and do not go on
+    STOP = 5  # all ranks write a checkpoint; the run ends, or goes on in another group
     END = 6  # of the run, or of the strategy in it: nobody takes a further step
     CANDIDATE = 7  # `Auto` goes on with another candidate
     # Of a strategy in a loop of the user's own:

@@ -69,6 +69,7 @@ class Heartbeat(OfRank):
     waits_what: str = ""  # what it waits for, in words
     expendable: bool = False  # the run can go on without it
     elastic: str = ""  # see `Reporter.elastic`
+    rests: bool = False  # the same
     counters: Counters | None = None  # the latest
 
 
@@ -167,6 +168,11 @@ class Regroup:
 
 
 @dataclass(frozen=True)
+class Rest:
+    """Ask every rank to come to rest, and to wait there for the next group."""
+
+
+@dataclass(frozen=True)
 class Refuse:
     """Tell a newcomer that it is not taken in, and why."""
 
@@ -193,7 +199,7 @@ class Notice:
     text: str
 
 
-Instruction = Abort | Disconnect | Regroup | Refuse | Kill | Stop | Notice
+Instruction = Abort | Disconnect | Regroup | Rest | Refuse | Kill | Stop | Notice
 
 # Texts --------------------------------------------------------------------------------------
 

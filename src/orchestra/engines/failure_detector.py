@@ -21,7 +21,8 @@ The rules:
   that live have lost their connection, all connect anew, and if that does not help, the one that
   more ranks accuse is given up. Any other end of a rank ends the run.
 - The end of a newcomer does not matter. Once it is ready, and all programs are elastic and train,
-  it is a member of a new group; a spare one is taken in where a rank is lost.
+  it is a member of a new group; where these rest first, once they have. A spare one is taken in
+  where a rank is lost.
 - SIGTERM asks for an orderly stop, as Ctrl-C does, and leaves `grace` seconds for it: then the run
   ends, and its last checkpoint stands. One that comes to a rank right after the loss of another is
   its echo: torchrun ends all ranks of a node once one of them has died.
@@ -39,6 +40,7 @@ from dataclasses import dataclass
 
 from orchestra.engines import events
 from orchestra.engines.events import Instruction
+from orchestra.worker.runtime import RESTING
 
 REFUSALS = 8  # that a run reports at most: strangers cause them, too
 ECHO_SECONDS = 10.0  # after a loss in which SIGTERM to another rank follows from it
@@ -147,6 +149,7 @@ class FailureDetector:
         }
         self._newcomers: dict[int, WatchedRank] = {}  # that are not taken in yet
         self._called: set[int] = set()  # members that are told of the newest group, and not ready
+        self._asked_to_rest = False  # all members, since the newest group began
 
     @property
     def ended_by_loss(self) -> bool:
@@ -297,6 +300,8 @@ class FailureDetector:
         if back:
             member.state = State.RUNNING
             self._notice(f"{member.name} is back")
+        if beat.phase == RESTING:
+            self._look_after_newcomers()
 
     def _failed(self, member: WatchedRank, failure: events.Failure) -> None:
         if member.state is State.LEFT_OUT:
@@ -366,6 +371,7 @@ class FailureDetector:
         # What they say of each other until now has a loss for its cause.
         self._consequences.clear()
         self.generation += 1
+        self._asked_to_rest = False
         members = tuple(m.rank for m in self._in(*ALIVE))
         self._instructions.append(events.Regroup(self.generation, members))
         self._called = set(members)
@@ -407,12 +413,23 @@ class FailureDetector:
         if not members:
             for newcomer in list(self._newcomers.values()):
                 self._refuse(newcomer, events.RUN_OVER)
-        if self.stopped or not self._newcomers or not self._are_elastic():
-            return
-        if all(m.beat.phase == "training" for m in members) and (
-            come := self._ready(events.JOINING)
-        ):
-            ranks = self._regroup(come)
+        phases = {m.beat.phase for m in members}
+        if phases == {RESTING} and self.cause is None:
+            self._take_in(self._ready(events.JOINING))
+        elif self._newcomers and self._are_elastic() and not self.stopped:
+            rest_first = any(m.beat.rests for m in members)
+            phases -= {"serving"} if rest_first else set()
+            if phases == {"training"} and (come := self._ready(events.JOINING)):
+                if not rest_first:
+                    self._take_in(come)
+                elif not self._asked_to_rest:
+                    self._asked_to_rest = True
+                    self._instructions.append(events.Rest())
+
+    def _take_in(self, come: Sequence[WatchedRank]) -> None:
+        """Go on in a new group with those that `come`, of whom some may be gone meanwhile."""
+        ranks = self._regroup(come)
+        if come:
             names = ", ".join(newcomer.name for newcomer in come)
             self._notice(f"{names} joins; going on with {ranks}")
 

@@ -12,10 +12,8 @@ from orchestra.errors import InputError, RankLost, RunFailed
 from orchestra.records.live import Tail, add_notice
 from orchestra.records.record import Restart, RunRecord
 from orchestra.settings.base import to_plain
-from orchestra.strategies import base as strategies
 from orchestra.strategies.traits import AfterLoss
 from orchestra.trainer.checkpoint_files import newest_whole, steps_of
-from orchestra.trainer.membership import refusal_to_resume
 from orchestra.trainer.settings import Run
 
 PAUSE_SECONDS = 1.0  # before the first restart; before each further one twice as long
@@ -23,10 +21,9 @@ MOST_PAUSE_SECONDS = 30.0
 
 
 class Restarts:
-    """The restarts of a run in its `folder`: `most` of them with as many ranks; with `min_ranks`
-    further ones, on one rank less each, where the run can go on so from a checkpoint.
+    """The restarts of `run` in its `folder`, `most` of them at most.
 
-    `run` is the one to train next. `tell` is called with each line for the user.
+    `tell` is called with each line for the user.
 
     Raises:
         InputError: there cannot be as many, or none on this engine.
@@ -41,31 +38,29 @@ class Restarts:
                 "the run before it: leave it out"
             )
         self.made: list[Restart] = []
-        self.run = run
-        self._folder, self._most, self._tell = folder, most, tell
+        self._run, self._folder, self._most, self._tell = run, folder, most, tell
         self._notices: list[str] = []
         self._seen: dict[Path, tuple[int, int]] = {}  # time and size of files of steps
 
     def begin(self) -> None:
         """Note the state of the folder before the run begins or resumes."""
-        if not self.run.training.checkpoint_every:
+        run = self._run
+        if not run.training.checkpoint_every:
             if self._most:
                 self._say(
                     "each restart is from the beginning, as there are no checkpoints: set "
                     "checkpoint_every to lose less"
                 )
-            elif self._goes_back:
+            elif run.is_elastic and run.after_loss is AfterLoss.CHECKPOINT:
                 self._say(
-                    f"min_ranks: {self.run.strategy!r} goes on from checkpoints, and there are "
-                    "none: set checkpoint_every"
+                    f"min_ranks: {run.strategy!r} goes on from checkpoints, and there are none: "
+                    "set checkpoint_every"
                 )
         self._recorded()
 
     def follow(self, failure: RunFailed) -> bool:
         """Return whether a restart follows a run that ended by `failure`."""
-        if not isinstance(failure, RankLost):
-            return False
-        return len(self.made) < self._most or self._on_fewer() is not None
+        return isinstance(failure, RankLost) and len(self.made) < self._most
 
     def concluded(self, failure: RunFailed) -> RunFailed:
         """Return the `failure` of a run that is not restarted, in the words for its user."""
@@ -84,16 +79,11 @@ class Restarts:
         start = "the beginning"
         if checkpoint is not None:
             start = f"checkpoint {checkpoint}, step {step}"
-        elif self.run.training.checkpoint_every:
+        elif self._run.training.checkpoint_every:
             start += ": no checkpoint yet"
         pause = min(PAUSE_SECONDS * 2 ** len(self.made), MOST_PAUSE_SECONDS)
-        what = f"restart {len(self.made) + 1} of {self._most}"
-        if len(self.made) >= self._most:
-            fewer = self._on_fewer()
-            assert fewer is not None
-            self.run, ranks = fewer, fewer.training.ranks
-            what = f"going on with {ranks} rank{'s' * (ranks > 1)}"
-        self._say(f"{cause}; {what} in {pause:g} s, from {start}")
+        number = len(self.made) + 1
+        self._say(f"{cause}; restart {number} of {self._most} in {pause:g} s, from {start}")
         time.sleep(pause)
         self.made.append(restart)
 
@@ -105,24 +95,6 @@ class Restarts:
             notices=(*self._notices, *record.notices),
         )
 
-    @property
-    def _goes_back(self) -> bool:
-        """True if the run goes on from a checkpoint on fewer ranks, where it has lost some."""
-        traits = self.run.strategy.traits(self.run.training.work)
-        least = self.run.training.min_ranks
-        return least is not None and traits.after_loss is AfterLoss.CHECKPOINT
-
-    def _on_fewer(self) -> Run | None:
-        """Return the run on one rank less, if it can go on so from its newest checkpoint."""
-        training = self.run.training
-        ranks, found = training.ranks - 1, newest_whole(self._folder / "checkpoints")
-        if not self._goes_back or found is None or ranks < (training.min_ranks or 1):
-            return None
-        if strategies.refusal_of(self.run.strategy, ranks) is not None:
-            return None
-        fewer = replace(self.run, training=replace(training, ranks=ranks))
-        return None if refusal_to_resume(fewer, found[1]) is not None else fewer
-
     def _newest(self) -> tuple[int | None, int, dict[int, int]]:
         """Return the number of the newest whole checkpoint, the steps of its first worker, and
         those of each of its ranks; None and 0 where there is none."""
@@ -131,7 +103,7 @@ class Restarts:
         if found is None:
             return None, 0, {}
         index, manifest = found
-        steps = {rank: steps_of(folder, index, rank) for rank in range(len(manifest.members))}
+        steps = {manifest.slots[r]: steps_of(folder, index, r) for r in manifest.present}
         return index, steps[manifest.first_worker], steps
 
     def _say(self, text: str) -> None:

@@ -103,6 +103,12 @@ class Connection:
             self.take_model()
         return complete
 
+    @property
+    def owes(self) -> bool:
+        """True if a batch of a lost worker is to be done again, as far as this rank knows."""
+        coordinator = None if self.server is None else self.server.own.state.coordinator
+        return coordinator is not None and coordinator.owes
+
     def learnt(self) -> Sequence[Learnt]:
         """Return the slices of the model, each of which its server owns, unless workers have it."""
         if not self.rules.application.holds_model:

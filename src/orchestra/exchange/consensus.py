@@ -51,7 +51,8 @@ class Kept:
     optimizer: Optimizer | None = None
     parts: Sequence[OptimizerPart] = ()
     buffers_weight: float = 1.0
-    complete: bool = True  # no worker has finished or was lost, so that a checkpoint can be taken
+    complete: bool = True  # no worker has finished, so that a checkpoint can be taken
+    owes: bool = False  # work of a lost worker is to be done again, so that none would be whole
 
 
 def take_consensus(worker: Worker, learnt: Sequence[Learnt], *, tolerant: bool) -> None:

@@ -210,11 +210,11 @@ class SharedWork:
             self._in_hand = WorkInHand(queue, worker.rank)
         self._asked: Callable[[], Instruction] | None = None
         self._begun = False
-        core = None
+        self._core: Coordinator | None = None
         if worker.rank == holder:
             gone = worker.transport.lost().intersection(worker.workers.ranks)
-            core = Coordinator(queue, expendable=expendable, gone=gone)
-        self._control = ControlFlow(worker.transport, core, holder, Tag.WORK_REQUEST)
+            self._core = Coordinator(queue, expendable=expendable, gone=gone)
+        self._control = ControlFlow(worker.transport, self._core, holder, Tag.WORK_REQUEST)
 
     def take(self) -> Instruction:
         """Return what this worker does next; the batch before is done."""
@@ -223,7 +223,7 @@ class SharedWork:
         instruction, done, rank = self._in_hand.take(), self._done(), self._worker.rank
         self._begun = isinstance(instruction, Take)
         if self._begun:
-            wish = [Wish(rank)] if self._worker.reporter.stop_requested() else []
+            wish = [Wish(rank)] if self._worker.wishes_to_rest() else []
             # Asked now, a step ahead: the answer is there when this batch is done.
             self._asked = self._control.ask(self._holder, *done, Started(rank), *wish)
         elif isinstance(instruction, Wait):
@@ -231,6 +231,11 @@ class SharedWork:
         elif done:
             self._control.ask(self._holder, *done, Settle(rank))()
         return instruction
+
+    @property
+    def owes(self) -> bool:
+        """True if a batch of a lost worker is to be done again, as far as this rank knows."""
+        return self._core is not None and self._core.owes
 
     def skip(self, values: Tensor) -> None:
         """Do nothing: this worker has asked for its next instruction already."""

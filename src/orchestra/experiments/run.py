@@ -77,7 +77,7 @@ def make_run(
         restarts.begin()
         while True:
             try:
-                return _attempt(restarts.run, experiment, folder, train, tuned or {}, restarts)
+                return _attempt(run, experiment, folder, train, tuned or {}, restarts)
             except RankLost as loss:
                 if not restarts.follow(loss):
                     raise

@@ -116,10 +116,11 @@ class ElasticMember(ServedMember[ElasticAveraging]):
 
     def rest(self, rest: Rest) -> Kept:
         """Wait until every exchange is over and every worker is here."""
-        if self.queue is not None and rest.reason.ends:
-            self.queue.close()
+        queue = self.queue
+        if queue is not None and rest.reason.ends:
+            queue.close()
             self.queue = None
-        return super().rest(rest)
+        return replace(super().rest(rest), owes=queue is not None and queue.owes)
 
 
 @dataclass(eq=False)

@@ -53,7 +53,7 @@ class ServedMember(Member[S]):
         complete = self.connection.rest(rest)
         if rest.reason.ends:
             self.worker.source = None
-        kept = replace(self.kept(), complete=complete)
+        kept = replace(self.kept(), complete=complete, owes=self.connection.owes)
         return replace(kept, learnt=()) if rest.reason.takes_model else kept
 
     def kept(self) -> Kept:

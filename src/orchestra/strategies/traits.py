@@ -43,15 +43,17 @@ class Partition(enum.Enum):
 class AfterLoss(enum.Enum):
     """What becomes of a run that has lost a rank, in words."""
 
-    IN_PLACE = "the others go on"
+    IN_PLACE = (
+        "the others go on; without a rank that all need, with min_ranks from the newest checkpoint"
+    )
     TOGETHER = "with min_ranks those that are left go on together, from the last step"
     ROUND = "with min_ranks those that are left go on together, from the last average of all"
     KEPT = "with min_ranks those that are left go on together, from the mean of kept replicas"
-    CHECKPOINT = "with min_ranks it goes on from its newest checkpoint, on fewer ranks"
+    CHECKPOINT = "with min_ranks those that are left go on together, from the newest checkpoint"
 
     @property
-    def regroups(self) -> bool:
-        """True if those that are left make a new group, which can also take ranks in."""
+    def keeps_state(self) -> bool:
+        """True if each rank keeps what a new group goes on from; else that is a checkpoint."""
         return self in (AfterLoss.TOGETHER, AfterLoss.ROUND, AfterLoss.KEPT)
 
 

@@ -17,8 +17,11 @@ from orchestra.records.report import Membership
 from orchestra.settings.base import REQUIRED, from_plain, setting
 
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 3
 """The version of the format of checkpoints; this is the only one that is read."""
+
+LOST = "lost"
+"""The role of a rank that was lost before, and without which the run has gone on."""
 
 _RANK_FILE = re.compile(r"rank-\d+\.safetensors")
 
@@ -32,7 +35,8 @@ class Manifest:
     """What a checkpoint holds: whose files, how the model lies over them, how far the run was."""
 
     generation: int = setting(REQUIRED, "number of the attempt at the run that wrote it", low=0)
-    members: tuple[str, ...] = ()  # the role of each rank: "worker", "server", "worker and server"
+    members: tuple[str, ...] = ()  # the role of each rank: "worker and server", "lost" ...
+    slots: tuple[int, ...] = ()  # the numbers by which the run's files know them
     layout: dict[str, str] = field(default_factory=dict)  # parameters, optimizer, replicas
     consumed: int = setting(0, "samples of all workers", low=0)
     budget: int = setting(0, "samples of the whole run", low=0)
@@ -47,6 +51,11 @@ class Manifest:
     def first_worker(self) -> int:
         """The first rank with data."""
         return next(r for r, role in enumerate(self.members) if role.startswith("worker"))
+
+    @property
+    def present(self) -> list[int]:
+        """The ranks that were not lost: those with a file."""
+        return [rank for rank, role in enumerate(self.members) if role != LOST]
 
     @property
     def ranks(self) -> int:
@@ -90,8 +99,9 @@ def read_manifest(folder: Path, index: int) -> Manifest:
         found: Manifest = from_plain(Manifest, content)
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path}: {error}") from error
-    names = [rank_file(rank) for rank in range(len(found.members))]
-    if sorted(found.files) != sorted(names) or not found.history:
+    names = [rank_file(rank) for rank in found.present]
+    numbered = len(found.slots) == len(found.members)
+    if sorted(found.files) != sorted(names) or not (found.history and numbered):
         raise DamagedCheckpoint(f"{path}: its files are not those of its members")
     return found
 

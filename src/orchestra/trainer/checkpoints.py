@@ -407,20 +407,22 @@ class CollectiveCheckpoints:
             self.refuse(index, error)
             return None
 
-    def take(self, state: Any, manifest: Manifest, leader: int) -> None:
-        """Collective, at a quiet point: write `state`; it counts only if all ranks have written.
+    def take(self, state: Any, manifest: Manifest, leader: int, *, whole: bool = True) -> bool:
+        """Collective, at a quiet point: write `state`, and return whether the checkpoint counts:
+        all ranks that are not lost have written, and say that it is `whole`.
 
         `manifest` lacks the files, and is the leader's.
         """
         index, digest, attempt = self.index + 1, None, self._attempt
         assert attempt is not None
-        # Without the state of a lost rank there would be nothing to resume.
-        if self._has_folder and not self._worker.transport.lost():
+        if self._has_folder and whole:
             saved = capture(state) | {"rank": self._worker.rank, "checkpoint": index}
             self._snapshots.write(saved["snapshots"], attempt.make(index), self.index)
             digest = write_rank(attempt, index, self._worker.rank, saved)
-        if self._commit(attempt, index, digest, manifest, leader):
+        counts = self._commit(attempt, index, digest, manifest, leader)
+        if counts:
             self.index = index
+        return counts
 
     def close(self, leader: int) -> None:
         """End the attempt, on the `leader`."""
@@ -450,12 +452,12 @@ class CollectiveCheckpoints:
             send_object(transport, digest, leader)
             return bool(transport.receive(leader, Tag.CHECKPOINT).wait())
         files: dict[str, str] = {}
-        for rank in self._ranks:
+        for rank in manifest.present:
             with contextlib.suppress(PeerLost):
                 written = digest if rank == leader else receive_object(transport, rank)
                 if written is not None:
                     files[rank_file(rank)] = str(written)
-        whole = len(files) == len(self._ranks)
+        whole = len(files) == len(manifest.present)
         if whole:
             commit(attempt, index, replace(manifest, files=files))
         for rank in self._ranks:

@@ -80,7 +80,7 @@ class ServedWork:
         reporter, step = self._worker.reporter, self._worker.step
         reporter.phase("serving")
         while (point := self._member.serve()) is not None:
-            if point.complete or point.rest.reason is not Reason.CHECKPOINT:
+            if point.complete or point.rest.reason not in (Reason.CHECKPOINT, Reason.STOP):
                 break
         reporter.phase("training")
         return Finish(step.consumed) if point is None else RestAt(step.consumed, point.rest)
@@ -115,8 +115,18 @@ class Loop(ABC):
         """Return what this rank reads where ranks have these shares: all samples, or its shard."""
 
     @abstractmethod
-    def _write_checkpoint(self) -> None:
-        """Write one at a quiet point, all ranks together."""
+    def _write_checkpoint(self, *, whole: bool = True) -> bool:
+        """Write one at a quiet point, all ranks together; it counts where all say it is `whole`.
+        Return whether it does."""
+
+    @abstractmethod
+    def _is_to_stop(self, *, complete: bool, saved: bool) -> bool:
+        """Return whether the run ends at the rest for which somebody has wished. Collective if
+        that is `complete`. `saved`: there is a checkpoint of it.
+
+        Raises:
+            GroupChanged: a new group goes on from the checkpoint.
+        """
 
     def _begin_phase(self) -> None:
         """Deal out what is left of the data to those who have roles now."""
@@ -173,8 +183,7 @@ class Loop(ABC):
         if item.rest.reason in (Reason.PHASE, Reason.CANDIDATE):
             self._change(item.rest)
             return True
-        self.stopped = item.rest.reason is Reason.STOP
-        self._rest_for_checkpoint()
+        self._rest_for_checkpoint(item.rest.reason)
         return not self.stopped
 
     def _next(self) -> Take | RestAt | Finish:
@@ -295,10 +304,13 @@ class Loop(ABC):
         if self.training.stop_on_nonfinite and not math.isfinite(loss):
             raise RunFailed(f"the loss became {loss} at step {step}; {NONFINITE}")
 
-    def _rest_for_checkpoint(self) -> None:
-        """Come to rest, take a checkpoint unless some workers have left, and go on."""
-        if self.phases.rest(Reason.CHECKPOINT).complete:
-            self._take_checkpoint()
+    def _rest_for_checkpoint(self, reason: Reason) -> None:
+        """Come to rest, take a checkpoint unless some workers have left, and go on, unless the run
+        ends here."""
+        kept = self.phases.rest(reason)
+        saved = kept.complete and self._take_checkpoint(whole=not kept.owes)
+        if reason is Reason.STOP:
+            self.stopped = self._is_to_stop(complete=kept.complete, saved=saved)
         self.phases.go_on()
 
     def _offer_buffers(self) -> None:
@@ -314,8 +326,9 @@ class Loop(ABC):
         if (vector := buffers_vector(worker.buffers)) is not None:
             snapshots.offer(consumed, vector, weight=weight, kind="buffers")
 
-    def _take_checkpoint(self) -> None:
+    def _take_checkpoint(self, *, whole: bool = True) -> bool:
         with self.trace.aside("checkpoint"):
             self.recorder.pause()
-            self._write_checkpoint()
+            saved = self._write_checkpoint(whole=whole)
             self.recorder.resume()
+        return saved

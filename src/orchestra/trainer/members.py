@@ -102,7 +102,7 @@ class MemberFile(Mapping[str, Tensor]):
 
 
 class Members:
-    """The files of all members of checkpoint `index`, whose manifest is `manifest`.
+    """The files of the members of checkpoint `index`, by rank, whose manifest is `manifest`.
 
     Raises:
         DamagedCheckpoint: a file is of another rank or checkpoint.
@@ -111,15 +111,15 @@ class Members:
     def __init__(self, folder: Path, index: int, manifest: Manifest) -> None:
         place = folder / f"{index:04d}"
         self.manifest = manifest
-        self.files = [MemberFile(place / rank_file(r)) for r in range(len(manifest.members))]
-        for rank, file in enumerate(self.files):
+        self.files = {rank: MemberFile(place / rank_file(rank)) for rank in manifest.present}
+        for rank, file in self.files.items():
             if (file.tree["rank"], file.tree["checkpoint"]) != (rank, index):
                 raise DamagedCheckpoint(f"{place / rank_file(rank)}: it is of another checkpoint")
         self.first = self.files[manifest.first_worker]
         self._equal = manifest.layout["replicas"] == "equal"
 
     def _handed(self) -> Iterator[tuple[MemberFile, dict[str, Any]]]:
-        for file in self.files:
+        for file in self.files.values():
             yield file, file.tree["handed"]
 
     # The model
@@ -193,11 +193,11 @@ class Members:
 
         What is counted over the workers is divided evenly; seconds are the mean of the workers.
         """
-        tree, manifest = self.first.tree, self.manifest
+        manifest = self.manifest
         works = rank in roles.workers
-        position = Position(
-            tree["position"]["steps"] if works else 0, manifest.consumed, manifest.consumed
-        )
+        # As many for all, and no worker makes a step of that number again
+        steps = max(self.steps(rank) for rank in self.files) if works else 0
+        position = Position(steps, manifest.consumed, manifest.consumed)
         return {
             "position": to_plain(position),
             "totals": to_plain(self._totals(rank, roles)),
@@ -205,7 +205,9 @@ class Members:
         }
 
     def _totals(self, rank: int, roles: Roles) -> Totals:
-        totals: list[Totals] = [from_plain(Totals, file.tree["totals"]) for file in self.files]
+        totals: list[Totals] = [
+            from_plain(Totals, file.tree["totals"]) for file in self.files.values()
+        ]
         workers = [each for each in totals if each.samples] or totals
         count = len(roles.shares)
         spent = Spent(bytes_sent=_even(sum(t.spent.bytes_sent for t in totals), rank, count))
@@ -224,7 +226,7 @@ class Members:
         own.staleness, own.dropped, own.native_bytes = {}, 0, 0
         if is_first:  # what others have counted, too
             every: list[Measures] = [
-                from_plain(Measures, file.tree["measures"]) for file in self.files
+                from_plain(Measures, file.tree["measures"]) for file in self.files.values()
             ]
             own.staleness = dict(sum((Counter(each.staleness) for each in every), Counter()))
             own.dropped = sum(each.dropped for each in every)
@@ -239,7 +241,12 @@ class Members:
 
     def assigned(self, rank: int, ranks: int) -> list[int]:
         """Return the members whose snapshots and records `rank` of `ranks` answers for now."""
-        return list(range(rank, len(self.files), ranks))
+        return list(self.files)[rank::ranks]
+
+    def steps(self, rank: int) -> int:
+        """Return the steps that member `rank` had made."""
+        steps: int = self.files[rank].tree["position"]["steps"]
+        return steps
 
 
 def _even(total: int, place: int, count: int) -> int:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from orchestra import exchange
+from orchestra.collectives import all_reduce
 from orchestra.data import shares_of
 from orchestra.data.feed import Samples, open_samples, open_shard
 from orchestra.errors import GroupChanged, InputError, PeerLost, RunFailed
@@ -29,14 +31,14 @@ from orchestra.optimizers.state import (
 from orchestra.records.exports import Scalars, write_curve_events
 from orchestra.records.report import LeaderReport, Membership, Point, RankReport, Regrouping
 from orchestra.settings.base import REQUIRED, Mismatch, from_plain, setting, to_plain
-from orchestra.strategies.base import ModelPart, Roles, Strategy, roles_of
+from orchestra.strategies.base import ModelPart, Roles, Strategy, ranks_of, roles_of
 from orchestra.strategies.phases import Phases
 from orchestra.strategies.switch import phases
 from orchestra.strategies.traits import AfterLoss, Partition
 from orchestra.tasks.task import Task, evaluate, load_task
 from orchestra.trainer import checkpoints, curve, setup
 from orchestra.trainer.balancing import Balancer, BalanceState
-from orchestra.trainer.checkpoint_files import Manifest
+from orchestra.trainer.checkpoint_files import LOST, Manifest, steps_of
 from orchestra.trainer.loop import NONFINITE, Loop, Position, queue_of
 from orchestra.trainer.members import Members, handed_over
 from orchestra.trainer.membership import refusal_to_resume
@@ -65,10 +67,11 @@ from orchestra.trainer.regrouping import (
 from orchestra.trainer.settings import Run, evenly_due
 from orchestra.trainer.setup import in_files, kept_bytes, sizes_of
 from orchestra.trainer.trace import Trace
+from orchestra.transports.tags import Tag
 from orchestra.worker.batches import Batch, to_device
 from orchestra.worker.interception import intercepted
 from orchestra.worker.layout import FlatModel, Share
-from orchestra.worker.runtime import Runtime
+from orchestra.worker.runtime import RESTING, Runtime
 from orchestra.worker.snapshots import Contribution, ModelRange, buffers_vector
 from orchestra.worker.worker import Measures, Worker
 
@@ -88,15 +91,20 @@ def train(
     with checkpoints.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     session = Session(runtime, run, run.strategy, folder, enters=entering is not None)
+    report: RankReport | None = None
     try:
         if entering is None:
             session.begin()
         else:
-            session.enter(entering)
-        report = session.run_to_end()
+            session = session.enter(entering)
+        while report is None:
+            try:
+                session.train()
+                report = session.finish()
+            except (PeerLost, GroupChanged) as error:
+                session = session.in_next_group(error)
     except Exception:
-        with contextlib.suppress(RunFailed):
-            session.recorder.flush()  # what was measured until then is kept
+        session.keep_records()
         raise
     finally:
         if session.training.record_order:
@@ -127,6 +135,20 @@ class Saved:
     moments: Any = None  # by parameter, where the checkpoint is of another number of ranks
 
 
+@dataclass(frozen=True)
+class Before:
+    """What a session leaves to the one of the next group, where that goes on from a checkpoint.
+
+    A newcomer knows of no `change`, and nothing of the `run`.
+    """
+
+    task: Task
+    trace: Trace
+    setup: dict[str, float]
+    change: NoticedChange | None
+    run: dict[str, Any]  # see `Session.of_the_run`
+
+
 def _role(rank: int, roles: Roles) -> str:
     """Return the role of `rank` in words."""
     named = {"worker": roles.workers, "server": roles.servers}
@@ -134,8 +156,11 @@ def _role(rank: int, roles: Roles) -> str:
 
 
 class Session(Loop):
-    """One rank's objects, for the length of a run; with `repeats`, of one that is repeated. A rank
-    that `enters` a run under way has no state of it."""
+    """One rank's objects, for the length of a run; with `repeats`, of one that is repeated.
+
+    A rank that `enters` a run under way has no state of it. One that goes on from a checkpoint in a
+    new group knows what was `before`.
+    """
 
     samples: Samples
 
@@ -148,6 +173,7 @@ class Session(Loop):
         repeats: Order | None = None,
         *,
         enters: bool = False,
+        before: Before | None = None,
     ) -> None:
         self.shared: setup.ShapesRun | None = None
         if run.training.tensors == "shapes":
@@ -158,6 +184,8 @@ class Session(Loop):
         # By the engine's clock: a replay has no timeline, so that these looks at the clock must not
         # be in the record of the order.
         self.trace = Trace(runtime.transport.now, training.trace_steps, windows)
+        if before is not None:
+            self.trace = before.trace
         self.order = Order()
         # The engine's own: what is measured with it is neither traced nor recorded.
         self.engine = runtime
@@ -167,14 +195,18 @@ class Session(Loop):
         self.runtime = runtime = self._intercepted(repeats)
         self.strategy, self.folder = strategy, folder
         self.began = runtime.transport.now()
-        self.setup: dict[str, float] = {}
+        self.setup: dict[str, float] = {} if before is None else before.setup
+        self.regroupings: list[Regrouping] = []
         self.speeds: tuple[float, ...] = ()
         self.roles = Roles((1.0,)) if enters else strategy.roles(training.ranks)
         self.held: ModelPart | Share | None = None  # of the model; None: all of it
         self._enters = enters  # until it is taken in
+        self._before = before
         self._begin_anew()
         self._passed("task")
         try:
+            if before is not None:
+                self._learn_from_others(before)
             if not enters:
                 self.phases = self._start()
         except Exception:
@@ -184,12 +216,9 @@ class Session(Loop):
         self.scalars: Scalars | None = None
         if training.tensorboard:
             self.scalars = Scalars(folder, f"rank-{runtime.slot}", first=self.position.steps + 1)
-        self.regroupings: list[Regrouping] = []
         path = None if self.shared else folder / f"steps-rank-{runtime.slot}.jsonl"
-        before = self.history[-2:-1]
-        newcomer = bool(before) and runtime.rank >= before[0].ranks
         self.recorder = Recorder(
-            self.worker, path, self.totals, self.position.steps, self.scalars, newcomer=newcomer
+            self.worker, path, self.totals, self.position.steps, self.scalars, kept=self.kept_steps
         )
         self.worker.observe = self.recorder.observe
 
@@ -197,7 +226,10 @@ class Session(Loop):
         """Make what a run begins with, which nothing of an earlier attempt has touched."""
         self.worker = self._make_worker()
         self.worker.set_workers(self.roles.workers)
+        # Before anything of it is sent, so that the rank is named whose own loss it is.
+        self.worker.check_loss = lambda loss: self._check_loss(loss, self.position.steps + 1)
         self.position, self.totals = Position(), Totals()
+        self.kept_steps: int | None = 0  # in this rank's file; None: it is not known
         self.begun_on = self.training.ranks
         first = Membership(self.training.ranks, len(self.roles.workers), 0)
         self.history: tuple[Membership, ...] = (first,)
@@ -229,7 +261,10 @@ class Session(Loop):
     def begin(self) -> None:
         """Do what comes before the first step: the warm-up, and the start of the stopwatch."""
         worker, reporter = self.worker, self.runtime.reporter
-        self._warm_up()
+        if self._before is None:
+            self._warm_up()
+        else:
+            self._go_on_with_stopwatch()
         if not self.shares and self.run.measures_shares:
             self.speeds = self.engine.speeds
             if not self.speeds:
@@ -243,9 +278,10 @@ class Session(Loop):
         # A resumed run goes on at the seconds of its checkpoint.
         worker.snapshots.started = self.runtime.transport.now() - self.totals.elapsed
         self._passed("first_step")
-        if self.training.min_ranks is not None and self._after_loss.regroups:
-            self.retreat = self._make_retreat()
-            reporter.elastic(self._what_it_trains())
+        if self._is_elastic:
+            self._tell_that_it_is_elastic()
+            if self.run.after_loss.keeps_state:
+                self.retreat = self._make_retreat()
         self.recorder.resume()
         self.trace.start()
 
@@ -259,8 +295,6 @@ class Session(Loop):
         # Before the stopwatch: lazy imports and first allocations are no strategy's.
         if warms_up and worker.rank in self.roles.workers:
             setup.warm_up(worker, self._first_samples, footprint.optimizer)
-        # Before anything of it is sent, so that the rank is named whose own loss it is.
-        worker.check_loss = lambda loss: self._check_loss(loss, self.position.steps + 1)
 
     def train(self) -> None:
         """Train to the agreement on the final parameters."""
@@ -279,44 +313,136 @@ class Session(Loop):
         """Return a digest of what all ranks of a group have to have in common."""
         module, run = self.worker.module, self.run
         named = [*module.named_parameters(), *module.named_buffers()]
+        if run.strategy.traits().partition is not Partition.REPLICATED:
+            named = []  # each has a part of its own, and a newcomer the whole
         shapes = [(name, str(each.dtype), tuple(each.shape)) for name, each in named]
         text = repr((run.task, run.strategy, run.seed, self.epoch_samples, shapes))
         return hashlib.sha256(text.encode()).hexdigest()
 
-    @property
-    def _after_loss(self) -> AfterLoss:
-        return self.strategy.traits(self.training.work).after_loss
+    def _tell_that_it_is_elastic(self) -> None:
+        rests = not self.run.after_loss.keeps_state
+        self.runtime.reporter.elastic(self._what_it_trains(), rests=rests)
 
-    def enter(self, phase: str) -> None:
-        """Get ready; wait in `phase` until the ranks of a run take this one in; go on from their
-        state."""
+    @property
+    def _is_elastic(self) -> bool:
+        return self.run.is_elastic and self.engine.regroup is not None
+
+    def enter(self, phase: str) -> Session:
+        """Get ready; wait in `phase` until the ranks of a run take this one in; return the session
+        that goes on from their state."""
         self._warm_up()
         self.trace.start()
-        reporter = self.runtime.reporter
-        reporter.elastic(self._what_it_trains())
-        reporter.phase(phase)
-        self.regroup(GroupChanged())
+        self._tell_that_it_is_elastic()
+        self.runtime.reporter.phase(phase)
+        return self.in_next_group(GroupChanged())
 
-    def run_to_end(self) -> RankReport:
-        """Train and report, with the others that are there where some are lost or join."""
-        while True:
-            try:
-                self.train()
-                return self.finish()
-            except (PeerLost, GroupChanged) as error:
-                self.regroup(error)
-
-    def regroup(self, error: PeerLost | GroupChanged) -> None:
-        """Go on in the next group, after `error`, from a state that its ranks can have.
-
-        Collective over these. `train` goes on with the next step. Raises `error` where the run
-        cannot go on.
+    def in_next_group(self, error: PeerLost | GroupChanged) -> Session:
+        """Return the session that goes on in the next group, after `error`, from a state that its
+        ranks can have. Collective over these. Raises `error` where the run cannot go on.
         """
-        if self.engine.regroup is None or (self.retreat is None and not self._enters):
+        if not self._is_elastic:
             raise error
         self.recorder.pause()
-        if self.retreat is not None:
-            self._group_change = self._noticed(self.retreat)
+        change = None if self._enters else self._noticed()
+        if not self.run.after_loss.keeps_state:
+            return self._from_checkpoint(error, change)
+        if change is not None:
+            self._group_change = change
+        self._regroup(error)
+        return self
+
+    def keep_records(self) -> None:
+        """Bring what was measured so far to disk, unless there is no room."""
+        with contextlib.suppress(RunFailed):
+            self.recorder.flush()
+
+    def _is_to_stop(self, *, complete: bool, saved: bool) -> bool:
+        reporter = self.runtime.reporter
+        if not self._is_elastic or self.run.after_loss.keeps_state:
+            return True
+        if not complete:  # who has left is not waited for, and each may decide by itself
+            return reporter.stop_requested()
+        if exchange.wait_for_everyone(self.worker, int(reporter.stop_requested())):
+            return True
+        if saved:
+            reporter.phase(RESTING)
+            raise GroupChanged()
+        return False
+
+    def _from_checkpoint(
+        self, error: PeerLost | GroupChanged, change: NoticedChange | None
+    ) -> Session:
+        """Go on from the newest checkpoint, as a run does that is started again, in this process.
+        A newcomer knows of no `change`."""
+        if change is not None:
+            self._group_change = change
+        told = {} if change is None else self.of_the_run()
+        before, engine = Before(self.task, self.trace, self.setup, change, told), self.engine
+        self._let_go()
+        while True:
+            try:
+                error.__traceback__ = None  # which holds what the program had
+                assert engine.regroup is not None
+                engine = engine.regroup(error)
+                engine.reporter.phase("set-up")
+                ranks = ranks_of(self.strategy, engine.ranks)
+                run = replace(self.run, training=replace(self.training, ranks=ranks))
+                session = Session(engine, run, self.strategy, self.folder, before=before)
+                session.begin()
+                return session
+            except (PeerLost, GroupChanged) as again:  # there is one more change
+                error = again
+
+    def _let_go(self) -> None:
+        """Leave no memory to what the next session has anew."""
+        if self.scalars is not None:
+            self.scalars.close()
+        if not self._enters:
+            del self.phases, self._planned, self._work
+        del self.worker, self.checkpoints
+        self.recorder.close()
+        self.balancer = None
+
+    def _learn_from_others(self, before: Before) -> None:
+        """Learn from the first rank that was there before what is the same on all ranks of the run.
+        Collective over all ranks.
+
+        Raises:
+            RunFailed: only newcomers are left.
+        """
+        worker, runtime, change = self.worker, self.runtime, before.change
+        knows = torch.zeros(runtime.ranks, dtype=torch.int32)
+        knows[runtime.rank] = change is not None
+        all_reduce(worker.transport, knows, "butterfly", worker.everyone, Tag.AGREE)
+        if not knows.any():
+            raise RunFailed("all ranks that had the state of the run are lost")
+        self._take_note_of(exchange.agree_on_data(worker, before.run, int(knows.nonzero()[0])))
+        if change is not None:
+            self._group_change = change
+        # As long as no checkpoint says otherwise
+        workers = len(self.roles.workers)
+        self.history = (self.history[0], Membership(self.training.ranks, workers, 0))
+
+    def _go_on_with_stopwatch(self) -> None:
+        """Go on with the stopwatch of the group before, and note the change of the group."""
+        change, position, totals = self._group_change, self.position, self.totals
+        kept, members = self.kept_steps or 0, self.engine.members
+        made = change.made(members, kept, position.consumed, self._now())
+        self.regroupings.append(replace(made, step=position.steps))
+        elapsed = made.noticed + made.seconds
+        # Steps that are done again have taken their time, too.
+        totals.spent.wait += max(0.0, elapsed - totals.elapsed)
+        self.recorder.go_on_from(position.steps, elapsed)
+        self._show(made)
+
+    def _show(self, made: Regrouping) -> None:
+        """Put a change of the group into the timeline."""
+        for how, ranks in (("lost", made.lost), ("joined by", made.joined)):
+            if ranks:
+                self.trace.happened(f"{how} rank {', '.join(map(str, ranks))}")
+
+    def _regroup(self, error: PeerLost | GroupChanged) -> None:
+        """Go on from what the ranks keep. `train` goes on with the next step."""
         while True:
             try:
                 assert self.engine.regroup is not None
@@ -325,16 +451,15 @@ class Session(Loop):
                 break
             except (PeerLost, GroupChanged) as again:  # there is one more change
                 error = again
-        made = self._group_change.made(self.engine.members, self.position.steps, self._now())
+        position, members = self.position, self.engine.members
+        made = self._group_change.made(members, position.steps, position.consumed, self._now())
         # What it took is part of the run.
         self.totals.elapsed += made.seconds
         self.totals.spent.wait += made.seconds
         self.regroupings.append(made)
         self.recorder.resume()
         self.runtime.reporter.phase("training")
-        for how, ranks in (("lost", made.lost), ("joined by", made.joined)):
-            if ranks:
-                self.trace.happened(f"{how} rank {', '.join(map(str, ranks))}")
+        self._show(made)
 
     def _now(self) -> float:
         return self.engine.transport.now()
@@ -342,9 +467,9 @@ class Session(Loop):
     def _make_retreat(self) -> Retreat:
         """Return what this rank goes back to from now on, at the start or in a new group."""
         worker, live = self.worker, self._live_state
-        if self._after_loss is AfterLoss.TOGETHER:
+        if self.run.after_loss is AfterLoss.TOGETHER:
             return StepStart(worker, live)
-        if self._after_loss is AfterLoss.ROUND:
+        if self.run.after_loss is AfterLoss.ROUND:
             return RoundStart(worker, live)
         return KeptSteps(worker, live, self.strategy.traits(self.training.work).round)
 
@@ -361,22 +486,17 @@ class Session(Loop):
         )
         return state
 
-    def _noticed(self, retreat: Retreat) -> NoticedChange:
+    def _noticed(self) -> NoticedChange:
         """Return what is known of the change of the group that this rank has just noticed."""
-        made, under_way = self.position.steps, retreat.under_way
-        steps, back = retreat.steps(made), self.position.consumed
-        if steps != made:
-            back = retreat.state(steps)["consumed"]
-        samples = self.position.consumed - back
-        samples += self.worker.step.total_samples if under_way else 0
-        return NoticedChange(
-            self.engine.members, self.totals.elapsed, self._now(), steps,
-            made - steps + under_way, samples,
-        )  # fmt: skip
+        steps, samples = self.position.steps, self.position.consumed
+        if self.retreat is not None and self.retreat.under_way:
+            steps, samples = steps + 1, samples + self.worker.step.total_samples
+        members, elapsed = self.engine.members, self.totals.elapsed
+        return NoticedChange(members, elapsed, self._now(), steps, samples)
 
     def _join_group(self) -> None:
         """Let this rank go on in a new group, with the state that all go on from. Collective."""
-        enters, apart = self._enters, self._after_loss is AfterLoss.KEPT
+        enters, apart = self._enters, self.run.after_loss is AfterLoss.KEPT
         worker, position = self._move_worker(), self.position
         steps = NO_STEPS if self.retreat is None else self.retreat.steps(position.steps)
         standing = GroupStanding.among(worker, steps, apart=apart)
@@ -385,13 +505,13 @@ class Session(Loop):
         else:
             assert self.retreat is not None
             state = self.retreat.state(standing.steps)
-            standing.give(worker, self.phases.member, {**state, "run": self._of_the_run()})
+            standing.give(worker, self.phases.member, {**state, "run": self.of_the_run()})
             self.recorder.go_back_to(standing.steps, state["samples"])
         worker.snapshots.skip(position.consumed)
         position.steps, position.consumed = standing.steps, state["consumed"]
         worker.step.consumed, worker.step.loss = position.consumed, state["loss"]
         restore(worker.parameters, state["parameters"])
-        if standing.is_behind and not enters and self._after_loss is AfterLoss.TOGETHER:
+        if standing.is_behind and not enters and self.run.after_loss is AfterLoss.TOGETHER:
             worker.offer_equal_parameters()  # of the step that the others have completed
         self.checkpoints.begin_attempt(self.roles.leader)
         self.recorder.move(worker)
@@ -426,8 +546,8 @@ class Session(Loop):
         state["random"] = random_state()
         return state
 
-    def _of_the_run(self) -> dict[str, Any]:
-        """Return what is the same on all ranks of the run, for one that enters it."""
+    def of_the_run(self) -> dict[str, Any]:
+        """Return what is the same on all ranks of the run, as plain data."""
         return {
             "budget": self.budget,
             "begun_on": self.begun_on,
@@ -449,19 +569,22 @@ class Session(Loop):
 
     def _take_over_run(self, known: Mapping[str, Any], steps: int) -> None:
         """Go on as a rank of the run of which this is `known`, after `steps` steps."""
+        self._take_note_of(known)
+        self.recorder.go_on_from(steps, self._group_change.noticed)
+        self.worker.snapshots.started = self._now() - self._group_change.noticed
+        # A stream of its own, which has not been used before.
+        text = f"{self.run.seed} {self.runtime.slot} {steps}"
+        self.runtime.seed(random.Random(text).getrandbits(62))
+
+    def _take_note_of(self, known: Mapping[str, Any]) -> None:
+        """Go on with what another rank has told `of_the_run`."""
         self.budget, self.begun_on = known["budget"], known["begun_on"]
         self.history = tuple(from_plain(list[Membership], known["history"]))
         self.regroupings = from_plain(list[Regrouping], known["regroupings"])
         change = from_plain(NoticedChange, known["change"])
         self._group_change = replace(change, began=self._now())  # by this rank's clock
-        self.recorder.go_on_from(steps, change.noticed)
-        worker = self.worker
-        worker.snapshots.due = tuple(evenly_due(self.budget, known["snapshots"]))
-        worker.snapshots.started = self._now() - change.noticed
+        self.worker.snapshots.due = tuple(evenly_due(self.budget, known["snapshots"]))
         self._deal_out()
-        # A stream of its own, which has not been used before.
-        text = f"{self.run.seed} {self.runtime.slot} {steps}"
-        self.runtime.seed(random.Random(text).getrandbits(62))
 
     def _move_worker(self) -> Worker:
         """Make this rank's worker in the group that the engine has joined, and return it."""
@@ -610,7 +733,11 @@ class Session(Loop):
         if self.shared is not None:
             self.epoch_samples, self.budget = setup.budget_of(self.shared.task, training)
             return self.shared.worker(runtime, self.budget)
-        self.task: Task = runtime.share(lambda: load_task(run.task))
+        self.task: Task = (
+            self._before.task
+            if self._before is not None
+            else runtime.share(lambda: load_task(run.task))
+        )
         self.epoch_samples, self.budget = setup.budget_of(self.task, training)
         module = self._build(setup.device_of(training, runtime))
         self._check_target(module)
@@ -646,6 +773,9 @@ class Session(Loop):
 
     def _place(self, module: nn.Module) -> ModelPart | Share | None:
         """Return what this rank holds of `module`; None if it holds all of it."""
+
+        if self._enters:
+            return None
 
         def loss_of(model: nn.Module) -> Tensor:
             batch = to_device(self._first_samples(), next(module.parameters()).device)
@@ -713,7 +843,7 @@ class Session(Loop):
         self.history = manifest.history
         worker.snapshots.due = tuple(evenly_due(self.budget, manifest.snapshots))
         self._deal_out()
-        if manifest.ranks == self.training.ranks:
+        if manifest.ranks == self.training.ranks and LOST not in manifest.members:
             saved = self.checkpoints.own(index)
         else:
             saved = self._taken_over(index, manifest)
@@ -729,9 +859,25 @@ class Session(Loop):
         ):
             if not 0 <= value <= most:
                 raise Mismatch(f"{name}: {value} is not from 0 to {most}")
+        self._keep_records(index, manifest, position.steps)
         with undisturbed():
             restore_random_state(found.random)
         return found
+
+    def _keep_records(self, index: int, manifest: Manifest, steps: int) -> None:
+        """Note up to where the records of this rank are right, which goes on after `steps` steps.
+        The first one drops what was written down after the checkpoint by ranks that are no more."""
+        runtime, folder = self.runtime, self.folder
+        known = {
+            manifest.slots[rank]: steps_of(folder / "checkpoints", index, rank)
+            for rank in manifest.present
+        }
+        self.kept_steps = known.get(runtime.slot)
+        if runtime.rank == 0:
+            for path in folder.glob("steps-rank-*.jsonl"):
+                slot = int(path.stem.removeprefix("steps-rank-"))
+                if slot not in (runtime.members or range(runtime.ranks)):
+                    keep_first(path, known.get(slot, steps))
 
     def _taken_over(self, index: int, manifest: Manifest) -> dict[str, Any]:
         """Return the state from which this rank goes on in a run of another number of ranks."""
@@ -744,10 +890,6 @@ class Session(Loop):
         assigned = members.assigned(runtime.rank, runtime.ranks)
         parts = {rank: members.files[rank].unpacked("snapshots") for rank in assigned}
         self.checkpoints.read_snapshots(parts, index)
-        for rank in assigned:
-            if rank >= runtime.ranks:  # nobody goes on with its record
-                steps = members.files[rank].tree["position"]["steps"]
-                keep_first(self.folder / f"steps-rank-{rank}.jsonl", steps)
         named, elementwise = worker.named_parameters(), worker.optimizer.elementwise
         parameters, tree = torch.zeros_like(worker.parameters), members.first.tree
         members.fill(parameters, self._ranges())
@@ -793,14 +935,16 @@ class Session(Loop):
         self.order.first_step, self.shares = saved.position.steps, saved.shares
         return self.phases
 
-    def _write_checkpoint(self) -> None:
-        if self.shared is None:
-            # A run of shapes has nothing to write.
-            self._check_parameters()
-            handed = handed_over(self.phases, in_parts=self.in_parts)
-            # Last, as its tensors are those of the state: they are written once.
-            state = {**self.checkpoint_state(), "handed": handed}
-            self.checkpoints.take(state, self._manifest(), self.phases.roles.leader)
+    def _write_checkpoint(self, *, whole: bool = True) -> bool:
+        if self.shared is not None:
+            return False  # a run of shapes has nothing to write
+        self._check_parameters()
+        handed = handed_over(self.phases, in_parts=self.in_parts)
+        # Last, as its tensors are those of the state: they are written once.
+        state, roles = {**self.checkpoint_state(), "handed": handed}, self.phases.roles
+        # Which replica has the slice of a server that is lost is not said in it.
+        whole &= not (roles.replicas and self.worker.transport.lost())
+        return self.checkpoints.take(state, self._manifest(), roles.leader, whole=whole)
 
     def _check_parameters(self) -> None:
         """Refuse to write parameters from which every resumed run would fail at once."""
@@ -812,10 +956,12 @@ class Session(Loop):
 
     def _manifest(self) -> Manifest:
         """Return the manifest of a checkpoint that is taken now, without its files."""
-        roles, traits = self.phases.roles, self.phases.traits
+        roles, traits, runtime = self.phases.roles, self.phases.traits, self.runtime
+        ranks, lost = range(runtime.ranks), self.worker.transport.lost()
         return Manifest(
             generation=0,
-            members=tuple(_role(rank, roles) for rank in range(self.runtime.ranks)),
+            members=tuple(LOST if rank in lost else _role(rank, roles) for rank in ranks),
+            slots=runtime.members or tuple(ranks),
             layout={
                 "parameters": traits.partition.name.lower(),
                 "optimizer": traits.optimizer.name.lower(),

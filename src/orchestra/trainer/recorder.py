@@ -67,9 +67,9 @@ class Recorder:
     """JSON lines of one rank's steps, in the file `path`; without one, sums over the run alone.
 
     The main figures of each step go to `scalars`, too, if given. `steps` were done before the run
-    was resumed; not by this rank where it is a `newcomer`. The stopwatch runs between `resume` and
-    `pause`: set-up, checkpoints and evaluation are not measured. `series` has counters to compare
-    ranks by, since the run began or resumed.
+    was resumed, of which this rank has `kept` so many in its file, if it was there. The stopwatch
+    runs between `resume` and `pause`: set-up, checkpoints and evaluation are not measured. `series`
+    has counters to compare ranks by, since the run began or resumed.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Recorder:
         steps: int = 0,
         scalars: Scalars | None = None,
         *,
-        newcomer: bool = False,
+        kept: int | None = 0,
     ) -> None:
         self.totals = totals
         self._worker = worker
@@ -95,7 +95,7 @@ class Recorder:
         self._steps = steps
         self._reading = self._read_last = 0.0  # seconds
         self._decided = 0  # decisions that are written down
-        if path is not None and not keep_first(path, steps) and totals.samples and not newcomer:
+        if path is not None and not keep_first(path, steps if kept is None else kept) and kept:
             worker.runtime.reporter.notice(
                 f"{path}: the steps before the checkpoint are missing; records begin at step "
                 f"{steps + 1}"
@@ -238,6 +238,12 @@ class Recorder:
             figures["staleness"] = max(step.staleness)
         figures |= {f"logged/{name}": value for name, value in line.get("logged", {}).items()}
         return figures
+
+    def close(self) -> None:
+        """Bring what was written down to disk, and write no more."""
+        self.flush()
+        self._path = None
+        del self._worker
 
     def flush(self) -> None:
         """Bring what was written down to disk."""

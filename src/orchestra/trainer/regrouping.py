@@ -189,25 +189,24 @@ class TakenOver(Retreat):
 class NoticedChange:
     """What a rank knows of a change of its group when it notices that.
 
-    It would go back to where it had made `steps` steps; the steps from there on are `voided`, and
-    their `samples` are to be dealt out again.
+    It had begun `steps` steps, with the last one of which all would have consumed so many
+    `samples`.
     """
 
     members: tuple[int, ...]
     noticed: float  # on the stopwatch
     began: float  # the same moment on this rank's clock
     steps: int
-    voided: int
     samples: int
 
-    def made(self, members: tuple[int, ...], steps: int, now: float) -> Regrouping:
-        """Return the change into the group of `members`, who go on after `steps` steps."""
+    def made(self, members: tuple[int, ...], steps: int, samples: int, now: float) -> Regrouping:
+        """Return the change into the group of `members`, who go on after `steps` steps, and so many
+        `samples`."""
         before, after = set(self.members), set(members)
-        # Else others have completed what was under way here.
-        voided, again = (self.voided, self.samples) if steps == self.steps else (0, 0)
         return Regrouping(
             tuple(sorted(before - after)), tuple(sorted(after - before)), len(members), steps,
-            self.noticed, now - self.began, voided, again,
+            self.noticed, now - self.began, max(0, self.steps - steps),
+            max(0, self.samples - samples),
         )  # fmt: skip
 
 

@@ -7,15 +7,16 @@ from dataclasses import KW_ONLY, dataclass, replace
 from fractions import Fraction
 from typing import Literal, Self, TypeAlias
 
-from orchestra.data import Sharding
+from orchestra.data import IID, Sharding
 from orchestra.errors import InputError
 from orchestra.optimizers.settings import Constant, Optimizer, RateSchedule
 from orchestra.records.exports import TRACKERS, require_tracker
 from orchestra.records.report import Point
 from orchestra.settings import MAX_RANKS, MAX_SEED, MAX_STEPS, REQUIRED, Settings, setting
 from orchestra.settings.base import require_setting
-from orchestra.strategies.base import Strategy, refusal_of
+from orchestra.strategies.base import Strategy, refusal_of, roles_of
 from orchestra.strategies.traits import AfterLoss, Partition
+from orchestra.strategies.watching import transitions_of
 from orchestra.trainer.balancing import Balancing
 
 DEFAULT_EPOCHS = 10
@@ -163,8 +164,8 @@ class Training(Settings):
     )
     min_ranks: int | None = setting(
         None,
-        "where ranks are lost, the run goes on with those that are left, this many at least: at "
-        "once, or from a checkpoint on fewer ranks, as the strategy can; where it is at once, "
+        "where ranks are lost, the run goes on with those that are left, this many at least: from "
+        "the last step or average, or from the newest checkpoint, as the strategy can; and "
         "`orchestra join` adds ranks; none: the loss of a rank that all need ends the run",
         low=1,
         high=MAX_RANKS,
@@ -320,6 +321,35 @@ class Run(Settings):
         return wanted == MEASURED and self._several_together
 
     @property
+    def min_processes(self) -> int:
+        """The ranks without which the run does not go on, servers included."""
+        least = self.training.min_ranks
+        return 1 if least is None else len(roles_of(self.strategy, least).shares)
+
+    @property
+    def is_elastic(self) -> bool:
+        """True if the run can go on in a new group of ranks."""
+        training = self.training
+        return training.min_ranks is not None and self._belongs_to_its_ranks is None
+
+    @property
+    def _belongs_to_its_ranks(self) -> str | None:
+        """A setting that another number of ranks could not go on with, by name; None: no one."""
+        training, keeps_state = self.training, self.after_loss.keeps_state
+        if training.record_order:
+            return "record_order"
+        if isinstance(training.shares, tuple) or (training.shares is not None and keeps_state):
+            return "shares"
+        if training.sharding is None or not (keeps_state or not isinstance(training.sharding, IID)):
+            return None
+        return "sharding"
+
+    @property
+    def after_loss(self) -> AfterLoss:
+        """What becomes of the run when it loses a rank."""
+        return self.strategy.traits(self.training.work).after_loss
+
+    @property
     def balancing(self) -> Balancing | None:
         """The rule by which batches follow speeds, where several workers wait for one another."""
         shares = self.training.shares
@@ -368,25 +398,30 @@ class Run(Settings):
 
     def _check_groups(self, least: int) -> None:
         """Refuse what fewer ranks could not go on with, of those that may be left after losses."""
-        training = self.training
-        after_loss = self.strategy.traits(training.work).after_loss
+        training, after_loss = self.training, self.after_loss
         if training.engine == "simulation" and after_loss is not AfterLoss.IN_PLACE:
             raise InputError(
                 f"min_ranks: in virtual time a run under {self.strategy!r} ends when it loses a "
                 "rank: leave it out"
             )
-        if not after_loss.regroups:
-            return
-        for name, given in (
-            ("sharding", training.sharding is not None),
-            ("shares", training.shares is not None),
-            ("record_order", training.record_order),
-        ):
-            if given:
-                raise InputError(
-                    f"min_ranks: {name} is of {training.ranks} ranks, and after a loss there are "
-                    f"fewer: leave out one of both"
-                )
+        if after_loss is AfterLoss.IN_PLACE and self._belongs_to_its_ranks is not None:
+            return  # a loss is the end of the run, or none of its group
+        if (name := self._belongs_to_its_ranks) is not None:
+            raise InputError(
+                f"min_ranks: {name} is of {training.ranks} ranks, and after a loss there are "
+                f"fewer: leave out one of both"
+            )
+        if self.strategy.traits().native:
+            raise InputError(
+                f"min_ranks: {self.strategy!r} ends when it loses a rank, as collectives of "
+                "torch.distributed cannot be given up: leave it out, or name a schedule such as "
+                "'ring'"
+            )
+        if any(each.switch.learning_rate != "kept" for each in transitions_of(self.strategy)):
+            raise InputError(
+                f"min_ranks: {self.strategy!r} scales the learning rate by the number of workers, "
+                "which would be another one after a loss: leave out one of both"
+            )
         for ranks in range(least, training.ranks):
             if (reason := refusal_of(self.strategy, ranks)) is not None:
                 raise InputError(f"min_ranks: {least} or more may be left, but {reason}")

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+RESTING = "resting"
+"""The phase of a program that has come to rest, for newcomers to be taken in."""
 VARIABLE = "OMP_NUM_THREADS"
 MOST_THREADS = 4096
 GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -89,10 +91,11 @@ class Reporter(Protocol):
     def expendable(self, yes: bool) -> None:
         """Tell whether the run can go on without this rank, from now on."""
 
-    def elastic(self, program: str) -> None:
+    def elastic(self, program: str, *, rests: bool = False) -> None:
         """Tell that the program goes on in a new group, of those that are left or with newcomers,
         from now on; `program` is the same on all ranks that can be in one group. Empty: it does
-        not.
+        not. Where it `rests` before newcomers are taken in, it tells by its phase, `RESTING`, that
+        it has come to rest.
         """
 
     def notice(self, text: str) -> None:
@@ -100,6 +103,9 @@ class Reporter(Protocol):
 
     def stop_requested(self) -> bool:
         """Return whether the user asked for an orderly stop (Ctrl-C)."""
+
+    def newcomers_wait(self) -> bool:
+        """Return whether the program is to rest, as there are newcomers."""
 
     def group_is_over(self) -> bool:
         """Return whether this rank is to give up its group, as its next message would tell."""
@@ -114,11 +120,14 @@ class SilentReporter:
 
     def expendable(self, yes: bool) -> None: ...
 
-    def elastic(self, program: str) -> None: ...
+    def elastic(self, program: str, *, rests: bool = False) -> None: ...
 
     def notice(self, text: str) -> None: ...
 
     def stop_requested(self) -> bool:
+        return False
+
+    def newcomers_wait(self) -> bool:
         return False
 
     def group_is_over(self) -> bool:
@@ -140,14 +149,17 @@ class PassingReporter:
     def expendable(self, yes: bool) -> None:
         self.inner.expendable(yes)
 
-    def elastic(self, program: str) -> None:
-        self.inner.elastic(program)
+    def elastic(self, program: str, *, rests: bool = False) -> None:
+        self.inner.elastic(program, rests=rests)
 
     def notice(self, text: str) -> None:
         self.inner.notice(text)
 
     def stop_requested(self) -> bool:
         return self.inner.stop_requested()
+
+    def newcomers_wait(self) -> bool:
+        return self.inner.newcomers_wait()
 
     def group_is_over(self) -> bool:
         return self.inner.group_is_over()

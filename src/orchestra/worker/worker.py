@@ -231,9 +231,13 @@ class Worker(FlatModel):
             parameter.data = view
         return before
 
+    def wishes_to_rest(self) -> bool:
+        """Return whether all are to come to rest: to stop, or for ranks to join."""
+        return self.reporter.stop_requested() or self.reporter.newcomers_wait()
+
     def begin_step(self, step: Step) -> None:
         """Take over what the trainer knows of the step that begins."""
-        step.stop = self.reporter.stop_requested()
+        step.stop = self.wishes_to_rest()
         self.step = step
         self.set_rates(step.rates)
         # Stands for what a worker does around the gradient, which on real engines takes its time.

@@ -187,7 +187,7 @@ class Control:
         self._left: tuple[int, ...] = ()  # the other ranks of the newest group
         self._members = tuple(range(spec.ranks))  # of the group that the transport is of
         self._cause: str | None = None
-        self._dismissed = self._stop = self._failing = False
+        self._dismissed = self._stop = self._rest = self._failing = False
         self._leave_at = math.inf
         self._heard_at = time.monotonic()
         self._parent = os.getppid()
@@ -218,7 +218,7 @@ class Control:
         Raises `RunAborted` if the run ends in place of it.
         """
         while True:
-            self._wait_for(lambda: self._ordered > self._joined)
+            self.wait_for_next(self._joined)
             if self._cause is not None:
                 raise RunAborted(self._cause)
             self._joined = generation = self._ordered
@@ -234,6 +234,10 @@ class Control:
             if roster is not None:
                 return roster, listener
             listener.close()  # another rank was lost meanwhile
+
+    def wait_for_next(self, generation: int) -> None:
+        """Block until the group of that number has ended, by a loss, a newcomer or with the run."""
+        self._wait_for(lambda: self._ordered > generation)
 
     def _roster_of(self, generation: int) -> Roster | None:
         """Wait for the roster of a group; None where one more rank is lost before it comes."""
@@ -324,8 +328,8 @@ class Control:
         self._state = replace(self._state, expendable=yes)
         self._beat()
 
-    def elastic(self, program: str) -> None:
-        self._state = replace(self._state, elastic=program)
+    def elastic(self, program: str, *, rests: bool = False) -> None:
+        self._state = replace(self._state, elastic=program, rests=rests)
         self._beat()
 
     def notice(self, text: str) -> None:
@@ -333,6 +337,9 @@ class Control:
 
     def stop_requested(self) -> bool:
         return self._stop
+
+    def newcomers_wait(self) -> bool:
+        return self._rest
 
     def group_is_over(self) -> bool:
         return self.is_over(self._joined)
@@ -391,12 +398,14 @@ class Control:
                     self._dismissed = True
                 case "stop":
                     self._stop = True
+                case "rest":
+                    self._rest = True
                 case "disconnect" if self._transport is not None:
                     if order["rank"] in self._members:
                         place = self._members.index(order["rank"])
                         self._transport.disconnect(place, order["reason"])
                 case "regroup" if self._spec.rank in order["members"]:
-                    self._ordered = order["generation"]
+                    self._ordered, self._rest = order["generation"], False
                     own = self._spec.rank
                     self._left = tuple(rank for rank in order["members"] if rank != own)
                     if self._transport is not None:

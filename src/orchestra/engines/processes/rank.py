@@ -202,6 +202,8 @@ class Connections:
         assert self._transport is not None
         if isinstance(error, PeerLost):
             self._control.accuse(error, roster)
+        # Until all know that the group is over, some may need what this rank has still to send.
+        self._control.wait_for_next(roster.generation)
         # From here on no flow writes into memory that the program goes on to use.
         self._transport.abort(GroupChanged())
         self.close(0.0)

@@ -54,9 +54,8 @@ def _metered(runtime: Runtime, meter: UsageMeter) -> Runtime:
 
 def invitation_to(run: Run, folder: Path) -> Invitation | None:
     """Return what newcomers to `run` are told; None where it cannot take anybody in."""
-    after_loss = run.strategy.traits(run.training.work).after_loss
     path = folder / EXPERIMENT
-    if run.training.min_ranks is None or not after_loss.regroups or not path.exists():
+    if not run.is_elastic or not path.exists():
         return None
     files = (each.stem.removeprefix("steps-rank-") for each in folder.glob("steps-rank-*.jsonl"))
     next_rank = 1 + max((int(rank) for rank in files if rank.isdecimal()), default=-1)
@@ -76,7 +75,7 @@ def train_run(
         outcome = launch(
             program, (run, folder.absolute()), len(roles.shares), patience=run.training.patience,
             threads=run.training.threads, on_event=display.on_event, grace=run.training.grace,
-            min_ranks=run.training.min_ranks or 1, invitation=invitation_to(run, folder),
+            min_ranks=run.min_processes, invitation=invitation_to(run, folder),
         )  # fmt: skip
     left_out, notices = outcome.left_out, outcome.notices
     reports = [
@@ -141,7 +140,7 @@ def take_part(
             program_unless_completed, (run, folder.absolute(), completed is not None), launched,
             patience=run.training.patience, threads=run.training.threads,
             on_event=display.on_event, on_left=on_left, grace=run.training.grace,
-            wish=wish, min_ranks=run.training.min_ranks or 1,
+            wish=wish, min_ranks=run.min_processes,
             invitation=invitation_to(run, folder) if watched else None,
         )  # fmt: skip
     if completed is not None or not first:

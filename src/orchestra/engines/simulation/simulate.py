@@ -363,8 +363,11 @@ class SimulatedReporter(PassingReporter):
     def expendable(self, yes: bool) -> None:
         self.is_expendable = yes
 
-    def elastic(self, program: str) -> None:
+    def elastic(self, program: str, *, rests: bool = False) -> None:
         """Do nothing: no groups are made in virtual time."""
+
+    def newcomers_wait(self) -> bool:
+        return False
 
     def group_is_over(self) -> bool:
         return False

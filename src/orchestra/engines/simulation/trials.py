@@ -88,8 +88,8 @@ class Until:
     def expendable(self, yes: bool) -> None:
         self.inner.expendable(yes)
 
-    def elastic(self, program: str) -> None:
-        self.inner.elastic(program)
+    def elastic(self, program: str, *, rests: bool = False) -> None:
+        self.inner.elastic(program, rests=rests)
 
     def notice(self, text: str) -> None:
         """Do nothing: notices of trials are in their records."""
@@ -97,6 +97,9 @@ class Until:
     def stop_requested(self) -> bool:
         over = self.reached >= self.part or time.monotonic() > self.deadline
         return over or self.inner.stop_requested()
+
+    def newcomers_wait(self) -> bool:
+        return self.inner.newcomers_wait()
 
     def group_is_over(self) -> bool:
         return self.inner.group_is_over()
