@@ -39,7 +39,12 @@ STRATEGIES = {
     "DiLoCo": "LocalSGD(8, outer=Nesterov(0.7, 0.9))",
     "gossip": "Gossip()",
     "push-sum": "StochasticGradientPush()",
+    "synchronous server": "ParameterServer()",
+    "asynchronous server": "ParameterServer(consistency='asynchronous')",
+    "sharded": "AllReduce('ring', shard='parameters')",
 }
+CHECKPOINT_EVERY = 100  # steps, where ranks go back to a checkpoint
+FROM_CHECKPOINTS = "synchronous server", "asynchronous server", "sharded"
 DESCRIPTION = """\
 Train the task digits with 3 ranks under several strategies: undisturbed, and with ten ranks that
 join and ten that are killed on the way; compare the accuracies.
@@ -59,11 +64,15 @@ class Row:
     slowest: float  # seconds of a change, the longest of all
 
 
-def train(strategy: str, seed: int, steps: int, folder: Path, *, changes: int) -> dict[str, Any]:
+def train(label: str, seed: int, steps: int, folder: Path, *, changes: int) -> dict[str, Any]:
     """Return the record of a training with so many joins and losses."""
+    strategy = STRATEGIES[label]
     command = [sys.executable, "-m", "orchestra", "train", "--task", "digits"]
     command += ["--strategy", strategy, "--ranks", str(RANKS), "--seed", str(seed)]
-    for setting in (f"steps={steps}", f"batch_size={BATCH}", f"min_ranks={LEAST}", "threads=1"):
+    settings = [f"steps={steps}", f"batch_size={BATCH}", f"min_ranks={LEAST}", "threads=1"]
+    if label in FROM_CHECKPOINTS:
+        settings.append(f"checkpoint_every={CHECKPOINT_EVERY}")
+    for setting in settings:
         command += ["--set", setting]
     out = folder / "run"
     with (folder / "errors").open("w") as errors:
@@ -95,11 +104,12 @@ def _disturb(run: subprocess.Popen[bytes], out: Path, draw: random.Random, chang
             newcomers.append(
                 subprocess.Popen(join, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             )
-            _wait(run, partial(_has, out, rank), f"rank {rank}")
+            _wait(run, partial(_told, out, rank, "joins; going on with"), f"rank {rank}")
             there[rank] = newcomers[-1].pid
             victim = draw.choice(sorted(there))
             os.kill(there.pop(victim), signal.SIGKILL)
-            _wait(run, partial(_told, out, victim), f"the loss of rank {victim}")
+            lost = partial(_told, out, victim, "was killed by SIGKILL|is gone")
+            _wait(run, lost, f"the loss of rank {victim}")
         run.wait(LIMIT_SECONDS)
     finally:
         for newcomer in newcomers:
@@ -134,19 +144,13 @@ def _last(path: Path) -> int:
     return int(json.loads(lines[-1])["step"]) if lines and lines[-1].endswith("}") else 0
 
 
-def _has(out: Path, rank: int) -> bool:
-    """Return whether `rank` has made a step."""
-    path = out / f"steps-rank-{rank}.jsonl"
-    return path.exists() and _last(path) > 0
-
-
-def _told(out: Path, rank: int) -> bool:
-    """Return whether the user was told of the loss of `rank`, and that the run goes on."""
+def _told(out: Path, rank: int, what: str) -> bool:
+    """Return whether the user was told that of `rank`; `what` is a regular expression."""
     try:
         notices = json.loads((out / "live.json").read_text())["notices"]
     except FileNotFoundError:
         return False
-    return any(re.match(rf"rank {rank} .*going on with", each) for each in notices)
+    return any(re.match(rf"rank {rank} .*({what})", each) for each in notices)
 
 
 def row(label: str, seeds: int, steps: int, tell: Callable[[str], None]) -> Row:
@@ -157,7 +161,7 @@ def row(label: str, seeds: int, steps: int, tell: Callable[[str], None]) -> Row:
             tell(f"{label}, seed {seed}, {changes} changes")
             with tempfile.TemporaryDirectory(prefix="orchestra-churn-") as name:
                 folder = Path(name)
-                record = train(STRATEGIES[label], seed, steps, folder, changes=changes)
+                record = train(label, seed, steps, folder, changes=changes)
             found.append(record["metrics"]["accuracy"])
             if changes:
                 records.append(record["regroupings"])

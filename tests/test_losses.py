@@ -11,6 +11,7 @@ from tests.training import step_lines
 import orchestra
 from orchestra.errors import InputError, RankLost
 from orchestra.records.record import RunRecord
+from orchestra.trainer.checkpoint_files import newest_whole
 
 
 def train(folder: Path, strategy: str, deaths: str, **options: Any) -> RunRecord:
@@ -194,6 +195,28 @@ def test_others_go_on_from_the_newest_checkpoint(
         steps = list(range(1, 21))
         assert all([line["step"] for line in each] in (steps, []) for each in lines)
         assert sum(map(bool, lines)) == record.workers - 1
+
+
+def test_there_are_checkpoints_after_a_loss_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = (
+        'Inject("kill", rank=1, at="gradient", number=3); '
+        'Inject("kill", rank=3, at="send", number=80)'
+    )
+    monkeypatch.setenv("ORCHESTRA_INJECT", faults)
+    strategy = "ParameterServer(consistency='asynchronous')"
+    with pytest.raises(RankLost, match="rank 3"):
+        train(tmp_path, strategy, "", min_ranks=None, checkpoint_every=2)
+    newest = newest_whole(tmp_path / "checkpoints")
+    assert newest is not None
+    assert newest[1].members == ("worker", "lost", "worker", "server")
+    monkeypatch.delenv("ORCHESTRA_INJECT")
+    record = train(tmp_path, strategy, "", min_ranks=None, checkpoint_every=2)
+    assert record.status == "completed"
+    assert [part["sample"] for part in record.ranks_history] == [0, newest[1].consumed]
+    consumed = sum(line["samples"] for rank in range(4) for line in step_lines(tmp_path, rank))
+    assert 20 * 4 * 8 - 8 <= consumed <= 20 * 4 * 8
 
 
 @pytest.mark.matrix

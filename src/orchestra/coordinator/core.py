@@ -70,8 +70,8 @@ class Coordinator:
 
     @property
     def owes(self) -> bool:
-        """True if a batch of a lost worker is to be handed out again."""
-        return bool(self._returned)
+        """True if a lost worker's batch from before the last rest is to be handed out again."""
+        return any(batch.start < self._dealt_from for batch in self._returned)
 
     @property
     def idle(self) -> Set[int]:
@@ -160,7 +160,7 @@ class Coordinator:
 
     def _deal(self) -> None:
         """Hand out what follows from the position alone, when no worker holds a batch."""
-        position = self._next
+        position = self._dealt_from = self._next
         first = self._queue.first(position)
         self._limit = self._queue.rest_after(position)
         self._closed = False
