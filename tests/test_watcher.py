@@ -33,6 +33,7 @@ from orchestra.engines.events import (
     Ready,
     Refuse,
     Regroup,
+    Rest,
     Stop,
     Terminated,
     follow_waits,
@@ -40,6 +41,7 @@ from orchestra.engines.events import (
 )
 from orchestra.engines.failure_detector import RECONNECTED_SECONDS, FailureDetector, Limits
 from orchestra.engines.processes.control import BadFrame, Frames, pack
+from orchestra.worker.runtime import RESTING
 
 LIMITS = Limits(patience=60.0)
 
@@ -939,6 +941,62 @@ def test_one_that_leaves_is_no_reason_for_sigterm() -> None:
     assert story.detector.cause is None
     assert story.detector.stopped
     assert Kill(4) not in story.done
+
+
+def resting_story() -> Story:
+    """Two workers and a server, which come to rest before they take ranks in."""
+    story = Story(3)
+    for rank in range(3):
+        phase = "training" if rank < 2 else "serving"
+        story.change(rank, elastic="program", rests=True, phase=phase, expendable=rank < 2)
+    story.beat()
+    return story
+
+
+def test_members_rest_before_a_newcomer_is_taken_in() -> None:
+    story = resting_story()
+    newcomer(story, rank=3)
+    assert story.pass_time(5, busy=(0, 1, 2)) == [Rest()]
+    for rank in (0, 1):
+        story.change(rank, phase=RESTING)
+    assert not regroups(story.pass_time(5, busy=(0, 1, 2)))
+    story.change(2, phase=RESTING)
+    assert regroups(story.pass_time(0.25)) == [Regroup(1, (0, 1, 2, 3))]
+    assert not regroups(story.pass_time(5, busy=(0, 1, 2)))
+
+
+def test_members_that_rest_go_on_without_a_newcomer_that_is_gone() -> None:
+    story = resting_story()
+    newcomer(story, rank=3)
+    story.pass_time(1)
+    story.tell(Disconnected(3))
+    for rank in range(3):
+        story.change(rank, phase=RESTING)
+    assert regroups(story.pass_time(0.25)) == [Regroup(1, (0, 1, 2))]
+
+
+def test_a_rank_that_is_lost_as_the_others_rest_is_not_waited_for() -> None:
+    story = resting_story()
+    newcomer(story, rank=3)
+    story.pass_time(1)
+    for rank in (0, 2):
+        story.change(rank, phase=RESTING)
+    story.beat()
+    story.die(1)
+    assert Disconnect(1, "was killed by SIGKILL") in story.done
+    assert regroups(story.pass_time(1)) == [Regroup(1, (0, 2, 3))]
+
+
+def test_a_spare_takes_a_place_that_is_vacant_since_the_others_went_on() -> None:
+    story = resting_story()
+    newcomer(story, rank=3, phase=SPARE)
+    assert story.pass_time(2, busy=(0, 1, 2)) == []
+    story.die(1)
+    assert not regroups(story.done)
+    assert Rest() in story.pass_time(1)
+    for rank in (0, 2):
+        story.change(rank, phase=RESTING)
+    assert regroups(story.pass_time(0.25)) == [Regroup(1, (0, 2, 3))]
 
 
 def test_a_rank_that_ends_before_it_hears_of_a_newcomer_ends_well() -> None:

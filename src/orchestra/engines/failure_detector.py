@@ -22,7 +22,7 @@ The rules:
   more ranks accuse is given up. Any other end of a rank ends the run.
 - The end of a newcomer does not matter. Once it is ready, and all programs are elastic and train,
   it is a member of a new group; where these rest first, once they have. A spare one is taken in
-  where a rank is lost.
+  where a rank is lost: at once, or where the others have gone on in place, in the same way.
 - SIGTERM asks for an orderly stop, as Ctrl-C does, and leaves `grace` seconds for it: then the run
   ends, and its last checkpoint stands. One that comes to a rank right after the loss of another is
   its echo: torchrun ends all ranks of a node once one of them has died.
@@ -150,6 +150,7 @@ class FailureDetector:
         self._newcomers: dict[int, WatchedRank] = {}  # that are not taken in yet
         self._called: set[int] = set()  # members that are told of the newest group, and not ready
         self._asked_to_rest = False  # all members, since the newest group began
+        self._vacant = 0  # places in it of ranks that were lost, and that the run goes on without
 
     @property
     def ended_by_loss(self) -> bool:
@@ -335,6 +336,7 @@ class FailureDetector:
             self._fail(f"{member.name} {how}; {count}, of {self._min_ranks} at least", loss=loss)
         elif member.beat.expendable:
             self._leave_out(member, how)
+            self._vacant += 1
             self._instructions.append(events.Disconnect(member.rank, how))
             self._notice(f"{member.name} {how}; going on without it")
         elif goes_on:
@@ -371,7 +373,7 @@ class FailureDetector:
         # What they say of each other until now has a loss for its cause.
         self._consequences.clear()
         self.generation += 1
-        self._asked_to_rest = False
+        self._asked_to_rest, self._vacant = False, 0
         members = tuple(m.rank for m in self._in(*ALIVE))
         self._instructions.append(events.Regroup(self.generation, members))
         self._called = set(members)
@@ -414,17 +416,21 @@ class FailureDetector:
             for newcomer in list(self._newcomers.values()):
                 self._refuse(newcomer, events.RUN_OVER)
         phases = {m.beat.phase for m in members}
-        if phases == {RESTING} and self.cause is None:
-            self._take_in(self._ready(events.JOINING))
+        if self._asked_to_rest and phases == {RESTING} and self.cause is None:
+            self._take_in(self._come())
         elif self._newcomers and self._are_elastic() and not self.stopped:
             rest_first = any(m.beat.rests for m in members)
             phases -= {"serving"} if rest_first else set()
-            if phases == {"training"} and (come := self._ready(events.JOINING)):
+            if phases == {"training"} and (come := self._come()):
                 if not rest_first:
                     self._take_in(come)
                 elif not self._asked_to_rest:
                     self._asked_to_rest = True
                     self._instructions.append(events.Rest())
+
+    def _come(self) -> list[WatchedRank]:
+        """Return those who are to be taken in."""
+        return [*self._ready(events.JOINING), *self._ready(events.SPARE)[: self._vacant]]
 
     def _take_in(self, come: Sequence[WatchedRank]) -> None:
         """Go on in a new group with those that `come`, of whom some may be gone meanwhile."""
