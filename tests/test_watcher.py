@@ -51,12 +51,10 @@ class Story:
     that `pass_time` lets pass, unless they are silent or held."""
 
     def __init__(
-        self, ranks: int = 3, *, children: bool = True, step: int = 1, min_ranks: int = 1
+        self, ranks: int = 3, *, children: bool = True, step: int = 1, **options: Any
     ) -> None:
         self.now = 0.0
-        self.detector = FailureDetector(
-            ranks, LIMITS, start=0.0, children=children, min_ranks=min_ranks
-        )
+        self.detector = FailureDetector(ranks, LIMITS, start=0.0, children=children, **options)
         self.beats = {rank: Heartbeat(rank, step=step, phase="training") for rank in range(ranks)}
         self.silent: set[int] = set()
         self.held: set[int] = set()
@@ -846,6 +844,12 @@ def test_a_newcomer_that_trains_something_else_is_refused() -> None:
     assert refusal.rank == 4
     assert refusal.why.startswith("its model, data or version of Orchestra is not that of the run")
     assert story.detector.generation == 0
+
+
+def test_a_newcomer_for_whom_the_strategy_has_no_place_is_refused() -> None:
+    story = elastic_story(refusal=lambda ranks: "an even number" if ranks % 2 else None)
+    newcomer(story)
+    assert Refuse(4, "it would be one rank too many: an even number") in story.pass_time(1)
 
 
 def test_the_end_of_a_newcomer_concerns_nobody() -> None:

@@ -64,9 +64,10 @@ def main(arguments: Sequence[str]) -> int:
     place = ask(entrance, from_environment(os.environ))
     folder = _folder(place, options.out)
     run = only_run(load(folder / EXPERIMENT, [], {}), str(folder))
-    if run.training.checkpoint_every and folder.resolve() != Path(place.invitation.folder):
+    writes = run.training.checkpoint_every or not run.after_loss.keeps_state
+    if writes and folder.resolve() != Path(place.folder):
         raise InputError(
-            f"{place.invitation.folder}: the run writes checkpoints there, and this machine does "
+            f"{place.folder}: the run writes checkpoints there, and this machine does "
             "not have the folder: ranks of several machines need one that all share"
         )
     check_task(run.task)
@@ -100,15 +101,14 @@ def _entrance(place: str, secret: Path | None) -> Entrance:
 
 def _folder(place: Admission, out: Path | None) -> Path:
     """Return the folder of the run, or a new one with its experiment where that is not here."""
-    told = place.invitation
-    shared = Path(told.folder)
+    shared = Path(place.folder)
     path = shared / EXPERIMENT
-    if out is None and path.exists() and path.read_text() == told.experiment:
+    if out is None and path.exists() and path.read_text() == place.experiment:
         return shared
     folder = out or fresh_folder(PARENT, f"{shared.name}-rank-{place.rank}")
     folder.mkdir(parents=True, exist_ok=True)
     own = folder / EXPERIMENT
-    if own.exists() and own.read_text() != told.experiment:
+    if own.exists() and own.read_text() != place.experiment:
         raise InputError(f"{folder}: holds another experiment; choose another --out")
-    write_atomically(own, told.experiment)
+    write_atomically(own, place.experiment)
     return folder

@@ -35,13 +35,15 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestra.engines import events
 from orchestra.engines.events import Instruction
 from orchestra.worker.runtime import RESTING
 
+Refusal = Callable[[int], str | None]
+"""Why a run cannot go on with so many ranks; None if it can."""
 REFUSALS = 8  # that a run reports at most: strangers cause them, too
 ECHO_SECONDS = 10.0  # after a loss in which SIGTERM to another rank follows from it
 RECONNECTED_SECONDS = 30.0  # in which a connection that is lost again is not made anew
@@ -117,11 +119,19 @@ class FailureDetector:
 
     Where the ranks are `children` of the watcher's process, their exit status will be reported.
     Otherwise, and of newcomers, the end of its connection is all that is known of a rank's end. The
-    run ends where fewer than `min_ranks` are left of it.
+    run ends where fewer than `min_ranks` are left of it. Nobody is taken in into as many as there
+    is a `refusal` of.
     """
 
     def __init__(
-        self, ranks: int, limits: Limits, *, start: float, children: bool, min_ranks: int = 1
+        self,
+        ranks: int,
+        limits: Limits,
+        *,
+        start: float,
+        children: bool,
+        min_ranks: int = 1,
+        refusal: Refusal = lambda _: None,
     ) -> None:
         self.limits = limits
         self.cause: str | None = None  # why the run fails
@@ -131,7 +141,7 @@ class FailureDetector:
         self.notices: list[str] = []  # one line each, for the user
         self.stopped = False  # the user asked for an orderly stop
         self.terminated = False  # by SIGTERM
-        self._min_ranks = min_ranks
+        self._min_ranks, self._refusal = min_ranks, refusal
         self.generation = 0  # of the group of ranks that are left
         self._started_at = self._ticked_at = self._now = start
         self._failed_at = 0.0
@@ -441,21 +451,24 @@ class FailureDetector:
 
     def _ready(self, phase: str) -> list[WatchedRank]:
         """Return the newcomers in `phase` that can go on with the members; refuse those that train
-        something else."""
-        found = []
+        something else, or would be too many."""
+        found: list[WatchedRank] = []
+        there = len(self._in(State.ABSENT, *ALIVE))
         program = next((m.beat.elastic for m in self._in(*ALIVE)), "")
         for newcomer in list(self._newcomers.values()):
             silent = self._now - newcomer.seen_at > self.limits.silence
             if newcomer.beat.phase != phase or silent:
                 continue
-            if newcomer.beat.elastic == program:
-                found.append(newcomer)
-            else:
+            if newcomer.beat.elastic != program:
                 self._refuse(
                     newcomer,
                     "its model, data or version of Orchestra is not that of the run: let it find "
                     "the same task",
                 )
+            elif phase == events.JOINING and (why := self._refusal(there + len(found) + 1)):
+                self._refuse(newcomer, f"it would be one rank too many: {why}")
+            else:
+                found.append(newcomer)
         return found
 
     def _refuse(self, newcomer: WatchedRank, why: str) -> None:

@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from orchestra.engines.failure_detector import Limits
+from orchestra.engines.failure_detector import Limits, Refusal
 from orchestra.engines.processes.control import Frames, RankSpec, pack
 from orchestra.engines.processes.environment import towards
 from orchestra.errors import InputError, RunFailed
@@ -32,11 +32,12 @@ ANSWER_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Invitation:
-    """What a newcomer is told of the run: the `folder` of its records, and its `experiment`."""
+    """A run that newcomers may join."""
 
-    folder: str
+    folder: str  # of its records
     experiment: str  # the text of its file
     next_rank: int = 0  # the number of the first newcomer, at least
+    refusal: Refusal = lambda _: None
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ class Admission:
 
     rank: int
     ranks: int  # that the run had at its start
-    invitation: Invitation
+    folder: str  # see `Invitation`
+    experiment: str
     limits: Limits
     shared_memory: bool
 

@@ -20,7 +20,7 @@ from orchestra.errors import GroupChanged, InputError, PeerLost, tell
 from orchestra.records.record import EXPERIMENT, RunRecord
 from orchestra.records.report import RankReport
 from orchestra.settings.base import from_plain, to_plain
-from orchestra.strategies.base import roles_of
+from orchestra.strategies.base import refusal_of, roles_of
 from orchestra.trainer.settings import Run
 from orchestra.transports.handshake import from_environment
 from orchestra.transports.tags import Tag
@@ -59,7 +59,8 @@ def invitation_to(run: Run, folder: Path) -> Invitation | None:
         return None
     files = (each.stem.removeprefix("steps-rank-") for each in folder.glob("steps-rank-*.jsonl"))
     next_rank = 1 + max((int(rank) for rank in files if rank.isdecimal()), default=-1)
-    return Invitation(str(folder.absolute()), path.read_text(), next_rank)
+    refusal = partial(refusal_of, run.strategy)
+    return Invitation(str(folder.absolute()), path.read_text(), next_rank, refusal)
 
 
 def train_run(

@@ -137,8 +137,9 @@ class Watcher:
         self._wake_in, self._wake_out = socket.socketpair()
         self._started_at = time.monotonic()
         self.detector = FailureDetector(
-            ranks, limits, start=self._started_at, children=children, min_ranks=min_ranks
-        )
+            ranks, limits, start=self._started_at, children=children, min_ranks=min_ranks,
+            refusal=invitation.refusal if invitation else lambda _: None,
+        )  # fmt: skip
         self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
 
     # From other threads
@@ -390,8 +391,8 @@ class Watcher:
         if self.detector.cause is not None or self.detector.stopped:
             return {"kind": "refusal", "why": "it is coming to its end"}
         place = Admission(
-            self._next_rank, self._ranks, self._invitation, self.detector.limits,
-            self._shared_memory,
+            self._next_rank, self._ranks, self._invitation.folder, self._invitation.experiment,
+            self.detector.limits, self._shared_memory,
         )  # fmt: skip
         answer = answer_to(application, place)
         if answer["kind"] == "place":
