@@ -25,10 +25,10 @@ from orchestra.transports.handshake import from_environment
 DESCRIPTION = """\
 Join a run under way, as one rank more, or as one in the place of a rank that is lost.
 
-The run has been started by `orchestra train` with min_ranks, under all-reduce, local SGD, DiLoCo,
-gossip or push-sum. This process loads the same task, gets ready, and tells the run; then all ranks
-go back to a state that they can have together, and go on from it with one rank more. Ctrl-C or
-SIGTERM leaves the run, which goes on.
+The run has been started by `orchestra train` with min_ranks. This process loads the same task, gets
+ready, and tells the run; then all ranks go on with one rank more, from a state that they can have
+together: the last step or average, or a checkpoint for which they come to rest. Ctrl-C or SIGTERM
+leaves the run, which goes on.
 
 RUN is the folder of the run, if this machine has it. Elsewhere it is the address that its join.json
 names, with a copy of that file as --secret: whoever holds it can join. For other machines the run

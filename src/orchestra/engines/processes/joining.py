@@ -56,7 +56,7 @@ class Entrance:
         except FileNotFoundError:
             raise InputError(
                 f"{path}: there is no such file: the run is over, or cannot be joined; one that "
-                "can is started with min_ranks, under a strategy of docs/running.md"
+                "can is started with min_ranks"
             ) from None
         return found
 
