@@ -39,6 +39,7 @@ from orchestra.cli.terminal import print_table, progress_line
 from orchestra.engines.processes.injection import LOG, VARIABLE, Inject, injected
 from orchestra.errors import InputError
 from orchestra.settings import parse
+from orchestra.strategies.base import refusal_of
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.tasks import Task, TensorData
 from orchestra.trainer.checkpoint_files import DamagedCheckpoint, complete, verify
@@ -86,6 +87,14 @@ SETTINGS: dict[str, tuple[str, int]] = {
     "in groups: fragments": ("LocalSGD(4, fragments=2)", 3),
     "in groups: gossip": ("Gossip()", 3),
     "in groups: push-sum": ("StochasticGradientPush()", 3),
+    "in groups: server": ("ParameterServer()", 3),
+    "in groups: asynchronous": (f"ParameterServer({ASYNCHRONOUS})", 3),
+    "in groups: elastic": ("ElasticAveraging(4)", 3),
+    "in groups: pairwise": ("PairwiseAveraging()", 3),
+    "in groups: ZeRO-3": ("AllReduce('ring', shard='parameters')", 3),
+    "in groups: switch": (
+        f"Switch(AllReduce(), ParameterServer({ASYNCHRONOUS}), when=AfterSteps(8))", 3
+    ),
     "torchrun ring": ("AllReduce('ring')", 2),
     "torchrun asynchronous": (f"ParameterServer({ASYNCHRONOUS})", 3),
     "own loop ring": ("AllReduce('ring')", 2),
@@ -218,6 +227,12 @@ class Trial:
         """Whether those that are left go on together."""
         return self.setting.startswith("in groups")
 
+    @property
+    def least(self) -> int:
+        """The fewest ranks that the strategy runs on."""
+        strategy = parse(self.strategy, STRATEGIES, where="campaign")
+        return next(n for n in itertools.count(1) if refusal_of(strategy, n) is None)
+
     def command(self) -> list[str]:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--log-dir=logs"]
         torchrun.append(f"--nproc-per-node={self.ranks}")
@@ -230,7 +245,7 @@ class Trial:
         if self.starter == "command":
             words += ["--ranks", str(self.ranks)]
             words += ["--max-restarts", "1"] * (self.fault == "kill and restart")
-            words += ["--set", "min_ranks=1"] * self.in_groups
+            words += ["--set", f"min_ranks={self.least}"] * self.in_groups
         for setting in (
             f"steps={STEPS}", f"batch_size={BATCH}", f"checkpoint_every={EVERY}", "snapshots=2",
             f"patience={PATIENCE}", "optimizer=SGD(lr=0.01)",
@@ -377,8 +392,8 @@ def _complete(result: Result, entry: dict[str, Any], what: str) -> None:
     budget = STEPS * BATCH * result.trial.ranks
     result.require(entry.get("status") == "completed", f"{what} is {entry.get('status')}")
     samples = entry.get("samples", 0)
-    # A backup worker passes a batch over, if the others have gone on without it.
-    goes_on = entry.get("left_out") and not result.trial.in_groups
+    # What a rank had done that the others go on without is done, and in nobody's account.
+    goes_on = entry.get("left_out") and not (result.trial.in_groups and entry["synchronous"])
     if not goes_on and result.trial.setting != "backup":
         result.require(samples == budget, f"{what} has {samples} of {budget} samples")
 
