@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 
 from orchestra.engines.events import (
-    JOINING,
     RUN_OVER,
-    SPARE,
     Abort,
     Accused,
     Disconnect,
@@ -41,7 +39,7 @@ from orchestra.engines.events import (
 )
 from orchestra.engines.failure_detector import RECONNECTED_SECONDS, FailureDetector, Limits
 from orchestra.engines.processes.control import BadFrame, Frames, pack
-from orchestra.worker.runtime import RESTING
+from orchestra.worker.runtime import JOINING, RESTING, SPARE
 
 LIMITS = Limits(patience=60.0)
 

@@ -143,8 +143,8 @@ def shard_loader(
     _check_gives_batches(loader)
     if workers == 1:
         return _Whole(loader)
-    if _is_standard(loader):
-        return _Dealt(loader, workers, index, seed, alike)
+    if is_standard(loader):
+        return DealtLoader(loader, workers, index, seed, alike)
     return _EveryNth(loader, workers, index, seed, alike)
 
 
@@ -168,7 +168,7 @@ def _check_gives_batches(loader: object) -> None:
         raise InputError(f"batches: expected {remedy}, got {type(loader).__name__}")
 
 
-def _is_standard(loader: Loader) -> TypeGuard[DataLoader[Any]]:
+def is_standard(loader: Loader) -> TypeGuard[DataLoader[Any]]:
     """Return whether an epoch of `loader` is each sample once, in order or shuffled, in batches."""
     if not isinstance(loader, DataLoader) or loader.batch_size is None:
         return False
@@ -244,8 +244,11 @@ def _order_of(loader: DataLoader[Any], seed: int) -> GlobalOrder:
     return GlobalOrder(samples, seed, shuffled=isinstance(loader.sampler, RandomSampler))
 
 
-class _Dealt(ShardedLoader):
-    """A part of each global batch of a permutation."""
+class DealtLoader(ShardedLoader):
+    """A part of each global batch of a permutation.
+
+    Where the workers change in mid-epoch, `begin_rest` deals out what is left of it.
+    """
 
     def __init__(
         self, loader: DataLoader[Any], workers: int, index: int, seed: int, alike: Alike | None
@@ -255,16 +258,18 @@ class _Dealt(ShardedLoader):
         self._loader = _with_batches(loader, self._indices)
         self._deal_out(loader)
 
-    def _deal_out(self, loader: DataLoader[Any]) -> None:
-        """Deal out the samples that there are now."""
+    def _deal_out(self, loader: DataLoader[Any], start: int = 0) -> None:
+        """Deal out the samples that there are now, from number `start` of each epoch on."""
         assert loader.batch_size is not None
         self._order = _order_of(loader, self._seed)
         samples, global_batch = self._order.samples, loader.batch_size * self._workers
-        stop = samples - samples % global_batch if loader.drop_last else samples
-        self._plan = DataPlan(0, stop, global_batch, (1.0,) * self._workers)
+        stop = samples
+        if loader.drop_last:
+            stop -= (samples - start) % global_batch
+        self._plan = DataPlan(start, stop, global_batch, (1.0,) * self._workers)
 
     def compare(self) -> None:
-        assert _is_standard(self._given)
+        assert is_standard(self._given)
         self._deal_out(self._given)
         samples = self._order.samples
         start = self.epoch * samples
@@ -275,6 +280,16 @@ class _Dealt(ShardedLoader):
         self._begun = self.epoch, first
         self.epoch += 1
         return map(self._part, count(first), iter(self._loader))
+
+    def begin_rest(self, start: int) -> Iterator[WorkerBatch]:
+        """Return what is left of the next epoch behind its first `start` samples."""
+        assert is_standard(self._given)
+        self._deal_out(self._given, start)
+        return self.begin(0)
+
+    def position(self, batches: int) -> int:
+        """Return the samples of the epoch before its batch of that number."""
+        return self._plan.position(batches)
 
     def _indices(self) -> Iterator[list[int]]:
         epoch, first = self._begun
@@ -384,7 +399,7 @@ class QueuedLoader:
     @staticmethod
     def of(loader: Loader, seed: int) -> QueuedLoader | None:
         """Return the queue of `loader`; None if samples have no places, or are loaded early."""
-        if not _is_standard(loader):
+        if not is_standard(loader):
             return None
         # Worker processes load batches before the queue has given them out.
         return None if loader.num_workers or not len(loader) else QueuedLoader(loader, seed)

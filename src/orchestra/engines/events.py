@@ -32,8 +32,6 @@ class Failure:
 
 
 BEAT_SECONDS = 0.5
-JOINING, SPARE = "joining", "spare"
-"""The phases of a newcomer that is ready: to be taken in at once, or where a rank is lost."""
 RUN_OVER = "the run is over"
 """Why a newcomer is refused that was not needed."""
 

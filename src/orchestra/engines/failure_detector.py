@@ -40,7 +40,7 @@ from dataclasses import dataclass
 
 from orchestra.engines import events
 from orchestra.engines.events import Instruction
-from orchestra.worker.runtime import RESTING
+from orchestra.worker.runtime import JOINING, RESTING, SPARE
 
 Refusal = Callable[[int], str | None]
 """Why a run cannot go on with so many ranks; None if it can."""
@@ -111,7 +111,7 @@ class WatchedRank:
     @property
     def is_new(self) -> bool:
         """True of a newcomer that has not trained with the others yet."""
-        return self.beat.phase in (events.JOINING, events.SPARE)
+        return self.beat.phase in (JOINING, SPARE)
 
 
 class FailureDetector:
@@ -340,7 +340,7 @@ class FailureDetector:
         left = sum(m.state is not State.LEFT_OUT for m in self._members.values()) - 1
         regroups = loss and not member.beat.expendable and self._are_elastic()
         goes_on = member.beat.expendable or regroups
-        left += len(self._ready(events.SPARE)[:1]) if regroups else 0
+        left += len(self._ready(SPARE)[:1]) if regroups else 0
         if goes_on and left < self._min_ranks:
             count = "1 rank is left" if left == 1 else f"{left} ranks are left"
             self._fail(f"{member.name} {how}; {count}, of {self._min_ranks} at least", loss=loss)
@@ -371,8 +371,8 @@ class FailureDetector:
 
     def _regroup_without(self, member: WatchedRank, how: str) -> None:
         self._leave_out(member, how)
-        spares = self._ready(events.SPARE)[:1]
-        ranks = self._regroup([*spares, *self._ready(events.JOINING)])
+        spares = self._ready(SPARE)[:1]
+        ranks = self._regroup([*spares, *self._ready(JOINING)])
         instead = f"; {spares[0].name} takes its place" if spares else ""
         self._notice(f"{member.name} {how}{instead}; going on with {ranks}")
 
@@ -440,7 +440,7 @@ class FailureDetector:
 
     def _come(self) -> list[WatchedRank]:
         """Return those who are to be taken in."""
-        return [*self._ready(events.JOINING), *self._ready(events.SPARE)[: self._vacant]]
+        return [*self._ready(JOINING), *self._ready(SPARE)[: self._vacant]]
 
     def _take_in(self, come: Sequence[WatchedRank]) -> None:
         """Go on in a new group with those that `come`, of whom some may be gone meanwhile."""
@@ -465,7 +465,7 @@ class FailureDetector:
                     "its model, data or version of Orchestra is not that of the run: let it find "
                     "the same task",
                 )
-            elif phase == events.JOINING and (why := self._refusal(there + len(found) + 1)):
+            elif phase == JOINING and (why := self._refusal(there + len(found) + 1)):
                 self._refuse(newcomer, f"it would be one rank too many: {why}")
             else:
                 found.append(newcomer)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from orchestra.collectives import Group, all_reduce
-from orchestra.errors import InputError
+from orchestra.errors import GroupChanged, InputError, PeerLost
 from orchestra.schedules import ALL_REDUCE, Schedule, hierarchical
 from orchestra.transports.protocol import CollectiveCall, Handle, Task, Transport
 from orchestra.transports.tags import Tag
@@ -119,7 +119,12 @@ class GradientAverage:
         # In their order, whichever is filled first: all ranks have to begin the same collectives.
         while self._next < last and self._ready[self._next] == self._buckets[self._next].slots:
             self._worker.compute.advance_to(self._buckets[self._next].end_slot - 1)
-            self._begin_next()
+            try:
+                self._begin_next()
+            except (PeerLost, GroupChanged):
+                # `finish` comes to the same. A backward pass that an exception ends cannot be made
+                # void by a loop of the user's own.
+                return
 
     def _begin_next(self) -> None:
         self._under_way += self._begin(self._buckets[self._next], self._overlaps)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+JOINING, SPARE = "joining", "spare"
+"""The phases of a newcomer that is ready: to be taken in at once, or where a rank is lost."""
 RESTING = "resting"
 """The phase of a program that has come to rest, for newcomers to be taken in."""
 VARIABLE = "OMP_NUM_THREADS"

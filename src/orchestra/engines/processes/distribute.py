@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
@@ -24,16 +25,31 @@ from torch.utils.data import DataLoader
 from orchestra.engines.events import Notice
 from orchestra.engines.failure_detector import SCRIPT_OVER
 from orchestra.engines.live import print_notice
-from orchestra.engines.processes.environment import detect, runs_function, world_size
-from orchestra.engines.processes.rank import join
+from orchestra.engines.processes.environment import (
+    JOIN_VARIABLE,
+    detect,
+    runs_function,
+    set_rank,
+    world_size,
+)
+from orchestra.engines.processes.joining import Entrance, Invitation, ask
+from orchestra.engines.processes.rank import join, join_run
 from orchestra.engines.processes.system import StopWish, TimedCompute
 from orchestra.engines.random_streams import seed as begin_streams
-from orchestra.errors import InputError, PeerLost, RunAborted, RunEnded, RunFailed, tell
+from orchestra.errors import (
+    GroupChanged,
+    InputError,
+    PeerLost,
+    RunAborted,
+    RunEnded,
+    RunFailed,
+    tell,
+)
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import strategy_of
 from orchestra.trainer.own_loop import Batches, OwnLoop
 from orchestra.trainer.own_loop.checks import may_serve
-from orchestra.transports.handshake import address_of, listen
+from orchestra.transports.handshake import address_of, from_environment, listen
 from orchestra.transports.native import Native
 from orchestra.transports.sockets import connect_mesh
 from orchestra.transports.tags import Tag
@@ -69,6 +85,8 @@ def distribute(
     patience: float = 60.0,
     grace: float = 30.0,
     host: str | None = None,
+    min_ranks: int | None = None,
+    entrance: str | Path | None = None,
 ) -> tuple[Model, Optimizer, Batches]:
     """Train `model` in your own loop under `strategy`, on all processes that were started.
 
@@ -108,12 +126,18 @@ def distribute(
             step the next batch raises `orchestra.Stopped` on every worker, which ends its script
             with status 0. Not where the script handles SIGTERM by itself. As `patience`.
         host: the local address that the other ranks are to use (default: found out). As `patience`.
+        min_ranks: where ranks are lost, the others go on, this many at least, from the last step
+            that any of them has completed. Under `AllReduce` without shards, with a DataLoader of a
+            map-style data set, and one model. The step under way is void: until the next batch,
+            `backward()` exchanges nothing and `step()` does nothing. As `patience`.
+        entrance: the file to write while the run can be joined: the same script, started with
+            ORCHESTRA_JOIN=FILE, is one rank more. As `patience`.
 
     Returns the same model and optimizer, and the loader to iterate in place of `batches`. Raises
     `InputError` where what was asked for cannot be done, and `RunFailed` where the ranks did not
     come together.
     """
-    loop = _Process.this(patience, host, grace).begin_loop(
+    loop = _Process.this(patience, host, grace, min_ranks, entrance).begin_loop(
         model, optimizer, batches, strategy_of(strategy), accumulation=accumulation, seed=seed,
         work=work, bucket_megabytes=bucket_megabytes, overlap=overlap,
     )  # fmt: skip
@@ -226,8 +250,17 @@ class _Process:
 
     taken: _Process | None = None
     _thread: threading.Thread | None = None
+    _enters = False  # a run under way
 
-    def __init__(self, patience: float, host: str | None, grace: float) -> None:
+    def __init__(
+        self,
+        patience: float,
+        host: str | None,
+        grace: float,
+        min_ranks: int | None = None,
+        entrance: str | Path | None = None,
+    ) -> None:
+        self._min_ranks = min_ranks
         self._loops: list[OwnLoop] = []  # that have not ended
         self.newest: OwnLoop | None = None  # of all, ended or not
         self._channels = itertools.count()
@@ -236,17 +269,32 @@ class _Process:
         self._told = False
         self._over = threading.Event()
         self._begun: Future[Runtime] = Future()
-        launched = detect(os.environ)
-        if launched is None:
-            self._runtime = _alone()
-        else:
+        take_part: Callable[[], object] | None = None
+        threads = torch.get_num_threads()  # the user's, which stays
+        if (invited := os.environ.get(JOIN_VARIABLE)) is not None:
+            if min_ranks is None:
+                raise InputError(f"{JOIN_VARIABLE} is set: give distribute min_ranks, as the run")
+            tls, found = from_environment(os.environ), Entrance.read(Path(invited))
+            place = ask(found, tls)
+            set_rank(place.rank)
+            self._first_of_node = self._enters = True
+            take_part = functools.partial(
+                join_run, found, place, self._program, None, tls=tls, threads=threads, wish=_wish()
+            )
+        elif (launched := detect(os.environ)) is not None:
             self._first_of_node = launched.local_rank == 0
+            invitation = None
+            if entrance is not None and min_ranks is not None:
+                invitation = Invitation(Path(entrance).absolute())
             take_part = functools.partial(
                 join, self._program, None, launched,
                 patience=patience, host=host, advice=ADVICE, grace=grace, wish=_wish(),
-                threads=torch.get_num_threads(),  # the user's, which stays
-                on_event=print_notice, on_cause=self._cause_came,
+                threads=threads, on_event=print_notice, on_cause=self._cause_came,
+                min_ranks=min_ranks or 1, invitation=invitation,
             )  # fmt: skip
+        if take_part is None:
+            self._runtime = _alone()
+        else:
             self._thread = threading.Thread(
                 target=self._run, args=(take_part,), name="orchestra", daemon=True
             )
@@ -282,11 +330,24 @@ class _Process:
         tell(cause.splitlines()[0])
 
     @classmethod
-    def this(cls, patience: float, host: str | None, grace: float = 30.0) -> _Process:
+    def this(
+        cls,
+        patience: float,
+        host: str | None,
+        grace: float = 30.0,
+        min_ranks: int | None = None,
+        entrance: str | Path | None = None,
+    ) -> _Process:
         """Return this process's object; the first call joins the run."""
         if cls.taken is None:
-            cls.taken = cls(patience, host, grace)
+            cls.taken = cls(patience, host, grace, min_ranks, entrance)
         return cls.taken
+
+    def _regroup(self, channel: Channel, error: PeerLost | GroupChanged) -> Runtime:
+        """Return the runtime of a loop in the next group."""
+        assert self._runtime.regroup is not None
+        self._runtime = self._runtime.regroup(error)
+        return intercepted(self._runtime, channel)
 
     def channel(self) -> Runtime:
         """Return the runtime of the next loop, whose messages no other loop sees."""
@@ -319,7 +380,16 @@ class _Process:
                     f"{each!r} has ranks that only serve, which do so for one loop at a time: "
                     "train models by turns with placement='beside', or under all-reduce"
                 )
-        loop = OwnLoop(self.channel(), model, optimizer, batches, strategy, **settings)
+        channel = Channel(next(self._channels))
+        regroup = None
+        if self._min_ranks is not None and self._runtime.regroup is not None:
+            if channel.number:
+                raise InputError("min_ranks: distribute one model alone, or leave it out")
+            regroup = functools.partial(self._regroup, channel)
+        loop = OwnLoop(
+            intercepted(self._runtime, channel), model, optimizer, batches, strategy,
+            regroup=regroup, enters=self._enters, **settings,
+        )  # fmt: skip
         self._loops.append(loop)
         self.newest = loop
         return loop

@@ -20,6 +20,7 @@ _FIRST_PORT = 15000  # below the ports that systems hand out by themselves
 _PORTS = 15000
 
 _SHARED_MEMORY = "ORCHESTRA_SHARED_MEMORY"
+JOIN_VARIABLE = "ORCHESTRA_JOIN"  # the file of a run's entrance, which this process is to join
 HOST_VARIABLE = "ORCHESTRA_HOST"  # the address of this machine that other ranks are to use
 LATENCIES = "ORCHESTRA_LATENCIES"  # of an emulated node: see `Place`
 
@@ -91,11 +92,23 @@ def detect(environ: Mapping[str, str]) -> Launched | None:
     return None
 
 
+_joined: int | None = None  # the number of this process in a run that it has joined
+
+
+def set_rank(rank: int) -> None:
+    """Note the number that a run has given to this process."""
+    global _joined
+    _joined = rank
+
+
 def rank() -> int:
     """Return the number of this process among those that the launcher started, from 0.
 
-    0 in a process that nobody launched. Known before `orchestra.distribute` and after it.
+    0 in a process that nobody launched. Known before `orchestra.distribute` and after it. One that
+    joins a run under way learns its number there, which no other one has had; before it is -1.
     """
+    if _joined is not None or JOIN_VARIABLE in os.environ:
+        return -1 if _joined is None else _joined
     launched = detect(os.environ)
     return 0 if launched is None else launched.rank
 

@@ -34,8 +34,9 @@ ANSWER_SECONDS = 30.0
 class Invitation:
     """A run that newcomers may join."""
 
-    folder: str  # of its records
-    experiment: str  # the text of its file
+    path: Path  # of the file of its entrance
+    folder: str = ""  # of its records, if it has some
+    experiment: str = ""  # the text of its file
     next_rank: int = 0  # the number of the first newcomer, at least
     refusal: Refusal = lambda _: None
 
@@ -62,10 +63,9 @@ class Entrance:
 
 
 @contextlib.contextmanager
-def opened(folder: Path, address: tuple[str, int], secret: str) -> Iterator[None]:
-    """Keep the file of an entrance in `folder`."""
-    path = folder / ENTRANCE
-    folder.mkdir(parents=True, exist_ok=True)
+def opened(path: Path, address: tuple[str, int], secret: str) -> Iterator[None]:
+    """Keep the file of an entrance."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     unnamed = partial_of(path)
     unnamed.unlink(missing_ok=True)
     with os.fdopen(os.open(unnamed, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:

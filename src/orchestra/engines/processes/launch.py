@@ -176,7 +176,7 @@ def launch(
     )  # fmt: skip
     door: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if invitation is not None:
-        door = opened(Path(invitation.folder), watcher.address, token)
+        door = opened(invitation.path, watcher.address, token)
     # `timeout` sends SIGTERM to the launcher and to its process group, so twice in a row.
     interrupts = {signal.SIGINT: watcher.interrupt, signal.SIGTERM: spaced(watcher.terminate)}
     with _store_path() as store_path, handling(interrupts), door:

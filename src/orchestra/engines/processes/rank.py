@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -352,7 +351,7 @@ def join(
             about = {"address": watcher.address, "token": token, "tls": tls is not None}
             store.set("watcher", json.dumps(about))
             if invitation is not None:
-                door = opened(Path(invitation.folder), watcher.address, token)
+                door = opened(invitation.path, watcher.address, token)
                 closing.enter_context(door)
         handlers = {} if wish else {signal.SIGTERM: (wish := StopWish())}
         interrupt = (lambda: None) if watcher is None else watcher.interrupt

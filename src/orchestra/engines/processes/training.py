@@ -9,10 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from orchestra.engines.events import JOINING, SPARE
 from orchestra.engines.live import Display, Lines, Progress
 from orchestra.engines.processes.environment import Launched
-from orchestra.engines.processes.joining import Admission, Entrance, Invitation
+from orchestra.engines.processes.joining import ENTRANCE, Admission, Entrance, Invitation
 from orchestra.engines.processes.launch import launch
 from orchestra.engines.processes.system import StopWish, UsageMeter
 from orchestra.engines.run import record_of, write_environment
@@ -24,7 +23,7 @@ from orchestra.strategies.base import refusal_of, roles_of
 from orchestra.trainer.settings import Run
 from orchestra.transports.handshake import from_environment
 from orchestra.transports.tags import Tag
-from orchestra.worker.runtime import PassingReporter, Runtime
+from orchestra.worker.runtime import JOINING, SPARE, PassingReporter, Runtime
 
 
 def program(
@@ -60,7 +59,8 @@ def invitation_to(run: Run, folder: Path) -> Invitation | None:
     files = (each.stem.removeprefix("steps-rank-") for each in folder.glob("steps-rank-*.jsonl"))
     next_rank = 1 + max((int(rank) for rank in files if rank.isdecimal()), default=-1)
     refusal = partial(refusal_of, run.strategy)
-    return Invitation(str(folder.absolute()), path.read_text(), next_rank, refusal)
+    given = str(folder.absolute()), path.read_text(), next_rank, refusal
+    return Invitation(folder / ENTRANCE, *given)
 
 
 def train_run(

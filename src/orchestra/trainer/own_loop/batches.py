@@ -12,6 +12,7 @@ from orchestra.data.loaders import Loader
 from orchestra.errors import InputError
 from orchestra.trainer.own_loop.dealer import Dealer
 from orchestra.trainer.own_loop.epochs import Epochs
+from orchestra.trainer.own_loop.group import OwnGroup, Stateful
 from orchestra.trainer.own_loop.passes import BackwardPasses
 from orchestra.trainer.own_loop.rank import OwnRank
 from orchestra.trainer.own_loop.saving import Saver
@@ -29,9 +30,15 @@ class Batches:
     """
 
     def __init__(
-        self, rank: OwnRank, dealer: Dealer, epochs: Epochs, passes: BackwardPasses, saver: Saver
+        self,
+        rank: OwnRank,
+        dealer: Dealer,
+        epochs: Epochs,
+        passes: BackwardPasses,
+        saver: Saver,
+        group: OwnGroup | None = None,
     ) -> None:
-        self.epochs = epochs
+        self.course, self._group = epochs, group
         self._rank, self._dealer = rank, dealer
         self._passes, self._saver = passes, saver
 
@@ -41,7 +48,7 @@ class Batches:
         return len(self._dealer)
 
     def __iter__(self) -> Generator[Any, None, None]:
-        return self.epochs.iterate(None)
+        return self.course.iterate(None)
 
     def groups(self, size: int) -> Generator[Any, None, None]:
         """Iterate an epoch, `size` batches at a time; the gradient of a group is exchanged once.
@@ -51,9 +58,36 @@ class Batches:
         `backward()` of a group exchanges, whatever `accumulation` says; the last group of an epoch
         may be smaller. InputError if batches lie in a queue, from which workers take one at a time.
         """
-        if self.epochs.uses_queue:
+        if self.course.uses_queue:
             raise InputError("batches.groups() needs as many on every worker: set work='equal'")
-        return self.epochs.iterate(size)
+        return self.course.iterate(size)
+
+    def epochs(self, number: int) -> Iterator[int]:
+        """Yield the numbers, from 0, of those of `number` epochs that are left; in each of them
+        iterate the batches once.
+
+        On a rank that joins a run under way, or after `load_state_dict`, these are not all. Raises
+        InputError where an epoch was not ended.
+        """
+        if self._group is not None:
+            self._group.begin()
+        while (epoch := self.epoch) < number:
+            yield epoch
+            if self.epoch == epoch:
+                raise InputError(
+                    f"batches.epochs(): epoch {epoch} was not ended: iterate the batches, or after "
+                    "a break call batches.end_epoch()"
+                )
+
+    def register(self, **objects: Stateful) -> None:
+        """Let the states of `objects` go with that of the training to ranks that join, by name: a
+        scheduler of learning rates, a GradScaler, an average of weights, or anything else with
+        `state_dict()` and `load_state_dict()`. Call it before the loop, on every worker.
+
+        Where a step is void, since ranks were lost, what it has changed in them is taken back.
+        """
+        if self._group is not None:
+            self._group.register(**objects)
 
     @property
     def loader(self) -> Loader:
@@ -68,30 +102,30 @@ class Batches:
     @property
     def epoch(self) -> int:
         """How many epochs have ended."""
-        return self.epochs.epoch
+        return self.course.epoch
 
     @property
     def taken(self) -> int:
         """The batches of the epoch under way that this worker has had."""
-        return self.epochs.taken
+        return self.course.taken
 
     @property
     def ended(self) -> bool:
         """True if all workers have left this loop."""
-        return self.epochs.ended
+        return self.course.ended
 
     # Gradients
 
     @property
     def averages_gradients(self) -> bool:
         """True if the workers step together now, on the average of their gradients."""
-        return self.epochs.averages_gradients
+        return self.course.averages_gradients
 
     @property
     def share(self) -> float:
         """This worker's of the samples behind the gradient of the batch, or group, that was handed
         out last; 1 where its gradient is not averaged."""
-        return self.epochs.share
+        return self.course.share
 
     def weight(self, count: int) -> int:
         """Let the gradient of the batch, or group, that was taken last weigh `count`; return the
@@ -104,7 +138,7 @@ class Batches:
         """
         if isinstance(count, bool) or int(count) != count or count < 0:
             raise InputError(f"batches.weight(): expected a whole number from 0, got {count!r}")
-        return self.epochs.weigh(int(count))
+        return self.course.weigh(int(count))
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -131,7 +165,10 @@ class Batches:
         Where an epoch has ended it changes nothing. InputError if workers take unlike numbers of
         batches.
         """
-        self.epochs.agree()
+        if self._group is not None:
+            self._group.together(self.course.agree)
+        else:
+            self.course.agree()
 
     def end_epoch(self) -> None:
         """End the epoch after `break`, as if there were no more batches.
@@ -140,7 +177,7 @@ class Batches:
         epoch. Every worker calls it, after equally many steps. Where an epoch has ended it changes
         nothing. InputError if workers take unlike numbers of batches.
         """
-        self.epochs.end_epoch()
+        self.course.end_epoch()
 
     # Saving and resuming
 
@@ -185,7 +222,9 @@ class Batches:
 
     def sum_over_workers(self, numbers: Tensor, tag: Tag = Tag.COUNT) -> Tensor:
         """Collective over the workers: return sums of their `numbers`, in float64 on the CPU."""
-        return self._rank.sum_over_workers(numbers, tag)
+        if self._group is None:
+            return self._rank.sum_over_workers(numbers, tag)
+        return self._group.together(lambda: self._rank.sum_over_workers(numbers, tag))
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -204,15 +243,15 @@ class Batches:
     @property
     def ends_process(self) -> bool:
         """True if the process of a rank that serves ends once the workers' scripts are over."""
-        return self.epochs.ends_process
+        return self.course.ends_process
 
     @ends_process.setter
     def ends_process(self, ends: bool) -> None:
-        self.epochs.ends_process = ends
+        self.course.ends_process = ends
 
     def serve_to_the_end(self) -> None:
         """Serve until the workers have left this loop. Called on a rank without data.
 
         Raises SystemExit where their scripts are over, if it `ends_process`.
         """
-        self.epochs.serve_to_the_end()
+        self.course.serve_to_the_end()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from orchestra.coordinator.batches import QueuedWork
 from orchestra.coordinator.events import Finish, RestAt, Take
@@ -24,20 +25,30 @@ class Dealer:
 
     `seed` is that of the order. `queued`: workers that do not wait for each other may take batches
     from a queue, where the loader allows it. `leads`: false where another loop's batches are
-    iterated, which see to the order.
+    iterated, which see to the order. `elastic`: what is left of an epoch may be dealt out anew.
 
     Attributes:
         item: what was taken from the queue, if no step was made with it yet.
     """
 
-    def __init__(self, loader: loaders.Loader, seed: int, *, queued: bool, leads: bool) -> None:
+    def __init__(
+        self,
+        loader: loaders.Loader,
+        seed: int,
+        *,
+        queued: bool,
+        leads: bool,
+        elastic: bool = False,
+    ) -> None:
         self.loader, self.seed = loader, seed
         self.item: Take | None = None
         self._queued = loaders.QueuedLoader.of(loader, seed) if queued and leads else None
-        self._leads = leads
+        self._leads, self._elastic = leads, elastic
+        self.is_rest = False  # the epoch under way was dealt out anew
         self._roles: Roles  # of those that it is dealt out to
         self._sharded: loaders.ShardedLoader | None = None
         self._order: dict[str, Any] = {}
+        self._dealt: loaders.DealtLoader  # the same as `_sharded`, where it is elastic
 
     @property
     def queue_of(self) -> QueueOf | None:
@@ -59,9 +70,31 @@ class Dealer:
         self._sharded = None
         workers, own = self._roles.workers, rank.worker.rank
         if own in workers:
-            index, alike = workers.index(own), rank.alike
-            self._sharded = loaders.shard_loader(self.loader, len(workers), index, self.seed, alike)
+            place = len(workers), workers.index(own), self.seed, rank.alike
+            if self._elastic:
+                self._sharded = self._dealt = loaders.DealtLoader(self._standard, *place)
+            else:
+                self._sharded = loaders.shard_loader(self.loader, *place)
             self._sharded.epoch = epoch
+
+    @property
+    def _standard(self) -> DataLoader[Any]:
+        assert loaders.is_standard(self.loader)
+        return self.loader
+
+    def deal_out_rest(
+        self, rank: OwnRank, epoch: int, done: int
+    ) -> tuple[Iterator[loaders.WorkerBatch], int]:
+        """Deal out what is left of `epoch` behind its first `done` samples to those who have roles
+        now; return this worker's part, and how many samples there are."""
+        self.deal_out(rank, epoch)
+        part = self._dealt.begin_rest(done)
+        self.is_rest = done > 0
+        return part, self.position(len(self)) - done
+
+    def position(self, batches: int) -> int:
+        """Return the samples of the epoch before its batch of that number, where it is elastic."""
+        return self._dealt.position(batches)
 
     def follow(self, rank: OwnRank, epoch: int) -> None:
         """Deal the epochs from number `epoch` on out anew, if roles have changed."""
@@ -102,6 +135,7 @@ class Dealer:
     def begin(self, first: int) -> Iterator[loaders.WorkerBatch]:
         """Return this worker's part of the epoch, from its batch number `first` on."""
         assert self._sharded is not None
+        self.is_rest = False
         if not first:
             self._order = self._draws()
             return self._sharded.begin(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -13,6 +13,7 @@ from orchestra.data import loaders
 from orchestra.errors import InputError, Stopped
 from orchestra.strategies.traits import Pace
 from orchestra.trainer.own_loop.dealer import Dealer
+from orchestra.trainer.own_loop.group import OwnGroup
 from orchestra.trainer.own_loop.passes import BackwardPasses, Count
 from orchestra.trainer.own_loop.rank import OwnRank
 from orchestra.trainer.own_loop.strategy_state import StrategyState
@@ -48,6 +49,7 @@ class Epochs:
         passes: BackwardPasses,
         lead: Epochs | None,
     ) -> None:
+        self.group: OwnGroup | None = None  # where ranks may be lost, or join
         self._rank, self._state = rank, state
         self._dealer, self._passes = dealer, passes
         self._weights: SampleWeights = SampleWeights(rank) if lead is None else lead._weights
@@ -79,6 +81,15 @@ class Epochs:
         return self._rank.ended
 
     @property
+    def turns(self) -> int:
+        """The sum of the digests of all turns in which batches were dealt out."""
+        return self._weights.turns
+
+    @turns.setter
+    def turns(self, turns: int) -> None:
+        self._weights.turns = turns
+
+    @property
     def averages_gradients(self) -> bool:
         """True if the workers step together now, on the average of their gradients."""
         return any(each._rank.synchronous for each in self.lead._together)
@@ -97,6 +108,8 @@ class Epochs:
     def _iterate(self, group: int | None) -> Generator[Any, None, None]:
         if self.is_over():
             return
+        if self.group is not None:
+            self.group.begin()
         for each in self._together:
             each._take_over()
         left = self.left
@@ -106,7 +119,7 @@ class Epochs:
             if self._dealer.has_part:
                 # All workers are here, unless one left the epoch, or its process, by itself.
                 if not left and not self._rank.worker.transport.lost():
-                    self._dealer.compare()
+                    self._guarded(self._dealer.compare)
                 yield from self._hand_out_all(group)
         # The script left the loop over the batches, by `break` or an exception.
         except GeneratorExit:
@@ -116,30 +129,44 @@ class Epochs:
         for each in self._together:
             each._end()
 
+    def _guarded(self, call: Callable[[], object]) -> bool:
+        """Make `call`, which waits for other ranks; return whether it has come to its end."""
+        if self.group is not None:
+            return self.group.guarded(call)
+        call()
+        return True
+
     def _hand_out_all(self, group: int | None) -> Iterator[Any]:
-        rank, dealer = self._rank, self._dealer
+        rank = self._rank
         if rank.source() is None:
-            parts = dealer.begin(self.taken)
-            while some := self._next(parts, group):
-                self._count(some)
-                if group is not None:
-                    for each in self._together:
-                        each._passes.begin_group(len(some))
-                batches = [part.batch for part in some]
-                yield batches[0] if group is None else batches
-                # A step with this batch may have ended a phase of `Switch`: this rank serves now,
-                # or workers take batches from a queue.
-                if not rank.is_worker():
-                    return
-                if rank.source() is not None:
-                    break
-            else:
-                if not dealer.knows_totals and self.averages_gradients:
-                    self._weights.end()
-        if (source := rank.source()) is not None:
-            for part in dealer.take(source, rank.worker):
+            yield from self._hand_out_parts(group)
+        # A step with one of these may have ended a phase of `Switch`: this rank serves now, or
+        # workers take batches from a queue.
+        if rank.is_worker() and (source := rank.source()) is not None:
+            for part in self._dealer.take(source, rank.worker):
                 self._count([part])
                 yield part.batch
+
+    def _hand_out_parts(self, group: int | None) -> Iterator[Any]:
+        """Give this worker's parts, as long as the roles stay."""
+        rank, dealer = self._rank, self._dealer
+        parts: Iterator[loaders.WorkerBatch] | None = None
+        while rank.is_worker() and rank.source() is None:
+            anew = None if self.group is None else self.group.next_part()
+            if anew is not None:
+                parts, self.taken = anew, 0
+            elif parts is None:
+                parts = dealer.begin(self.taken)
+            if not (some := self._next(parts, group)):
+                if not dealer.knows_totals and self.averages_gradients:
+                    self._weights.end()
+                return
+            self._count(some)
+            if group is not None:
+                for each in self._together:
+                    each._passes.begin_group(len(some))
+            batches = [part.batch for part in some]
+            yield batches[0] if group is None else batches
 
     def _next(
         self, parts: Iterator[loaders.WorkerBatch], group: int | None
@@ -182,6 +209,8 @@ class Epochs:
         """Collective over the workers: begin a step, unless it has begun. Parameters may change."""
         if self._take_over() or not self._passes.entered:
             self._passes.entered = True
+            if self.group is not None:
+                self.group.step_begins()
             self._rank.phases.member.begin()
 
     # They begin, and end
@@ -205,18 +234,31 @@ class Epochs:
         self._passes.begin_epoch(self._passes_before)
         self._passes_before = 0
         self._dealer.follow(self._rank, self.epoch)
+        if self.group is not None:
+            self.group.epoch_begins()
 
-    def _end(self) -> None:
+    def _end(self, *, by_script: bool = False) -> None:
+        """End the epoch; `by_script`, whatever batches there are still."""
+        epoch = self.epoch
         self._passes.end_epoch()
-        if self._rank.is_worker():
-            self._rest(Reason.EPOCH)
-        else:
+        if not self._rank.is_worker():
             self.serve()
+            if not self.ended:
+                self._agree()
+        elif self.group is not None and by_script:
+            self.group.together(self._agree_at_end)
+        elif self.group is None or not self.group.has_agreed(epoch):
+            self._guarded(self._agree_at_end)
+        self._in_epoch = self.left = False
+        self.taken = 0
+        self.epoch = epoch + 1
+        if self.group is not None:
+            self.group.epoch_ends(epoch)
+
+    def _agree_at_end(self) -> None:
+        self._rest(Reason.EPOCH)
         if not self.ended:
             self._agree()
-        self._in_epoch = False
-        self.taken = 0
-        self.epoch += 1
 
     def _rest(self, reason: Reason) -> None:
         """Wait until nothing is in flight anywhere; servers learn the `reason`."""
@@ -244,7 +286,7 @@ class Epochs:
     def end_epoch(self) -> None:
         """End the epoch after `break`, as if there were no more batches."""
         for each in self._in_mid_epoch("end_epoch"):
-            each._end()
+            each._end(by_script=True)
 
     def _in_mid_epoch(self, method: str) -> Iterator[Epochs]:
         """Give those that are iterated together, where this worker is within an epoch."""

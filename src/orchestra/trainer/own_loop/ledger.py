@@ -31,6 +31,15 @@ class Ledger:
         ]
         self._phase, self._digest = phase, digest([place, options], self.digest(phase))
 
+    @property
+    def state(self) -> tuple[int, int]:
+        """What has been noted, for a rank that goes on with it."""
+        return self._phase, self._digest
+
+    @state.setter
+    def state(self, state: tuple[int, int]) -> None:
+        self._phase, self._digest = state
+
     def digest(self, phase: int) -> int:
         """Return the digest of this phase's steps: before it, workers may have made unlike ones."""
         return self._digest if phase == self._phase else 0

@@ -6,7 +6,7 @@ import functools
 import math
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from orchestra.data.loaders import Loader
 from orchestra.errors import InputError
-from orchestra.optimizers.spec import changed_options, get_rates, set_rates
+from orchestra.optimizers.spec import changed_options, get_rates, set_options, set_rates
 from orchestra.strategies.base import Strategy
 from orchestra.trainer.own_loop import checks
 from orchestra.trainer.own_loop.batches import Batches
 from orchestra.trainer.own_loop.dealer import Dealer
 from orchestra.trainer.own_loop.epochs import ENDED, Epochs
+from orchestra.trainer.own_loop.group import OwnGroup, Regroup, refusal_to_regroup
 from orchestra.trainer.own_loop.last_backward import LastBackward
 from orchestra.trainer.own_loop.passes import BackwardPasses
 from orchestra.trainer.own_loop.rank import OwnRank
@@ -37,6 +38,8 @@ class OwnLoop:
     `accumulation` is how many times the user calls `backward` for one `step`: only the last one
     exchanges. Where an epoch ends with fewer, `step` does. Where there are more, each one that is
     complete is exchanged again, together with the average of those before, which stays what it is.
+    With `regroup` it goes on where ranks are lost or join; a rank that `enters` waits until it is
+    taken in.
     `loader` may be the batches of another loop, whose models are trained by turns on each of them.
     """
 
@@ -58,6 +61,8 @@ class OwnLoop:
         work: str = "shared",
         bucket_megabytes: float = 25.0,
         overlap: bool = True,
+        regroup: Regroup | None = None,
+        enters: bool = False,
     ) -> None:
         checks.check_roles(strategy, runtime.ranks)
         checks.check_model(model, optimizer, len(strategy.roles(runtime.ranks).workers))
@@ -65,12 +70,18 @@ class OwnLoop:
         self._traits = strategy.traits()  # of all phases
         lead = None
         if isinstance(loader, Batches):
-            first, loader = loader.epochs.lead, loader.loader
+            first, loader = loader.course.lead, loader.loader
             lead = None if first.ended else first
         # Accumulation finds a short last step by the number of batches, unknown to a queue.
         queued = work == "shared" and accumulation == 1
-        self._dealer = Dealer(loader, seed, queued=queued, leads=lead is None)
-        self._rank = OwnRank(
+        if regroup is not None:
+            refusal = refusal_to_regroup(strategy, loader, accumulation)
+            if refusal is not None:
+                raise InputError(f"min_ranks: {refusal}")
+        self.dealer = self._dealer = Dealer(
+            loader, seed, queued=queued, leads=lead is None, elastic=regroup is not None
+        )
+        self.rank = self._rank = OwnRank(
             runtime, model, optimizer, strategy, self._dealer.queue_of,
             bucket_bytes=int(bucket_megabytes * 1e6), overlap=overlap,
         )  # fmt: skip
@@ -78,11 +89,18 @@ class OwnLoop:
         copied = self.worker.layout.device.type != "cpu"
         self._passes, self._scale = BackwardPasses(accumulation, copied=copied), LossScale()
         self._state = StrategyState(self._rank, model)
-        self._epochs = Epochs(self._rank, self._state, self._dealer, self._passes, lead)
+        self.epochs = self._epochs = Epochs(
+            self._rank, self._state, self._dealer, self._passes, lead
+        )
+        self._group: OwnGroup | None = None
+        if regroup is not None:
+            self._group = self._epochs.group = OwnGroup(self, regroup, enters=enters)
         saver = Saver(
             self._rank, self._state, self._dealer, self._epochs, self._passes, self._scale
         )
-        self.batches = Batches(self._rank, self._dealer, self._epochs, self._passes, saver)
+        self.batches = Batches(
+            self._rank, self._dealer, self._epochs, self._passes, saver, self._group
+        )
         self._gradients = self.worker.gradients
         self._last = LastBackward(self._gradients.parameters)
         self._audit = checks.Audit(self.worker)
@@ -113,7 +131,19 @@ class OwnLoop:
         if changed and self._knows_only_steps:
             raise self._unknown_change("after backward() without step()")
         if module.training and self._passes.open:
-            self._epochs.begin_step()
+            self._guarded(self._epochs.begin_step)
+
+    @property
+    def _is_void(self) -> bool:
+        """True if nothing comes of the step under way, as the group of ranks has changed."""
+        return self._group is not None and self._group.void
+
+    def _guarded(self, call: Callable[[], object]) -> bool:
+        """Make `call`, which waits for other ranks; return whether it has come to its end."""
+        if self._group is not None:
+            return self._group.guarded(call)
+        call()
+        return True
 
     def _may_be_saved(self, *_: Any) -> None:
         """Refuse that somebody reads parameters by name which are this worker's alone."""
@@ -129,6 +159,9 @@ class OwnLoop:
     def _backward_begins(self) -> None:
         """Begin the exchange in the last backward of a step; called for each of its gradients."""
         passes, epochs = self._passes, self._epochs
+        if self._is_void:
+            self._gradients.last_backward = False
+            return
         if passes.under_way:
             return
         passes.backward()
@@ -152,7 +185,8 @@ class OwnLoop:
         self._passes.end()
         self._pending = not self._gradients.last_backward
         if not self._pending:
-            self._reduce()
+            if not self._guarded(self._reduce):
+                return
             self._averaged = self.worker.step.loss_is_global
         self._last.note()
 
@@ -197,11 +231,13 @@ class OwnLoop:
                 if loop._handed_over:
                     return original(closure)
                 raise InputError(f"optimizer.step(): {ENDED}")
+            if loop._is_void:
+                return None if closure is None else closure()
             loss = None if closure is None else loop._begin_closure(closure)
-            if loop._has_gradient():
+            if not loop._is_void and loop._has_gradient():
                 loop._scale.look_for_scaler()
                 loop._refuse_skipping()
-                loop._update()
+                loop._guarded(loop._update)
             return loss
 
         self.optimizer.step = types.MethodType(step, self.optimizer)  # type: ignore[method-assign]
@@ -339,6 +375,9 @@ class OwnLoop:
         worker.undo_exchange = Worker.undo_exchange
         self._gradients.forget()
         rank.steps += 1
+        if self._group is not None:
+            taken = epochs.taken - (self._passes.ahead or 0)
+            self._group.step_done(self._dealer.position(taken))
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers
 
     def _take_changes(self) -> None:
@@ -366,6 +405,36 @@ class OwnLoop:
                 f"{self.strategy!r} averages it in step() only, so that each worker would clip by "
                 "a norm of its own: set returns='gradients', which averages it in backward()"
             )
+
+    # Another group of ranks
+
+    def move(self, runtime: Runtime) -> None:
+        """Go on in another group, from where this rank was; the step under way is void."""
+        self._rank.move(runtime)
+        self.worker = worker = self._rank.worker
+        self._gradients = worker.gradients
+        self._gradients.on_backward = self._backward_begins
+        self._last, self._audit = LastBackward(self._gradients.parameters), checks.Audit(worker)
+
+    def begin_anew(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Collective: begin the strategy anew, with these options of the optimizer, from a model
+        and moments that all have equal."""
+        set_options(self.optimizer, groups)
+        self._rank.begin_anew()
+        self._passes.begin_epoch(0)
+
+    def load_optimizer(self, state: dict[str, Any]) -> None:
+        """Go on with the moments of another rank's optimizer."""
+        self._state.load_optimizer(state)
+
+    def forget_step(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """After a void step: let the next one begin with these options, without a gradient."""
+        set_options(self.optimizer, groups)
+        self._gradients.clear()
+        self._last.forget()
+        self._pending = False
+        self._passes.complete = self._passes.under_way = False
+        self.worker.undo_exchange = Worker.undo_exchange
 
     # The end
 

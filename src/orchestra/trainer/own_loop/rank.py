@@ -49,10 +49,13 @@ class OwnRank:
         self.ledger = Ledger(optimizer)
         self.steps, self.loss = 0, float("nan")
         self.ended = self.stopping = False
-        self._queue_of = queue_of
+        self._queue_of, self._options = queue_of, options
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._make_worker(runtime, model)
+
+    def _make_worker(self, runtime: Runtime, model: nn.Module) -> None:
         self.worker = Worker(
-            runtime, model, self.optimizer_spec(), own_optimizer=optimizer, **options
+            runtime, model, self.optimizer_spec(), own_optimizer=self.optimizer, **self._options
         )
         if self.worker.layout.device.type != "meta":
             for parameter in self.worker.gradients.parameters:
@@ -60,6 +63,20 @@ class OwnRank:
                 # storage of its own in the memory of the flat vector.
                 parameter.data = from_dlpack(parameter.data)
         self.prepare_start()
+
+    def move(self, runtime: Runtime) -> None:
+        """Go on in another group, from where this rank was."""
+        before = self.worker
+        before.gradients.close()
+        self._make_worker(runtime, before.module)
+        self.worker.step, self.worker.measures = before.step, before.measures
+
+    def begin_anew(self) -> None:
+        """Collective: begin the strategy anew, from a model and moments that all have equal."""
+        self.worker.optimizer = self.optimizer_spec()
+        self.worker.parameters_equal = True
+        self.phases = Phases(self.strategy, self.worker)
+        self.worker.parameters_equal = False
 
     def optimizer_spec(self) -> OptimizerSpec:
         """Return how to make an optimizer with the options that the user's has now."""

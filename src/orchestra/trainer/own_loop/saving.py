@@ -88,6 +88,10 @@ class Saver:
                 f"{where} in mid-epoch needs equally many batches on every worker: set "
                 "work='equal' in distribute, or save when the epoch has ended"
             )
+        if self._dealer.is_rest:
+            raise InputError(
+                f"{where}: ranks were lost or have joined in this epoch: save when it has ended"
+            )
         if rank.workers != self._dealer.workers:
             raise InputError(
                 f"{where}: a rank has become a server in this epoch, so that nobody takes its part "

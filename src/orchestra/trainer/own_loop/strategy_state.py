@@ -257,6 +257,14 @@ class StrategyState:
             self._restoring = False
         self._inherited = True
 
+    def load_optimizer(self, state: dict[str, Any]) -> None:
+        """Go on with the moments of another rank's optimizer, which no strategy has to learn of."""
+        self._restoring = True
+        try:
+            self._optimizer.load_state_dict(state)
+        finally:
+            self._restoring = False
+
     # Ranks that serve
 
     def serve(self) -> Reason:

@@ -1,0 +1,78 @@
+"""A loop of the user's own whose ranks may be lost, or join: `elastic_loop.py FOLDER EPOCHS`.
+
+Each worker writes the digest of its parameters after each epoch, and a line for each step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import orchestra
+
+SAMPLES, BATCH = 72, 4
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(SAMPLES, 8, generator=generator)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+
+def model() -> nn.Module:
+    torch.manual_seed(5)
+    layers = [nn.Linear(8, 12), nn.Tanh(), nn.BatchNorm1d(12), nn.Linear(12, 1)]
+    if "WITHOUT_BUFFERS" in os.environ:
+        del layers[2]
+    return nn.Sequential(*layers)
+
+
+def digest_of(module: nn.Module) -> str:
+    sha = hashlib.sha256()
+    for value in module.state_dict().values():
+        sha.update(value.numpy().tobytes())
+    return sha.hexdigest()
+
+
+def main() -> None:
+    """Train for the epochs that are left."""
+    folder, epochs = Path(sys.argv[1]), int(sys.argv[2])
+    module = model()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.9)
+    loader = DataLoader(data(), batch_size=BATCH, shuffle=True)
+    module, optimizer, batches = orchestra.distribute(
+        module, optimizer, loader, os.environ.get("STRATEGY", "AllReduce('ring')"),
+        min_ranks=1, entrance=folder / "join.json", patience=20,
+    )  # fmt: skip
+    batches.register(scheduler=scheduler)
+    rank, lines = orchestra.rank(), []
+    log = (folder / f"rank-{rank}").open("w")
+    for epoch in batches.epochs(epochs):
+        for given, wanted in batches:
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(module(given), wanted)
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            lines.append(epoch)
+            log.write(json.dumps([epoch, given.shape[0], optimizer.param_groups[0]["lr"]]) + "\n")
+            log.flush()
+            while (folder / "hold").exists() and len(lines) >= 4:
+                time.sleep(0.01)
+        mean = orchestra.mean(float(loss.detach()))
+        log.write(json.dumps([epoch, digest_of(module), mean, len(batches.workers)]) + "\n")
+        log.flush()
+    torch.save(module.state_dict(), folder / f"model-{rank}.pt")
+
+
+if __name__ == "__main__":
+    main()

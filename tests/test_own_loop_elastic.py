@@ -1,0 +1,116 @@
+"""Loops of the user's own that go on where ranks are lost, and take ranks in."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests import elastic_loop
+from tests.commands import Started
+from torch import Tensor
+
+from orchestra.data.feed import GlobalOrder
+
+SCRIPT = Path(__file__).with_name("elastic_loop.py")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@contextlib.contextmanager
+def ranks(folder: Path, number: int, epochs: int = 4, **variables: str) -> Iterator[list[Started]]:
+    """The script on so many ranks, which a launcher that looks after nobody has started."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **variables}
+    command = [sys.executable, str(SCRIPT), str(folder), str(epochs)]
+    with contextlib.ExitStack() as stack:
+        started = []
+        for rank in range(number):
+            own = {"RANK": str(rank), "WORLD_SIZE": str(number), **common}
+            started.append(stack.enter_context(Started(command, folder, own)))
+        yield started
+
+
+def written(folder: Path, rank: int) -> tuple[list[Any], list[Any]]:
+    """What a rank has written after its steps, and after its epochs."""
+    lines = [json.loads(line) for line in (folder / f"rank-{rank}").read_text().splitlines()]
+    return [each for each in lines if len(each) == 3], [each for each in lines if len(each) == 4]
+
+
+def join(folder: Path, epochs: int = 4, **variables: str) -> Started:
+    """The script, as one rank more."""
+    command = [sys.executable, str(SCRIPT), str(folder), str(epochs)]
+    return Started(command, folder, {"ORCHESTRA_JOIN": str(folder / "join.json"), **variables})
+
+
+def reference(positions: list[tuple[int, int]]) -> dict[str, Tensor]:
+    """Train in one process on these parts of the global order, one after the other."""
+    module = elastic_loop.model()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.9)
+    inputs, wanted = elastic_loop.data().tensors
+    order = GlobalOrder(elastic_loop.SAMPLES, 0, shuffled=True)
+    for start, stop in positions:
+        chosen = order.indices(start, stop)
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(module(inputs[chosen]), wanted[chosen]).backward()
+        optimizer.step()
+        scheduler.step()
+    return module.state_dict()
+
+
+def test_it_equals_one_process_on_the_same_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the void step, whose samples come again."""
+    monkeypatch.setenv("WITHOUT_BUFFERS", "1")
+    fault = 'Inject("kill", rank=2, at="gradient", number=9)'  # the third one of the second epoch
+    with ranks(tmp_path, 3, epochs=2, ORCHESTRA_INJECT=fault) as started:
+        assert [each.end().status for each in started] == [0, 0, -signal.SIGKILL]
+    positions = [(at, at + 12) for at in range(0, 96, 12)]
+    positions += [(at, at + 8) for at in range(96, 144, 8)]
+    steps, _ = written(tmp_path, 0)
+    assert len(steps) == len(positions) + 1
+    found = torch.load(tmp_path / "model-0.pt", weights_only=True)
+    for name, values in reference(positions).items():
+        torch.testing.assert_close(found[name], values, atol=1e-5, rtol=1e-4)
+
+
+def test_the_script_joins_as_one_rank_more(tmp_path: Path) -> None:
+    (tmp_path / "hold").touch()
+    with ranks(tmp_path, 2) as started:
+        first = started[0]
+        first.wait_until((tmp_path / "join.json").exists, "it can be joined")
+        with join(tmp_path) as newcomer:
+            taken_in = "joins; going on with 3 ranks"
+            first.wait_until(lambda: taken_in in first.err(), "it is taken in")
+            (tmp_path / "hold").unlink()
+            assert [each.end().status for each in (*started, newcomer)] == [0, 0, 0]
+    ends = [written(tmp_path, rank)[1] for rank in range(3)]
+    assert ends[0] == ends[1] == ends[2]
+    assert [each[3] for each in ends[0]] == [3, 3, 3, 3]
+    steps, its = written(tmp_path, 0)[0], written(tmp_path, 2)[0]
+    assert its == steps[-len(its) :]
+    assert not (tmp_path / "join.json").exists()
+
+
+@pytest.mark.parametrize(("at", "number"), [("gradient", 9), ("collective", 20), ("wait", 30)])
+def test_the_others_go_on(at: str, number: int, tmp_path: Path) -> None:
+    fault = f'Inject("kill", rank=2, at="{at}", number={number})'
+    with ranks(tmp_path, 3, ORCHESTRA_INJECT=fault) as started:
+        ended = [each.end() for each in started]
+    assert [each.status for each in ended[:2]] == [0, 0], ended
+    (one, ends), (other, other_ends) = written(tmp_path, 0), written(tmp_path, 1)
+    assert ends == other_ends
+    assert [each[0] for each in ends] == list(range(4))
+    assert ends[-1][3] == 2
+    assert [each[0] for each in one] == [each[0] for each in other]
