@@ -276,7 +276,7 @@ def test_the_mean_of_the_workers_moments_is_taken_over(tmp_path: Path) -> None:
     members = Members(run / "checkpoints", 2, manifest)
     name = members.first.tree["handed"]["moments"][0]["name"]
     shape = {name: load_task(f"{TASKS}{NORMALISED}").model().state_dict()[name]}
-    own = [file.unpacked("handed", "moments")[0]["state"] for file in members.files]
+    own = [file.unpacked("handed", "moments")[0]["state"] for file in members.files.values()]
     one, other = (state["momentum_buffer"] for state in own)
     assert not torch.equal(one, other)
     mean = members.moments(shape, elementwise=True)[name]["momentum_buffer"]

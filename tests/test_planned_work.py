@@ -30,6 +30,8 @@ def test_each_sample_is_dealt_once_and_rests_are_where_all_expect_them(
         if isinstance(item, RestAt):
             rests.append((work.step, item.rest))
             assert item.at == plan.position(work.step)
+            if item.rest is STOP:
+                break  # as the loop does, which may also go on
             continue
         assert isinstance(item, Take)
         taken += range(item.start, item.stop)

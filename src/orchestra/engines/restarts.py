@@ -103,8 +103,8 @@ class Restarts:
         if found is None:
             return None, 0, {}
         index, manifest = found
-        steps = {manifest.slots[r]: steps_of(folder, index, r) for r in manifest.present}
-        return index, steps[manifest.first_worker], steps
+        first = steps_of(folder, index, manifest.first_worker)
+        return index, first, manifest.steps_by_slot(folder, index)
 
     def _say(self, text: str) -> None:
         self._notices.append(text)

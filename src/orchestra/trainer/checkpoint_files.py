@@ -36,7 +36,6 @@ class Manifest:
 
     generation: int = setting(REQUIRED, "number of the attempt at the run that wrote it", low=0)
     members: tuple[str, ...] = ()  # the role of each rank: "worker and server", "lost" ...
-    slots: tuple[int, ...] = ()  # the numbers by which the run's files know them
     layout: dict[str, str] = field(default_factory=dict)  # parameters, optimizer, replicas
     consumed: int = setting(0, "samples of all workers", low=0)
     budget: int = setting(0, "samples of the whole run", low=0)
@@ -46,6 +45,7 @@ class Manifest:
     begun_on: int = setting(0, "ranks by which the samples of a step count", low=0)
     history: tuple[Membership, ...] = ()  # the last one is of the ranks that wrote the checkpoint
     files: dict[str, str] = field(default_factory=dict)  # each rank's file -> SHA-256
+    slots: tuple[int, ...] = ()  # by which the run's files know the ranks; empty: their own numbers
 
     @property
     def first_worker(self) -> int:
@@ -56,6 +56,12 @@ class Manifest:
     def present(self) -> list[int]:
         """The ranks that were not lost: those with a file."""
         return [rank for rank, role in enumerate(self.members) if role != LOST]
+
+    def steps_by_slot(self, folder: Path, index: int) -> dict[int, int]:
+        """Return the steps that each rank which was not lost had made at checkpoint `index`, of
+        which this is the manifest, by the number that the run's files know it by."""
+        slots = self.slots or range(len(self.members))
+        return {slots[rank]: steps_of(folder, index, rank) for rank in self.present}
 
     @property
     def ranks(self) -> int:
@@ -100,7 +106,7 @@ def read_manifest(folder: Path, index: int) -> Manifest:
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path}: {error}") from error
     names = [rank_file(rank) for rank in found.present]
-    numbered = len(found.slots) == len(found.members)
+    numbered = len(found.slots) in (0, len(found.members))
     if sorted(found.files) != sorted(names) or not (found.history and numbered):
         raise DamagedCheckpoint(f"{path}: its files are not those of its members")
     return found

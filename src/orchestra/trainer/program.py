@@ -38,7 +38,7 @@ from orchestra.strategies.traits import AfterLoss, Partition
 from orchestra.tasks.task import Task, evaluate, load_task
 from orchestra.trainer import checkpoints, curve, setup
 from orchestra.trainer.balancing import Balancer, BalanceState
-from orchestra.trainer.checkpoint_files import LOST, Manifest, steps_of
+from orchestra.trainer.checkpoint_files import LOST, Manifest
 from orchestra.trainer.loop import NONFINITE, Loop, Position, queue_of
 from orchestra.trainer.members import Members, handed_over
 from orchestra.trainer.membership import refusal_to_resume
@@ -869,10 +869,7 @@ class Session(Loop):
         """Note up to where the records of this rank are right, which goes on after `steps` steps.
         The first one drops what was written down after the checkpoint by ranks that are no more."""
         runtime, folder = self.runtime, self.folder
-        known = {
-            manifest.slots[rank]: steps_of(folder / "checkpoints", index, rank)
-            for rank in manifest.present
-        }
+        known = manifest.steps_by_slot(folder / "checkpoints", index)
         self.kept_steps = known.get(runtime.slot)
         if runtime.rank == 0:
             for path in folder.glob("steps-rank-*.jsonl"):
@@ -962,7 +959,7 @@ class Session(Loop):
         return Manifest(
             generation=0,
             members=tuple(LOST if rank in lost else _role(rank, roles) for rank in ranks),
-            slots=runtime.members or tuple(ranks),
+            slots=runtime.members,
             layout={
                 "parameters": traits.partition.name.lower(),
                 "optimizer": traits.optimizer.name.lower(),

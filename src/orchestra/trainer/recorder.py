@@ -67,7 +67,7 @@ class Recorder:
     """JSON lines of one rank's steps, in the file `path`; without one, sums over the run alone.
 
     The main figures of each step go to `scalars`, too, if given. `steps` were done before the run
-    was resumed, of which this rank has `kept` so many in its file, if it was there. The stopwatch
+    was resumed; this rank has `kept` so many of them in its file (None: all). The stopwatch
     runs between `resume` and `pause`: set-up, checkpoints and evaluation are not measured. `series`
     has counters to compare ranks by, since the run began or resumed.
     """
@@ -80,7 +80,7 @@ class Recorder:
         steps: int = 0,
         scalars: Scalars | None = None,
         *,
-        kept: int | None = 0,
+        kept: int | None = None,
     ) -> None:
         self.totals = totals
         self._worker = worker
