@@ -118,7 +118,8 @@ class Epochs:
         try:
             if self._dealer.has_part:
                 # All workers are here, unless one left the epoch, or its process, by itself.
-                if not left and not self._rank.worker.transport.lost():
+                anew = self.group is not None and self.group.is_dealt_anew
+                if not (left or anew or self._rank.worker.transport.lost()):
                     self._guarded(self._dealer.compare)
                 yield from self._hand_out_all(group)
         # The script left the loop over the batches, by `break` or an exception.
@@ -197,10 +198,16 @@ class Epochs:
         lead = self.lead
         if lead._dealer.item is not None:  # of a queue, which counts samples
             return count
-        own, total = self._weights.weigh(count, averaged=self.averages_gradients)
-        for each in lead._together:
-            each._passes.weigh(own, total)
-        return total
+        found = count
+
+        def weigh() -> None:
+            nonlocal found
+            own, found = self._weights.weigh(count, averaged=self.averages_gradients)
+            for each in lead._together:
+                each._passes.weigh(own, found)
+
+        self._guarded(weigh)
+        return found
 
     def _take_over(self) -> bool:
         return self._state.take_over(mid_epoch=self.taken > 0)

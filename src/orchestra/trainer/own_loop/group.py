@@ -168,6 +168,11 @@ class OwnGroup:
         if self._rest is not None and self._rest[0] == epoch:
             self._rest = None
 
+    @property
+    def is_dealt_anew(self) -> bool:
+        """True if the epoch that begins, or is under way, was dealt out anew and not begun so."""
+        return self._rest is not None
+
     def has_agreed(self, epoch: int) -> bool:
         """Return whether all went on in a new group where `epoch` had no batches left."""
         return self._agreed == epoch
@@ -194,9 +199,11 @@ class OwnGroup:
                 for kept, (_, buffer) in zip(self._buffers, worker.buffers, strict=True):
                     buffer.copy_(kept)
             self._buffers = []
-        steps = NO_STEPS if self.enters else rank.steps
-        standing = GroupStanding.among(worker, steps, apart=False)
+        standing = GroupStanding.among(worker, NO_STEPS if self.enters else rank.steps, apart=False)
         told = _broadcast(worker, self._known, standing.donor)
+        for packed in exchange.pack(worker.buffers):
+            broadcast(worker.transport, packed.values, standing.donor, worker.everyone, Tag.BUFFERS)
+            packed.unpack()
         if standing.behind:
             self._share_model(standing)
             worker.step.consumed, rank.ledger.state = told["consumed"], told["ledger"]
@@ -229,14 +236,11 @@ class OwnGroup:
         }
 
     def _share_model(self, standing: GroupStanding) -> None:
-        """Give those that are behind the donor's model and optimizer. Collective."""
+        """Give those that are behind the donor's parameters and optimizer. Collective."""
         loop, worker = self._loop, self._loop.worker
         transport, donor, everyone = worker.transport, standing.donor, worker.everyone
         with torch.no_grad():
             broadcast(transport, worker.parameters, donor, everyone, Tag.AGREE)
-        for packed in exchange.pack(worker.buffers):
-            broadcast(transport, packed.values, donor, everyone, Tag.BUFFERS)
-            packed.unpack()
         state = _broadcast(worker, loop.optimizer.state_dict, donor)
         if standing.is_behind:
             loop.load_optimizer(state)
