@@ -45,7 +45,8 @@ class Centred(nn.Module):
 def model() -> nn.Module:
     torch.manual_seed(5)
     centred = [] if "WITHOUT_BUFFERS" in os.environ else [Centred()]
-    return nn.Sequential(nn.Linear(8, 12), nn.Tanh(), *centred, nn.Linear(12, 1))
+    width = int(os.environ.get("WIDTH", "12"))
+    return nn.Sequential(nn.Linear(8, width), nn.Tanh(), *centred, nn.Linear(width, 1))
 
 
 def digest_of(module: nn.Module) -> str:
@@ -64,7 +65,7 @@ def main() -> None:
     loader = DataLoader(data(), batch_size=BATCH, shuffle=True)
     module, optimizer, batches = orchestra.distribute(
         module, optimizer, loader, os.environ.get("STRATEGY", "AllReduce('ring')"),
-        min_ranks=1, entrance=folder / "join.json", patience=20,
+        min_ranks=int(os.environ.get("LEAST", "1")), entrance=folder / "join.json", patience=20,
     )  # fmt: skip
     batches.register(scheduler=scheduler)
     rank, lines = orchestra.rank(), []

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests import elastic_loop
-from tests.commands import Started
+from tests.commands import Started, run
 from torch import Tensor
 
 from orchestra.data.feed import GlobalOrder
@@ -116,3 +116,57 @@ def test_the_others_go_on(at: str, number: int, tmp_path: Path) -> None:
     assert [each[0] for each in ends] == list(range(4))
     assert ends[-1][3] == 2
     assert [each[0] for each in one] == [each[0] for each in other]
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_who_has_joined_may_leave(how: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "hold").touch()
+    with ranks(tmp_path, 2) as started:
+        first = started[0]
+        first.wait_until((tmp_path / "join.json").exists, "it can be joined")
+        with join(tmp_path) as newcomer:
+            first.wait_until(lambda: "going on with 3 ranks" in first.err(), "it is taken in")
+            newcomer.process.send_signal(how)
+            ended = newcomer.end()
+            first.wait_until(lambda: "has left; going on with 2" in first.err(), "it has left")
+            (tmp_path / "hold").unlink()
+            assert [each.end().status for each in started] == [0, 0]
+    assert ended.status == 0
+    assert written(tmp_path, 0)[1] == written(tmp_path, 1)[1]
+
+
+def test_too_few_end_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEAST", "3")
+    with ranks(
+        tmp_path, 3, ORCHESTRA_INJECT='Inject("kill", rank=2, at="gradient", number=9)'
+    ) as started:
+        ended = [each.end() for each in started]
+    assert [each.status for each in ended[:2]] == [1, 1]
+    assert "rank 2 on" in ended[0].err
+    assert "2 ranks are left, of 3 at least" in ended[0].err
+
+
+def test_a_newcomer_with_another_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "hold").touch()
+    with ranks(tmp_path, 2) as started:
+        first = started[0]
+        first.wait_until((tmp_path / "join.json").exists, "it can be joined")
+        with join(tmp_path, WITHOUT_BUFFERS="1", WIDTH="9") as newcomer:
+            ended = newcomer.end()
+            (tmp_path / "hold").unlink()
+            assert [each.end().status for each in started] == [0, 0]
+    assert ended.status == 1
+    assert "its model, data or version of Orchestra is not that of the run" in ended.err
+
+
+def test_the_command_names_the_script(tmp_path: Path) -> None:
+    (tmp_path / "hold").touch()
+    with ranks(tmp_path, 2) as started:
+        started[0].wait_until((tmp_path / "join.json").exists, "it can be joined")
+        told = json.loads((tmp_path / "join.json").read_text())
+        address = f"{told['host']}:{told['port']}"
+        ended = run(["join", address, "--secret", str(tmp_path / "join.json")], tmp_path)
+        (tmp_path / "hold").unlink()
+        assert [each.end().status for each in started] == [0, 0]
+    assert ended.status == 2
+    assert "start that script with ORCHESTRA_JOIN=FILE" in ended.err

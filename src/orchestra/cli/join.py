@@ -12,6 +12,7 @@ from pathlib import Path
 from orchestra.cli.terminal import Parser
 from orchestra.cli.train import check_task
 from orchestra.engines.events import RUN_OVER
+from orchestra.engines.processes.environment import JOIN_VARIABLE
 from orchestra.engines.processes.joining import ENTRANCE, Admission, Entrance, ask
 from orchestra.engines.processes.system import StopWish, handling
 from orchestra.engines.processes.training import join_run
@@ -62,6 +63,11 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.read(arguments)
     entrance = _entrance(options.run, options.secret)
     place = ask(entrance, from_environment(os.environ))
+    if not place.experiment:
+        raise InputError(
+            f"{options.run}: this is a loop of a script's own: start that script with "
+            f"{JOIN_VARIABLE}=FILE, which names the run's {ENTRANCE}"
+        )
     folder = _folder(place, options.out)
     run = only_run(load(folder / EXPERIMENT, [], {}), str(folder))
     writes = run.training.checkpoint_every or not run.after_loss.keeps_state

@@ -182,6 +182,7 @@ def mean(value: Tensor | float, weight: float = 1.0) -> Tensor | float:
     return found.reshape(value.shape).to(value.device, kind)
 
 
+LEAVING_SECONDS = 10.0  # within which the run has heard that this rank leaves it
 TAGS = 1 << 20  # of one channel: all that programs use lie below
 
 
@@ -270,25 +271,35 @@ class _Process:
         self._over = threading.Event()
         self._begun: Future[Runtime] = Future()
         take_part: Callable[[], object] | None = None
+        self._wish = StopWish()
         threads = torch.get_num_threads()  # the user's, which stays
         if (invited := os.environ.get(JOIN_VARIABLE)) is not None:
             if min_ranks is None:
                 raise InputError(f"{JOIN_VARIABLE} is set: give distribute min_ranks, as the run")
             tls, found = from_environment(os.environ), Entrance.read(Path(invited))
+            self._wish = _wish()
             place = ask(found, tls)
             set_rank(place.rank)
             self._first_of_node = self._enters = True
             take_part = functools.partial(
-                join_run, found, place, self._program, None, tls=tls, threads=threads, wish=_wish()
+                join_run,
+                found,
+                place,
+                self._program,
+                None,
+                tls=tls,
+                threads=threads,
+                wish=self._wish,
             )
         elif (launched := detect(os.environ)) is not None:
             self._first_of_node = launched.local_rank == 0
+            self._wish = _wish()
             invitation = None
             if entrance is not None and min_ranks is not None:
                 invitation = Invitation(Path(entrance).absolute())
             take_part = functools.partial(
                 join, self._program, None, launched,
-                patience=patience, host=host, advice=ADVICE, grace=grace, wish=_wish(),
+                patience=patience, host=host, advice=ADVICE, grace=grace, wish=self._wish,
                 threads=threads, on_event=print_notice, on_cause=self._cause_came,
                 min_ranks=min_ranks or 1, invitation=invitation,
             )  # fmt: skip
@@ -407,6 +418,11 @@ class _Process:
     def _note(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
+        if self._enters and issubclass(kind, KeyboardInterrupt):
+            self._wish()  # the run goes on without this rank, whose process ends by that
+            assert self._thread is not None
+            self._thread.join(LEAVING_SECONDS)
+            os._exit(1)
         self._error = error
         # These only follow from another rank's failure, whose message is printed at the end.
         if not isinstance(error, (PeerLost, RunAborted)):
