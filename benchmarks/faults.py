@@ -406,7 +406,7 @@ def _names(trial: Trial) -> str:
         case "stop":
             return rf"{rank} (is|was still) stopped"
         case "cut" | "reset":
-            return r"rank \d+ on \S+ failed: rank \d+ is gone"
+            return r"rank \d+ on \S+ (failed: rank \d+ is gone|lost its connection to rank \d+)"
         case "cut the watcher":
             return rf"{rank} (exited with status 1|is gone|closed its control connection)"
         case "NaN":

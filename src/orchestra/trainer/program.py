@@ -940,8 +940,9 @@ class Session(Loop):
         handed = handed_over(self.phases, in_parts=self.in_parts)
         # Last, as its tensors are those of the state: they are written once.
         state, roles = {**self.checkpoint_state(), "handed": handed}, self.phases.roles
-        # Which replica has the slice of a server that is lost is not said in it.
-        whole &= not (roles.replicas and self.worker.transport.lost())
+        if self.worker.transport.lost():
+            # Which replica has the slice of a server that is lost is not said in it.
+            whole &= self.worker.survives_losses and not roles.replicas
         return self.checkpoints.take(state, self._manifest(), roles.leader, whole=whole)
 
     def _check_parameters(self) -> None:
@@ -955,10 +956,10 @@ class Session(Loop):
     def _manifest(self) -> Manifest:
         """Return the manifest of a checkpoint that is taken now, without its files."""
         roles, traits, runtime = self.phases.roles, self.phases.traits, self.runtime
-        ranks, lost = range(runtime.ranks), self.worker.transport.lost()
+        ranks, there = range(runtime.ranks), self.worker.everyone.ranks
         return Manifest(
             generation=0,
-            members=tuple(LOST if rank in lost else _role(rank, roles) for rank in ranks),
+            members=tuple(_role(rank, roles) if rank in there else LOST for rank in ranks),
             slots=runtime.members,
             layout={
                 "parameters": traits.partition.name.lower(),
