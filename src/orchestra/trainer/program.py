@@ -834,6 +834,8 @@ class Session(Loop):
                     text = f" of {before} rank{'s' * (before > 1)}, on {ranks}{text}"
                 self.runtime.reporter.notice(f"resumed from checkpoint {below}{text}")
             return phases
+        if self._before is not None:
+            self._keep_records({}, 0)
         return Phases(self.strategy, self.worker)
 
     def _read_saved(self, index: int, manifest: Manifest) -> Saved:
@@ -860,19 +862,20 @@ class Session(Loop):
         ):
             if not 0 <= value <= most:
                 raise Mismatch(f"{name}: {value} is not from 0 to {most}")
-        self._keep_records(index, manifest, position.steps)
+        folder = self.folder / "checkpoints"
+        self._keep_records(manifest.steps_by_slot(folder, index), position.steps)
         with undisturbed():
             restore_random_state(found.random)
         return found
 
-    def _keep_records(self, index: int, manifest: Manifest, steps: int) -> None:
+    def _keep_records(self, known: Mapping[int, int], steps: int) -> None:
         """Note up to where the records of this rank are right, which goes on after `steps` steps.
-        The first one drops what was written down after the checkpoint by ranks that are no more."""
-        runtime, folder = self.runtime, self.folder
-        known = manifest.steps_by_slot(folder / "checkpoints", index)
+        The first one drops what was written down after that by ranks that are no more. `known` are
+        the steps of each rank, by the numbers of the files."""
+        runtime = self.runtime
         self.kept_steps = known.get(runtime.slot)
         if runtime.rank == 0:
-            for path in folder.glob("steps-rank-*.jsonl"):
+            for path in self.folder.glob("steps-rank-*.jsonl"):
                 slot = int(path.stem.removeprefix("steps-rank-"))
                 if slot not in (runtime.members or range(runtime.ranks)):
                     keep_first(path, known.get(slot, steps))
