@@ -38,6 +38,13 @@ RANKS, VICTIM = 4, 2
 BATCH, FATAL_STEP, STEPS = 32, 12, 30
 MODELS = {"0.3 MB": (256, 256), "17 MB": (2048, 2048)}
 FOLDER = "ORCHESTRA_RECOVERY"
+STRATEGIES = {
+    "orchestra: ring, from the last step": "AllReduce('ring')",
+    "orchestra: servers, from a checkpoint": (
+        "ParameterServer(servers=2, placement='beside', returns='gradients')"
+    ),
+    "orchestra: ZeRO-3, from a checkpoint": "AllReduce('ring', shard='parameters')",
+}
 TIMEOUTS: dict[str, dict[str, int]] = {
     "torchft, as it is": {},
     "torchft, short time-outs": {"heartbeat_timeout_ms": 500, "join_timeout_ms": 500},
@@ -45,7 +52,7 @@ TIMEOUTS: dict[str, dict[str, int]] = {
 """Of torchft's lighthouse, in milliseconds; as it is: 5 s for heartbeats, 60 s to join."""
 DESCRIPTION = """\
 Kill one of 4 ranks of this machine in the middle of a training, and measure the seconds until the
-others have made their next step: with AllReduce("ring") and min_ranks, and with
+others have made their next step: with min_ranks under three strategies, and with
 DistributedDataParallel of torchft where that is installed.
 """
 
@@ -112,11 +119,11 @@ def doomed(inside: int, outside: int) -> Task:
     )
 
 
-def with_orchestra(size: tuple[int, int], folder: Path) -> None:
+def with_orchestra(strategy: str, size: tuple[int, int], folder: Path) -> None:
     orchestra.train(
-        f"benchmarks.recovery:doomed({size[0]}, {size[1]})", "AllReduce('ring')", ranks=RANKS,
-        out=folder / "run", quiet=True, min_ranks=1, steps=STEPS, batch_size=BATCH, threads=1,
-        optimizer="SGD(lr=0.01)", snapshots=0,
+        f"benchmarks.recovery:doomed({size[0]}, {size[1]})", strategy, ranks=RANKS,
+        out=folder / "run", quiet=True, min_ranks=2, steps=STEPS, batch_size=BATCH, threads=1,
+        optimizer="SGD(lr=0.01)", snapshots=0, checkpoint_every=None if "ring')" in strategy else 4,
     )  # fmt: skip
 
 
@@ -156,7 +163,9 @@ def seconds_lost(train: Callable[[Path], None]) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = bench_parser("python -m benchmarks.recovery", DESCRIPTION, rounds=3)
     options = read_options(parser, arguments if arguments is not None else sys.argv[1:])
-    contestants: dict[str, Callable[[tuple[int, int], Path], None]] = {"orchestra": with_orchestra}
+    contestants: dict[str, Callable[[tuple[int, int], Path], None]] = {
+        label: partial(with_orchestra, strategy) for label, strategy in STRATEGIES.items()
+    }
     there = importlib.util.find_spec("torchft") is not None
     for label, timeouts in TIMEOUTS.items() if there else ():
         contestants[label] = partial(with_torchft, timeouts)
