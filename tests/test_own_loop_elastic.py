@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import signal
 import socket
@@ -13,11 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from tests import elastic_loop
+from hypothesis import given
+from hypothesis import strategies as st
+from tests import elastic_loop, own_loops
 from tests.commands import Started, run
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from orchestra.data.feed import GlobalOrder
+from orchestra.data.loaders import DealtLoader, WorkerBatch
+from orchestra.errors import InputError
+from orchestra.worker.runtime import Runtime
 
 SCRIPT = Path(__file__).with_name("elastic_loop.py")
 
@@ -170,3 +177,99 @@ def test_the_command_names_the_script(tmp_path: Path) -> None:
         assert [each.end().status for each in started] == [0, 0]
     assert ended.status == 2
     assert "start that script with ORCHESTRA_JOIN=FILE" in ended.err
+
+
+# What needs no other process
+
+
+def gone(error: object) -> Runtime:
+    raise AssertionError("no group changes here")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "ParameterServer"}, "a loop of your own ends when it loses a rank"),
+        ({"strategy": "AllReduce('ring', shard='optimizer')"}, "ends when it loses a rank"),
+        ({"accumulation": 2}, "accumulation would be another one with fewer ranks"),
+        ({"loader": lambda: list(own_loops.in_order(8))}, "only from a DataLoader of a map-style"),
+    ],
+)
+def test_what_could_not_go_on_is_refused(options: dict[str, Any], message: str) -> None:
+    given = {"strategy": "AllReduce('ring')", "loader": lambda: own_loops.in_order(8), **options}
+    with pytest.raises(InputError, match=message):
+        own_loops.distributed(lambda *_: None, ranks=2, regroup=gone, **given)
+
+
+def test_a_scheduler_that_others_would_not_learn_of_is_refused() -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> None:
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        for _ in batches:
+            pass
+
+    with pytest.raises(InputError, match=r"batches.register\(scheduler=scheduler\)"):
+        own_loops.distributed(
+            loop, "AllReduce('ring')", lambda: own_loops.in_order(8), ranks=2, regroup=gone
+        )
+
+
+def test_what_has_no_state_cannot_be_registered() -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> None:
+        batches.register(best=0.5)
+
+    with pytest.raises(InputError, match="best has no state_dict"):
+        own_loops.distributed(
+            loop, "AllReduce('ring')", lambda: own_loops.in_order(8), ranks=2, regroup=gone
+        )
+
+
+def test_epochs_are_those_that_are_left() -> None:
+    seen: list[list[int]] = []
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> None:
+        numbers = []
+        for epoch in batches.epochs(2):
+            numbers.append(epoch)
+            for _ in batches:
+                pass
+        for epoch in batches.epochs(4):
+            numbers.append(epoch)
+            for _ in batches:
+                break
+            batches.end_epoch()
+        seen.append(numbers)
+        for _ in batches.epochs(5):
+            pass  # and the epoch is not ended
+
+    with pytest.raises(InputError, match="epoch 4 was not ended"):
+        own_loops.distributed(loop, "AllReduce('ring')", lambda: own_loops.in_order(8), ranks=2)
+    assert seen
+    assert all(each == [0, 1, 2, 3] for each in seen)
+
+
+@given(
+    st.integers(1, 40), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4),
+    st.integers(0, 12), st.booleans(),
+)  # fmt: skip
+def test_the_rest_of_an_epoch_is_dealt_out_once(
+    count: int, batch: int, before: int, after: int, steps: int, drop_last: bool
+) -> None:
+    """Whatever the numbers of workers are: each sample is in one batch, but those that are dropped
+    as they fill no step."""
+    loader = DataLoader(TensorDataset(torch.arange(count)), batch, drop_last=drop_last)
+    seen: list[int] = []
+    loaders = [DealtLoader(loader, before, index, 0, None) for index in range(before)]
+    steps = min(steps, len(loaders[0]))
+    for each in loaders:
+        seen += samples_in(itertools.islice(each.begin(0), steps))
+    done = loaders[0].position(steps)
+    for index in range(after):
+        rest = DealtLoader(loader, after, index, 0, None)
+        seen += samples_in(rest.begin_rest(done))
+        assert rest.epoch == 1
+    dropped = (count - done) % (batch * after) if drop_last else 0
+    assert sorted(seen) == list(range(count - dropped))
+
+
+def samples_in(parts: Iterator[WorkerBatch]) -> list[int]:
+    return [int(sample) for part in parts if part.samples for sample in part.batch[0]]
