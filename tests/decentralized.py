@@ -19,7 +19,7 @@ from orchestra.data.feed import Feed, open_samples
 from orchestra.records.report import RankReport
 from orchestra.strategies.base import Strategy
 from orchestra.tasks import Task, TensorData
-from orchestra.trainer.program import Session
+from orchestra.trainer.session import Session
 from orchestra.worker.runtime import Runtime
 
 SIZE = 5

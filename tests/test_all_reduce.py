@@ -27,7 +27,7 @@ from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.switch import Switch
 from orchestra.strategies.switch_rules import AfterSteps
 from orchestra.trainer.own_loop import OwnLoop
-from orchestra.trainer.program import Session
+from orchestra.trainer.session import Session
 from orchestra.transports.protocol import Task, Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime

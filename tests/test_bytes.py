@@ -19,7 +19,7 @@ from orchestra.exchange import wait_for_everyone
 from orchestra.records.report import RankReport
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
-from orchestra.trainer.program import Session
+from orchestra.trainer.session import Session
 from orchestra.trainer.settings import Run
 from orchestra.transports.sockets import SocketTransport
 from orchestra.worker.interception import InterceptedTransport

@@ -19,7 +19,7 @@ from orchestra.strategies.switch_rules import AfterSteps
 from orchestra.trainer.checkpoint_files import complete
 from orchestra.trainer.checkpoints import read_rank
 from orchestra.trainer.own_loop import OwnLoop
-from orchestra.trainer.program import Session
+from orchestra.trainer.session import Session
 from orchestra.worker.runtime import Runtime
 
 ASYNCHRONOUS = ParameterServer(consistency="asynchronous", delay_compensation="adaptive")

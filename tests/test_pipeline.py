@@ -26,7 +26,7 @@ from orchestra.strategies.pipeline import Pipeline
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.single import Single
 from orchestra.trainer.own_loop import OwnLoop
-from orchestra.trainer.program import Session
+from orchestra.trainer.session import Session
 from orchestra.worker.runtime import Runtime, Work
 
 T = TypeVar("T")

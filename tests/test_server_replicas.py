@@ -37,7 +37,7 @@ from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.switch import Switch
 from orchestra.strategies.switch_rules import AfterFraction
 from orchestra.trainer.own_loop import OwnLoop
-from orchestra.trainer.program import Session
+from orchestra.trainer.session import Session
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime
 

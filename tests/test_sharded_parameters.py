@@ -23,7 +23,7 @@ from orchestra.strategies.sharded_all_reduce import SHARDS
 from orchestra.strategies.switch import Switch
 from orchestra.strategies.switch_rules import AfterSteps
 from orchestra.trainer.own_loop import OwnLoop
-from orchestra.trainer.program import Session
+from orchestra.trainer.session import Session
 from orchestra.trainer.settings import MEASURED
 from orchestra.trainer.setup import kept_bytes, sizes_of
 from orchestra.worker.layout import ShardUnit, UnitMemory

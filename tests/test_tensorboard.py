@@ -18,7 +18,8 @@ from orchestra.records.exports import TRACKERS
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.single import Single
-from orchestra.trainer.program import Session, train
+from orchestra.trainer.program import train
+from orchestra.trainer.session import Session
 from orchestra.trainer.settings import Run, Training
 from orchestra.worker.runtime import Runtime
 

@@ -26,7 +26,7 @@ from orchestra.records.record import RunRecord
 from orchestra.records.report import RankReport
 from orchestra.strategies.base import Strategy
 from orchestra.tasks import load_task
-from orchestra.trainer.program import Session
+from orchestra.trainer.session import Session
 from orchestra.trainer.settings import Run, Training
 from orchestra.worker.runtime import Runtime
 

@@ -20,8 +20,8 @@ from orchestra.strategies.single import Single
 from orchestra.trainer import checkpoint_files, checkpoints
 from orchestra.trainer.checkpoint_files import Manifest
 from orchestra.trainer.checkpoints import RunAttempt
-from orchestra.trainer.program import Session
 from orchestra.trainer.recorder import read_order
+from orchestra.trainer.session import Session
 from orchestra.trainer.settings import Run
 from orchestra.worker.interception import Interceptor, intercepted
 from orchestra.worker.runtime import Runtime, Work
