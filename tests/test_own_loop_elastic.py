@@ -112,17 +112,26 @@ def test_the_script_joins_as_one_rank_more(tmp_path: Path) -> None:
     assert not (tmp_path / "join.json").exists()
 
 
-@pytest.mark.parametrize(("at", "number"), [("gradient", 9), ("collective", 20), ("wait", 30)])
-def test_the_others_go_on(at: str, number: int, tmp_path: Path) -> None:
-    fault = f'Inject("kill", rank=2, at="{at}", number={number})'
-    with ranks(tmp_path, 3, ORCHESTRA_INJECT=fault) as started:
+@pytest.mark.parametrize(
+    ("at", "number", "of", "shared"),
+    [
+        ("gradient", 9, 3, "1"),
+        ("collective", 20, 3, "1"),
+        ("send", 35, 4, "0"),  # as the others agree at the end of an epoch
+    ],
+)
+def test_the_others_go_on(at: str, number: int, of: int, shared: str, tmp_path: Path) -> None:
+    fault = f'Inject("kill", rank={of - 1}, at="{at}", number={number})'
+    variables = {"ORCHESTRA_INJECT": fault, "ORCHESTRA_SHARED_MEMORY": shared}
+    with ranks(tmp_path, of, **variables) as started:
         ended = [each.end() for each in started]
-    assert [each.status for each in ended[:2]] == [0, 0], ended
-    (one, ends), (other, other_ends) = written(tmp_path, 0), written(tmp_path, 1)
-    assert ends == other_ends
+    assert [each.status for each in ended[:-1]] == [0] * (of - 1), ended
+    (one, ends), *others = [written(tmp_path, rank) for rank in range(of - 1)]
     assert [each[0] for each in ends] == list(range(4))
-    assert ends[-1][3] == 2
-    assert [each[0] for each in one] == [each[0] for each in other]
+    assert ends[-1][3] == of - 1
+    for steps, other_ends in others:
+        assert other_ends == ends
+        assert [each[0] for each in steps] == [each[0] for each in one]
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])

@@ -141,14 +141,19 @@ class OwnGroup:
     def next_part(self) -> Iterator[loaders.WorkerBatch] | None:
         """Before a batch: end a void step. Return what is left of the epoch, if that was dealt out
         anew."""
-        if self.void:
-            self.void = False
-            self._loop.forget_step(self._groups)
-            for name, state in self._put_back.items():
-                if name in self._registered:
-                    self._registered[name].load_state_dict(state)
+        self._end_void_step()
         rest, self._rest = self._rest, None
         return None if rest is None else rest[1]
+
+    def _end_void_step(self) -> None:
+        """Take back what a void step has changed, if there was one."""
+        if not self.void:
+            return
+        self.void = False
+        self._loop.forget_step(self._groups)
+        for name, state in self._put_back.items():
+            if name in self._registered:
+                self._registered[name].load_state_dict(state)
 
     def step_begins(self) -> None:
         """Keep what a forward pass changes."""
@@ -165,6 +170,7 @@ class OwnGroup:
 
     def epoch_ends(self, epoch: int) -> None:
         """All have agreed at the end of `epoch`."""
+        self._end_void_step()
         if self._rest is not None and self._rest[0] == epoch:
             self._rest = None
 
@@ -199,7 +205,9 @@ class OwnGroup:
                 for kept, (_, buffer) in zip(self._buffers, worker.buffers, strict=True):
                     buffer.copy_(kept)
             self._buffers = []
-        standing = GroupStanding.among(worker, NO_STEPS if self.enters else rank.steps, apart=False)
+        # All ranks come to the same ends, of steps, epochs and calls, in the same order.
+        ends = rank.steps + epochs.epoch + self._calls
+        standing = GroupStanding.among(worker, NO_STEPS if self.enters else ends, apart=False)
         told = _broadcast(worker, self._known, standing.donor)
         for packed in exchange.pack(worker.buffers):
             broadcast(worker.transport, packed.values, standing.donor, worker.everyone, Tag.BUFFERS)
