@@ -68,7 +68,7 @@ def main() -> None:
         min_ranks=int(os.environ.get("LEAST", "1")), entrance=folder / "join.json", patience=20,
     )  # fmt: skip
     batches.register(scheduler=scheduler)
-    rank, lines = orchestra.rank(), []
+    rank, lines, loss = orchestra.rank(), [], torch.zeros(())
     log = (folder / f"rank-{rank}").open("w")
     for epoch in batches.epochs(epochs):
         for given, wanted in batches:
