@@ -448,6 +448,17 @@ def test_a_rank_that_left_in_order_before_the_others_is_named() -> None:
     assert story.cause == EARLY
 
 
+def test_a_connection_that_ends_as_all_end_is_told() -> None:
+    story = Story(2)
+    for rank in range(2):
+        story.change(rank, phase="leaving")
+    story.beat()
+    story.tell(Finished(1))
+    story.tell(Failed(0, lost(1)))
+    story.pass_time(4)
+    assert story.cause.startswith("rank 0 on host failed: PeerLost: rank 1 is gone")
+
+
 def test_waiting_for_a_rank_that_has_finished_is_a_hang() -> None:
     story = Story()
     story.tell(Finished(2))

@@ -552,7 +552,12 @@ class FailureDetector:
             # The connection between two living ranks is gone, and one of them is not needed.
             del self._consequences[0]
             self._give_up(member, f"lost its connection to rank {lost.rank}", loss=True)
-        elif lost is not None and lost.state is State.DONE:
+        elif (
+            lost is not None
+            and lost.state is State.DONE
+            # Of a run of ours all ranks end together: there a connection is gone.
+            and lost.beat.phase not in ("leaving", "evaluating")
+        ):
             self._parted(lost, member)
         elif lost is not None and self._are_elastic():
             self._disconnected(member, lost)
