@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import signal
-import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests import elastic_loop, own_loops
-from tests.commands import Started, run
+from tests.commands import run
+from tests.elastic_ranks import join, ranks, written
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -25,38 +23,6 @@ from orchestra.data.feed import GlobalOrder
 from orchestra.data.loaders import DealtLoader, WorkerBatch
 from orchestra.errors import InputError
 from orchestra.worker.runtime import Runtime
-
-SCRIPT = Path(__file__).with_name("elastic_loop.py")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-@contextlib.contextmanager
-def ranks(folder: Path, number: int, epochs: int = 4, **variables: str) -> Iterator[list[Started]]:
-    """The script on so many ranks, which a launcher that looks after nobody has started."""
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **variables}
-    command = [sys.executable, str(SCRIPT), str(folder), str(epochs)]
-    with contextlib.ExitStack() as stack:
-        started = []
-        for rank in range(number):
-            own = {"RANK": str(rank), "WORLD_SIZE": str(number), **common}
-            started.append(stack.enter_context(Started(command, folder, own)))
-        yield started
-
-
-def written(folder: Path, rank: int) -> tuple[list[Any], list[Any]]:
-    """What a rank has written after its steps, and after its epochs."""
-    lines = [json.loads(line) for line in (folder / f"rank-{rank}").read_text().splitlines()]
-    return [each for each in lines if len(each) == 3], [each for each in lines if len(each) == 4]
-
-
-def join(folder: Path, epochs: int = 4, **variables: str) -> Started:
-    """The script, as one rank more."""
-    command = [sys.executable, str(SCRIPT), str(folder), str(epochs)]
-    return Started(command, folder, {"ORCHESTRA_JOIN": str(folder / "join.json"), **variables})
 
 
 def reference(positions: list[tuple[int, int]]) -> dict[str, Tensor]:
@@ -123,7 +89,7 @@ def test_the_script_joins_as_one_rank_more(tmp_path: Path) -> None:
 def test_the_others_go_on(at: str, number: int, of: int, shared: str, tmp_path: Path) -> None:
     fault = f'Inject("kill", rank={of - 1}, at="{at}", number={number})'
     variables = {"ORCHESTRA_INJECT": fault, "ORCHESTRA_SHARED_MEMORY": shared}
-    with ranks(tmp_path, of, **variables) as started:
+    with ranks(tmp_path, of, 4, **variables) as started:
         ended = [each.end() for each in started]
     assert [each.status for each in ended[:-1]] == [0] * (of - 1), ended
     (one, ends), *others = [written(tmp_path, rank) for rank in range(of - 1)]
