@@ -100,7 +100,9 @@ def test_the_others_go_on(at: str, number: int, of: int, shared: str, tmp_path: 
         assert [each[0] for each in steps] == [each[0] for each in one]
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.matrix)]
+)
 def test_who_has_joined_may_leave(how: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "hold").touch()
     with ranks(tmp_path, 2) as started:
@@ -128,30 +130,23 @@ def test_too_few_end_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "2 ranks are left, of 3 at least" in ended[0].err
 
 
-def test_a_newcomer_with_another_model_is_refused(tmp_path: Path) -> None:
+def test_who_does_not_fit_is_refused(tmp_path: Path) -> None:
+    """A script with another model; and the command, which has no script."""
     (tmp_path / "hold").touch()
+    secret = tmp_path / "join.json"
     with ranks(tmp_path, 2) as started:
-        first = started[0]
-        first.wait_until((tmp_path / "join.json").exists, "it can be joined")
+        started[0].wait_until(secret.exists, "it can be joined")
         with join(tmp_path, WITHOUT_BUFFERS="1", WIDTH="9") as newcomer:
             ended = newcomer.end()
-            (tmp_path / "hold").unlink()
-            assert [each.end().status for each in started] == [0, 0]
-    assert ended.status == 1
-    assert "its model, data or version of Orchestra is not that of the run" in ended.err
-
-
-def test_the_command_names_the_script(tmp_path: Path) -> None:
-    (tmp_path / "hold").touch()
-    with ranks(tmp_path, 2) as started:
-        started[0].wait_until((tmp_path / "join.json").exists, "it can be joined")
-        told = json.loads((tmp_path / "join.json").read_text())
+        told = json.loads(secret.read_text())
         address = f"{told['host']}:{told['port']}"
-        ended = run(["join", address, "--secret", str(tmp_path / "join.json")], tmp_path)
+        command = run(["join", address, "--secret", str(secret)], tmp_path)
         (tmp_path / "hold").unlink()
         assert [each.end().status for each in started] == [0, 0]
-    assert ended.status == 2
-    assert "start that script with ORCHESTRA_JOIN=FILE" in ended.err
+    assert ended.status == 1
+    assert "its model, data or version of Orchestra is not that of the run" in ended.err
+    assert command.status == 2
+    assert "start that script with ORCHESTRA_JOIN=FILE" in command.err
 
 
 # What needs no other process
