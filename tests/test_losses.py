@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.commands import Started
+from tests.elastic_ranks import free_port
 from tests.training import step_lines
 
 import orchestra
@@ -223,6 +227,26 @@ def test_there_are_checkpoints_after_a_loss_in_place(
 def test_a_pipeline_goes_on_with_fewer_stages(tmp_path: Path) -> None:
     record = train(tmp_path, "Pipeline", "1@7", ranks=2, min_ranks=1, checkpoint_every=4)
     assert [part["ranks"] for part in record.ranks_history] == [2, 1]
+
+
+def test_without_the_folder_on_all_ranks_they_cannot(tmp_path: Path) -> None:
+    """As on machines that share nothing: each rank has a folder of its own."""
+    command = [
+        sys.executable, "-m", "orchestra", "train", "--task", "tests.failing_tasks:lost('')",
+        "--strategy", "AllReduce('ring', shard='optimizer')", "--out", "run", "--set", "steps=3",
+        "--set", "min_ranks=1",
+    ]  # fmt: skip
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with contextlib.ExitStack() as stack:
+        started = []
+        for rank in range(2):
+            (place := tmp_path / str(rank)).mkdir()
+            variables = {"RANK": str(rank), **common}
+            started.append(stack.enter_context(Started(command, place, variables)))
+        ended = [each.end() for each in started]
+    assert [each.status for each in ended] == [0, 0], ended
+    told = "rank 1 does not have the run's folder: a loss ends the run, and nobody can join it"
+    assert told in ended[0].err
 
 
 def test_without_a_checkpoint_they_begin_anew(tmp_path: Path) -> None:

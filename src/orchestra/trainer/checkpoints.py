@@ -309,12 +309,18 @@ class CollectiveCheckpoints:
         known = exchange.gather_numbers(worker, (self.index, number))
         self.index = int(max(index for index, _ in known))
         self._attempt = RunAttempt(self._folder, int(known[leader][1]))
+        self.all_have_folder("with it the run writes no checkpoints")
+
+    def all_have_folder(self, else_told: str) -> bool:
+        """Collective: return whether all ranks see the folder; a rank that does not tells that, and
+        what follows."""
+        assert self._attempt is not None
+        worker = self._worker
         self._has_folder = self._attempt.place.is_dir()
         if not self._has_folder:
-            worker.reporter.notice(
-                f"rank {worker.runtime.slot} does not have the run's folder: with it the run "
-                "writes no checkpoints"
-            )
+            slot = worker.runtime.slot
+            worker.reporter.notice(f"rank {slot} does not have the run's folder: {else_told}")
+        return not exchange.wait_for_everyone(worker, int(not self._has_folder))
 
     def newest(
         self, leader: int, read: Callable[[int, Manifest], S], below: int | None = None

@@ -124,10 +124,13 @@ class ElasticSession(Session):
             self._go_on_with_stopwatch()
             self._start_together()
             self.setup = self._before.setup
-        if self._is_elastic:
-            self._tell_that_it_is_elastic()
-            if self.run.after_loss.keeps_state:
-                self.retreat = self._make_retreat()
+        if not self._is_elastic:
+            return
+        if self.run.after_loss.keeps_state:
+            self.retreat = self._make_retreat()
+        elif not self.checkpoints.all_have_folder("a loss ends the run, and nobody can join it"):
+            return
+        self._tell_that_it_is_elastic()
 
     def enter(self, phase: str) -> ElasticSession:
         """Get ready; wait in `phase` until the ranks of a run take this one in; return the session
