@@ -200,9 +200,9 @@ class ElasticSession(Session):
         while True:
             try:
                 error.__traceback__ = None  # which holds what the program had
+                engine.reporter.expendable(False)  # until its strategy says so again
                 assert engine.regroup is not None
                 engine = engine.regroup(error)
-                engine.reporter.expendable(False)  # until its strategy says so again
                 engine.reporter.phase("set-up")
                 ranks = ranks_of(self.strategy, engine.ranks)
                 run = replace(self.run, training=replace(self.training, ranks=ranks))
