@@ -12,7 +12,6 @@ from orchestra.errors import InputError, RankLost, RunFailed
 from orchestra.records.live import Tail, add_notice
 from orchestra.records.record import Restart, RunRecord
 from orchestra.settings.base import to_plain
-from orchestra.strategies.traits import AfterLoss
 from orchestra.trainer.checkpoint_files import newest_whole, steps_of
 from orchestra.trainer.settings import Run
 
@@ -44,18 +43,11 @@ class Restarts:
 
     def begin(self) -> None:
         """Note the state of the folder before the run begins or resumes."""
-        run = self._run
-        if not run.training.checkpoint_every:
-            if self._most:
-                self._say(
-                    "each restart is from the beginning, as there are no checkpoints: set "
-                    "checkpoint_every to lose less"
-                )
-            elif run.is_elastic and run.after_loss is AfterLoss.CHECKPOINT:
-                self._say(
-                    f"min_ranks: {run.strategy!r} goes on from checkpoints, and there are none: "
-                    "set checkpoint_every"
-                )
+        if self._most and not self._run.training.checkpoint_every:
+            self._say(
+                "each restart is from the beginning, as there are no checkpoints: set "
+                "checkpoint_every to lose less"
+            )
         self._recorded()
 
     def follow(self, failure: RunFailed) -> bool:

@@ -130,7 +130,18 @@ class ElasticSession(Session):
             self.retreat = self._make_retreat()
         elif not self.checkpoints.all_have_folder("a loss ends the run, and nobody can join it"):
             return
+        elif self._before is None and not self.training.checkpoint_every:
+            self._tell_of_checkpoints()
         self._tell_that_it_is_elastic()
+
+    def _tell_of_checkpoints(self) -> None:
+        """Let the user know that a loss costs all that was done."""
+        in_place = self.run.after_loss is AfterLoss.IN_PLACE
+        if self.runtime.rank == self.roles.workers[0] and not in_place:
+            self.runtime.reporter.notice(
+                f"min_ranks: {self.strategy!r} goes on from checkpoints, and there are none: set "
+                "checkpoint_every"
+            )
 
     def enter(self, phase: str) -> ElasticSession:
         """Get ready; wait in `phase` until the ranks of a run take this one in; return the session
