@@ -459,7 +459,7 @@ def _check_command(result: Result, ended: Ended, entry: dict[str, Any], folder: 
     else:
         result.require(re.search(_names(trial), result.cause), f"told: {result.cause}")
         result.require(sum(map(_is_cause, lines)) == 1, f"told: {lines}")
-        if trial.in_groups and trial.inject.at in ("gradient", "step", "collective"):
+        if trial.in_groups and trial.inject.at in ("gradient", "step"):
             result.require(trial.fault not in ("kill a rank", "cut", "reset"), "it ended by a loss")
 
 

@@ -219,6 +219,7 @@ def test_there_are_checkpoints_after_a_loss_in_place(
     record = train(tmp_path, strategy, "", min_ranks=None, checkpoint_every=2)
     assert record.status == "completed"
     assert [part["sample"] for part in record.ranks_history] == [0, newest[1].consumed]
+    assert record.samples == 20 * 4 * 8
     consumed = sum(line["samples"] for rank in range(4) for line in step_lines(tmp_path, rank))
     assert 20 * 4 * 8 - 8 <= consumed <= 20 * 4 * 8
 

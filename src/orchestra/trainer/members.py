@@ -23,7 +23,7 @@ from orchestra.optimizers.spec import OptimizerPart, join_moments
 from orchestra.settings.base import Mismatch, from_plain, to_plain
 from orchestra.strategies.base import Roles
 from orchestra.strategies.phases import Phases
-from orchestra.trainer.checkpoint_files import DamagedCheckpoint, Manifest, rank_file
+from orchestra.trainer.checkpoint_files import LOST, DamagedCheckpoint, Manifest, rank_file
 from orchestra.trainer.checkpoints import TENSOR, Unpacked, unpack
 from orchestra.trainer.loop import Position
 from orchestra.trainer.recorder import SECONDS, Spent, Totals
@@ -217,7 +217,10 @@ class Members:
         samples = 0
         if rank in roles.workers:
             place = roles.workers.index(rank)
-            samples = _even(sum(t.samples for t in totals), place, len(roles.workers))
+            done = sum(t.samples for t in totals)
+            if LOST in self.manifest.members:  # what a lost rank had done is in nobody's account
+                done = max(done, self.manifest.consumed)
+            samples = _even(done, place, len(roles.workers))
         loss = self.first.tree["totals"]["loss"]
         return Totals(max(each.elapsed for each in totals), spent, samples, loss)
 
