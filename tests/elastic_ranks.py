@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tests.commands import Started
+from tests.free_ports import free_port
 
 SCRIPT = Path(__file__).with_name("elastic_loop.py")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -21,6 +21,11 @@ from tests.waiting import wait_until
 import orchestra
 from orchestra.engines.events import Event, Instruction, Regroup
 from orchestra.engines.failure_detector import FailureDetector
+from orchestra.engines.processes.training import invitation_to
+from orchestra.settings import parse
+from orchestra.strategies.registry import STRATEGIES
+from orchestra.trainer.settings import Run
+from orchestra.trainer.settings import Training as TrainingSettings
 
 STEPS = 20
 SETTINGS: dict[str, Any] = {
@@ -184,6 +189,16 @@ def test_one_joins_after_another_was_lost_in_place(
     )
     # What the lost rank had done, it had done
     assert STEPS * 4 * 8 - 2 * 8 <= consumed <= STEPS * 4 * 8
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"), [("Single()", False), ("ParameterServer()", True)]
+)
+def test_a_run_of_one_process_invites_nobody(strategy: str, expected: bool, tmp_path: Path) -> None:
+    (tmp_path / "experiment.yaml").touch()
+    training = TrainingSettings(ranks=2, min_ranks=2)
+    run = Run("test", "digits", parse(strategy, STRATEGIES, where="test"), training=training)
+    assert (invitation_to(run, tmp_path) is not None) == expected
 
 
 def test_a_newcomer_has_a_residual_of_its_own(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
 import os
 import signal
@@ -17,6 +15,7 @@ import pytest
 import torch
 from tests import rank_programs
 from tests.commands import DEADLINE_SECONDS, Started
+from tests.free_ports import free_port
 from tests.meshes import make_certificate, make_tls
 from tests.rank_programs import pids
 from tests.waiting import is_running, listening_ports, wait_until
@@ -144,23 +143,6 @@ def test_incomplete_and_contradicting_variables(environ: dict[str, str], message
 )
 def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
-
-
-def ports() -> Iterator[int]:
-    """Ports below those that the system gives to connections, other ones in each worker."""
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    return itertools.cycle(range(20_000 + 500 * worker, 20_500 + 500 * worker))
-
-
-PORTS = ports()
-
-
-def free_port() -> int:
-    """A port on which nobody listens."""
-    for port in PORTS:
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-    raise AssertionError
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.commands import Started
-from tests.elastic_ranks import free_port
+from tests.free_ports import free_port
 from tests.training import step_lines
 
 import orchestra

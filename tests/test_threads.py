@@ -14,9 +14,10 @@ import torch
 from tests import rank_programs as programs
 from tests.commands import Started, torchrun
 from tests.emulated import needs_emulation, small_cluster
+from tests.free_ports import free_port
 from tests.simulated import FREE, cluster, run_ranks, simulated
 from tests.test_calibrate import CALIBRATION, COSTS, TASK, kept, run_of, timing
-from tests.test_launched import ROOT, ended, free_port, started
+from tests.test_launched import ROOT, ended, started
 from tests.training import settings, train_processes
 
 from orchestra.cluster import Cluster, Node

@@ -52,7 +52,7 @@ class Kept:
     parts: Sequence[OptimizerPart] = ()
     buffers_weight: float = 1.0
     complete: bool = True  # no worker has finished, so that a checkpoint can be taken
-    owes: bool = False  # work of a lost worker is to be done again, so that none would be whole
+    owes: bool = False  # a lost worker's batch has to be done again before a checkpoint is whole
 
 
 def take_consensus(worker: Worker, learnt: Sequence[Learnt], *, tolerant: bool) -> None:

@@ -167,13 +167,6 @@ def refusal_of(strategy: Strategy, ranks: int) -> str | None:
     return None
 
 
-def ranks_of(strategy: Strategy, processes: int) -> int:
-    """Return the number of ranks with which `strategy` runs on so many processes."""
-    return next(
-        n for n in range(processes, 0, -1) if len(roles_of(strategy, n).shares) == processes
-    )
-
-
 def survives_losses(strategy: Strategy, ranks: int) -> bool:
     """Return whether the run can go on, in place, without some of its ranks."""
     roles = roles_of(strategy, ranks)

@@ -44,7 +44,7 @@ class AfterLoss(enum.Enum):
     """What becomes of a run that has lost a rank, in words."""
 
     IN_PLACE = (
-        "the others go on; without a rank that all need, with min_ranks from the newest checkpoint"
+        "the others go on; after the loss of a server, with min_ranks, from the newest checkpoint"
     )
     TOGETHER = "with min_ranks those that are left go on together, from the last step"
     ROUND = "with min_ranks those that are left go on together, from the last average of all"

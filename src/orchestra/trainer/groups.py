@@ -1,7 +1,7 @@
 """A session whose ranks may be lost, or join: it goes on in the next group of them.
 
-Either from what each rank keeps (`trainer/regrouping.py`), with the same objects; or from the
-newest checkpoint, with a session of its own, as a run goes on that is started again.
+It goes on from what each rank keeps (`trainer/regrouping.py`), with the same objects. Under other
+strategies it goes on from the newest checkpoint, with a new session, as a restarted run does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from orchestra.errors import GroupChanged, PeerLost, RunFailed
 from orchestra.optimizers.state import capture, random_state, restore
 from orchestra.records.report import Membership, Regrouping
 from orchestra.settings.base import from_plain, to_plain
-from orchestra.strategies.base import ModelPart, Roles, Strategy, ranks_of
+from orchestra.strategies.base import ModelPart, Roles, Strategy
 from orchestra.strategies.phases import Phases
 from orchestra.strategies.traits import AfterLoss, Partition
 from orchestra.tasks.task import Task
@@ -215,8 +215,7 @@ class ElasticSession(Session):
                 assert engine.regroup is not None
                 engine = engine.regroup(error)
                 engine.reporter.phase("set-up")
-                ranks = ranks_of(self.strategy, engine.ranks)
-                run = replace(self.run, training=replace(self.training, ranks=ranks))
+                run = replace(self.run, training=replace(self.training, ranks=engine.ranks))
                 session = ElasticSession(engine, run, self.strategy, self.folder, before=before)
                 session.begin()
                 return session

@@ -14,7 +14,7 @@ from orchestra.records.exports import TRACKERS, require_tracker
 from orchestra.records.report import Point
 from orchestra.settings import MAX_RANKS, MAX_SEED, MAX_STEPS, REQUIRED, Settings, setting
 from orchestra.settings.base import require_setting
-from orchestra.strategies.base import Strategy, refusal_of, roles_of
+from orchestra.strategies.base import Strategy, refusal_of
 from orchestra.strategies.traits import AfterLoss, Partition
 from orchestra.strategies.watching import transitions_of
 from orchestra.trainer.balancing import Balancing
@@ -321,16 +321,10 @@ class Run(Settings):
         return wanted == MEASURED and self._several_together
 
     @property
-    def min_processes(self) -> int:
-        """The ranks without which the run does not go on, servers included."""
-        least = self.training.min_ranks
-        return 1 if least is None else len(roles_of(self.strategy, least).shares)
-
-    @property
     def is_elastic(self) -> bool:
         """True if the run can go on in a new group of ranks."""
-        training = self.training
-        return training.min_ranks is not None and self._belongs_to_its_ranks is None
+        several = self.strategy.traits().distributed  # one process has no group
+        return several and self.training.min_ranks is not None and not self._belongs_to_its_ranks
 
     @property
     def _belongs_to_its_ranks(self) -> str | None:

@@ -81,7 +81,7 @@ def train_run(
                 outcome = launch(
                     program, (run, folder.absolute(), cluster.bandwidths_of(ranks), meters), ranks,
                     patience=run.training.patience, on_event=on_event, places=emulated.places(),
-                    min_ranks=run.min_processes,
+                    min_ranks=run.training.min_ranks or 1,
                     grace=run.training.grace,
                 )  # fmt: skip
             finally:

@@ -76,7 +76,7 @@ def train_run(
         outcome = launch(
             program, (run, folder.absolute()), len(roles.shares), patience=run.training.patience,
             threads=run.training.threads, on_event=display.on_event, grace=run.training.grace,
-            min_ranks=run.min_processes, invitation=invitation_to(run, folder),
+            min_ranks=run.training.min_ranks or 1, invitation=invitation_to(run, folder),
         )  # fmt: skip
     left_out, notices = outcome.left_out, outcome.notices
     reports = [
@@ -141,7 +141,7 @@ def take_part(
             program_unless_completed, (run, folder.absolute(), completed is not None), launched,
             patience=run.training.patience, threads=run.training.threads,
             on_event=display.on_event, on_left=on_left, grace=run.training.grace,
-            wish=wish, min_ranks=run.min_processes,
+            wish=wish, min_ranks=run.training.min_ranks or 1,
             invitation=invitation_to(run, folder) if watched else None,
         )  # fmt: skip
     if completed is not None or not first:

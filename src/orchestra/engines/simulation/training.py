@@ -177,7 +177,7 @@ def simulate_run(
     outcome = Simulation(
         cluster, ranks, costs, overhead, reporter, seed_number=run.seed,
         sharing=sharing, jitter=jitter, patience=run.training.patience,
-        min_ranks=run.min_processes,
+        min_ranks=run.training.min_ranks or 1,
         threads=run.training.threads, values=run.training.tensors == "real", pace=pace, live=live,
     ).run(rank_program)  # fmt: skip
     if len(cluster.nodes) > 1:

@@ -38,7 +38,7 @@ class Batches:
         saver: Saver,
         group: OwnGroup | None = None,
     ) -> None:
-        self.course, self._group = epochs, group
+        self.iteration, self._group = epochs, group
         self._rank, self._dealer = rank, dealer
         self._passes, self._saver = passes, saver
 
@@ -48,7 +48,7 @@ class Batches:
         return len(self._dealer)
 
     def __iter__(self) -> Generator[Any, None, None]:
-        return self.course.iterate(None)
+        return self.iteration.iterate(None)
 
     def groups(self, size: int) -> Generator[Any, None, None]:
         """Iterate an epoch, `size` batches at a time; the gradient of a group is exchanged once.
@@ -58,9 +58,9 @@ class Batches:
         `backward()` of a group exchanges, whatever `accumulation` says; the last group of an epoch
         may be smaller. InputError if batches lie in a queue, from which workers take one at a time.
         """
-        if self.course.uses_queue:
+        if self.iteration.uses_queue:
             raise InputError("batches.groups() needs as many on every worker: set work='equal'")
-        return self.course.iterate(size)
+        return self.iteration.iterate(size)
 
     def epochs(self, number: int) -> Iterator[int]:
         """Yield the numbers, from 0, of those of `number` epochs that are left; in each of them
@@ -102,30 +102,30 @@ class Batches:
     @property
     def epoch(self) -> int:
         """How many epochs have ended."""
-        return self.course.epoch
+        return self.iteration.epoch
 
     @property
     def taken(self) -> int:
         """The batches of the epoch under way that this worker has had."""
-        return self.course.taken
+        return self.iteration.taken
 
     @property
     def ended(self) -> bool:
         """True if all workers have left this loop."""
-        return self.course.ended
+        return self.iteration.ended
 
     # Gradients
 
     @property
     def averages_gradients(self) -> bool:
         """True if the workers step together now, on the average of their gradients."""
-        return self.course.averages_gradients
+        return self.iteration.averages_gradients
 
     @property
     def share(self) -> float:
         """This worker's of the samples behind the gradient of the batch, or group, that was handed
         out last; 1 where its gradient is not averaged."""
-        return self.course.share
+        return self.iteration.share
 
     def weight(self, count: int) -> int:
         """Let the gradient of the batch, or group, that was taken last weigh `count`; return the
@@ -138,7 +138,7 @@ class Batches:
         """
         if isinstance(count, bool) or int(count) != count or count < 0:
             raise InputError(f"batches.weight(): expected a whole number from 0, got {count!r}")
-        return self.course.weigh(int(count))
+        return self.iteration.weigh(int(count))
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -166,9 +166,9 @@ class Batches:
         batches.
         """
         if self._group is not None:
-            self._group.together(self.course.agree)
+            self._group.together(self.iteration.agree)
         else:
-            self.course.agree()
+            self.iteration.agree()
 
     def end_epoch(self) -> None:
         """End the epoch after `break`, as if there were no more batches.
@@ -177,7 +177,7 @@ class Batches:
         epoch. Every worker calls it, after equally many steps. Where an epoch has ended it changes
         nothing. InputError if workers take unlike numbers of batches.
         """
-        self.course.end_epoch()
+        self.iteration.end_epoch()
 
     # Saving and resuming
 
@@ -243,15 +243,15 @@ class Batches:
     @property
     def ends_process(self) -> bool:
         """True if the process of a rank that serves ends once the workers' scripts are over."""
-        return self.course.ends_process
+        return self.iteration.ends_process
 
     @ends_process.setter
     def ends_process(self, ends: bool) -> None:
-        self.course.ends_process = ends
+        self.iteration.ends_process = ends
 
     def serve_to_the_end(self) -> None:
         """Serve until the workers have left this loop. Called on a rank without data.
 
         Raises SystemExit where their scripts are over, if it `ends_process`.
         """
-        self.course.serve_to_the_end()
+        self.iteration.serve_to_the_end()

@@ -283,19 +283,15 @@ class OwnGroup:
 
 def _broadcast(worker: Worker, make: Callable[[], Any], donor: int) -> Any:
     """Return what `make` makes on the rank `donor`: tensors and plain data. Collective."""
-    transport, everyone, value = worker.transport, worker.everyone, None
-    size, data = torch.zeros(1, dtype=torch.int64), torch.empty(0, dtype=torch.uint8)
-    if worker.rank == donor:
-        value = make()
-        data = _to_bytes(value)
-        size.fill_(data.numel())
+    transport, everyone, gives = worker.transport, worker.everyone, worker.rank == donor
+    value = make() if gives else None
+    data = _to_bytes(value) if gives else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([data.numel()])
     broadcast(transport, size, donor, everyone, Tag.AGREE)
-    if worker.rank == donor:
-        broadcast(transport, data, donor, everyone, Tag.AGREE)
-        return value
-    data = torch.empty(int(size), dtype=torch.uint8)
+    if not gives:
+        data = torch.empty(int(size), dtype=torch.uint8)
     broadcast(transport, data, donor, everyone, Tag.AGREE)
-    return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
+    return value if gives else torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
 
 
 def _to_bytes(value: Any) -> Tensor:

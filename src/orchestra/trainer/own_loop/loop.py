@@ -70,7 +70,7 @@ class OwnLoop:
         self._traits = strategy.traits()  # of all phases
         lead = None
         if isinstance(loader, Batches):
-            first, loader = loader.course.lead, loader.loader
+            first, loader = loader.iteration.lead, loader.loader
             lead = None if first.ended else first
         # Accumulation finds a short last step by the number of batches, unknown to a queue.
         queued = work == "shared" and accumulation == 1
@@ -78,28 +78,24 @@ class OwnLoop:
             refusal = refusal_to_regroup(strategy, loader, accumulation)
             if refusal is not None:
                 raise InputError(f"min_ranks: {refusal}")
-        self.dealer = self._dealer = Dealer(
+        self.dealer = Dealer(
             loader, seed, queued=queued, leads=lead is None, elastic=regroup is not None
         )
-        self.rank = self._rank = OwnRank(
-            runtime, model, optimizer, strategy, self._dealer.queue_of,
+        self.rank = OwnRank(
+            runtime, model, optimizer, strategy, self.dealer.queue_of,
             bucket_bytes=int(bucket_megabytes * 1e6), overlap=overlap,
         )  # fmt: skip
-        self.worker = self._rank.worker
+        self.worker = self.rank.worker
         copied = self.worker.layout.device.type != "cpu"
         self._passes, self._scale = BackwardPasses(accumulation, copied=copied), LossScale()
-        self._state = StrategyState(self._rank, model)
-        self.epochs = self._epochs = Epochs(
-            self._rank, self._state, self._dealer, self._passes, lead
-        )
+        self._state = StrategyState(self.rank, model)
+        self.epochs = Epochs(self.rank, self._state, self.dealer, self._passes, lead)
         self._group: OwnGroup | None = None
         if regroup is not None:
-            self._group = self._epochs.group = OwnGroup(self, regroup, enters=enters)
-        saver = Saver(
-            self._rank, self._state, self._dealer, self._epochs, self._passes, self._scale
-        )
+            self._group = self.epochs.group = OwnGroup(self, regroup, enters=enters)
+        saver = Saver(self.rank, self._state, self.dealer, self.epochs, self._passes, self._scale)
         self.batches = Batches(
-            self._rank, self._dealer, self._epochs, self._passes, saver, self._group
+            self.rank, self.dealer, self.epochs, self._passes, saver, self._group
         )
         self._gradients = self.worker.gradients
         self._last = LastBackward(self._gradients.parameters)
@@ -115,7 +111,7 @@ class OwnLoop:
     @property
     def begun(self) -> bool:
         """True if training has begun."""
-        return self._epochs.begun or self._rank.steps > 0
+        return self.epochs.begun or self.rank.steps > 0
 
     def trains(self, parameters: set[nn.Parameter]) -> bool:
         """Return whether one of `parameters` is trained here."""
@@ -131,7 +127,7 @@ class OwnLoop:
         if changed and self._knows_only_steps:
             raise self._unknown_change("after backward() without step()")
         if module.training and self._passes.open:
-            self._guarded(self._epochs.begin_step)
+            self._guarded(self.epochs.begin_step)
 
     @property
     def _is_void(self) -> bool:
@@ -147,7 +143,7 @@ class OwnLoop:
 
     def _may_be_saved(self, *_: Any) -> None:
         """Refuse that somebody reads parameters by name which are this worker's alone."""
-        if self._epochs.left and not self._rank.synchronous and len(self.worker.workers) > 1:
+        if self.epochs.left and not self.rank.synchronous and len(self.worker.workers) > 1:
             raise InputError(
                 f"the loop was left before the epoch's end, and under {self.strategy!r} each "
                 "worker's model is another one: call batches.agree() on every worker before "
@@ -158,7 +154,7 @@ class OwnLoop:
 
     def _backward_begins(self) -> None:
         """Begin the exchange in the last backward of a step; called for each of its gradients."""
-        passes, epochs = self._passes, self._epochs
+        passes, epochs = self._passes, self.epochs
         if self._is_void:
             self._gradients.last_backward = False
             return
@@ -167,7 +163,7 @@ class OwnLoop:
         passes.backward()
         if self._scale.rescale < 1.0 or self._last.is_cleared():
             self.worker.undo_exchange()
-        if passes.ahead and not self._rank.synchronous:
+        if passes.ahead and not self.rank.synchronous:
             raise InputError(
                 f"the next batch was taken before backward(), but under {self.strategy!r} workers "
                 "come together when the batches are over, so the last one would come too late: "
@@ -176,7 +172,7 @@ class OwnLoop:
         passes.under_way = True
         # autograd has no public hook for the end of a backward pass; DDP and FSDP use this, too.
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
-        last = passes.exchanges(lambda: epochs.taken == self._dealer.length)
+        last = passes.exchanges(lambda: epochs.taken == self.dealer.length)
         self._gradients.last_backward = last
         if last:
             self._begin_exchange()
@@ -191,17 +187,17 @@ class OwnLoop:
         self._last.note()
 
     def _reduce(self) -> None:
-        rank = self._rank
+        rank = self.rank
         rank.phases.member.exchange()
         if not self._gradients.alike:
             raise rank.ledger.refusal(rank.steps)
 
     def _begin_exchange(self) -> None:
-        worker, rank = self.worker, self._rank
+        worker, rank = self.worker, self.rank
         self._gradients.digest = rank.ledger.digest(worker.phase) & 0xFFFF
         count, new = self._passes.exchange()
         rescale = self._scale.rescale
-        item = self._dealer.item
+        item = self.dealer.item
         self._gradients.await_collection()
         worker.begin_step(
             Step(
@@ -209,7 +205,7 @@ class OwnLoop:
                 total_samples=count.total,
                 consumed=worker.step.consumed + new if item is None else item.stop,
                 position=None if item is None else item.start,
-                epoch=self._epochs.epoch,
+                epoch=self.epochs.epoch,
                 rates=get_rates(self.optimizer),
                 loss=rank.loss,
                 rescale=rescale,
@@ -227,7 +223,7 @@ class OwnLoop:
             # The strategy's update calls the optimizer, and so this function.
             if loop._stepping:
                 return original() if loop._closure is None else original(loop._closure)
-            if loop._rank.ended:
+            if loop.rank.ended:
                 if loop._handed_over:
                     return original(closure)
                 raise InputError(f"optimizer.step(): {ENDED}")
@@ -250,7 +246,7 @@ class OwnLoop:
         """
         known, passes = not self._passes.complete, self._passes
         own = not type(self.optimizer).__module__.startswith("torch.optim")
-        if own and not self._rank.whole:
+        if own and not self.rank.whole:
             raise InputError(
                 f"optimizer.step(closure): {type(self.optimizer).__name__} may call the closure "
                 f"again, but under {self.strategy!r} other optimizers make the step: call "
@@ -282,7 +278,7 @@ class OwnLoop:
     def _knows_only_steps(self) -> bool:
         """True if the strategy would not learn of a change that anything but `step` makes now."""
         exact = self._averaged and not self._traits.phases
-        return not (exact or self._stepping or self._rank.ended or len(self.worker.workers) == 1)
+        return not (exact or self._stepping or self.rank.ended or len(self.worker.workers) == 1)
 
     def before_others_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before a step of any optimizer: refuse one that the strategy would not know of."""
@@ -310,7 +306,7 @@ class OwnLoop:
             )
         if self._passes.complete:
             return True
-        unreached = self._passes.reaches_nothing() and self._dealer.item is None
+        unreached = self._passes.reaches_nothing() and self.dealer.item is None
         grads = [parameter.grad for parameter in self._gradients.parameters]
         if any(grad is not None and (not unreached or grad.any()) for grad in grads):
             raise InputError(
@@ -326,7 +322,7 @@ class OwnLoop:
 
     def _refuse_skipping(self) -> None:
         """Refuse an optimizer that skips steps by itself where others make them."""
-        if hasattr(self.optimizer, "found_inf") and not self._rank.whole:
+        if hasattr(self.optimizer, "found_inf") and not self.rank.whole:
             raise InputError(
                 "optimizer.step(): a GradScaler lets fused optimizers skip steps, but under "
                 f"{self.strategy!r} other ranks take the step, or parts of it: make the optimizer "
@@ -334,7 +330,7 @@ class OwnLoop:
             )
 
     def _update(self) -> None:
-        worker, rank, epochs = self.worker, self._rank, self._epochs
+        worker, rank, epochs = self.worker, self.rank, self.epochs
         self._audit.check(self.optimizer)
         # Before anything that waits: the watcher compares whether all ranks have called step().
         worker.reporter.progress(step=rank.steps + 1, samples=worker.step.consumed)
@@ -350,7 +346,7 @@ class OwnLoop:
                 "call batches.report(loss.item()) before loss.backward()"
             )
         behind = self._passes.step()
-        if self._dealer.item is None:  # else what was accumulated before counts as passed over
+        if self.dealer.item is None:  # else what was accumulated before counts as passed over
             worker.step.samples, worker.step.total_samples = behind.weight, behind.total
         rank.ledger.enter(worker.phase, epochs.epoch, epochs.taken)
         self._stepping = True
@@ -367,7 +363,7 @@ class OwnLoop:
             self._stepping, self._closure = False, None
         if self._passes.complete:  # by the closure, which the optimizer has called again
             self._passes.step()
-        self._dealer.item = None
+        self.dealer.item = None
         self._last.forget()
         # A fused optimizer skips a step by itself, where a GradScaler has found infinities.
         if getattr(self.optimizer, "found_inf", False):
@@ -377,7 +373,7 @@ class OwnLoop:
         rank.steps += 1
         if self._group is not None:
             taken = epochs.taken - (self._passes.ahead or 0)
-            self._group.step_done(self._dealer.position(taken))
+            self._group.step_done(self.dealer.position(taken))
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers
 
     def _take_changes(self) -> None:
@@ -389,7 +385,7 @@ class OwnLoop:
         self._gradients.take_users()
         several = len(self.worker.workers) > 1
         if self._pending:
-            if changed and several and self._rank.synchronous:
+            if changed and several and self.rank.synchronous:
                 raise InputError(
                     "the gradient was changed before step(), as clipping does, after fewer than "
                     f"accumulation={self._passes.accumulation} backward passes, so that it is not "
@@ -399,7 +395,7 @@ class OwnLoop:
                 pass
             self._begin_exchange()
             self._reduce()
-        elif changed and several and self._rank.synchronous and not self.worker.step.loss_is_global:
+        elif changed and several and self.rank.synchronous and not self.worker.step.loss_is_global:
             raise InputError(
                 f"the gradient was changed between backward() and step(), as clipping does, but "
                 f"{self.strategy!r} averages it in step() only, so that each worker would clip by "
@@ -410,8 +406,8 @@ class OwnLoop:
 
     def move(self, runtime: Runtime) -> None:
         """Go on in another group, from where this rank was; the step under way is void."""
-        self._rank.move(runtime)
-        self.worker = worker = self._rank.worker
+        self.rank.move(runtime)
+        self.worker = worker = self.rank.worker
         self._gradients = worker.gradients
         self._gradients.on_backward = self._backward_begins
         self._last, self._audit = LastBackward(self._gradients.parameters), checks.Audit(worker)
@@ -420,7 +416,7 @@ class OwnLoop:
         """Collective: begin the strategy anew, with these options of the optimizer, from a model
         and moments that all have equal."""
         set_options(self.optimizer, groups)
-        self._rank.begin_anew()
+        self.rank.begin_anew()
         self._passes.begin_epoch(0)
 
     def load_optimizer(self, state: dict[str, Any]) -> None:
@@ -445,7 +441,7 @@ class OwnLoop:
         """
         if goes_on:
             self.worker.reporter.phase("training")
-        self._epochs.end_loop(goes_on=goes_on)
+        self.epochs.end_loop(goes_on=goes_on)
 
     def close(self, *, handed_over: bool) -> None:
         """Release the model, and the optimizer if it is `handed_over`. Called after `finish`."""
