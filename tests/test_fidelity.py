@@ -54,7 +54,7 @@ def row(
     label: str, real: float, simulated: float, *, noise: float = 0.0, ranks: int = 2
 ) -> FidelityRow:
     runs = (real - noise, real, real + noise)
-    return FidelityRow("task", ranks, "", label, real, runs, simulated, 2.0, 1.0, 0, None, None)
+    return FidelityRow("task", ranks, "", label, 24, real, runs, simulated, 2.0, 1.0, 0, None, None)
 
 
 def calibration(seconds: float = 1e-3) -> Calibration:

@@ -1,13 +1,14 @@
-"""All-reduces at once give what they give message by message: values, times, bytes, counters."""
+"""Collectives that are evaluated, followed and sent: the same values, times, bytes and counters."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 from unittest import mock
 
 import pytest
@@ -20,11 +21,11 @@ from tests.simulated import FREE, Second, assert_agree, run_ranks
 from orchestra.cluster.calibration import Curve
 from orchestra.cluster.nodes import Line, Overhead
 from orchestra.collectives import Group, execute
-from orchestra.engines.simulation import rounds
-from orchestra.engines.simulation.collective import Collective
+from orchestra.engines.simulation import placed, rendezvous
+from orchestra.engines.simulation.collective import Collective, Followed, PlacedCall, Sent
+from orchestra.engines.simulation.loads import Loads
 from orchestra.engines.simulation.participant import Participant
-from orchestra.engines.simulation.round_state import Met, Ring, State
-from orchestra.engines.simulation.rounds import PlacedPlan
+from orchestra.engines.simulation.rendezvous import Rendezvous
 from orchestra.schedules import ALL_REDUCE, Schedule, hierarchical, ring_reduce_scatter
 from orchestra.trainer.trace import SHOWN, Trace
 from orchestra.transports import collective
@@ -56,7 +57,7 @@ def schedule_of(name: str, ranks: int) -> Schedule:
 
 
 class MessageByMessage:
-    """A transport on which no all-reduce happens at once."""
+    """A transport on which flows send the messages of every collective."""
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
@@ -89,17 +90,21 @@ class Trial:
     spawn: bool = False
     edges: tuple[int, ...] | None = None
 
-    def run(self, *, at_once: bool) -> list[Any]:
+    def run(self, way: Literal["as decided", "followed", "sent"] = "as decided") -> list[Any]:
         """Of each rank: what each all-reduce gave and when, and what was counted."""
-        outcome = run_ranks(
-            self.ranks, lambda runtime: self._program(runtime, at_once), self.on, self.overhead
-        )
+        with followed() if way == "followed" else nullcontext():
+            outcome = run_ranks(
+                self.ranks,
+                lambda runtime: self._program(runtime, way != "sent"),
+                self.on,
+                self.overhead,
+            )
         assert outcome.failure is None, outcome.failure
         return list(outcome.results)
 
-    def _program(self, runtime: Runtime, at_once: bool) -> Any:
+    def _program(self, runtime: Runtime, without_flows: bool) -> Any:
         inner, rank = runtime.transport, runtime.rank
-        transport = inner if at_once else cast(Transport, MessageByMessage(inner))
+        transport = inner if without_flows else cast(Transport, MessageByMessage(inner))
         schedule, group = schedule_of(self.name, self.ranks), Group(tuple(range(self.ranks)))
         tasks = []
         if self.noise and rank == self.ranks - 1:
@@ -138,10 +143,31 @@ class Trial:
             task.wait()
 
 
+@contextmanager
+def followed() -> Iterator[None]:
+    """Nothing is evaluated."""
+
+    def begin(self: Rendezvous, given: PlacedCall) -> Collective:
+        usual = _begin(self, given)
+        if isinstance(usual, Sent):
+            return usual
+        return Followed(self._kernel, given.placed, given.call.tag)
+
+    with mock.patch.object(Rendezvous, "_begin", begin):
+        yield
+
+
+_begin = Rendezvous._begin
+
+
 def check(trial: Trial) -> None:
-    """Both ways agree: times to 1e-12 of themselves, the rest exactly."""
-    for at_once, by_messages in zip(trial.run(at_once=True), trial.run(at_once=False), strict=True):
-        assert_agree(_flat(at_once), _flat(by_messages))
+    """All ways agree, times to 1e-12 of themselves and the rest exactly; the evaluation only where
+    nobody else sends, or takes a core."""
+    sent = trial.run("sent")
+    alone = not trial.noise and not trial.spawn
+    for run in [trial.run("followed"), *([trial.run()] if alone else [])]:
+        for one, other in zip(run, sent, strict=True):
+            assert_agree(_flat(one), _flat(other))
 
 
 def _flat(value: Any) -> list[Any]:
@@ -154,32 +180,23 @@ def _flat(value: Any) -> list[Any]:
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """How often a rank went message by message, a collective was disturbed, or evaluated."""
+    """How often a rank went message by message, or a collective was evaluated."""
     counts: Counter[str] = Counter()
 
-    def counting(cls: type, name: str, label: str) -> Any:
-        original = getattr(cls, name)
+    def counting(of: object, name: str, label: str) -> Any:
+        original = getattr(of, name)
 
-        def counted_call(self: Any, *arguments: Any) -> Any:
+        def counted_call(*arguments: Any) -> Any:
             counts[label] += 1
-            return original(self, *arguments)
+            return original(*arguments)
 
-        return mock.patch.object(cls, name, counted_call)
+        return mock.patch.object(of, name, counted_call)
 
     with (
         counting(Participant, "__init__", "participants"),
-        counting(Collective, "enter_world", "disturbed"),
-        counting(PlacedPlan, "_evaluate", "evaluated"),
+        counting(placed, "evaluate", "evaluated"),
     ):
         yield counts
-
-
-def noting(function: Callable[..., int], results: list[int]) -> Callable[..., int]:
-    def note(*arguments: Any) -> int:
-        results.append(function(*arguments))
-        return results[-1]
-
-    return note
 
 
 def staggered(ranks: int, rounds: int = 3) -> list[list[float]]:
@@ -194,7 +211,7 @@ def together(ranks: int, rounds: int) -> list[list[float]]:
     return [[0.0] * ranks for _ in range(rounds)]
 
 
-# At once and message by message agree
+# Evaluated, followed and sent agree
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8, 17])
@@ -253,9 +270,8 @@ def test_a_connection_that_idles_starts_slowly_again(second: list[float], noise:
     delays = [[0.0] * 4, second, [0.0] * 4]
     trial = Trial("ring", 4, 300_000, delays, "two_sites(nodes=4)", noise=noise, noise_after=0.7)
     with counted() as counts:
-        trial.run(at_once=True)
-    assert counts["evaluated"]
-    assert counts["disturbed"]
+        trial.run()
+    assert not counts["evaluated"]
     check(trial)
 
 
@@ -313,33 +329,6 @@ def in_microseconds(*ranks: int) -> list[float]:
     return [each * 1e-6 for each in ranks]
 
 
-BRIEF = in_microseconds(283, 195, 270, 34)
-BY_PAIRS = [
-    Trial("hierarchical", 4, 50_000, [BRIEF]),
-    Trial(
-        "hierarchical", 12, 50_000,
-        [
-            in_microseconds(248, 175, 102, 194, 59, 154, 148, 253, 182, 198, 282, 257),
-            in_microseconds(180, 222, 272, 230, 181, 50, 80, 246, 91, 229, 119, 162),
-        ],
-    ),
-]  # fmt: skip
-"""Where two messages at a time share a link; one of them at either end, with others."""
-
-
-@pytest.mark.parametrize("trial", BY_PAIRS)
-def test_two_messages_that_share_a_link_are_evaluated_at_once(trial: Trial) -> None:
-    trial = replace(trial, overhead=replace(COSTLY, buffer=1 << 17), on="lan_1gbit(nodes=12)")
-    with counted() as counts:
-        trial.run(at_once=True)
-    assert counts["participants"] == 0
-    assert counts["evaluated"] == len(trial.delays)
-    check(trial)
-    with mock.patch.object(State, "_note", side_effect=Met(None)), counted() as counts:
-        trial.run(at_once=True)
-    assert counts["participants"]
-
-
 @pytest.mark.parametrize(
     ("name", "delays"),
     [
@@ -366,91 +355,134 @@ def test_messages_of_two_collectives_on_a_link_agree(name: str, delays: list[lis
     check(Trial(name, 8, 50_000, delays, "lan_1gbit(nodes=8)", overhead))
 
 
-# What nobody disturbs is done at once, and what somebody does is not
+# What is evaluated
 
 
-@pytest.mark.parametrize("name", ["ring", "ring_gather", "butterfly", "halving_doubling"])
-def test_messages_that_meet_on_no_link_are_evaluated_at_once(name: str) -> None:
-    delays = staggered(8) if name.startswith("ring") else together(8, 3)
+@pytest.mark.parametrize(
+    ("name", "ranks", "on", "evaluated"),
+    [
+        ("ring", 8, "lan_1gbit(nodes=8)", True),
+        ("ring_gather", 8, "stragglers(nodes=8)", True),
+        ("halving_doubling", 8, "lan_1gbit(nodes=8)", False),  # partners change
+        ("tree", 8, "lan_1gbit(nodes=8)", False),
+        ("ring", 8, "lan_1gbit(nodes=4)", False),  # two ranks have one link
+        ("ring", 8, "wifi(nodes=8)", False),
+        ("ring", 6, "containers_10mbit(nodes=4)", False),
+        ("ring", 4, "two_sites(nodes=4)", False),  # connections start slowly
+    ],
+)
+def test_what_is_evaluated(name: str, ranks: int, on: str, evaluated: bool) -> None:
     with counted() as counts:
-        Trial(name, 8, 600, delays).run(at_once=True)
-    assert (counts["participants"], counts["disturbed"]) == (0, 0)
-    assert counts["evaluated"]
+        Trial(name, ranks, 600, staggered(ranks), on).run()
+    assert (counts["evaluated"] == 3, counts["participants"] > 0) == (evaluated, not evaluated)
 
 
-@pytest.mark.parametrize(("length", "buffer"), [(1003, 700), (400_003, 700), (400_003, 1 << 20)])
-@pytest.mark.parametrize("on", ["lan_1gbit(nodes=8)", "stragglers(nodes=8)"])
-def test_rounds_of_a_ring_have_the_bits_of_any_other_rounds(
-    length: int, buffer: int, on: str
-) -> None:
-    """With pieces of unequal length, where processors, links or the senders' memory hold it up."""
-    trial = Trial("ring", 7, length, staggered(7), on, replace(COSTLY, buffer=buffer))
-    one_by_one = mock.patch.object(Ring, "_skip", return_value=0)
-    evaluate = mock.patch.object(Ring, "_evaluate", autospec=True, side_effect=Ring._evaluate)
-    with one_by_one, evaluate as ring:
-        as_ring = trial.run(at_once=True)
-    assert ring.call_count
-    with mock.patch.object(rounds, "_shift", return_value=0):
-        assert trial.run(at_once=True) == as_ring
+@pytest.mark.parametrize("name", ["halving_doubling", "butterfly", "hierarchical"])
+@pytest.mark.parametrize(("length", "segment"), [(600, 1 << 20), (9_000, 1024)])
+def test_partners_that_change_can_be_evaluated(name: str, length: int, segment: int) -> None:
+    """As with many ranks. Where all come together no messages of two rounds are on one link."""
+    with (
+        mock.patch.object(collective, "SEGMENT_BYTES", segment),
+        mock.patch.object(rendezvous, "MAX_FOLLOWED", 0),
+        counted() as counts,
+    ):
+        check(Trial(name, 8, length, together(8, 3)))
+    assert counts["evaluated"] == 3
 
 
-@pytest.mark.parametrize(("name", "least"), [("ring", 50), ("hierarchical", 4)])
-@pytest.mark.parametrize("buffer", [pytest.param(700, marks=pytest.mark.matrix), 1 << 20])
-def test_rounds_of_a_ring_that_go_on_alike_are_skipped(name: str, least: int, buffer: int) -> None:
-    """Pieces of unequal length catch up with others, and some ranks come late."""
-    delays = [[1e-6 + 2e-4 * (rank // 2 == 9) + 1e-6 * (rank // 2 % 5) for rank in range(48)]] * 2
-    trial = Trial(
-        name, 48, 1_000_011, delays, "lan_1gbit(nodes=48)", replace(COSTLY, buffer=buffer)
-    )
-    skipped: list[int] = []
-    with mock.patch.object(Ring, "_skip", noting(Ring._skip, skipped)):
-        check(trial)
-    assert sum(skipped) >= least
+@pytest.mark.parametrize("name", ["halving_doubling", "butterfly"])
+def test_messages_of_two_rounds_on_a_link_cross_in_turn(name: str) -> None:
+    """Followed messages share it. The last rank ends at about the same time."""
+    trial = Trial(name, 8, 50_000, staggered(8), "lan_1gbit(nodes=8)")
+    one_by_one = trial.run("followed")
+    with mock.patch.object(rendezvous, "MAX_FOLLOWED", 0):
+        evaluated = trial.run()
+    last, last_followed = (max(result[3] for result in run) for run in (evaluated, one_by_one))
+    assert last == pytest.approx(last_followed, rel=0.2)
+    for one, other in zip(evaluated, one_by_one, strict=True):
+        assert [given[1:] for given in one[0]] == [given[1:] for given in other[0]]
 
 
-def test_ranks_that_come_as_before_are_not_computed_anew() -> None:
-    with counted() as counts:
-        Trial("ring", 6, 600, [[1e-3] * 6] * 20).run(at_once=True)
-    assert counts["evaluated"] == 1
+# Who sends over the links of a collective that was evaluated
 
 
-def test_foreign_messages_disturb() -> None:
-    """Both while ranks are missing, and when all are there."""
-    late, prompt = [[0.0] * 4 + [9e-3], [0.0] * 5], together(5, 3)
-    for delays in (late, prompt):
-        trial = Trial("ring", 5, 200_000, delays, noise=8)
-        with counted() as counts:
-            trial.run(at_once=True)
-        assert counts["disturbed"]
-        assert counts["participants"]
-        check(trial)
+def meeting(seconds: float, length: int) -> tuple[float, float]:
+    """When a ring of four is over, and a message that rank 3 sends to rank 0 after so many."""
+
+    def program(runtime: Runtime) -> tuple[float, float]:
+        transport, rank = runtime.transport, runtime.rank
+
+        def beside(flow: Transport) -> float:
+            if rank == 3:
+                runtime.compute.run(Work("gradient", cast(int, seconds)), lambda: None)
+                flow.send(torch.zeros(length), 0, FOREIGN).wait()
+            elif rank == 0:
+                flow.receive(3, FOREIGN).wait()
+            return flow.now()
+
+        task = transport.spawn(beside)
+        runtime.compute.run(Work("gradient", cast(int, 1e-3)), lambda: None)
+        ring = ALL_REDUCE["ring"](4)
+        execute(transport, torch.empty(1_000_000, device="meta"), ring, Group(tuple(range(4))), TAG)
+        return transport.now(), task.wait()
+
+    outcome = run_ranks(4, program, "lan_1gbit(nodes=4)")
+    assert outcome.failure is None, outcome.failure
+    return max(ended for ended, _ in outcome.results), outcome.results[0][1]
 
 
-def test_a_disturbed_ring_goes_on_from_the_round_that_it_is_in() -> None:
-    """The noise comes when half of the rounds are over."""
-    whole = Trial("ring", 5, 20_000, staggered(5, 1))
-    ended = max(result[3] for result in whole.run(at_once=True))
-    trial = replace(whole, noise=4, noise_after=0.7 * ended)
-    with counted() as counts:
-        trial.run(at_once=True)
-    assert counts["disturbed"] == 1
-    check(trial)
+RING = 1e-3 + 6 * (100e-6 + (1_000_000 + header_bytes(1)) / 125e6)
+"""When it is over if it is alone."""
+
+
+def test_a_message_on_a_link_is_waited_for() -> None:
+    """It began before the ring, and takes until 0.1 ms + 8 ms; the first one queues behind it."""
+    ended, arrived = meeting(1e-9, 250_000)
+    assert arrived == pytest.approx(100e-6 + 8e-3, rel=1e-3)
+    assert ended == pytest.approx(RING + arrived - 1.1e-3, rel=1e-3)
+
+
+def test_a_message_has_what_an_evaluated_collective_leaves() -> None:
+    """A ring uses nearly all of a link, so that half is left; it is over as if it were alone."""
+    ended, arrived = meeting(10e-3, 125_000)
+    assert ended == pytest.approx(RING, rel=1e-6)
+    assert arrived == pytest.approx(10e-3 + 100e-6 + 2 * 4e-3, rel=1e-3)
+
+
+def test_a_link_is_whole_again_after_it() -> None:
+    """The message begins 1 ms before the end of the ring."""
+    ended, arrived = meeting(RING - 1e-3 - 100e-6, 125_000)
+    assert ended == pytest.approx(RING, rel=1e-6)
+    assert arrived == pytest.approx(RING - 1e-3 + 0.5e-3 + 4e-3, rel=1e-3)
+
+
+def test_the_order_of_turns_does_not_matter_to_two_that_are_ready_at_once() -> None:
+    """They are evaluated by rank and tag."""
+    seen: list[int] = []
+    usual = Loads.links_before
+
+    def before(self: Loads, *given: Any) -> Any:
+        seen.append(given[0].plan.length)
+        return usual(self, *given)
+
+    def program(runtime: Runtime) -> None:
+        transport, group = runtime.transport, Group(tuple(range(3)))
+
+        def reduce(flow: Transport, tag: int) -> None:
+            vector = torch.empty(1000 + tag, device="meta")
+            execute(flow, vector, ALL_REDUCE["ring"](3), group, tag)
+
+        tags = [TAG, FOREIGN] if runtime.rank else [FOREIGN, TAG]
+        for task in [transport.spawn(functools.partial(reduce, tag=tag)) for tag in tags]:
+            task.wait()
+
+    with mock.patch.object(Loads, "links_before", before):
+        assert run_ranks(3, program, "lan_1gbit(nodes=3, cores=4)").failure is None
+    assert seen == [1000 + TAG, 1000 + FOREIGN]
 
 
 def test_a_message_that_is_on_its_way_already_is_not_forgotten() -> None:
     check(Trial("ring", 4, 5000, [[1e-3] * 4], noise=1, noise_length=200_000))
-
-
-@pytest.mark.parametrize("part", [0.3, 0.4, 0.5, 0.6, 0.7, 0.8])
-def test_the_one_before_is_disturbed_with_an_all_reduce(part: float) -> None:
-    """Ranks 1 and 2 have the next one begun when others are still in the last."""
-    whole = Trial("ring", 4, 60_010, together(4, 4), edges=(0, 10, 20, 60_000, 60_010))
-    ended = max(result[3] for result in whole.run(at_once=True))
-    trial = replace(whole, noise=2, noise_after=part * ended)
-    with counted() as counts:
-        trial.run(at_once=True)
-    assert counts["disturbed"]
-    check(trial)
 
 
 def test_arrivals_that_differ_little_are_computed_anew() -> None:
@@ -460,27 +492,19 @@ def test_arrivals_that_differ_little_are_computed_anew() -> None:
 def test_a_flow_that_shares_the_core_from_the_beginning_agrees() -> None:
     trial = Trial("ring", 4, 20_000, together(4, 2), "containers_10mbit(nodes=4)", spawn=True)
     with counted() as counts:
-        trial.run(at_once=True)
-    assert (counts["participants"] > 0, counts["disturbed"]) == (True, 0)
-    check(trial)
-
-
-def test_flows_that_take_the_last_core_disturb() -> None:
-    trial = Trial("ring", 4, 20_000, together(4, 2), "lan_1gbit(nodes=4, cores=2)", spawn=True)
-    with counted() as counts:
-        trial.run(at_once=True)
-    assert counts["disturbed"] == 1
+        trial.run()
+    assert counts["participants"]
     check(trial)
 
 
 def test_two_all_reduces_of_the_same_ranks_at_a_time_agree() -> None:
     """Main and background flows have tags of their own, and the same links."""
 
-    def program(runtime: Runtime, at_once: bool) -> Any:
+    def program(runtime: Runtime, without_flows: bool) -> Any:
         group = Group(tuple(range(4)))
 
         def reduce(flow: Transport, tag: int, length: int) -> float:
-            transport = flow if at_once else cast(Transport, MessageByMessage(flow))
+            transport = flow if without_flows else cast(Transport, MessageByMessage(flow))
             vector = torch.full((length,), float(runtime.rank))
             execute(transport, vector, ALL_REDUCE["ring"](4), group, tag)
             assert vector.tolist() == [6.0] * length
@@ -490,10 +514,11 @@ def test_two_all_reduces_of_the_same_ranks_at_a_time_agree() -> None:
         runtime.compute.run(Work("gradient", cast(int, 1e-4 * runtime.rank + 1e-6)), lambda: None)
         return reduce(runtime.transport, TAG, 20_000), task.wait()
 
-    results = [
-        run_ranks(4, lambda runtime, mode=mode: program(runtime, mode), overhead=COSTLY).results  # type: ignore[misc]
-        for mode in (True, False)
-    ]
+    with followed():
+        results = [
+            run_ranks(4, lambda runtime, mode=mode: program(runtime, mode), overhead=COSTLY).results  # type: ignore[misc]
+            for mode in (True, False)
+        ]
     for one, other in zip(*results, strict=True):
         assert one == pytest.approx(other, rel=1e-12)
 

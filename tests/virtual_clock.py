@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 from math import inf
 
@@ -31,7 +32,7 @@ class VirtualClock(Events):
 
     def run(self, until: float = inf) -> None:
         """Carry out all that is due up to `until`, and let it be that time, unless it is never."""
-        if until < inf:
-            self.run_until(until)
-        while until == inf and self._due:
-            self.run_until(self._due[0][0])
+        while self._due and (until == inf or self._due[0][0] <= until):
+            self._now, _, call, argument = heapq.heappop(self._due)
+            call(argument)
+        self._now = max(self._now, until if until < inf else 0.0)

@@ -93,6 +93,7 @@ class FidelityRow:
     ranks: int
     cluster: str
     label: str
+    steps: int
     real_seconds: float
     runs: tuple[float, ...]
     simulated: float
@@ -330,6 +331,7 @@ def row_of(
     return FidelityRow(
         *case.block,
         case.label,
+        case.run.training.steps or 0,
         statistics.median(seconds),
         seconds,
         virtual.step_seconds,

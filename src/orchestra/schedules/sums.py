@@ -229,6 +229,22 @@ def add_up(schedule: Schedule, vectors: Sequence[Tensor], edges: Sequence[int] |
                 vector.copy_(total)
 
 
+def move(schedule: Schedule, vectors: Sequence[Tensor], edges: Sequence[int] | None) -> None:
+    """Carry out a schedule without slots on the vectors of all ranks, in their order."""
+    assert not schedule.slots
+    cuts = schedule.edges(vectors[0].numel()) if edges is None else edges
+    with torch.no_grad():
+        for transfers in schedule.rounds():
+            arriving = [
+                (vectors[target][cuts[first] : cuts[end]], operation, sent)
+                for source, target, first, end, operation in transfers.tolist()
+                # A transfer carries what its source held when the round began.
+                for sent in [vectors[source][cuts[first] : cuts[end]].clone()]
+            ]
+            for own, operation, sent in arriving:
+                (own.add_ if operation == REDUCE else own.copy_)(sent)
+
+
 # What some of the ranks do among themselves
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -19,33 +19,12 @@ from torch import Tensor
 
 from orchestra.schedules import REDUCE, Schedule
 from orchestra.schedules.sums import SumStage, local_stages
+from orchestra.schedules.table import RoundPart, table_of
 from orchestra.transports.framing import header_bytes
 from orchestra.transports.protocol import CollectiveCall, Handle, Traffic, Transport
 from orchestra.transports.shared_memory import buffer_bytes
 
 SEGMENT_BYTES = 4 << 20  # measured: below the cost of missing the cache, above that of a message
-
-
-@dataclass(frozen=True)
-class RoundPart:
-    """What one rank does in one round; pieces go from the first to before the end."""
-
-    sends: Sequence[tuple[int, int, int]]  # (target, first, end)
-    receives: Sequence[tuple[int, int, int, int]]  # (source, first, end, operation)
-
-
-@functools.lru_cache(maxsize=256)
-def _parts(schedule: Schedule, index: int, first: int, end: int | None) -> tuple[RoundPart, ...]:
-    """Return the rounds from `first` to before `end` as the rank at `index` sees them."""
-    parts = []
-    for transfers in itertools.islice(schedule.rounds(), first, end):
-        sends = transfers[transfers[:, 0] == index][:, [1, 2, 3]]
-        receives = transfers[transfers[:, 1] == index][:, [0, 2, 3, 4]]
-        if len(sends) or len(receives):
-            parts.append(
-                RoundPart(tuple(map(tuple, sends.tolist())), tuple(map(tuple, receives.tolist())))
-            )
-    return tuple(parts)
 
 
 class StepKind(Enum):
@@ -158,7 +137,7 @@ def _steps_of(
     """Return the steps of one rank in some rounds, for a vector of `length` elements."""
     edges = schedule.edges(length) if edges is None else edges
     assert edges[-1] == (schedule.pieces * length if schedule.slots else length)
-    return tuple(steps(_parts(schedule, index, first, end), edges, segment))
+    return tuple(steps(table_of(schedule).parts(index, first, end), edges, segment))
 
 
 def steps_of(

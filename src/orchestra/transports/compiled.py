@@ -61,13 +61,26 @@ class _Sum(ctypes.Structure):
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
-    found = find_spec(NAME)
+def _loaded(name: str) -> ctypes.CDLL | None:
+    found = find_spec(name)
     if found is None or found.origin is None or sys.platform != "linux":
         return None
     try:
-        library = ctypes.CDLL(found.origin)
+        return ctypes.CDLL(found.origin)
     except OSError:  # of another kind of machine
+        return None
+
+
+def library(name: str) -> ctypes.CDLL | None:
+    """Return the extension module `name`, read by its symbols; None if it has not been compiled, or
+    ORCHESTRA_COMPILED is 0."""
+    return None if os.environ.get("ORCHESTRA_COMPILED") == "0" else _loaded(name)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    library = _loaded(NAME)
+    if library is None:
         return None
     library.arrive.argtypes = library.await_all.argtypes = [ctypes.c_void_p]
     library.arrive.restype = None

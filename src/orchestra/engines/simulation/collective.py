@@ -1,290 +1,276 @@
-"""One collective that all of its ranks meet in: values are summed when the last has come, and times
-follow.
+"""A collective in virtual time, computed by one of two drivers.
 
-Where nobody else has to do with the links and cores of the ranks that take part, the times of all
-are evaluated when the last rank has come (rounds.py). Once somebody has (`Collective.enter_world`),
-it is replayed up to that time, and goes on in the world, message by message (participant.py). So it
-does from the beginning where links or cores are shared anyway.
+The driver is chosen when the first rank begins the collective, and never changes. A collective
+whose ranks have links and cores of their own is evaluated: one function computes the times of all
+ranks as soon as the last rank has begun (evaluate.py). Any other collective is followed: each rank
+sends and receives its messages, which share links with all other messages (participant.py).
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
-from torch import Tensor
+import numpy as np
 
-from orchestra.engines.simulation.fluid import Fluid
-from orchestra.engines.simulation.kernel import Call, Events, Kernel, Timer, Wait
-from orchestra.engines.simulation.network import Port, Reader
-from orchestra.engines.simulation.participant import Messages, Participant, Scene
+from orchestra.engines.simulation.kernel import Call, Kernel, Wait
+from orchestra.engines.simulation.loads import Loads
+from orchestra.engines.simulation.network import Port
+from orchestra.engines.simulation.participant import Messages, Participant
+from orchestra.engines.simulation.placed import PlacedPlan
 from orchestra.engines.simulation.processor import Thread
-from orchestra.engines.simulation.round_state import Usage
-from orchestra.engines.simulation.rounds import Ends, PlacedPlan
-from orchestra.engines.simulation.stream import SlowStart
-from orchestra.schedules.sums import add_up
+from orchestra.schedules.sums import add_up, move
 from orchestra.transports.protocol import CollectiveCall, Traffic
 
 
-class CollectivePart(NamedTuple):
-    """One rank's part in a collective, and the messages of all ranks."""
+class PlacedCall(NamedTuple):
+    """A rank's call of a collective, and the plan that all of its ranks share."""
 
     call: CollectiveCall
     placed: PlacedPlan
 
-    @property
-    def result_known_without_messages(self) -> bool:
-        """True if the result of each rank is known without messages, once all have begun."""
-        schedule = self.placed.plan.schedule
-        summed = schedule.all_reduce or (schedule.synchronizing and self.call.vector.is_meta)
-        return summed and self.placed.plan.is_synchronizing
-
 
 @dataclass(eq=False, slots=True)
-class Participation:
-    """A rank that takes part; `then` is called when it is through."""
+class Part:
+    """One rank's execution of a collective, on one of its threads.
 
-    collective: Collective | None  # None once it is through: cycles are left to the collector
-    index: int
+    Attributes:
+        began: when the rank's flow called the collective.
+        before: the execution that the thread has to finish first; None once it has.
+        beginning: core-seconds that the thread computes before the first message.
+        signalling: core-seconds that it computes at the end, to tell the rank's flow.
+        send: starts a flow that sends the messages, for a collective that is `Sent`.
+        started: when the thread turned to it.
+        joined: when the thread was ready for messages.
+        ended: when it is complete; infinite as long as that time is unknown.
+        waiting, communicating: seconds between `joined` and the last message.
+        at_once: whether it was evaluated, so that arrived messages still have to be counted.
+        sent: whether sent messages still have to be counted.
+        collective: that it is part of; None once its end is known.
+        then: called as soon as `ended` is known.
+    """
+
+    given: PlacedCall
+    port: Port
     processor: Thread
-    then: Call
-    arrived: float
-    done: bool = False
-    seconds: tuple[float, float] = (0.0, 0.0)  # waiting, communicating
-    placed: PlacedPlan = field(init=False)
-    _at_once: bool = False
-    _reader: Reader = field(init=False)
+    began: float
+    before: Part | None = None
+    beginning: float = 0.0
+    signalling: float = 0.0
+    send: Callable[[Part], None] | None = None
+    started: float = inf
+    joined: float = inf
+    ended: float = inf
+    waiting: float = 0.0
+    communicating: float = 0.0
+    at_once: bool = False
+    sent: bool = True
+    collective: Collective | None = None
+    then: list[Call] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        assert self.collective is not None
-        self.placed = self.collective.placed
-        self._reader = self.placed.net.ports[self.placed.ranks[self.index]].reader
-        self._reader.begin(self, self.arrived)
+    @property
+    def place(self) -> int:
+        return self.given.placed.place[self.port.rank]
 
-    def waits(self) -> Wait:
-        """Whom it waits for, and for what."""
-        assert self.collective is not None, "it is through"
-        return self.collective.waits(self.index)
+    def compute(self, seconds: float, then: Callable[[Part], None]) -> None:
+        """Let its thread compute `seconds` core-seconds, then call `then`; called from an event."""
+        if seconds > 0:
+            self.processor.start(seconds, functools.partial(then, self))
+        else:
+            then(self)
 
-    def finish(self, waiting: float, communicating: float) -> None:
-        """Note that the rank is through, after so many seconds of waiting and communicating."""
-        if not self.done:
-            assert self.collective is not None
-            self._at_once = self.collective.messages is None
-            self.seconds = waiting, communicating
-            self.leave()
-            self.then()
+    def end(self, ended: float) -> None:
+        """Set when it is complete, now or later."""
+        # Without a cycle that only the garbage collector would find.
+        self.ended, self.collective = ended, None
+        then, self.then = self.then, []
+        for call in then:
+            call()
 
-    def leave(self) -> None:
-        """Detach from the collective."""
-        self._reader.end(self)
-        self.done = True
-        self.collective = None
+    def wait(self) -> float:
+        """Block the current flow until it is complete; return the virtual seconds that passed."""
+        kernel = self.port.net.kernel
+        flow, started = kernel.current, kernel.here()
+        if self.ended == inf:
+            self.then.append(functools.partial(kernel.resume, flow))
+            flow.waits = self._waits
+            while self.ended == inf:
+                kernel.park()
+            flow.waits = None
+        # The flow runs ahead of the kernel's clock, since the end cannot change any more.
+        flow.ahead = max(kernel.here(), self.ended)
+        return flow.ahead - started
 
-    def count(self, port: Port) -> None:
-        """Count on `port`, the rank's, what it has sent."""
-        self.placed.count(self.index, port, 1, arriving=self._at_once)
+    def _waits(self) -> Wait:
+        """Return the ranks that it waits for: those that have not begun, or all others."""
+        assert self.collective is not None, "it is complete"
+        ranks, begun = self.given.placed.ranks, self.collective.parts
+        missing = [rank for place, rank in enumerate(ranks) if place not in begun]
+        others = missing or [rank for rank in ranks if rank != self.port.rank]
+        return tuple(others), f"to add up, tag {self.given.call.tag}"
+
+    def count(self) -> None:
+        """Add the bytes and messages of the rank to its port."""
+        self.given.placed.count(self.place, self.port, 1, arriving=self.at_once)
 
     def traffic(self) -> Traffic:
-        """Return what it has moved."""
-        plan, index = self.placed.plan, self.index
+        """Return the bytes, messages and seconds of the rank."""
+        plan, place = self.given.placed.plan, self.place
         return Traffic(
-            plan.bytes_sent[index],
-            plan.bytes_received[index],
-            plan.messages_sent[index],
-            plan.messages_received[index],
-            *self.seconds,
-            bytes_in_memory=plan.bytes_in_memory[index],
+            plan.bytes_sent[place],
+            plan.bytes_received[place],
+            plan.messages_sent[place],
+            plan.messages_received[place],
+            self.waiting,
+            self.communicating,
+            bytes_in_memory=plan.bytes_in_memory[place],
         )
 
     @property
     def buffer_bytes(self) -> int:
-        """That the executor needs beside the vector."""
-        return self.placed.plan.buffer_bytes[self.index]
+        """Bytes that the executor allocates in addition to the vector."""
+        return self.given.placed.plan.buffer_bytes[self.place]
 
 
 class Collective:
-    """One collective, from the first rank's arrival to the last byte's.
+    """The executions of one collective by all of its ranks.
 
     Attributes:
-        placed: its messages.
-        usage: the links after it, once it has been evaluated.
+        missing: number of ranks that have not begun it.
     """
 
-    def __init__(
-        self, kernel: Kernel, given: CollectivePart, *, ahead: bool, before: Collective | None
-    ) -> None:
-        self.placed = placed = given.placed
-        self.usage: Usage | None = None  # the links after it, once it has been evaluated
+    def __init__(self, kernel: Kernel, placed: PlacedPlan, tag: int) -> None:
+        self.placed, self.tag = placed, tag
+        self.missing = len(placed.ranks)
+        self.parts: dict[int, Part] = {}  # by place
         self._kernel = kernel
-        self._tag = given.call.tag
-        self._shapes = given.call.vector.is_meta
-        self._ahead = ahead
-        self._before = before  # of the same ranks, not quite over
-        if before is not None:
-            before._before = None  # each rank was through with that before it joined `before`
-        self._over = inf
-        self._members: dict[int, Participation] = {}
-        self._vectors: dict[int, Tensor] = {}
-        self._timers: list[Timer] = []
-        self._ended: list[Participant] = []  # at the present instant
-        self._used: list[tuple[SlowStart, float]] = []  # and until when it had been before
-        # None: its times follow from the rounds of the plan.
-        self.messages = None if ahead else Messages(placed, Scene(kernel))
 
-    @property
-    def is_ahead(self) -> bool:
-        """True if anything of it has been evaluated ahead of the world."""
-        return self._ahead and self._kernel.now() < self._over
-
-    def is_through(self, index: int) -> bool:
-        """Return whether the rank at place `index` has come, and is through."""
-        member = self._members.get(index)
-        return member is not None and member.done
-
-    def join(
-        self, index: int, given: CollectivePart, processor: Thread, then: Call, arrived: float
-    ) -> Participation:
-        """The rank at place `index` takes part from the time `arrived` on, now or later."""
-        call = given.call
-        assert given.placed is self.placed, f"tag {self._tag}: an all-reduce of unlike vectors"
-        # As real messages, which are told apart by source and tag alone, those would be mixed up.
-        assert index not in self._members, (
-            f"tag {self._tag}: two flows of rank {self.placed.ranks[index]} use it at the same time"
-        )
-        before = self._before
-        if before is not None and before.is_ahead and self._meets(before, index, arrived):
-            self.enter_world()
-        member = self.rejoin(index, processor, then, arrived)
-        all_there = len(self._members) == len(self.placed.ranks)
-        if not self._shapes:
-            self._vectors[index] = call.vector
-            if all_there:
-                vectors = [self._vectors[place] for place in sorted(self._vectors)]
-                add_up(self.placed.plan.schedule, vectors, call.edges)
-                self._vectors.clear()
-        if self._ahead and all_there:
-            self._evaluate()
-        elif self.messages is not None:
-            participant = Participant(self.messages, index, processor, self._through)
-            self._kernel.at(arrived, participant.go_on)
-        return member
-
-    def _meets(self, before: Collective, index: int, arrived: float) -> bool:
-        """Return whether a message of a rank may share a link with one of `before` whose time was
-        computed without it.
-        """
-        if not before.is_through(index):
-            return True  # another flow of its is still in that one, and sends, too
-        if before.usage is None or not self.placed.begins_elsewhere(before.placed):
-            return False
-        return self.placed.may_meet(index, arrived, before.usage)
-
-    def waits(self, index: int) -> Wait:
-        """Whom the rank at place `index` waits for: those who are missing, or all others."""
-        ranks = self.placed.ranks
-        places = set(range(len(ranks)))
-        others = places - self._members.keys() or places - {index}
-        return tuple(ranks[place] for place in sorted(others)), f"to add up, tag {self._tag}"
-
-    def enter_world(self) -> None:
-        """Somebody else is about to use its links or cores: go on message by message."""
-        collectives = [self]
-        if self._before is not None and self._before._ahead:
-            collectives.insert(0, self._before)  # even if it is over: others queued up behind it
-        # The older one last: the times from before it are those that count.
-        for each in reversed(collectives):
-            for slow_start, used_at in each._used:
-                slow_start.used_at = used_at
-        now = self._kernel.now()
-        arrivals = [m.arrived for each in collectives for m in each._members.values()]
-        # A world of its own, in which nobody else sends: until now that was so.
-        scene = Scene(Events(min([now, *arrivals])), replays=True)
-        fluid = Fluid(scene.events)
-        participants = [each for one in collectives for each in one._replay(scene, fluid)]
-        streams = dict.fromkeys(s for each in collectives for s in each.placed.streams.values())
-        scene.enter_world(self._kernel, self.placed.net.fluid, streams)
-        for participant in participants:
-            participant.enter_world()
-
-    def _replay(self, scene: Scene, fluid: Fluid) -> list[Participant]:
-        """Let those who have come begin again, when they came, among the events of `scene`."""
-        self._ahead = False
-        for timer in self._timers:
-            timer.cancel()  # what was told of the ends does not hold any more
-        self.messages = messages = Messages(self.placed, scene)
-        for stream in self.placed.streams.values():
-            stream.enter(scene.events, fluid)
-        participants = []
-        for index, member in self._members.items():
-            participant = Participant(messages, index, member.processor, self._through)
-            if member.arrived > self._kernel.now():
-                self._kernel.at(member.arrived, participant.go_on)
-            else:
-                scene.events.at(member.arrived, participant.go_on)
-            participants.append(participant)
-        return participants
-
-    def _evaluate(self) -> None:
-        """Compute when each rank is through, now that all have come."""
-        members = self._by_place()
-        arrivals = [member.arrived for member in members]
-        rates = tuple(member.processor.rate for member in members)
-        before = self._before
-        usage = before.usage if before is not None and before._ahead else None
-        ends = self.placed.ends(arrivals, rates, usage)
-        if ends is not None and self._use_connections(ends):
-            self.announce(ends)
+    def begin(self, part: Part) -> None:
+        """Add the execution of one rank. The last rank to call this computes the results."""
+        given = part.given
+        assert given.placed is self.placed, f"tag {self.tag}: an all-reduce of unlike vectors"
+        self.parts[part.place] = part
+        part.collective = self
+        if len(self.parts) == len(self.placed.ranks):
+            self._add_up()
+        before = part.before
+        if before is None or before.ended < inf:
+            self._turn(part)
         else:
-            self.enter_world()
+            before.then.append(functools.partial(self._turn, part))
 
-    def rejoin(self, index: int, processor: Thread, then: Call, arrived: float) -> Participation:
-        """`join` for one that joined at the time `arrived`; `announce` says how it goes on."""
-        member = self._members[index] = Participation(self, index, processor, then, arrived)
-        return member
+    def _turn(self, part: Part) -> None:
+        """Set when the thread starts `part`; the end of the execution before it is known."""
+        part.started = part.began if part.before is None else max(part.began, part.before.ended)
+        part.before = None  # a chain of all executions would keep their memory
+        self._started(part)
 
-    def announce(self, ends: Ends) -> None:
-        """All are there: let each go on when it is through."""
-        self.usage = ends.usage
-        columns = (each.tolist() for each in (ends.clock, ends.waiting, ends.communicating))
-        # One event for all who are through at one time; they go on in the order of their places.
-        together: dict[float, list[tuple[Participation, float, float]]] = {}
-        for member, clock, *seconds in zip(self._by_place(), *columns, strict=True):
-            together.setdefault(clock, []).append((member, *seconds))
-        kernel, now = self._kernel, self._kernel.now()
-        self._over = max(together)
-        for clock, group in together.items():
-            self._timers.append(kernel.at(max(clock, now), functools.partial(_finish, group)))
+    def _started(self, part: Part) -> None:
+        raise NotImplementedError
 
-    def _by_place(self) -> list[Participation]:
-        return [self._members[place] for place in range(len(self._members))]
+    def _add_up(self) -> None:
+        """Replace every rank's vector by its result."""
+        calls = [self.parts[place].given.call for place in range(len(self.parts))]
+        if not calls[0].vector.is_meta:
+            vectors, schedule = [call.vector for call in calls], self.placed.plan.schedule
+            (add_up if schedule.all_reduce else move)(schedule, vectors, calls[0].edges)
 
-    def _use_connections(self, ends: Ends) -> bool:
-        """Note when long links are used; returns False if one of them would start slowly."""
-        first, last = ends.carried.tolist()
-        slow_starts = self.placed.slow_starts.items()
-        if not all(each.is_over(first[number]) for number, each in slow_starts):
-            return False
-        for number, slow_start in slow_starts:
-            self._used.append((slow_start, slow_start.used_at))
-            slow_start.use(last[number])
-        return True
+
+class Evaluated(Collective):
+    """A collective of which `evaluate` computes all times at once.
+
+    `is_ready` is called as soon as the start of every rank is known.
+
+    Attributes:
+        joined_at: when the last rank is ready for messages.
+    """
+
+    joined_at: float
+
+    def __init__(
+        self, kernel: Kernel, placed: PlacedPlan, tag: int, is_ready: Callable[[Evaluated], None]
+    ) -> None:
+        super().__init__(kernel, placed, tag)
+        self._is_ready = is_ready
+        self._unknown = len(placed.ranks)  # ranks whose start is unknown
+        self._rates = self._joined = np.empty(0)
+
+    def _started(self, part: Part) -> None:
+        self._unknown -= 1
+        if not self._unknown:
+            parts = self._by_place()
+            self._rates = np.array([each.processor.rate for each in parts])
+            started = np.array([each.started for each in parts])
+            beginning = np.array([each.beginning for each in parts])
+            self._joined = started + beginning / self._rates
+            self.joined_at = float(self._joined.max())
+            self._is_ready(self)
+
+    def evaluate(self, loads: Loads) -> None:
+        """Compute when each rank is complete, given the other traffic on its links."""
+        placed, joined, thread = self.placed, self._joined, self.parts[0].processor
+        links, slowed = loads.links_before(placed, thread, joined, self._rates)
+        ends = placed.ends(joined, self._rates, links, slowed)
+        loads.add(placed, thread, joined, ends)
+        parts = self._by_place()
+        ended = ends.clock + np.array([part.signalling for part in parts]) / self._rates
+        columns = (ends.waiting, ends.communicating, joined, ended)
+        for part, *row in zip(parts, *(column.tolist() for column in columns), strict=True):
+            part.waiting, part.communicating, part.joined, end = row
+            part.at_once = True
+            part.end(end)
+
+    def _by_place(self) -> list[Part]:
+        return [self.parts[place] for place in range(len(self.parts))]
+
+
+class Followed(Collective):
+    """A collective whose ranks send and receive message by message."""
+
+    def __init__(self, kernel: Kernel, placed: PlacedPlan, tag: int) -> None:
+        super().__init__(kernel, placed, tag)
+        self._messages = Messages(placed, kernel)
+        self._ended: list[Participant] = []  # at the present instant
+
+    def _started(self, part: Part) -> None:
+        self._kernel.call_at(max(part.started, self._kernel.now()), self._begin, part)
+
+    def _begin(self, part: Part) -> None:
+        part.compute(part.beginning, self._join)
+
+    def _join(self, part: Part) -> None:
+        part.joined = self._kernel.now()
+        part.port.reader.begin(part, part.joined)
+        Participant(self._messages, part.place, part.processor, self._through).go_on()
 
     def _through(self, participant: Participant) -> None:
-        """Those who are through at one instant go on at its end, in the order of their places."""
+        """Collect ranks that finish at one instant: they resume at its end, in rank order."""
         if not self._ended:
-            self._kernel.call_at(self._kernel.now(), self._finish_ended, None)
+            self._kernel.call_at(self._kernel.now(), self._finish, None)
         self._ended.append(participant)
 
-    def _finish_ended(self, _: None) -> None:
+    def _finish(self, _: None) -> None:
         ended, self._ended = self._ended, []
         for each in sorted(ended, key=attrgetter("index")):
-            self._members[each.index].finish(each.waiting, each.communicating)
+            part = self.parts[each.index]
+            part.port.reader.end(part)
+            part.waiting, part.communicating = each.waiting, each.communicating
+            part.compute(part.signalling, self._tell)
+
+    def _tell(self, part: Part) -> None:
+        part.end(self._kernel.now())
 
 
-def _finish(group: list[tuple[Participation, float, float]]) -> None:
-    for member, waiting, communicating in group:
-        member.finish(waiting, communicating)
+class Sent(Collective):
+    """A collective whose ranks have flows that send its messages, for a timeline or a fault."""
+
+    def _started(self, part: Part) -> None:
+        assert part.send is not None
+        self._kernel.call_at(max(part.started, self._kernel.now()), part.send, part)
+
+    def _add_up(self) -> None:
+        """Do nothing: the messages carry the values."""

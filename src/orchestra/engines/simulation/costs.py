@@ -343,7 +343,7 @@ class SimulatedCompute:
             self._gradient = gradient
         result = function()
         seconds, gradient.flow = gradient.left, None
-        flow.processor.compute(seconds)
+        flow.processor.spend(seconds)
         if work.kind == "step":
             self._on_step()
         elif self._gradient.flow is not flow:  # else a bucket is encoded: the gradient counts it
@@ -377,7 +377,7 @@ class SimulatedCompute:
         gradient = self._gradient
         left = gradient.whole * (1 - part)
         if left < gradient.left:
-            self._kernel.current.processor.compute(gradient.left - left)
+            self._kernel.current.processor.spend(gradient.left - left)
             gradient.left = left
 
 

@@ -10,7 +10,7 @@ import functools
 import heapq
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -73,18 +73,6 @@ class Events:
     def after(self, seconds: float, call: Call) -> Timer:
         """Schedule `call` in `seconds` seconds of virtual time."""
         return self.at(self._now + seconds, call)
-
-    def run_until(self, until: float) -> None:
-        """Make all calls that are due by `until`, then set the clock to `until`."""
-        while self._due and self._due[0][0] <= until:
-            self._now, _, call, argument = heapq.heappop(self._due)
-            call(argument)
-        self._now = until
-
-    def left(self) -> Iterator[tuple[float, Callable[[Any], object], Any]]:
-        """Yield the calls that are still due, in their order: time, call and argument."""
-        for time, _, call, argument in sorted(self._due, key=lambda due: due[:2]):
-            yield time, call, argument
 
 
 @dataclass(eq=False)

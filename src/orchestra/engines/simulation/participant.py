@@ -9,8 +9,7 @@ one are carried out; what happens in between, the other barriers included, takes
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from math import inf
 from operator import itemgetter
@@ -18,13 +17,12 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from orchestra.engines.simulation.fluid import Fluid
 from orchestra.engines.simulation.kernel import Call, Events
 from orchestra.engines.simulation.network import Port
+from orchestra.engines.simulation.placed import BARRIER, FREE, SEND, TAKE, PlacedPlan
 from orchestra.engines.simulation.plan import NodeStage
 from orchestra.engines.simulation.processor import Thread
-from orchestra.engines.simulation.rounds import BARRIER, FREE, SEND, TAKE, PlacedPlan
-from orchestra.engines.simulation.stream import Load, Stream
+from orchestra.engines.simulation.stream import Load
 from orchestra.errors import PeerLost
 from orchestra.schedules.sums import SumStage
 from orchestra.transports.collective import StepKind, cuts_in_memory, steps_of
@@ -45,59 +43,34 @@ class Packet(Load):
     Its sender decides whether it is `fair`.
     """
 
-    __slots__ = ("_scene", "at_begin", "at_end", "began", "ended")
+    __slots__ = ("_events", "at_begin", "at_end", "began", "ended")
 
-    def __init__(self, scene: Scene, frame_bytes: int, both_ways: bool) -> None:
+    def __init__(self, events: Events, frame_bytes: int, both_ways: bool) -> None:
         super().__init__(frame_bytes, both_ways, fair=True)
         self.began = self.ended = inf
         self.at_begin: list[Call] = []  # called when the first byte is there
         self.at_end: list[Call] = []  # and when the last one is
-        self._scene = scene
+        self._events = events
 
     def begin(self) -> None:
-        self.began = self._scene.events.now()
+        self.began = self._events.now()
         for call in self.at_begin:
             call()
 
     def end(self) -> None:
-        self.ended = self._scene.events.now()
+        self.ended = self._events.now()
         for call in self.at_end:
             call()
         self.at_begin.clear()  # cycles would be left to the garbage collector
         self.at_end.clear()
 
 
-@dataclass(eq=False)
-class Scene:
-    """The events among which a collective is carried out: those of the world, or of a replay.
-
-    A collective whose times were evaluated at once (rounds.py) is replayed from its beginning when
-    something comes between, and goes on in the world from where it has come.
-    """
-
-    events: Events
-    replays: bool = False
-
-    def enter_world(self, world: Events, fluid: Fluid, streams: Collection[Stream]) -> None:
-        """Replay up to the present time of `world`, and go on there."""
-        self.events.run_until(world.now())
-        # Only packets on their way move over: computation starts anew, as others may compute, too.
-        left = [(time, call, packet) for time, call, packet in self.events.left() if packet]
-        for stream in streams:  # all of them, before one crosses again: they may share links
-            stream.suspend()
-        for stream in streams:
-            stream.enter(world, fluid)
-        for time, call, packet in left:
-            world.call_at(time, call, packet)
-        self.events, self.replays = world, False
-
-
 class Messages:
     """The packets between the participants of one collective, by pair, in their order."""
 
-    def __init__(self, placed: PlacedPlan, scene: Scene) -> None:
-        self.placed, self.scene = placed, scene
-        self.barriers = Barriers(scene.events)
+    def __init__(self, placed: PlacedPlan, events: Events) -> None:
+        self.placed, self.events = placed, events
+        self.barriers = Barriers(events)
         self._packets: dict[Pair, list[Packet]] = defaultdict(list)
 
     def packet(self, pair: Pair, counts: Counter[Pair], frame_bytes: int) -> Packet:
@@ -106,7 +79,7 @@ class Messages:
         counts[pair] += 1
         if number == len(packets):
             both_ways = self.placed.plan.goes_both_ways(pair, number)
-            packets.append(Packet(self.scene, frame_bytes, both_ways))
+            packets.append(Packet(self.events, frame_bytes, both_ways))
         return packets[number]
 
 
@@ -122,15 +95,14 @@ class Participant:
     ) -> None:
         self.index = index
         self.waiting = self.communicating = 0.0  # seconds, as a transport counts them
-        self._messages, self._scene = messages, messages.scene
+        self._messages, self._events = messages, messages.events
         self._processor, self._then = processor, then
         self._steps = self._take_part()
         self._time = 0.0  # its present: now, or ahead of the events
-        self._computes_until = 0.0  # in a replay, or ahead of the events
 
     def go_on(self) -> None:
         """Take steps until one of them takes time."""
-        self._time = max(self._time, self._scene.events.now())
+        self._time = max(self._time, self._events.now())
         # At most one step: a step that takes time, or waits, calls `go_on` again at its end.
         for seconds in self._steps:
             if seconds is not BLOCKED:
@@ -138,22 +110,11 @@ class Participant:
             return
         self._then(self)
 
-    def enter_world(self) -> None:
-        """After a replay: compute what is left."""
-        left = self._computes_until - self._scene.events.now()
-        if left > 0:
-            # Seconds of this processor into core-seconds, which it may now have to share.
-            self._processor.start(left * self._processor.rate, self.go_on)
-
     def _compute(self, seconds: float) -> None:
         """Compute for `seconds` core-seconds, once the events have caught up with this rank."""
-        events = self._scene.events
-        if self._time > events.now():
-            self._computes_until = self._time
-            events.at(self._time, partial(self._compute, seconds) if seconds > 0 else self.go_on)
-        elif self._scene.replays:
-            self._computes_until = events.now() + seconds / self._processor.rate
-            events.at(self._computes_until, self.go_on)
+        if self._time > self._events.now():
+            call = partial(self._compute, seconds) if seconds > 0 else self.go_on
+            self._events.at(self._time, call)
         else:
             self._processor.start(seconds, self.go_on)
 
@@ -202,7 +163,7 @@ class Participant:
                     yield rest
                 stream.leave(packet, self._time)
             self.communicating += self._time - began
-        if self._time > self._scene.events.now():
+        if self._time > self._events.now():
             # `then` has to be called at the time of the end, so wait until the events are there.
             yield 0.0
 

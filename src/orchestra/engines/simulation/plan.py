@@ -19,10 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestra.cluster.nodes import MemoryCosts
-from orchestra.schedules import REDUCE, Schedule
+from orchestra.schedules import Schedule
 from orchestra.schedules.sums import Rounds, SumStage, local_stages, rounds_of
+from orchestra.schedules.table import Table, table_of
 from orchestra.transports import collective
-from orchestra.transports.collective import RoundPart, ScheduleStep
+from orchestra.transports.collective import ScheduleStep
 from orchestra.transports.framing import header_bytes
 from orchestra.transports.shared_memory import CHUNK_BYTES, SMALL_BYTES, buffer_bytes
 
@@ -103,9 +104,10 @@ class NodeStages:
     def __bool__(self) -> bool:
         return bool(self.sections)
 
-    def hold(self, rounds: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def hold(self, rounds: Integers, places: NDArray[np.uint16]) -> NDArray[np.bool_]:
         """Return which transfers, given by round and source, go through memory."""
-        held = np.zeros((rounds.max(initial=-1) + 1, places.max(initial=-1) + 1), dtype=np.bool_)
+        shape = (rounds.max(initial=-1) + 1, int(places.max(initial=0)) + 1)
+        held = np.zeros(shape, dtype=np.bool_)
         for place, sections in self.sections.items():
             for section in sections:
                 if isinstance(section, NodeStage):
@@ -163,14 +165,6 @@ def _with_rounds_of_their_own(
 NO_STAGES = NodeStages()
 
 
-@functools.lru_cache(maxsize=2)
-def _transfers(schedule: Schedule) -> tuple[Integers, Integers, int]:
-    """Return the transfers of all rounds, shape [5, transfers], their rounds, and how many."""
-    rounds = list(schedule.rounds()) or [np.empty((0, 5), np.int64)]  # one rank alone
-    number = np.repeat(np.arange(len(rounds)), [len(transfers) for transfers in rounds])
-    return np.ascontiguousarray(np.concatenate(rounds).T), number, len(rounds)
-
-
 class CollectivePlan:
     """All messages of `schedule`, for a vector of `length` elements cut at `edges`.
 
@@ -181,6 +175,8 @@ class CollectivePlan:
     and of each rank the bytes also as `bytes_in_memory`.
 
     Attributes:
+        table: the transfers that have elements, and are not in `stages`.
+        elements: of each of them.
         pairs: every (source, target) that has messages, with the bytes of all of them.
         streamed: those that have some which are not in `stages`.
         bytes_sent, messages_sent, bytes_received, messages_received, buffer_bytes: of each rank.
@@ -202,26 +198,23 @@ class CollectivePlan:
         self.added_slots_bytes = self._slot_bytes * (schedule.ranks - 1)
         self.cuts = tuple(schedule.edges(length) if edges is None else edges)
         cuts = np.array(self.cuts)
-        transfers, number, self._count = _transfers(schedule)
-        elements = cuts[transfers[3]] - cuts[transfers[2]]
-        kept = slice(None) if elements.all() else elements > 0  # a slice copies nothing
-        self._transfers, self._number = transfers[:, kept], number[kept]
-        self._elements = elements[kept]
-        source, target = self._transfers[:2]
-        messages = -(-self._elements // self.segment)
-        wire = self._elements * itemsize + messages * HEADER
-        self.pairs = self._by_pair(source * schedule.ranks + target, wire)
-        self.messages_sent, self.bytes_sent = self._by(source, messages, wire)
-        self.messages_received, self.bytes_received = self._by(target, messages, wire)
+        table = table_of(schedule)
+        elements = cuts[table.end] - cuts[table.first]
+        if not elements.all():
+            table, elements = table.only(elements > 0), elements[elements > 0]
+        messages = -(-elements // self.segment)
+        wire = elements * itemsize + messages * HEADER
+        self.pairs = self._by_pair(table, wire)
+        self.messages_sent, self.bytes_sent = self._by(table.source, messages, wire)
+        self.messages_received, self.bytes_received = self._by(table.target, messages, wire)
         self.streamed: Iterable[tuple[int, int]] = self.pairs
         self.bytes_in_memory = [0] * schedule.ranks
         if stages:
-            held = stages.hold(self._number, source)
-            (self.bytes_in_memory,) = self._by(source[held], wire[held])
-            sent = ~held
-            self._transfers, self._number = self._transfers[:, sent], self._number[sent]
-            self._elements, source, target = self._elements[sent], source[sent], target[sent]
-            self.streamed = self._by_pair(source * schedule.ranks + target, self._elements)
+            held = stages.hold(table.round_of, table.source)
+            (self.bytes_in_memory,) = self._by(table.source[held], wire[held])
+            table, elements = table.only(~held), elements[~held]
+            self.streamed = self._by_pair(table, elements)
+        self.table, self.elements = table, elements
         self.buffer_bytes = self._buffers()
         for place in stages.sections:
             used = buffer_bytes(length * itemsize)
@@ -230,36 +223,27 @@ class CollectivePlan:
         self.is_synchronizing = schedule.all_reduce or (
             schedule.synchronizing and bool(np.diff(cuts).all())
         )
-        self._parts: dict[int, dict[int, RoundPart]] = {}
 
     @cached_property
-    def rounds(self) -> list[Integers]:
-        """Of each round the transfers, shape [transfers, 7]: source, target, first, end, operation,
-        elements, whether others go the other way."""
-        ends = np.searchsorted(self._number, np.arange(1, self._count))
-        columns = [*self._transfers, self._elements, self._both_ways]
-        return np.split(np.column_stack(columns), ends)
-
-    @cached_property
-    def _both_ways(self) -> NDArray[np.bool_]:
+    def both_ways(self) -> NDArray[np.bool_]:
         """Of each transfer, whether its source receives in the same round, or its target sends."""
-        source, target = map(self._place_of, self._transfers[:2])
-        sends, receives = np.zeros((2, self._count * self.schedule.ranks), dtype=bool)
+        source, target = map(self.place_of, (self.table.source, self.table.target))
+        sends, receives = np.zeros((2, self.table.rounds * self.schedule.ranks), dtype=bool)
         sends[source] = receives[target] = True
         return receives[source] | sends[target]
 
     def goes_both_ways(self, pair: tuple[int, int], number: int) -> bool:
         """Return whether others go the other way at the same time as message `number` of a pair."""
         # So it is in a ring, whose messages need not be listed then.
-        if self._both_ways[0] and self._both_ways.all():
+        if self.both_ways[0] and self.both_ways.all():
             return True
         return self._messages_both_ways[pair][number]
 
     @cached_property
     def _messages_both_ways(self) -> Mapping[tuple[int, int], Sequence[bool]]:
         found: dict[tuple[int, int], list[bool]] = defaultdict(list)
-        messages = -(-self._elements // self.segment)
-        columns = (*self._transfers[:2], messages, self._both_ways)
+        messages = -(-self.elements // self.segment)
+        columns = (self.table.source, self.table.target, messages, self.both_ways)
         for source, target, count, both_ways in zip(*(c.tolist() for c in columns), strict=True):
             found[source, target] += [both_ways] * count
         return found
@@ -267,48 +251,26 @@ class CollectivePlan:
     @property
     def sends_one_at_a_time(self) -> bool:
         """True if each rank sends and receives at most one run of pieces in a round."""
-        ends = map(self._place_of, self._transfers[:2])
+        ends = map(self.place_of, (self.table.source, self.table.target))
         return all(np.bincount(places, minlength=1).max() <= 1 for places in ends)
-
-    def peers(self, *, last: bool) -> Integers:
-        """Return whom each rank sends to, and receives from, first or last; shape [2, ranks]."""
-        # Of several assignments to one place the last counts: backwards, that is the first message.
-        source, target = self._transfers[:2, :: 1 if last else -1]
-        peers = np.full((2, self.schedule.ranks), -1)
-        peers[0, source], peers[1, target] = target, source
-        return peers
-
-    def _parts_of(self, rank: int, first: int, end: int | None) -> Iterator[RoundPart]:
-        for number in range(len(self.rounds))[first:end]:
-            if number not in self._parts:
-                parts: dict[int, RoundPart] = defaultdict(lambda: RoundPart([], []))
-                for source, target, piece, end, operation, *_ in self.rounds[number].tolist():
-                    sends, receives = parts[source].sends, parts[target].receives
-                    assert isinstance(sends, list)
-                    assert isinstance(receives, list)
-                    sends.append((target, piece, end))
-                    receives.append((source, piece, end, operation))
-                self._parts[number] = dict(parts)
-            part = self._parts[number].get(rank)
-            if part is not None:
-                yield part
 
     def steps(self, rank: int, first: int, end: int | None) -> Iterator[ScheduleStep]:
         """Yield what the executor does on `rank` in the rounds from `first` to before `end`."""
-        return collective.steps(self._parts_of(rank, first, end), self.cuts, self.segment)
+        return collective.steps(self.table.parts(rank, first, end), self.cuts, self.segment)
 
-    def _place_of(self, rank: Integers) -> Integers:
+    def place_of(self, rank: NDArray[np.uint16]) -> Integers:
         """Return a number for each combination of a transfer's round and its `rank`."""
-        return self._number * self.schedule.ranks + rank
+        return self.table.round_of * self.schedule.ranks + rank
 
-    def _by_pair(self, pair: Integers, amount: Integers) -> dict[tuple[int, int], int]:
+    def _by_pair(self, table: Table, amount: Integers) -> dict[tuple[int, int], int]:
         """Return `amount` summed by (source, target)."""
+        pair = table.source.astype(np.int64) * self.schedule.ranks + table.target
         sums = np.bincount(pair, amount)
         pairs = np.flatnonzero(sums)
         ends = (divmod(pair, self.schedule.ranks) for pair in pairs.tolist())
         return dict(zip(ends, sums[pairs].astype(np.int64).tolist(), strict=True))
 
-    def _by(self, rank: Integers, *amounts: Integers) -> list[list[int]]:
+    def _by(self, rank: NDArray[np.uint16], *amounts: Integers) -> list[list[int]]:
         """Return each of `amounts` summed by `rank`."""
         sums = (np.bincount(rank, amount, self.schedule.ranks) for amount in amounts)
         return [each.astype(np.int64).tolist() for each in sums]
@@ -319,9 +281,9 @@ class CollectivePlan:
         if self._slot_bytes:
             return [ranks * self._slot_bytes] * ranks
         # Two segments for each: one is filled while the other is added. Copies arrive in place.
-        reduces = self._transfers[4] == REDUCE
-        scratch = np.minimum(self._elements[reduces], 2 * self.segment) * self.itemsize
-        places = self._place_of(self._transfers[1])[reduces]
-        at_once = np.bincount(places, scratch, self._count * ranks)
+        reduces = self.table.reduces
+        scratch = np.minimum(self.elements[reduces], 2 * self.segment) * self.itemsize
+        places = self.place_of(self.table.target)[reduces]
+        at_once = np.bincount(places, scratch, self.table.rounds * ranks)
         peak = at_once.reshape(-1, ranks).max(axis=0, initial=0)
         return peak.astype(np.int64).tolist()  # type: ignore[no-any-return]

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from orchestra.engines.simulation.fluid import Activity, Fluid, Resource
 from orchestra.engines.simulation.kernel import Call, Kernel, Timer
@@ -132,26 +131,20 @@ class Cores:
         self._hand_out()
 
 
-class Team(NamedTuple):
-    """The threads of a flow that computes with several, where those of other ranks want the same
-    cores: their `own` resource has the capacity of `width` cores, `together` all of the node's."""
-
-    own: Resource
-    together: Resource
-    width: float
-
-
 @dataclass(eq=False)
 class Thread:
-    """One flow's thread, of which `resources` are the thread itself, whose capacity is the node's
-    speed, and the node's cores where more threads than cores may run."""
+    """One flow's thread, or the `width` threads that a rank's main flow computes with.
+
+    `resources` are the threads themselves, whose capacity is `width` times the speed of a core, and
+    the cores of the node, where more threads than cores may run.
+    """
 
     kernel: Kernel
     fluid: Fluid
     resources: Sequence[Resource]
     undisturbed: Callable[[], bool]  # whether it computes at its own rate, whatever others do
     cores: Cores | None = None  # None: threads share them evenly at every instant
-    team: Team | None = None  # its further threads; None: none, or they have cores for themselves
+    width: float = 1.0
     held: bool = False
     core: int | None = None  # where threads take turns, the one that it has now
     until: float = 0.0  # the end of its slice there
@@ -162,20 +155,17 @@ class Thread:
 
     def __post_init__(self) -> None:
         # Seconds of a core of speed 1 that pass here in a second, where no other thread runs.
-        self.rate = self.resources[0].capacity
+        self.rate = self.resources[0].capacity / self.width
 
     def change_speed(self, speed: float) -> None:
         """From an event: compute at another rate from now on."""
         self.rate = speed
         if not self.held or self.cores is not None:
-            self.fluid.set_capacity(self.resources[0], speed)
-        if not self.held:
-            self._set_team(speed)
+            self.fluid.set_capacity(self.resources[0], self.width * speed)
 
     def hold(self) -> None:
         """From an event: compute nothing, and leave the core to others."""
         self.held = True
-        self._set_team(0.0)
         if self.cores is None:
             self.fluid.set_capacity(self.resources[0], 0.0)
         else:
@@ -184,24 +174,24 @@ class Thread:
     def let_go(self) -> None:
         """From an event: go on where it was held."""
         self.held = False
-        self._set_team(self.rate)
         if self.cores is None:
-            self.fluid.set_capacity(self.resources[0], self.rate)
+            self.fluid.set_capacity(self.resources[0], self.width * self.rate)
         else:
             self.cores.let_go(self)
 
     def start(self, seconds: float, then: Call) -> None:
-        """Compute `seconds` core-seconds (of a core of speed 1), then call `then`."""
+        """Compute `seconds` seconds of a core of speed 1, on all threads, then call `then`."""
         if self.undisturbed():
-            # A core of its own: nothing can change the rate, so that the fluid need not know.
+            # Cores of its own: nothing can change the rate, so that the fluid need not know.
             self.kernel.after(seconds / self.rate, then)
         elif self.cores is None:
-            self.fluid.start(seconds, self.resources, then)
+            amount = self.width * seconds
+            self.fluid.start(amount, self.resources, then, weight=self.width)
         else:
             self.cores.start(self, seconds, then)
 
     def spend(self, seconds: float) -> None:
-        """Let the current flow compute `seconds` core-seconds (of a core of speed 1)."""
+        """Let the current flow compute `seconds` seconds of a core of speed 1, on all threads."""
         kernel, flow = self.kernel, self.kernel.current
         if self.undisturbed():
             # The flow goes ahead of the world's clock without a switch (`Kernel.catch_up`).
@@ -210,27 +200,3 @@ class Thread:
         kernel.catch_up()
         self.start(seconds, lambda: kernel.resume(flow))
         kernel.park()
-
-    def compute(self, seconds: float) -> None:
-        """Like `spend`, with all threads of the flow: done when the last one is."""
-        kernel, flow, team = self.kernel, self.kernel.current, self.team
-        if team is None:
-            self.spend(seconds)
-            return
-        kernel.catch_up()
-        left = 2
-
-        def end() -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                kernel.resume(flow)
-
-        # Its further threads, which share the node's cores with other ranks, and its own one.
-        self.fluid.start(team.width * seconds, (team.own, team.together), end)
-        self.start(seconds, end)
-        kernel.park()
-
-    def _set_team(self, speed: float) -> None:
-        if self.team is not None:
-            self.fluid.set_capacity(self.team.own, self.team.width * speed)

@@ -140,7 +140,7 @@ class Simulation:
         failure = bad_input = None
         thresholds = gc.get_threshold()
         # many objects live as long as a step of all ranks; without values, as long as the run
-        gc.set_threshold(10_000 if self._values else 100_000, 10, 10)
+        gc.set_threshold(10_000 if self._values else 1_000_000, 10, 10)
         for rank in range(self._ranks):
             self._start(rank, program)
         try:

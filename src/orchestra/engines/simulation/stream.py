@@ -13,7 +13,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from orchestra.cluster.nodes import Tcp
-from orchestra.engines.simulation.fluid import Activity, Fluid, Resource
+from orchestra.engines.simulation.fluid import Activity, Resource
 from orchestra.engines.simulation.kernel import Events
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ class Route:
     slow_start: SlowStart | None = None  # of the connection, where it takes long
     weight: float = 1.0  # of its shares
     buffer: float = inf  # bytes on the wire that the target's kernel holds while its rank is away
+    crosses_trunks: bool = False  # whether others than those of its two nodes may use some
     delay: Callable[[float], float] | None = None  # seconds that one sent at a time takes besides
     draw_share: Callable[[], float] | None = None  # draws the factor on the weight of the next
 
@@ -149,7 +150,6 @@ class Stream:
         self._last = 0.0  # when the last one arrives
         self._queue: deque[Load] = deque()
         self._crossing: Activity | None = None  # of the first of them, once it has begun
-        self._rest: float | None = None  # of it, in bytes, while it is suspended
         self._after = 0.0  # of it, bytes on the wire that cross once its sender is free
         self._back: tuple[Resource, ...] = ()  # what its acknowledgements cross
         self._weight = route.weight  # of its shares
@@ -192,19 +192,6 @@ class Stream:
         self._queue.append(load)
         if len(self._queue) == 1:
             self._begin(load)
-
-    def suspend(self) -> None:
-        """Take the message that crosses off the links, until `enter` lets its rest cross."""
-        # One that has crossed only waits for its sender, and uses no link.
-        if self._is_under_way and not self._queue[0].crossed:
-            self._rest = self._take_off()
-
-    def enter(self, events: Events, fluid: Fluid) -> None:
-        """Continue on `events` and `fluid`, whose present time is the same."""
-        self._events, self._fluid = events, fluid
-        if self._rest is not None:
-            rest, self._rest = self._rest, None
-            self._cross(rest)
 
     def leave(self, load: Load, time: float) -> None:
         """Note that the sender has done its part of `load` at `time`, now or later."""
@@ -353,9 +340,8 @@ class Stream:
         load = self._queue[0]
         load.crossed = True
         self._reader.large.pop(self, None)
-        if self._events is self._net.kernel:  # else it was counted when all of it was evaluated
-            seconds = self._events.now() - self._began
-            self._net.ports[self._target].mailbox.count(self._source, load.frame_bytes, seconds)
+        seconds = self._events.now() - self._began
+        self._net.ports[self._target].mailbox.count(self._source, load.frame_bytes, seconds)
         self._end_once_left(load)
 
     def _end_once_left(self, load: Load) -> None:

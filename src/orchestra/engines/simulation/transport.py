@@ -13,12 +13,12 @@ from torch import Tensor
 
 from orchestra.collectives import Group, all_reduce
 from orchestra.engines.simulation.background import BackgroundQueue, Queued
-from orchestra.engines.simulation.collective import CollectivePart, Participation
+from orchestra.engines.simulation.collective import Part, PlacedCall, Sent
 from orchestra.engines.simulation.kernel import Flow
 from orchestra.engines.simulation.network import Message, Port, Sending
 from orchestra.engines.simulation.participant import carry_out
+from orchestra.engines.simulation.placed import PlacedPlan
 from orchestra.engines.simulation.rendezvous import Rendezvous
-from orchestra.engines.simulation.rounds import PlacedPlan
 from orchestra.errors import InputError, PeerLost
 from orchestra.schedules.sums import SumStage
 from orchestra.transports import matching
@@ -124,11 +124,11 @@ class SimulatedTransport(Transport):
         needs_flow = self._background or self._rendezvous.faults or call.message_by_message
         if call.background and call.schedule is not None and not needs_flow:
             given = self._rendezvous.contribution(self._port.net, call)
-            if given.result_known_without_messages:
+            if given.placed.plan.is_synchronizing:
                 return self._begin_queued(given)
         return super().collective(call)
 
-    def _begin_queued(self, given: CollectivePart) -> Queued:
+    def _begin_queued(self, given: PlacedCall) -> Queued:
         port = self._port
         if self._queue is None:
             self._kernel.catch_up()
@@ -137,7 +137,6 @@ class SimulatedTransport(Transport):
                 self._rendezvous, port, port, new_transport, self.traffic, port.signal_seconds
             )
             self._kernel.add_thread(self.rank)
-            self._rendezvous.flow_began(self.rank)
         port.spend(port.signal_seconds, self.traffic)
         return self._queue.begin(given)
 
@@ -157,26 +156,26 @@ class SimulatedTransport(Transport):
         together = schedule.all_reduce or schedule.synchronizing
         if not together or len(call.group) == 1 or not vector.numel():
             return self.exchange(call, over)
-        port, kernel, current = self._port, self._kernel, self._kernel.current
+        port, kernel = self._port, self._kernel
         traffic, given = self.traffic, self._rendezvous.contribution(self._port.net, call)
         port.keep_order()
         waited, start = traffic.seconds_waiting, kernel.here()
         port.spend(port.warm_up() + given.placed.beginning, traffic)
-        # In a reduce-scatter each rank has other values, which only messages bring.
-        moves_values = not (schedule.all_reduce or vector.is_meta)
-        by_messages = call.message_by_message or moves_values or self._rendezvous.faults
-        member = self._join(given, by_messages)
-        if member is None:
+        if not given.placed.plan.is_synchronizing:  # ranks may be through before all have begun
             return self.exchange(call, over)
-        while not member.done:
-            kernel.park()
-        current.waits = None
-        member.count(port)
-        moved = member.traffic()
+        thread = kernel.current.processor
+        collective = self._rendezvous.collective(given, self.rank, thread)
+        if isinstance(collective, Sent):
+            return self.exchange(call, over)
+        part = Part(given, port, thread, kernel.here())
+        collective.begin(part)
+        part.wait()
+        part.count()
+        moved = part.traffic()
         traffic.add(moved)
         moving = start + traffic.seconds_waiting - waited
         (over or self).executed(call, start, moving, moved.bytes_sent)
-        return member.buffer_bytes
+        return part.buffer_bytes
 
     def exchange(self, call: CollectiveCall, over: Transport | None = None) -> int:
         """Carry out `call` now, with messages where ranks do not share memory."""
@@ -221,31 +220,6 @@ class SimulatedTransport(Transport):
         """Make what two flows of this rank wait on."""
         return FlowHandOver(self._port)
 
-    def _join(self, given: CollectivePart, message_by_message: bool) -> Participation | None:
-        """Join the rendezvous once virtual time has caught up with that of this flow."""
-        kernel, flow = self._kernel, self._kernel.current
-        joined: list[Participation | None] = []
-
-        def join() -> None:
-            member = self._rendezvous.join(
-                given, self.rank, flow.processor, lambda: kernel.resume(flow), kernel.now(),
-                message_by_message=message_by_message,
-            )  # fmt: skip
-            joined.append(member)
-            if member is not None:
-                flow.waits = member.waits
-            elif is_ahead:
-                kernel.resume(flow)
-
-        is_ahead = flow.ahead > kernel.now()
-        if is_ahead:  # by an event: a turn of its own would cost a switch of threads
-            kernel.at(flow.ahead, join)
-        else:
-            join()
-        while not joined:
-            kernel.park()
-        return joined[0]
-
     def now(self) -> float:
         """Virtual seconds."""
         return self._kernel.here()
@@ -256,7 +230,6 @@ class SimulatedTransport(Transport):
         transport = SimulatedTransport(self._port, self._rendezvous)
         processor = self._port.new_processor()
         flow = self._kernel.start(self.rank, lambda: function(transport), processor)
-        self._rendezvous.flow_began(self.rank)
         return FlowTask(flow, self.traffic)
 
     def arrived(self) -> dict[int, tuple[float, float]]:

@@ -15,10 +15,11 @@ from orchestra.collectives import Group
 from orchestra.engines.simulation.background import BackgroundQueue, Queued
 from orchestra.engines.simulation.fluid import Fluid, Resource
 from orchestra.engines.simulation.kernel import Kernel
+from orchestra.engines.simulation.loads import Loads
 from orchestra.engines.simulation.network import BeginNativeAllReduce, Message, Meter, Net, Port
-from orchestra.engines.simulation.processor import Cores, Team, Thread
+from orchestra.engines.simulation.placed import Ranks
+from orchestra.engines.simulation.processor import Cores, Thread
 from orchestra.engines.simulation.rendezvous import Rendezvous
-from orchestra.engines.simulation.rounds import Ranks
 from orchestra.engines.simulation.sharing import ROUNDING
 from orchestra.engines.simulation.stream import LONG, Load, Route, SlowStart, Stream
 from orchestra.engines.simulation.transport import SimulatedTransport
@@ -37,7 +38,7 @@ class Host:
     speed: float  # seconds of a core of speed 1 that one of its cores does in a second
     at_once: float  # how many times as much as one core by itself all cores do together
     cores: Resource  # all of them
-    teams: Resource | None  # all of them, for teams, where several want the same cores
+    is_oversubscribed: bool  # whether the threads of its ranks want more cores than it has
     turns: Cores | None  # where threads take turns
     threads: int = 0  # that there have been
     native: int = 0  # threads of torch.distributed
@@ -76,7 +77,8 @@ class World:
         self._known_crowded: dict[Ranks, tuple[int, bool]] = {}
         self.kernel = kernel
         self.fluid = Fluid(kernel, overhead.tcp.acknowledgements if cluster.tcp else 0.0)
-        self.rendezvous = Rendezvous(kernel, self._crowded, faults)
+        self.loads = Loads(kernel, self.fluid)
+        self.rendezvous = Rendezvous(kernel, self.loads, self._crowded, faults)
         self.nodes = cluster.nodes_of(ranks)
         ranks_of: dict[str, list[int]] = defaultdict(list)
         for rank, node in enumerate(self.nodes):
@@ -91,7 +93,7 @@ class World:
         names = [node.name for node in self.nodes]
         # The second has connections of its own on the same links, as torch.distributed has them.
         self.net, self._native = (
-            Net(kernel, self.fluid, overhead, names, hosts, self._route, self.rendezvous.disturb)
+            Net(kernel, self.fluid, overhead, names, hosts, self._route, self.loads.start_message)
             for hosts in (share_memory, range(ranks))
         )
         for rank in range(ranks):
@@ -102,29 +104,26 @@ class World:
     def _host(self, node: Node, ranks: list[int]) -> Host:
         sharing, slots = self._sharing, node.slots
         speed, at_once = node.speed_beside(self._reference_flops), max(1.0, slots * sharing.speed)
-        turns = teams = None
+        turns = None
         if sharing.time_slice is not None:
             turns = Cores(self.kernel, self.fluid, slots, sharing.time_slice, sharing.refill)
-        widths = [self._widths[rank] for rank in ranks]
-        # Otherwise all threads have cores for themselves, and a team would change nothing.
-        if max(widths) > 1 and len(widths) > 1 and sum(widths) > at_once:
-            teams = Resource(f"{node.name} teams", speed * at_once)
         cores = Resource(f"{node.name} cores", speed * at_once)
-        return Host(node, ranks, speed, at_once, cores, teams, turns)
+        wanted = [self._widths[rank] for rank in ranks]
+        oversubscribed = max(wanted) > 1 and len(ranks) > 1 and sum(wanted) > at_once
+        return Host(node, ranks, speed, at_once, cores, oversubscribed, turns)
 
     def thread(self, rank: int, *, main: bool = False) -> Thread:
         """A thread for one more flow of `rank`, on the cores of its node; several for `main`."""
         host = self._hosts[self.nodes[rank].name]
         host.threads += 1
-        own = Resource(f"a thread of rank {rank}", host.speed)
-        team = None
-        if main and host.teams is not None:
-            # What so many threads take by themselves is in the costs of work with so many.
-            width = min(self._widths[rank], host.at_once)
-            several = Resource(f"the threads of rank {rank}", width * host.speed)
-            team = Team(several, host.teams, width)
+        # Where all threads have a core, costs for so many threads tell all.
+        width = min(self._widths[rank], host.at_once) if main and host.is_oversubscribed else 1.0
+        own = Resource(f"threads of rank {rank}", width * host.speed)
         undisturbed = functools.partial(self._has_room, host)
-        thread = Thread(self.kernel, self.fluid, (own, host.cores), undisturbed, host.turns, team)
+        # Cores take turns with single threads; several of a rank share them with others evenly.
+        turns = host.turns if width == 1 else None
+        resources = own, host.cores
+        thread = Thread(self.kernel, self.fluid, resources, undisturbed, turns, width)
         self._threads_of[rank].append(thread)
         return thread
 
@@ -142,7 +141,7 @@ class World:
         Where threads take turns, a core that another one had before has to be refilled, even if it
         is free now.
         """
-        if host.teams is not None or not self._goes_ahead:
+        if host.is_oversubscribed or not self._goes_ahead:
             return False
         # Threads that have ended, too, may have left their data in a core's caches.
         if host.turns is not None and host.threads >= host.node.slots:
@@ -167,7 +166,6 @@ class World:
         port, caches = self._native.ports[rank], self.net.ports[rank]
         new_transport = functools.partial(SimulatedTransport, port, self.rendezvous)
         queue = BackgroundQueue(self.rendezvous, port, caches, new_transport, Traffic())
-        self.rendezvous.flow_began(rank)
         everyone = Group(tuple(range(len(self.nodes))))
 
         def begin(tensor: Tensor) -> Queued:
@@ -191,12 +189,14 @@ class World:
         here, there = self.nodes[source], self.nodes[target]
         path = self._cluster.path(here, there)
         resources = tuple(self._resource(channel) for channel in path.channels)
+        owners = {channel.name.rpartition(" ")[0] for channel in path.channels}
+        trunks = not owners <= {here.name, there.name}
         delay = draw = None
         if self._cluster.faults:
             delay = functools.partial(self._cluster.delay, source, target, len(self.nodes))
         # The bandwidth of a loopback is measured with all that it takes: no headers are added.
         if here.name == there.name or not self._cluster.tcp:
-            return Route(resources, path.latency, delay=delay)
+            return Route(resources, path.latency, crosses_trunks=trunks, delay=delay)
         if self._draw_share is not None:
             draw = functools.partial(self._draw_share, source, target)
         tcp, back = self._overhead.tcp, self._cluster.path(there, here)
@@ -219,6 +219,7 @@ class World:
             SlowStart(tcp, bandwidth, round_trip) if is_long else None,
             weight=1 / whole if whole else 1.0,
             buffer=tcp.unread * self._overhead.wire,
+            crosses_trunks=trunks,
             delay=delay,
             draw_share=draw,
         )
@@ -238,9 +239,7 @@ class World:
         for rank in host.ranks:
             for thread in self._threads_of[rank]:
                 thread.change_speed(host.speed)
-        for cores in (host.cores, host.teams):
-            if cores is not None:
-                self.fluid.set_capacity(cores, host.speed * host.at_once)
+        self.fluid.set_capacity(host.cores, host.speed * host.at_once)
 
     def change_bandwidth(self, channel: Channel, factor: float) -> None:
         """Let `channel` carry `factor` times as much as usual; 0: nothing."""

@@ -1,0 +1,235 @@
+"""The times of a collective whose links are its own, for all of its ranks at once.
+
+In a round each rank sends to at most one other, and receives from at most one. A message leaves its
+sender, crosses the links of both ends, and is taken in and added by its receiver, as one that is
+followed by events (participant.py). Messages that share a link cross it in the order of the rows,
+except that one which fits wholly before the last one passes it, unless they are of one connection.
+
+`evaluate.c` does it where a compiler was there when Orchestra was installed; `in_numpy` has the
+same operations round by round, so the same bits, in some ten times as long.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchestra.transports.compiled import library
+
+NAME = "orchestra.engines.simulation._evaluate"
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+KIND = np.dtype(
+    [(name, "f8") for name in ("setup", "rest", "receive", "add", "bytes")]
+    + [(name, "i4") for name in ("held", "whole", "of", "unused")]
+)
+"""What a message of some size costs: seconds of a core of speed 1 until its first byte leaves, from
+then until the last one has, to take it in, and to add it; its bytes, and whether its sender waits
+until it is through (`held`). It is the last of a transfer, after `whole` ones of the kind `of`."""
+PAIR = np.dtype([("latency", "f8"), ("per_byte", "f8")])
+"""The way of a message: seconds, and seconds for each byte."""
+RANK = np.dtype(
+    [(n, "f8") for n in ("clock", "waiting", "slowness", "up_from", "up", "down_from", "down")]
+    + [("to", "i4"), ("by", "i4")]
+)
+"""A rank: its time, what it has waited, its seconds for one of a core of speed 1; from when until
+when its last message crosses the links on which it sends, and the last one to it those on which it
+receives; whom it has sent to last, and by whom it was sent to."""
+NOBODY = -1
+REDUCES, FREED = 1, 2
+"""Flags of a transfer: it is added; and to pieces that its receiver sends in the same round."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The transfers of a collective, round by round: columns of shape [transfers] but for `begin`,
+    [rounds + 1], the first of each round.
+
+    `kind_of` and `pair_of` number rows of `kinds` and `pairs`.
+    """
+
+    ranks: int
+    begin: Integers
+    source: NDArray[np.uint16]
+    target: NDArray[np.uint16]
+    flags: NDArray[np.uint8]
+    kind_of: NDArray[np.uint16]
+    pair_of: NDArray[np.uint16]
+    kinds: NDArray[Any]
+    pairs: NDArray[Any]
+
+    @functools.cached_property
+    def most(self) -> int:
+        """The most messages of a transfer."""
+        return int(self.kinds["whole"].max(initial=0)) + 1
+
+    def slowed(self, factor: float) -> Rows:
+        """Return the same, where messages cross for `factor` times as long."""
+        pairs = self.pairs.copy()
+        pairs["per_byte"] *= factor
+        return replace(self, pairs=pairs)
+
+
+def idle(slowness: Floats) -> NDArray[Any]:
+    """Return ranks whose links nothing has crossed."""
+    ranks = np.zeros(len(slowness), RANK)
+    ranks["slowness"] = slowness
+    for name in ("up_from", "up", "down_from", "down"):
+        ranks[name] = -inf
+    ranks["to"] = ranks["by"] = NOBODY
+    return ranks
+
+
+def evaluate(rows: Rows, ranks: NDArray[Any]) -> None:
+    """Bring `ranks`, of dtype `RANK`, from their arrival to the end of the collective."""
+    compiled = library(NAME)
+    if compiled is None:
+        in_numpy(rows, ranks)
+        return
+    assert ranks.flags.c_contiguous
+    sent = np.empty((rows.ranks * rows.most, 3))  # `struct message`
+    row_of = np.empty(rows.ranks, np.int64)
+    given = _Rows(
+        rows.ranks, len(rows.begin) - 1, rows.most,
+        *(column.ctypes.data for column in (
+            rows.begin, rows.source, rows.target, rows.kind_of, rows.pair_of, rows.flags,
+            rows.kinds, rows.pairs,
+        )),
+    )  # fmt: skip
+    compiled.evaluate(
+        ctypes.byref(given),
+        *(ctypes.c_void_p(each.ctypes.data) for each in (ranks, sent, row_of)),
+    )
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("ranks", "rounds", "most")),
+        *((name, ctypes.c_void_p) for name in (
+            "begin", "source", "target", "kind_of", "pair_of", "flags", "kinds", "pairs",
+        )),
+    ]  # fmt: skip
+
+
+def in_numpy(rows: Rows, ranks: NDArray[Any]) -> None:
+    """Do the same as `evaluate`, round by round."""
+    columns, kinds, pairs = (_columns(table) for table in (ranks, rows.kinds, rows.pairs))
+    for first, end in zip(rows.begin[:-1].tolist(), rows.begin[1:].tolist(), strict=True):
+        if first < end:
+            here = slice(first, end)
+            kind_of, pair_of = rows.kind_of[here], rows.pair_of[here]
+            flags, ends = rows.flags[here], (rows.source[here], rows.target[here])
+            _Round(columns, kinds, kind_of, pairs, pair_of, flags, *ends).execute()
+    for name, column in columns.items():
+        ranks[name] = column
+
+
+Columns = dict[str, NDArray[Any]]
+
+
+def _columns(table: NDArray[Any]) -> Columns:
+    return {name: np.ascontiguousarray(table[name]) for name in table.dtype.names or ()}
+
+
+class _Round:
+    """The transfers of one round, and all `ranks`."""
+
+    def __init__(
+        self,
+        ranks: Columns,
+        kinds: Columns,
+        kind_of: NDArray[np.uint16],
+        pairs: Columns,
+        pair_of: NDArray[np.uint16],
+        flags: NDArray[np.uint8],
+        source: NDArray[np.uint16],
+        target: NDArray[np.uint16],
+    ) -> None:
+        self.ranks, self.kinds, self.kind_of = ranks, kinds, kind_of
+        self.latency, self.per_byte = pairs["latency"][pair_of], pairs["per_byte"][pair_of]
+        self.flags, self.source, self.target = flags, source, target
+        self.whole = kinds["whole"][kind_of]
+        self.most = int(self.whole.max()) + 1
+        # By number of the message in its transfer.
+        self.began, self.ended = np.empty((2, self.most, len(source)))
+        self.held = np.zeros((self.most, len(source)), np.bool_)
+        self.gone = np.full(len(ranks["clock"]), -inf)
+
+    def execute(self) -> None:
+        for number in range(self.most):
+            self._cross(number, *self._messages(number))
+        for number in range(self.most):
+            self._take(number, *self._messages(number))
+        self._wait(self.source, self.gone[self.source])
+
+    def _messages(self, number: int) -> tuple[slice | Integers, NDArray[Any]]:
+        """Return the transfers that have a message of this number, and the kinds of these."""
+        if self.most == 1:
+            return slice(None), self.kind_of
+        some = np.flatnonzero(number <= self.whole)
+        last = self.kind_of[some]
+        return some, np.where(number < self.whole[some], self.kinds["of"][last], last)
+
+    def _cross(self, number: int, some: slice | Integers, kind: NDArray[Any]) -> None:
+        ranks, kinds, source, target = self.ranks, self.kinds, self.source[some], self.target[some]
+        slowness, clock, setup = ranks["slowness"][source], ranks["clock"], kinds["setup"][kind]
+        leaving = clock[source]
+        there = leaving + setup * slowness + self.latency[some]
+        crossing = kinds["bytes"][kind] * self.per_byte[some]
+        alone = there + crossing
+        left = leaving + (setup + kinds["rest"][kind]) * slowness
+        clock[source] = left
+        busy = np.maximum(ranks["up"][source], ranks["down"][target])
+        passes = (alone <= ranks["up_from"][source]) & (alone <= ranks["down_from"][target])
+        passes &= (ranks["to"][source] != target) | (ranks["by"][target] != source)
+        start = np.maximum(there, busy)
+        if passes.any():
+            start = np.where(passes, there, start)
+            queued = ~passes
+        else:
+            queued = slice(None)
+        until = np.maximum(start + crossing, left)
+        self.began[number, some], self.ended[number, some] = start, until
+        held = kinds["held"][kind] > 0
+        self.held[number, some] = held
+        if held.any():
+            own = self.gone[source]
+            self.gone[source] = np.where(held, np.maximum(own, until), own)
+        source, target = source[queued], target[queued]
+        ranks["up_from"][source] = ranks["down_from"][target] = start[queued]
+        ranks["up"][source] = ranks["down"][target] = until[queued]
+        ranks["to"][source], ranks["by"][target] = target, source
+
+    def _take(self, number: int, some: slice | Integers, kind: NDArray[Any]) -> None:
+        target, clock, slowness = self.target[some], self.ranks["clock"], self.ranks["slowness"]
+        self._wait(target, self.began[number, some])
+        slow = slowness[target]
+        moving = clock[target] + self.kinds["receive"][kind] * slow
+        clock[target] = np.maximum(moving, self.ended[number, some])
+        flags = self.flags[some]
+        if (freed := flags & FREED > 0).any():
+            row_of = np.full(len(clock), NOBODY)
+            row_of[self.source] = np.arange(len(self.source))
+            receiver = target[freed]
+            sent = row_of[receiver]
+            self._wait(receiver, np.where(self.held[number, sent], self.ended[number, sent], -inf))
+        adds = flags & REDUCES > 0
+        if adds.any():
+            taken = clock[target]
+            adding = taken + self.kinds["add"][kind] * slow
+            clock[target] = np.where(adds, adding, taken)
+
+    def _wait(self, places: NDArray[Any], until: Floats) -> None:
+        clock, waiting = self.ranks["clock"], self.ranks["waiting"]
+        before = clock[places]
+        later = np.maximum(before, until)
+        waiting[places] += later - before
+        clock[places] = later

@@ -1,0 +1,262 @@
+"""A plan between ranks of a cluster: on which links its messages cross, and what they cost."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchestra.engines.simulation.evaluate import (
+    FREED,
+    KIND,
+    NOBODY,
+    PAIR,
+    REDUCES,
+    Floats,
+    Integers,
+    Rows,
+    evaluate,
+    idle,
+)
+from orchestra.engines.simulation.fluid import Resource
+from orchestra.engines.simulation.network import Net, Port
+from orchestra.engines.simulation.plan import HEADER, CollectivePlan, NodeStage
+from orchestra.transports.collective import StepKind
+
+# Attributes of an Enum are slow to look up.
+SEND, TAKE, FREE, ADD = StepKind.SEND, StepKind.TAKE, StepKind.FREE, StepKind.ADD
+BARRIER: Literal["barrier"] = "barrier"
+ChargedStep = tuple[StepKind | Literal["barrier"], int, int, int, float, float]
+"""A `Step`: kind, number, peer, bytes of the message with its header, seconds of computation; of
+SEND until the first byte leaves, and then until the last one has. BARRIER: its number and
+its ranks, seconds of computation before it, and those that pass from the last arrival on."""
+
+Ranks = tuple[int, ...]
+
+MAX_STEPS_KEPT = 1 << 16
+"""The steps of all ranks are kept for schedules with so many messages at most."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """When each rank is through, where its time went, and its links after it (`evaluate.RANK`)."""
+
+    clock: Floats
+    waiting: Floats
+    communicating: Floats
+    links: NDArray[Any]
+
+
+class PlacedPlan:
+    """The messages of `plan` between `ranks`, on the links of `net`.
+
+    `group` is a number for the same ranks on the same net.
+
+    Attributes:
+        contention_free: whether no link is shared by several pairs at a time, as far as the
+            schedule tells.
+        private: whether, beside that, no rank outside can send over its links, but to one of its
+            ranks: then its times can be evaluated at once.
+        keeps_partners: whether no two pairs use a link, one after the other.
+    """
+
+    def __init__(self, net: Net, ranks: Ranks, plan: CollectivePlan, group: int) -> None:
+        self.net, self.group, self.ranks, self.plan = net, group, ranks, plan
+        self.place = {rank: place for place, rank in enumerate(ranks)}
+        self._host = np.array([net.hosts[rank] for rank in ranks])  # equal: they share memory
+        self.streams = {  # of each pair of places
+            (source, target): net.stream(ranks[source], ranks[target])
+            for source, target in plan.streamed
+        }
+        # By place, the bytes that the rank there sends to each other rank.
+        self.sent: list[dict[int, int]] = [{} for _ in ranks]
+        for (source, target), size in plan.pairs.items():
+            self.sent[source][ranks[target]] = size
+        # Those that it gets from each, and the seconds that they cross links of their own.
+        self.arriving: list[dict[int, tuple[int, float]]] = [{} for _ in ranks]
+        # With the only place that sends on it, and that receives; `NOBODY` where there are several.
+        self.links: dict[Resource, tuple[int, int]] = {}
+        self.wire_bytes: dict[Resource, float] = {}  # that cross each link
+        for (source, target), stream in self.streams.items():
+            size = self.sent[source].get(ranks[target], 0)
+            on_wire = stream.on_wire(size, None)
+            self.arriving[target][ranks[source]] = size, on_wire / stream.bandwidth
+            ends = source, target
+            for link in stream.route.resources:
+                self.links[link] = _common(self.links.get(link, ends), ends)
+                self.wire_bytes[link] = self.wire_bytes.get(link, 0.0) + on_wire
+        self.contention_free = (
+            not plan.stages
+            and plan.sends_one_at_a_time
+            and all(ends != (NOBODY, NOBODY) for ends in self.links.values())
+        )
+        self.private = self.contention_free and (
+            len(ranks) == len(net.nodes)
+            or (
+                not any(stream.route.crosses_trunks for stream in self.streams.values())
+                and not {net.nodes[rank] for rank in ranks}
+                & {node for rank, node in enumerate(net.nodes) if rank not in self.place}
+            )
+        )
+        self.keeps_partners = all(NOBODY not in ends for ends in self.links.values())
+        self.starts_slowly = any(stream.route.slow_start for stream in self.streams.values())
+        # Processor seconds of each rank before all of it.
+        self.beginning = net.overhead.collective if self.links or not plan.stages else 0.0
+        self._steps: dict[int, Sequence[ChargedStep]] = {}
+
+    def shares_fairly(self, place: int) -> bool:
+        """Return whether messages of the rank at `place` get even shares of links.
+
+        Random ones could not be evaluated over arrays. Outside of the stopwatch nothing is
+        drawn, so that runs with and without an evaluation agree.
+        """
+        return self.contention_free or not self.net.ports[self.ranks[place]].meter.running
+
+    def count(self, index: int, port: Port, times: int, *, arriving: bool) -> None:
+        """Count on `port`, of the rank at place `index`, what it has sent, and what arrived."""
+        port.bytes_sent += times * self.plan.bytes_sent[index]
+        port.meter.count_all(self.sent[index], times)
+        for source, (size, seconds) in self.arriving[index].items() if arriving else ():
+            port.mailbox.count(source, times * size, times * seconds)
+
+    def steps(self, index: int) -> Sequence[ChargedStep]:
+        """What the rank at place `index` does, message by message, and what it computes for it."""
+        steps = self._steps.get(index)
+        if steps is None:
+            steps = tuple(self._charged(index))
+            if sum(self.plan.messages_sent) <= MAX_STEPS_KEPT:
+                self._steps[index] = steps
+        return steps
+
+    def _charged(self, index: int) -> Iterator[ChargedStep]:
+        plan, stages = self.plan, self.plan.stages
+        for section in stages.sections.get(index, [(0, None)]):
+            if isinstance(section, NodeStage):
+                cuts = (0, plan.length) if plan.schedule.slots else plan.cuts
+                costs = self.net.overhead.in_memory
+                phases = section.phases(index, cuts, plan.itemsize, costs)
+                for part, (seconds, wake) in enumerate(phases):
+                    if wake is None:
+                        yield ADD, -1, -1, 0, seconds, 0.0
+                    else:
+                        number = len(phases) * stages.numbers[section] + part
+                        yield BARRIER, number, len(section.places), 0, seconds, wake
+            else:
+                yield from self._messages(index, *section)
+        if plan.added_slots_bytes:
+            yield ADD, -1, -1, 0, self.net.overhead.add * plan.added_slots_bytes, 0.0
+
+    def _messages(self, index: int, begin: int, stop: int | None) -> Iterator[ChargedStep]:
+        plan, overhead = self.plan, self.net.overhead
+        for kind, number, peer, first, end, _ in plan.steps(index, begin, stop):
+            frame_bytes = (end - first) * plan.itemsize + HEADER
+            near = peer >= 0 and self._host[index] == self._host[peer]
+            if kind is SEND:
+                cost = self.net.message_cost(frame_bytes, near)
+                yield kind, number, peer, frame_bytes, cost.send_setup, cost.send_rest
+            elif kind is TAKE:
+                receiving = self.net.message_cost(frame_bytes, near).receiving
+                yield kind, number, peer, frame_bytes, receiving, 0.0
+            elif kind is ADD:
+                yield kind, number, peer, 0, overhead.add * (end - first) * plan.itemsize, 0.0
+            elif kind is FREE and not overhead.is_buffered(frame_bytes, near):
+                yield kind, number, peer, 0, 0.0, 0.0
+
+    def ends(
+        self,
+        arrivals: Floats,
+        rates: Floats,
+        links: NDArray[Any] | None = None,
+        slowed: float = 1.0,
+    ) -> Ends:
+        """Evaluate all rounds.
+
+        Args:
+            arrivals: by place, when each rank arrives.
+            rates: seconds of a core of speed 1 that it computes in a second.
+            links: as they are left by what crosses them before.
+            slowed: how many times as long as alone messages cross the links.
+        """
+        ranks = idle(1 / rates) if links is None else links.copy()
+        ranks["clock"], ranks["waiting"] = arrivals, 0.0
+        rows = self.rows if slowed == 1.0 else self.rows.slowed(slowed)
+        evaluate(rows, ranks)
+        last = self.net.overhead.add * self.plan.added_slots_bytes / rates
+        clock, waiting = ranks["clock"] + last, ranks["waiting"].copy()
+        return Ends(clock, waiting, clock - arrivals - waiting, ranks)
+
+    @functools.cached_property
+    def rows(self) -> Rows:
+        """The messages as columns, with what each costs, and its way."""
+        plan, table = self.plan, self.plan.table
+        near = self._host[table.source] == self._host[table.target]
+        kinds, kind_of = self._kinds(plan.elements, near)
+        codes = table.source.astype(np.int64) * len(self.ranks) + table.target
+        pairs, pair_of = self._pairs(codes, plan.both_ways)
+        # The receiver adds to what it sends itself, once that has left (as in `butterfly`).
+        pieces = np.stack([table.first, table.end], axis=1).astype(np.int64)
+        own = np.full((table.rounds * len(self.ranks), 2), NOBODY)
+        own[plan.place_of(table.source)] = pieces
+        freed = (own[plan.place_of(table.target)] == pieces).all(axis=1)
+        return Rows(
+            len(self.ranks),
+            table.begin,
+            table.source,
+            table.target,
+            (REDUCES * table.reduces + FREED * (table.reduces & freed)).astype(np.uint8),
+            kind_of,
+            pair_of,
+            kinds,
+            pairs,
+        )
+
+    def _kinds(
+        self, elements: Integers, near: NDArray[np.bool_]
+    ) -> tuple[NDArray[Any], NDArray[np.uint16]]:
+        """Return the kinds of messages, and that of the last message of each transfer."""
+        plan, overhead = self.plan, self.net.overhead
+        codes, kind_of = np.unique(2 * elements + near, return_inverse=True)
+        kinds = np.zeros(len(codes) + 2, KIND)  # the last two: messages of a whole segment
+
+        def kind(elements: int, near: bool, whole: int) -> tuple[float | int, ...]:
+            payload = elements * plan.itemsize
+            cost = self.net.message_cost(payload + HEADER, near)
+            held = not overhead.is_buffered(payload + HEADER, near)
+            adding = overhead.add * payload
+            return *cost, adding, payload + HEADER, held, whole, len(codes) + near, 0
+
+        for number, code in enumerate(codes.tolist()):
+            whole, rest = divmod(code // 2 - 1, plan.segment)
+            kinds[number] = kind(rest + 1, bool(code % 2), whole)
+        for is_near in (False, True):
+            kinds[len(codes) + is_near] = kind(plan.segment, is_near, 0)
+        return kinds, _numbers(kind_of)
+
+    def _pairs(
+        self, codes: Integers, both_ways: NDArray[np.bool_]
+    ) -> tuple[NDArray[Any], NDArray[np.uint16]]:
+        """Return the unlike ways of messages, and that of each transfer."""
+        ranks, ways = len(self.ranks), sorted(self.streams)
+        columns = [
+            (stream.route.latency, stream.on_wire(1, way) / stream.bandwidth)
+            for pair in ways
+            for stream in [self.streams[pair]]
+            for way in (False, True)
+        ]
+        pairs, kinds = np.unique(np.array(columns, PAIR), return_inverse=True)
+        known = np.array([source * ranks + target for source, target in ways])
+        return pairs, _numbers(kinds[2 * np.searchsorted(known, codes) + both_ways])
+
+
+def _numbers(numbers: Integers) -> NDArray[np.uint16]:
+    assert not len(numbers) or numbers.max() < 1 << 16, "too many unlike messages"
+    return numbers.astype(np.uint16)
+
+
+def _common(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    sender, receiver = (a if a == b else NOBODY for a, b in zip(one, other, strict=True))
+    return sender, receiver
