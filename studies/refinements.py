@@ -31,7 +31,7 @@ from orchestra.cli.terminal import Parser, print_table, progress_line
 from orchestra.cluster.calibration import read_calibration
 from orchestra.cluster.nodes import Overhead, Sharing
 from orchestra.engines.simulation import training, world
-from orchestra.engines.simulation.stream import Load, Route, Stream
+from orchestra.engines.simulation.stream import Route
 from orchestra.errors import InputError
 from orchestra.worker.runtime import SilentReporter
 
@@ -128,39 +128,12 @@ def _even_weights() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _senders_wait() -> Iterator[None]:
-    """A sender is free when all of its message has crossed."""
-    usual = Stream._begin
-
-    def begin(self: Stream, load: Load) -> None:
-        load.held_bytes = 0
-        usual(self, load)
-
-    with mock.patch.object(Stream, "_begin", begin):
-        yield
-
-
-@contextmanager
-def _single_threads() -> Iterator[None]:
-    usual = world.World._host
-
-    def host(self: world.World, *given: object) -> world.Host:
-        return replace(usual(self, *given), is_oversubscribed=False)  # type: ignore[arg-type]
-
-    with mock.patch.object(world.World, "_host", host):
-        yield
-
-
 REFINEMENTS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
     "largest window": lambda: _charged(_tcp(window=NO_LIMIT)),
     "slow start": lambda: _charged(_tcp(first_window=NO_LIMIT)),
-    "receivers that compute": lambda: _charged(_tcp(unread=NO_LIMIT)),
     "unlike shares": lambda: _charged(_tcp(unfairness=0.0)),
     "weights by latency": _even_weights,
     "acknowledgements": lambda: _charged(_tcp(acknowledgements=0.0)),
-    "senders free early": _senders_wait,
-    "threads that share cores": _single_threads,
     "time slices": lambda: _charged(_sharing(time_slice=None)),
     "refilled caches": lambda: _charged(_sharing(refill=0.0)),
     "cold caches": lambda: _charged(_overhead(cold=0.0)),

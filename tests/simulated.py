@@ -28,7 +28,7 @@ FREE = Overhead(
     buffer=0,
     wire=1.0,
     in_memory=MemoryCosts(0.0, 0.0, 0.0, 0.0),
-    tcp=Tcp(0.0, first_window=1e18, window=1e18, queue=0.0, unread=1e18),
+    tcp=Tcp(0.0, first_window=1e18, window=1e18, queue=0.0),
 )
 """Messages that cost nothing but their way."""
 

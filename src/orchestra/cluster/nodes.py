@@ -327,8 +327,7 @@ class Tcp(Settings):
     Ethernet's frames, 90 bytes for 2 times 1,538. The first window: 10 segments (RFC 6928). The
     largest: Linux's `net.ipv4.tcp_wmem`. Shares by latency, and the queue: P. Velho et al., On the
     Validity of Flow-level TCP Network Models, ACM TOMACS 23(4), 2013, as in SimGrid. How unlike
-    shares are beside that, and how much is taken in unread, was measured (docs/clusters.md); shares
-    are even where no node has jitter.
+    shares are beside that was measured (docs/clusters.md); they are even where no node has jitter.
     """
 
     acknowledgements: float = setting(
@@ -340,9 +339,6 @@ class Tcp(Settings):
     window: float = quantity(BYTES, 4 * 1024**2, "in flight on one connection at most", above=0)
     queue: float = quantity(
         BYTES, 20537, "at each link: shares go by 1 / (latency + queue / bandwidth)", low=0
-    )
-    unread: float = quantity(
-        BYTES, 3e6, "that the kernel of a rank takes in on a connection while nobody reads", low=0
     )
     unfairness: float = setting(
         0.4, "standard deviation of the logarithm of a message's share of a link", low=0, high=5
@@ -361,7 +357,7 @@ class Overhead(Settings):
     receive: Cost = setting(REQUIRED, "of the receiver")
     add: float = quantity(SECONDS_PER_BYTE, REQUIRED, "of adding what arrived to one's own", low=0)
     buffer: float = quantity(
-        BYTES, REQUIRED, "of the kernel's: a sender is free once all others have crossed", low=0
+        BYTES, REQUIRED, "up to which a message leaves its sender free at once", low=0
     )
     wire: float = setting(
         REQUIRED, "bytes on a link between nodes for each byte of a message", low=1, high=1e3

@@ -244,7 +244,6 @@ class Followed(Collective):
 
     def _join(self, part: Part) -> None:
         part.joined = self._kernel.now()
-        part.port.reader.begin(part, part.joined)
         Participant(self._messages, part.place, part.processor, self._through).go_on()
 
     def _through(self, participant: Participant) -> None:
@@ -257,7 +256,6 @@ class Followed(Collective):
         ended, self._ended = self._ended, []
         for each in sorted(ended, key=attrgetter("index")):
             part = self.parts[each.index]
-            part.port.reader.end(part)
             part.waiting, part.communicating = each.waiting, each.communicating
             part.compute(part.signalling, self._tell)
 

@@ -12,13 +12,12 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
 
 from torch import Tensor
 
 from orchestra.cluster.nodes import Overhead
 from orchestra.engines.simulation.fluid import Fluid, Resource
-from orchestra.engines.simulation.kernel import Events, Flow, Kernel, Wait
+from orchestra.engines.simulation.kernel import Flow, Kernel, Wait
 from orchestra.engines.simulation.processor import Thread
 from orchestra.engines.simulation.stream import Load, Route, Stream
 from orchestra.transports import matching
@@ -58,9 +57,6 @@ class Message(Load):
             receive.began_at = self._target.net.kernel.now()
             self._target.wake(receive)  # whoever waits for it begins to take it in
 
-    def free(self) -> None:
-        self._sending.finish()
-
     def end(self) -> None:
         assert self.arriving is not None
         self._sending.finish()
@@ -73,72 +69,6 @@ class Message(Load):
         if not self._sending.finished:
             self._sending.fail(error)
             self._sending.port.wake(self._sending)
-
-
-class Reader:
-    """Whether a rank takes in what arrives: only while one of its flows waits for messages.
-
-    Meanwhile its kernel takes in what the buffer of a connection holds. A server turns away for
-    each message and comes back soon, with a thousand connections: nothing is done for these until a
-    buffer might be full.
-    """
-
-    def __init__(self, events: Events) -> None:
-        self.period = 0  # a number for each time for which nobody waits
-        self.away_since = 0.0  # when the last of them began
-        self.large: dict[Stream, None] = {}  # with a message under way larger than the buffer
-        self.barred: dict[Stream, None] = {}  # that wait until the rank reads
-        self.fill_seconds = inf  # in which no buffer of its connections can be filled
-        self._events = events
-        self._since: dict[object, float] = {}
-        self._will_look = False
-
-    def begin(self, who: object, time: float) -> None:
-        """Note that `who` waits from `time` on, now or later."""
-        self._since[who] = time
-        for stream in list(self.barred):
-            stream.resume_at(time)
-
-    def end(self, who: object) -> None:
-        """Note that `who` has what it waited for."""
-        del self._since[who]
-        if not self._since:
-            self.period += 1
-            self.away_since = self._events.now()
-            if self.large:
-                self.watch()
-
-    def glance(self) -> None:
-        """Note that somebody reads what is there, and does not wait."""
-        if self.large or self.barred:
-            self.begin(self, self._events.now())
-            self.end(self)
-
-    def watch(self) -> None:
-        """Look again when the buffer of a message that is under way by now might be full."""
-        # One call for all streams, whatever the rank does until then.
-        if not self._will_look and self.fill_seconds < inf:
-            self._will_look = True
-            self._events.call_at(self._events.now() + self.fill_seconds, self._look, None)
-
-    def since(self) -> float:
-        """Return from when on the rank takes in messages; infinite as long as that is not known."""
-        return min(self._since.values(), default=inf)
-
-    def is_away(self) -> bool:
-        """Return whether nobody reads at the present time."""
-        return self.since() > self._events.now()
-
-    def _look(self, _: None) -> None:
-        self._will_look = False
-        if self.large and self.is_away():
-            full_at = self.away_since + self.fill_seconds
-            if full_at > self._events.now():  # it has read since `watch`
-                self._will_look = True
-                self._events.call_at(full_at, self._look, None)
-            else:
-                for stream in list(self.large):
-                    stream.bar()
 
 
 class Meter:
@@ -236,7 +166,6 @@ class Port:
     ) -> None:
         self.net, self.rank = net, rank
         self.new_processor, self.meter = new_processor, meter
-        self.reader = Reader(net.kernel)
         self.mailbox = Mailbox(rank)
         self.bytes_sent = 0
         self.shares: Counter[tuple[tuple[int, ...], int]] = Counter()  # of memory, by ranks and tag

@@ -93,8 +93,6 @@ class SimulatedTransport(Transport):
         port.spend(cost.send_rest, traffic)
         if overhead.is_buffered(size, near):
             sending.finished = True
-        elif both_ways is None:  # in a collective the sender waits for all of it, as over arrays
-            message.held_bytes = size - int(overhead.buffer)
         stream.leave(message, self._kernel.here())
         return sending
 
@@ -246,16 +244,6 @@ class SimulatedTransport(Transport):
 
     def wait(self, operation: Operation) -> None:
         """Let virtual time pass until `operation` is finished, and take in what it brings."""
-        reads = not operation.finished
-        if reads:
-            self._port.reader.begin(self, self._kernel.here())
-        try:
-            self._wait(operation)
-        finally:
-            if reads:
-                self._port.reader.end(self)
-
-    def _wait(self, operation: Operation) -> None:
         if not isinstance(operation, matching.Receive):
             self.traffic.seconds_waiting += self._sleep(operation, lambda: operation.finished)
             return
@@ -306,7 +294,6 @@ class SimulatedTransport(Transport):
     def test(self, operation: Operation) -> bool:
         """Return whether `operation` is finished."""
         self._kernel.catch_up()
-        self._port.reader.glance()
         return operation.finished
 
     def _signs(self, operation: Operation) -> tuple[tuple[int, ...], str]:

@@ -218,7 +218,6 @@ class World:
             tcp.acknowledgements,
             SlowStart(tcp, bandwidth, round_trip) if is_long else None,
             weight=1 / whole if whole else 1.0,
-            buffer=tcp.unread * self._overhead.wire,
             crosses_trunks=trunks,
             delay=delay,
             draw_share=draw,
