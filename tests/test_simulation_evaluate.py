@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.simulated import run_ranks
 
 from orchestra.engines.simulation.evaluate import (
     FREED,
@@ -21,6 +22,8 @@ from orchestra.engines.simulation.evaluate import (
     idle,
     in_numpy,
 )
+from orchestra.engines.simulation.rendezvous import MAX_FOLLOWED
+from orchestra.engines.simulation.simulate import NOT_COMPILED
 from orchestra.schedules import ALL_REDUCE, REDUCE, Schedule
 from orchestra.transports.compiled import library
 
@@ -75,6 +78,13 @@ def test_the_compiled_one_has_the_same_bits(name: str, ranks: int, most: int) ->
             evaluate(rows, state)
             in_numpy(rows, other)
             assert state.tobytes() == other.tobytes()
+
+
+def test_missing_compiled_code_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORCHESTRA_COMPILED", "0")
+    outcome = run_ranks(MAX_FOLLOWED + 1, lambda runtime: None, "lan_1gbit(nodes=65)")
+    assert outcome.notices == (NOT_COMPILED,)
+    assert run_ranks(2, lambda runtime: None).notices == ()
 
 
 def test_without_the_compiled_one_times_are_the_same() -> None:

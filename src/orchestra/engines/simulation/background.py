@@ -37,7 +37,6 @@ class Queued:
     def wait(self) -> int:
         """Let virtual time pass until it is done; returns the bytes of buffer used."""
         self.queue.traffic.seconds_waiting += self.part.wait()
-        self.queue.settle()
         return self.part.buffer_bytes
 
 

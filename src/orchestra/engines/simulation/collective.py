@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from operator import attrgetter
 from typing import NamedTuple
@@ -70,7 +70,7 @@ class Part:
     at_once: bool = False
     sent: bool = True
     collective: Collective | None = None
-    then: list[Call] = field(default_factory=list)
+    then: tuple[Call, ...] = ()
 
     @property
     def place(self) -> int:
@@ -87,16 +87,17 @@ class Part:
         """Set when it is complete, now or later."""
         # Without a cycle that only the garbage collector would find.
         self.ended, self.collective = ended, None
-        then, self.then = self.then, []
-        for call in then:
-            call()
+        if self.then:
+            then, self.then = self.then, ()
+            for call in then:
+                call()
 
     def wait(self) -> float:
         """Block the current flow until it is complete; return the virtual seconds that passed."""
         kernel = self.port.net.kernel
         flow, started = kernel.current, kernel.here()
         if self.ended == inf:
-            self.then.append(functools.partial(kernel.resume, flow))
+            self.then += (functools.partial(kernel.resume, flow),)
             flow.waits = self._waits
             while self.ended == inf:
                 kernel.park()
@@ -158,15 +159,17 @@ class Collective:
         if len(self.parts) == len(self.placed.ranks):
             self._add_up()
         before = part.before
-        if before is None or before.ended < inf:
-            self._turn(part)
+        if before is not None and before.ended == inf:
+            before.then += (functools.partial(self._turn, part),)
         else:
-            before.then.append(functools.partial(self._turn, part))
+            self._turn(part)
 
     def _turn(self, part: Part) -> None:
         """Set when the thread starts `part`; the end of the execution before it is known."""
-        part.started = part.began if part.before is None else max(part.began, part.before.ended)
-        part.before = None  # a chain of all executions would keep their memory
+        part.started = part.began
+        if part.before is not None:
+            part.started = max(part.began, part.before.ended)
+            part.before = None  # a chain of all executions would keep their memory
         self._started(part)
 
     def _started(self, part: Part) -> None:
@@ -218,9 +221,12 @@ class Evaluated(Collective):
         loads.add(placed, thread, joined, ends)
         parts = self._by_place()
         ended = ends.clock + np.array([part.signalling for part in parts]) / self._rates
-        columns = (ends.waiting, ends.communicating, joined, ended)
-        for part, *row in zip(parts, *(column.tolist() for column in columns), strict=True):
-            part.waiting, part.communicating, part.joined, end = row
+        rows = zip(
+            parts, ends.waiting.tolist(), ends.communicating.tolist(), joined.tolist(),
+            ended.tolist(), strict=True,
+        )  # fmt: skip
+        for part, waiting, communicating, start, end in rows:
+            part.waiting, part.communicating, part.joined = waiting, communicating, start
             part.at_once = True
             part.end(end)
 

@@ -22,7 +22,7 @@ struct rank {
 };
 
 struct rows {
-    int64_t ranks, rounds, most;
+    int64_t ranks, rounds, most, held; /* held: whether any message is */
     const int64_t *begin;
     const uint16_t *source, *target, *kind_of, *pair_of;
     const uint8_t *flags;
@@ -68,10 +68,10 @@ static inline void wait_until(struct rank *rank, double time)
 }
 
 /* `sent` holds `most` messages for each transfer of a round; `row_of` the transfer that a rank sends
- * in it. Inlined twice, so that a table of single messages has no inner loop. */
+ * in it. Inlined twice, since most tables have single messages, and none that is held. */
 static inline __attribute__((always_inline)) void
 evaluate_rounds(const struct rows *rows, struct rank *ranks, struct message *sent, int64_t *row_of,
-                const int64_t most)
+                const int64_t most, const int held)
 {
     for (int64_t round = 0; round < rows->rounds; round++) {
         int64_t first = rows->begin[round], end = rows->begin[round + 1];
@@ -106,7 +106,7 @@ evaluate_rounds(const struct rows *rows, struct rank *ranks, struct message *sen
                     rank->clock += kind->add * rank->slowness;
             }
         }
-        for (int64_t row = first; row < end; row++) {
+        for (int64_t row = first; held && row < end; row++) {
             struct rank *rank = &ranks[rows->source[row]];
             struct message *messages = &sent[(row - first) * most];
             int64_t whole = most == 1 ? 0 : rows->kinds[rows->kind_of[row]].whole;
@@ -120,8 +120,8 @@ evaluate_rounds(const struct rows *rows, struct rank *ranks, struct message *sen
 
 void evaluate(const struct rows *rows, struct rank *ranks, struct message *sent, int64_t *row_of)
 {
-    if (rows->most == 1)
-        evaluate_rounds(rows, ranks, sent, row_of, 1);
+    if (rows->most == 1 && !rows->held)
+        evaluate_rounds(rows, ranks, sent, row_of, 1, 0);
     else
-        evaluate_rounds(rows, ranks, sent, row_of, rows->most);
+        evaluate_rounds(rows, ranks, sent, row_of, rows->most, 1);
 }

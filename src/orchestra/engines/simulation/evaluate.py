@@ -71,6 +71,12 @@ class Rows:
         """The most messages of a transfer."""
         return int(self.kinds["whole"].max(initial=0)) + 1
 
+    @functools.cached_property
+    def held(self) -> bool:
+        """True if the sender of any message waits until it has arrived."""
+        used = np.bincount(self.kind_of, minlength=len(self.kinds)) > 0
+        return self.most > 1 or bool(self.kinds["held"][used].any())
+
     def slowed(self, factor: float) -> Rows:
         """Return the same, where messages cross for `factor` times as long."""
         pairs = self.pairs.copy()
@@ -98,7 +104,7 @@ def evaluate(rows: Rows, ranks: NDArray[Any]) -> None:
     sent = np.empty((rows.ranks * rows.most, 3))  # `struct message`
     row_of = np.empty(rows.ranks, np.int64)
     given = _Rows(
-        rows.ranks, len(rows.begin) - 1, rows.most,
+        rows.ranks, len(rows.begin) - 1, rows.most, rows.held,
         *(column.ctypes.data for column in (
             rows.begin, rows.source, rows.target, rows.kind_of, rows.pair_of, rows.flags,
             rows.kinds, rows.pairs,
@@ -110,9 +116,14 @@ def evaluate(rows: Rows, ranks: NDArray[Any]) -> None:
     )
 
 
+def is_compiled() -> bool:
+    """Return whether `evaluate` runs compiled code."""
+    return library(NAME) is not None
+
+
 class _Rows(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("ranks", "rounds", "most")),
+        *((name, ctypes.c_int64) for name in ("ranks", "rounds", "most", "held")),
         *((name, ctypes.c_void_p) for name in (
             "begin", "source", "target", "kind_of", "pair_of", "flags", "kinds", "pairs",
         )),

@@ -45,14 +45,9 @@ class EvaluatedLoad:
 
 
 class Loads:
-    """All loads on the links of a world, whose messages are activities of `fluid`.
-
-    Attributes:
-        felt: number of messages that started on a link with reduced capacity.
-    """
+    """All loads on the links of a world, whose messages are activities of `fluid`."""
 
     def __init__(self, events: Events, fluid: Fluid) -> None:
-        self.felt = 0
         self._events, self._fluid = events, fluid
         # By group and thread of its first rank: one thread executes one collective at a time.
         self._latest: dict[tuple[int, Thread], EvaluatedLoad] = {}
@@ -121,7 +116,6 @@ class Loads:
         present = (load for load in self._latest.values() if load.first <= now < load.last)
         loads = [load for load in present if load.rate(link)]
         if loads:
-            self.felt += 1
             own = self._reduced.setdefault(link, link.nominal)
             left = own - sum(load.rate(link) for load in loads)
             self._fluid.set_capacity(link, max(LEAST * own, left))

@@ -22,8 +22,10 @@ from orchestra.engines.live import LiveFile
 from orchestra.engines.random_streams import RandomStreams, Streams, seed
 from orchestra.engines.simulation.contexts import GreenletContext
 from orchestra.engines.simulation.costs import ChargedCompute, Costs, SimulatedCompute
+from orchestra.engines.simulation.evaluate import is_compiled
 from orchestra.engines.simulation.faults import Faults
 from orchestra.engines.simulation.kernel import Deadlock, Flow, Kernel
+from orchestra.engines.simulation.rendezvous import MAX_FOLLOWED
 from orchestra.engines.simulation.transport import SimulatedTransport
 from orchestra.engines.simulation.world import World
 from orchestra.errors import InputError, RunFailed
@@ -34,6 +36,11 @@ from orchestra.worker.runtime import (
     Runtime,
     chosen_threads,
     usable_cores,
+)
+
+NOT_COMPILED = (
+    "simulating so many ranks is slow, since the compiled part is missing: install Orchestra with "
+    "a C compiler on the path"
 )
 
 T = TypeVar("T")
@@ -141,6 +148,8 @@ class Simulation:
         thresholds = gc.get_threshold()
         # many objects live as long as a step of all ranks; without values, as long as the run
         gc.set_threshold(10_000 if self._values else 1_000_000, 10, 10)
+        if self._ranks > MAX_FOLLOWED and not is_compiled():
+            self.notice(NOT_COMPILED)
         for rank in range(self._ranks):
             self._start(rank, program)
         try:
