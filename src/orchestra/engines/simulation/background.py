@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from orchestra.engines.simulation.collective import Part, PlacedCall
+from orchestra.engines.simulation.collective import Part, PlacedCall, Sent
 from orchestra.engines.simulation.kernel import Flow
 from orchestra.engines.simulation.network import Port
 from orchestra.engines.simulation.placed import PlacedPlan
@@ -21,23 +21,22 @@ if TYPE_CHECKING:
     from orchestra.engines.simulation.transport import SimulatedTransport
 
 
-@dataclass(eq=False, slots=True)
-class Queued:
+@dataclass(eq=False)
+class Queued(Part):
     """A collective that waits for its turn, or is under way: a task of the flow that began it."""
 
     queue: BackgroundQueue
-    part: Part
 
     def done(self) -> bool:
         """Return whether `wait` would return at once."""
         kernel = self.queue.kernel
         kernel.catch_up()
-        return self.part.ended <= kernel.now()
+        return self.ended <= kernel.now()
 
     def wait(self) -> int:
         """Let virtual time pass until it is done; returns the bytes of buffer used."""
-        self.queue.traffic.seconds_waiting += self.part.wait()
-        return self.part.buffer_bytes
+        self.queue.traffic.seconds_waiting += self.pass_time()
+        return self.buffer_bytes
 
 
 class BackgroundQueue:
@@ -61,22 +60,25 @@ class BackgroundQueue:
         self._rendezvous, self._port, self._caches = rendezvous, port, caches
         self._new_transport, self._signal_seconds = new_transport, signal_seconds
         self._processor = port.new_processor()
-        self._parts: deque[Part] = deque()  # that are not over, or not counted yet
+        self._parts: deque[Queued] = deque()  # that are not over, or not counted yet
         self._uncounted: Counter[tuple[PlacedPlan, bool]] = Counter()  # how often each was executed
         port.meter.uncounted.append(self._count)
 
     def begin(self, given: PlacedCall) -> Queued:
         """Queue a collective behind the others, at the present time of the flow that begins it."""
-        part = Part(
+        part = Queued(
             given, self._port, self._processor, self.kernel.here(),
-            before=self._parts[-1] if self._parts else None,
-            beginning=self._caches.warm_up() + given.placed.beginning,
-            signalling=self._signal_seconds,
-            send=self._send,
+            self._parts[-1] if self._parts else None,
+            self._caches.warm_up() + given.placed.beginning,
+            self._signal_seconds,
+            self,
         )  # fmt: skip
         self._parts.append(part)
-        self._rendezvous.collective(given, self._port.rank, self._processor).begin(part)
-        return Queued(self, part)
+        collective = self._rendezvous.collective(given, self._port.rank, self._processor)
+        if isinstance(collective, Sent):
+            part.send = self._send
+        collective.begin(part)
+        return part
 
     def settle(self) -> None:
         """Count the seconds of collectives that have ended by the present of the current flow."""
