@@ -1,4 +1,4 @@
-"""The transfers of a schedule as one table, which executors and the simulation read."""
+"""The table of a schedule's transfers, which executors and the simulation read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RoundPart(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Transfers in the order of their rounds, as columns of shape [transfers].
+    """The transfers of a schedule in the order of their rounds, as columns of shape [transfers].
 
     Attributes:
         ranks: of the schedule.

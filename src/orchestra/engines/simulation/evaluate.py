@@ -1,12 +1,12 @@
-"""The times of a collective whose links are its own, for all of its ranks at once.
+"""Computes the times of a collective for all of its ranks at once, if its links are its own.
 
-In a round each rank sends to at most one other, and receives from at most one. A message leaves its
-sender, crosses the links of both ends, and is taken in and added by its receiver, as one that is
-followed by events (participant.py). Messages that share a link cross it in the order of the rows,
-except that one which fits wholly before the last one passes it, unless they are of one connection.
+In a round, each rank sends to at most one rank and receives from at most one. A message costs its
+sender and its receiver what a message costs that is followed by events (participant.py). Messages
+that share a link cross it in the order of the rows. A message that fits on the link before the last
+one passes it, unless both belong to one connection.
 
-`evaluate.c` does it where a compiler was there when Orchestra was installed; `in_numpy` has the
-same operations round by round, so the same bits, in some ten times as long.
+`evaluate.c` computes the times if a C compiler was available when Orchestra was installed.
+`in_numpy` executes the same operations round by round, with the same bits, 30 times more slowly.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ KIND = np.dtype(
     [(name, "f8") for name in ("setup", "rest", "receive", "add", "bytes")]
     + [(name, "i4") for name in ("held", "whole", "of", "unused")]
 )
-"""What a message of some size costs: seconds of a core of speed 1 until its first byte leaves, from
-then until the last one has, to take it in, and to add it; its bytes, and whether its sender waits
-until it is through (`held`). It is the last of a transfer, after `whole` ones of the kind `of`."""
+"""The cost of a message of one size. In seconds of a core of speed 1: `setup` until its first byte
+leaves, `rest` until its last byte leaves, `receive`, `add`. `held` says whether its sender waits
+until it has arrived. The message is the last of a transfer, after `whole` messages of kind `of`."""
 PAIR = np.dtype([("latency", "f8"), ("per_byte", "f8")])
-"""The way of a message: seconds, and seconds for each byte."""
+"""The route of a message: latency in seconds, and seconds per byte."""
 RANK = np.dtype(
     [(n, "f8") for n in ("clock", "waiting", "slowness", "up_from", "up", "down_from", "down")]
     + [("to", "i4"), ("by", "i4")]
 )
-"""A rank: its time, what it has waited, its seconds for one of a core of speed 1; from when until
-when its last message crosses the links on which it sends, and the last one to it those on which it
-receives; whom it has sent to last, and by whom it was sent to."""
+"""The state of a rank: its time, the seconds it has waited, and its seconds per second of a core of
+speed 1; the interval in which its last message crosses its outgoing links (`up`), and the interval
+of the last message to it on its incoming links (`down`); the ranks of these two messages."""
 NOBODY = -1
 REDUCES, FREED = 1, 2
-"""Flags of a transfer: it is added; and to pieces that its receiver sends in the same round."""
+"""Flags of a transfer: its target adds it; and sends the same pieces in the same round."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The transfers of a collective, round by round: columns of shape [transfers] but for `begin`,
-    [rounds + 1], the first of each round.
+    """The transfers of a collective, in the order of their rounds.
 
-    `kind_of` and `pair_of` number rows of `kinds` and `pairs`.
+    All columns have the shape [transfers], except `begin`, [rounds + 1]: the first transfer of each
+    round, and the number of all. `kind_of` and `pair_of` index `kinds` and `pairs`.
     """
 
     ranks: int
@@ -68,7 +68,7 @@ class Rows:
 
     @functools.cached_property
     def most(self) -> int:
-        """The most messages of a transfer."""
+        """The largest number of messages in a transfer."""
         return int(self.kinds["whole"].max(initial=0)) + 1
 
     @functools.cached_property
@@ -78,14 +78,14 @@ class Rows:
         return self.most > 1 or bool(self.kinds["held"][used].any())
 
     def slowed(self, factor: float) -> Rows:
-        """Return the same, where messages cross for `factor` times as long."""
+        """Return the same transfers, each `factor` times as long on its links."""
         pairs = self.pairs.copy()
         pairs["per_byte"] *= factor
         return replace(self, pairs=pairs)
 
 
 def idle(slowness: Floats) -> NDArray[Any]:
-    """Return ranks whose links nothing has crossed."""
+    """Return the state of ranks at time 0 whose links are idle."""
     ranks = np.zeros(len(slowness), RANK)
     ranks["slowness"] = slowness
     for name in ("up_from", "up", "down_from", "down"):
@@ -95,7 +95,7 @@ def idle(slowness: Floats) -> NDArray[Any]:
 
 
 def evaluate(rows: Rows, ranks: NDArray[Any]) -> None:
-    """Bring `ranks`, of dtype `RANK`, from their arrival to the end of the collective."""
+    """Advance `ranks`, of dtype `RANK`, from their arrival to the end of the collective."""
     compiled = library(NAME)
     if compiled is None:
         in_numpy(rows, ranks)
