@@ -449,6 +449,31 @@ def test_a_message_has_what_an_evaluated_collective_leaves() -> None:
     assert arrived == pytest.approx(10e-3 + 100e-6 + 2 * 4e-3, rel=1e-3)
 
 
+def test_a_connection_that_begins_on_a_loaded_link_knows_its_own_bandwidth() -> None:
+    """Collectives over it are evaluated later, when the link has its capacity again."""
+
+    def program(runtime: Runtime) -> float:
+        transport: Any = runtime.transport
+
+        def beside(flow: Transport) -> None:
+            runtime.compute.run(Work("gradient", cast(int, 10e-3)), lambda: None)
+            flow.send(torch.zeros(10_000), 1, FOREIGN).wait()  # against the ring
+            flow.send(torch.zeros(10_000), 0, FOREIGN).wait()
+
+        tasks = [transport.spawn(beside)] if runtime.rank == 2 else []
+        ring, group = ALL_REDUCE["ring"](4), Group(tuple(range(4)))
+        execute(transport, torch.empty(1_000_000, device="meta"), ring, group, TAG)
+        for task in tasks:
+            task.wait()
+        if runtime.rank < 2:
+            transport.receive(2, FOREIGN).wait()
+        bandwidth: float = transport._port.net.stream(2, 0).bandwidth
+        return bandwidth
+
+    outcome = run_ranks(4, program, "lan_1gbit(nodes=4)")
+    assert outcome.results == (125e6,) * 4
+
+
 def test_a_link_is_whole_again_after_it() -> None:
     """The message begins 1 ms before the end of the ring."""
     ended, arrived = meeting(RING - 1e-3 - 100e-6, 125_000)

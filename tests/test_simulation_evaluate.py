@@ -56,7 +56,7 @@ def random_rows(schedule: Schedule, seed: int, most: int) -> Rows:
         target.copy(),
         np.array(flags, np.uint8),
         np.repeat(draw.integers(0, 6, len(rounds)), sizes).astype(np.uint16),
-        draw.integers(0, 3, len(source)).astype(np.uint16),
+        draw.integers(0, 3, len(source)).astype(np.uint32),
         kinds,
         pairs,
     )

@@ -9,6 +9,7 @@ sends and receives its messages, which share links with all other messages (part
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
@@ -138,7 +139,7 @@ class Part:
         return self.given.placed.plan.buffer_bytes[self.place]
 
 
-class Collective:
+class Collective(ABC):
     """The executions of one collective by all of its ranks.
 
     Attributes:
@@ -157,7 +158,7 @@ class Collective:
         assert given.placed is self.placed, f"tag {self.tag}: an all-reduce of unlike vectors"
         self.parts[part.place] = part
         part.collective = self
-        if len(self.parts) == len(self.placed.ranks):
+        if not self.missing:
             self._add_up()
         before = part.before
         if before is None:
@@ -175,8 +176,9 @@ class Collective:
         part.before = None  # a chain of all executions would keep their memory
         self._started(part)
 
+    @abstractmethod
     def _started(self, part: Part) -> None:
-        raise NotImplementedError
+        """Go on with `part`, of which it is known when the thread starts it."""
 
     def _add_up(self) -> None:
         """Replace every rank's vector by its result."""

@@ -24,7 +24,8 @@ struct rank {
 struct rows {
     int64_t ranks, rounds, most, held; /* held: whether any message is */
     const int64_t *begin;
-    const uint16_t *source, *target, *kind_of, *pair_of;
+    const uint16_t *source, *target, *kind_of;
+    const uint32_t *pair_of;
     const uint8_t *flags;
     const struct kind *kinds;
     const struct pair *pairs;

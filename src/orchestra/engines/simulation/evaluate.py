@@ -62,7 +62,7 @@ class Rows:
     target: NDArray[np.uint16]
     flags: NDArray[np.uint8]
     kind_of: NDArray[np.uint16]
-    pair_of: NDArray[np.uint16]
+    pair_of: NDArray[np.uint32]
     kinds: NDArray[Any]
     pairs: NDArray[Any]
 
@@ -159,7 +159,7 @@ class _Round:
         kinds: Columns,
         kind_of: NDArray[np.uint16],
         pairs: Columns,
-        pair_of: NDArray[np.uint16],
+        pair_of: NDArray[np.uint32],
         flags: NDArray[np.uint8],
         source: NDArray[np.uint16],
         target: NDArray[np.uint16],

@@ -19,7 +19,7 @@ from orchestra.engines.simulation.kernel import Events
 from orchestra.engines.simulation.placed import Ends, PlacedPlan
 from orchestra.engines.simulation.processor import Thread
 
-LEAST = 0.5
+LEAST_LEFT = 0.5
 """The least part of a link's capacity that an evaluated collective leaves to others."""
 
 MAX_KEPT = 64
@@ -82,8 +82,9 @@ class Loads:
         ]
         slowed = 1.0
         for link in placed.links if others else ():
-            left = 1 - sum(load.rate(link) for load in others) / link.nominal
-            slowed = max(slowed, 1 / max(LEAST, left))
+            own = self._reduced.get(link, link.nominal)
+            left = 1 - sum(load.rate(link) for load in others) / own
+            slowed = max(slowed, 1 / max(LEAST_LEFT, left))
         for link, (sender, receiver) in placed.links.items():
             if link.activities:
                 links = idle(1 / rates) if links is None else links
@@ -118,7 +119,7 @@ class Loads:
         if loads:
             own = self._reduced.setdefault(link, link.nominal)
             left = own - sum(load.rate(link) for load in loads)
-            self._fluid.set_capacity(link, max(LEAST * own, left))
+            self._fluid.set_capacity(link, max(LEAST_LEFT * own, left))
             self._events.call_at(min(load.last for load in loads), self._restore, link)
 
     def _restore(self, link: Resource) -> None:

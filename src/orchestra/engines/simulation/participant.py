@@ -39,8 +39,8 @@ BLOCKED = None
 class Packet(Load):
     """A message without content; times are infinite as long as they are not known.
 
-    Nobody need learn that one fails: a collective cannot go on without it. Nobody is `free` early.
-    Its sender decides whether it is `fair`.
+    A collective cannot go on without any of its packets, so no rank has to learn that one is lost.
+    The sender decides whether a packet is `fair`.
     """
 
     __slots__ = ("_events", "at_begin", "at_end", "began", "ended")

@@ -234,11 +234,12 @@ class PlacedPlan:
             kinds[number] = kind(rest + 1, bool(code % 2), whole)
         for is_near in (False, True):
             kinds[len(codes) + is_near] = kind(plan.segment, is_near, 0)
-        return kinds, _numbers(kind_of)
+        assert len(kinds) <= 1 << 16, "too many unlike messages"
+        return kinds, kind_of.astype(np.uint16)
 
     def _pairs(
         self, codes: Integers, both_ways: NDArray[np.bool_]
-    ) -> tuple[NDArray[Any], NDArray[np.uint16]]:
+    ) -> tuple[NDArray[Any], NDArray[np.uint32]]:
         """Return the unlike ways of messages, and that of each transfer."""
         ranks, ways = len(self.ranks), sorted(self.streams)
         columns = [
@@ -249,12 +250,8 @@ class PlacedPlan:
         ]
         pairs, kinds = np.unique(np.array(columns, PAIR), return_inverse=True)
         known = np.array([source * ranks + target for source, target in ways])
-        return pairs, _numbers(kinds[2 * np.searchsorted(known, codes) + both_ways])
-
-
-def _numbers(numbers: Integers) -> NDArray[np.uint16]:
-    assert not len(numbers) or numbers.max() < 1 << 16, "too many unlike messages"
-    return numbers.astype(np.uint16)
+        pair_of = kinds[2 * np.searchsorted(known, codes) + both_ways]
+        return pairs, pair_of.astype(np.uint32)
 
 
 def _common(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:

@@ -111,6 +111,8 @@ class Rendezvous:
         collective.missing -= 1
         if not collective.missing:
             del waiting[number]
+            if not waiting:  # all ranks have begun as many, and may count from 0 again
+                del self._open[key], self._begun[key]
         return collective
 
     def _begin(self, given: PlacedCall) -> Collective:

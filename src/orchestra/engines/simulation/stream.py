@@ -72,6 +72,7 @@ class Route:
 
     resources: Sequence[Resource]
     latency: float  # seconds that its first byte takes
+    bandwidth: float  # bytes/s, as long as nothing else crosses the resources
     back: tuple[Resource, ...] = ()  # that its acknowledgements cross
     wire: float = 1.0  # bytes on each resource for each byte of the message
     acknowledgements: float = 0.0  # bytes on the way back for each of these
@@ -120,7 +121,7 @@ class Stream:
 
     def __init__(self, net: Net, route: Route, source: int, target: int) -> None:
         self.route = route
-        self.bandwidth = min(resource.nominal for resource in route.resources)
+        self.bandwidth = route.bandwidth
         # Both directions share a resource, as on a radio channel: acknowledgements always compete.
         self._half_duplex = not set(route.resources).isdisjoint(route.back)
         assert len({*route.resources}) == len(route.resources), "a link is crossed twice"
@@ -155,7 +156,6 @@ class Stream:
         if self.route.delay is not None:
             arrival += self.route.delay(time)
         if self.route.slow_start is not None:
-            self._net.before_arrival(self.route.resources)  # it matters already now what they carry
             arrival += self.route.slow_start.stall(self.on_wire(load.frame_bytes, None), time)
         # A TCP connection keeps the order: a delayed message holds up those behind it.
         self._last = arrival = max(self._last, arrival)

@@ -191,17 +191,17 @@ class World:
         resources = tuple(self._resource(channel) for channel in path.channels)
         owners = {channel.name.rpartition(" ")[0] for channel in path.channels}
         trunks = not owners <= {here.name, there.name}
+        bandwidth = min(channel.bandwidth for channel in path.channels)
         delay = draw = None
         if self._cluster.faults:
             delay = functools.partial(self._cluster.delay, source, target, len(self.nodes))
         # The bandwidth of a loopback is measured with all that it takes: no headers are added.
         if here.name == there.name or not self._cluster.tcp:
-            return Route(resources, path.latency, crosses_trunks=trunks, delay=delay)
+            return Route(resources, path.latency, bandwidth, crosses_trunks=trunks, delay=delay)
         if self._draw_share is not None:
             draw = functools.partial(self._draw_share, source, target)
         tcp, back = self._overhead.tcp, self._cluster.path(there, here)
         round_trip = path.latency + back.latency
-        bandwidth = min(channel.bandwidth for channel in path.channels)
         # At most a window is in flight: that limits the connection like one more link.
         if bandwidth * round_trip > tcp.window:
             bandwidth = tcp.window / round_trip
@@ -213,6 +213,7 @@ class World:
         return Route(
             resources,
             path.latency,
+            bandwidth,
             tuple(map(self._resource, back.channels)) if tcp.acknowledgements else (),
             self._overhead.wire,
             tcp.acknowledgements,
