@@ -103,7 +103,7 @@ class Trial:
             )
 
         def beside(flow: Transport) -> float:
-            flow.collective(replace(call(everyone, own_tag), background=False)).wait()
+            flow.collective(call(everyone, own_tag)._replace(background=False)).wait()
             for task in [flow.collective(call(everyone, own_tag)) for _ in range(2)]:
                 task.wait()
             flow.end_background()

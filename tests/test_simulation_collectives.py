@@ -22,9 +22,10 @@ from orchestra.cluster.calibration import Curve
 from orchestra.cluster.nodes import Line, Overhead
 from orchestra.collectives import Group, execute
 from orchestra.engines.simulation import placed, rendezvous
-from orchestra.engines.simulation.collective import Collective, Followed, PlacedCall, Sent
+from orchestra.engines.simulation.collective import Collective, Followed
 from orchestra.engines.simulation.loads import Loads
 from orchestra.engines.simulation.participant import Participant
+from orchestra.engines.simulation.placed import PlacedPlan
 from orchestra.engines.simulation.rendezvous import Rendezvous
 from orchestra.schedules import ALL_REDUCE, Schedule, hierarchical, ring_reduce_scatter
 from orchestra.trainer.trace import SHOWN, Trace
@@ -66,7 +67,7 @@ class MessageByMessage:
         return getattr(self.inner, name)
 
     def collective(self, call: CollectiveCall) -> Task[int]:
-        return self.inner.collective(replace(call, message_by_message=True))
+        return self.inner.collective(call._replace(message_by_message=True))
 
 
 @dataclass(frozen=True)
@@ -147,11 +148,9 @@ class Trial:
 def followed() -> Iterator[None]:
     """Nothing is evaluated."""
 
-    def begin(self: Rendezvous, given: PlacedCall) -> Collective:
-        usual = _begin(self, given)
-        if isinstance(usual, Sent):
-            return usual
-        return Followed(self._kernel, given.placed, given.call.tag)
+    def begin(self: Rendezvous, placed: PlacedPlan, call: CollectiveCall) -> Collective:
+        usual = _begin(self, placed, call)
+        return usual if usual.is_sent else Followed(self._kernel, placed, call.tag)
 
     with mock.patch.object(Rendezvous, "_begin", begin):
         yield

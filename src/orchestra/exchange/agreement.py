@@ -45,7 +45,7 @@ def agree_on_parameters(worker: Worker, group: Group | None = None) -> None:
 
 def broadcast_buffers(worker: Worker, group: Group) -> None:
     """Give all of `group` the buffers of its first rank, as DistributedDataParallel does."""
-    if len(group) == 1 or worker.rank not in group.ranks:
+    if not worker.buffers or len(group) == 1 or worker.rank not in group.ranks:
         return
     for vector in pack(worker.buffers):
         broadcast(worker.transport, vector.values, group.ranks[0], group, Tag.BUFFERS)

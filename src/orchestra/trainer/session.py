@@ -130,7 +130,7 @@ class Session(Loop):
         self.worker.observe = self.recorder.observe
 
     def _first_roles(self) -> Roles:
-        return self.strategy.roles(self.training.ranks)
+        return roles_of(self.strategy, self.training.ranks)
 
     def _join(self) -> None:
         """Join the others, from the newest checkpoint that fits if there is one. Collective."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -163,7 +162,7 @@ def execute(transport: Transport, call: CollectiveCall) -> int:
     index, length = group.index(transport.rank), vector.numel()
     slots = vector.new_empty(schedule.pieces, length)
     slots[index].copy_(vector)
-    exchange(transport, replace(call, vector=slots.view(-1)), order)
+    exchange(transport, call._replace(vector=slots.view(-1)), order)
     # In the order of the ranks on every rank, so that all get the same bits.
     vector.copy_(slots[0])
     transport.add(vector, *slots[1:])

@@ -205,7 +205,7 @@ class InterceptedTransport(Transport):
 
         def proceed() -> Task[int]:
             messages = operation.message_by_message
-            return begin(replace(call, tag=operation.tag, message_by_message=messages))
+            return begin(call._replace(tag=operation.tag, message_by_message=messages))
 
         return self._begun_behind(operation, proceed)
 

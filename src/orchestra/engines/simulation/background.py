@@ -7,25 +7,26 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from orchestra.engines.simulation.collective import Part, PlacedCall, Sent
+from orchestra.engines.simulation.collective import ByRank, Collective, Part
 from orchestra.engines.simulation.kernel import Flow
 from orchestra.engines.simulation.network import Port
 from orchestra.engines.simulation.placed import PlacedPlan
 from orchestra.engines.simulation.rendezvous import Rendezvous
-from orchestra.transports.protocol import Traffic
+from orchestra.transports.protocol import CollectiveCall, Traffic
 
 if TYPE_CHECKING:
     from orchestra.engines.simulation.transport import SimulatedTransport
 
 
-@dataclass(eq=False)
 class Queued(Part):
     """A collective that waits for its turn, or is under way: a task of the flow that began it."""
 
-    queue: BackgroundQueue
+    __slots__ = ("queue",)
+
+    def __init__(self, collective: Collective, place: int, queue: BackgroundQueue) -> None:
+        self.collective, self.place, self.queue = collective, place, queue
 
     def done(self) -> bool:
         """Return whether `wait` would return at once."""
@@ -37,6 +38,10 @@ class Queued(Part):
         """Let virtual time pass until it is done; returns the bytes of buffer used."""
         self.queue.traffic.seconds_waiting += self.pass_time()
         return self.buffer_bytes
+
+    def send(self) -> None:
+        """Start a flow that sends the messages: somebody wants to see them."""
+        self.queue.send(self)
 
 
 class BackgroundQueue:
@@ -64,31 +69,30 @@ class BackgroundQueue:
         self._uncounted: Counter[tuple[PlacedPlan, bool]] = Counter()  # how often each was executed
         port.meter.uncounted.append(self._count)
 
-    def begin(self, given: PlacedCall) -> Queued:
+    def begin(self, placed: PlacedPlan, call: CollectiveCall) -> Queued:
         """Queue a collective behind the others, at the present time of the flow that begins it."""
-        part = Queued(
-            given, self._port, self._processor, self.kernel.here(),
-            self._parts[-1] if self._parts else None,
-            self._caches.warm_up() + given.placed.beginning,
-            self._signal_seconds,
-            self,
-        )  # fmt: skip
+        place, processor = placed.place[self._port.rank], self._processor
+        collective = self._rendezvous.collective(placed, call, place, processor)
+        before = self._parts[-1] if self._parts else None
+        part = Queued(collective, place, self)
         self._parts.append(part)
-        collective = self._rendezvous.collective(given, self._port.rank, self._processor)
-        if isinstance(collective, Sent):
-            part.send = self._send
-        collective.begin(part)
+        beginning = self._caches.warm_up() + placed.beginning
+        began = self.kernel.here()
+        collective.begin(part, call, processor, began, before, beginning, self._signal_seconds)
         return part
 
     def settle(self) -> None:
         """Count the seconds of collectives that have ended by the present of the current flow."""
-        here = self.kernel.here()
-        while self._parts and self._parts[0].ended <= here:
-            part = self._parts.popleft()
-            if part.sent:
-                self._uncounted[part.given.placed, part.at_once] += 1
-            seconds = part.joined - part.started + part.communicating
-            self.traffic.seconds_in_background += seconds
+        here, parts = self.kernel.here(), self._parts
+        while parts:
+            part = parts[0]
+            collective, place = part.collective, part.place
+            if collective.ended[place] > here:
+                break
+            parts.popleft()
+            if not collective.is_sent:
+                self._uncounted[collective.placed, collective.at_once] += 1
+            self.traffic.seconds_in_background += collective.busy[place]
 
     def _count(self) -> None:
         """Count the bytes and messages of these collectives, before the counters are read."""
@@ -97,19 +101,20 @@ class BackgroundQueue:
             placed.count(placed.place[self._port.rank], self._port, times, arriving=at_once)
         self._uncounted.clear()
 
-    def _send(self, part: Part) -> None:
-        """A flow sends the messages of `part`, whose turn it is: somebody wants to see them."""
+    def send(self, part: Queued) -> None:
+        """Start a flow that sends the messages of `part`, whose turn it is."""
         kernel, transport = self.kernel, self._new_transport()
-        part.sent = False  # the flow counts them
-        part.joined = kernel.now()
+        collective, call = part.collective, part.collective.calls[part.place]
+        assert isinstance(collective, ByRank)
+        assert call is not None
+        collective.join(part)
 
         def live() -> None:
-            transport.exchange(part.given.call)
+            transport.exchange(call)
 
         def ended(flow: Flow) -> None:
             if flow.error is not None:
                 kernel.fail(flow.error)
-            part.communicating = transport.traffic.seconds_communicating
-            part.compute(part.signalling, lambda part: part.end(kernel.now()))
+            collective.end(part, transport.traffic.seconds_communicating)
 
         kernel.start(self._port.rank, live, self._processor).on_end.append(ended)

@@ -108,6 +108,10 @@ class PlacedPlan:
         self.beginning = net.overhead.collective if self.links or not plan.stages else 0.0
         self._steps: dict[int, Sequence[ChargedStep]] = {}
 
+    def near(self, rank: int) -> frozenset[int]:
+        """Return the places of ranks that share memory with `rank`, its own included."""
+        return frozenset(np.flatnonzero(self._host == self.net.hosts[rank]).tolist())
+
     def shares_fairly(self, place: int) -> bool:
         """Return whether messages of the rank at `place` get even shares of links.
 

@@ -10,7 +10,6 @@ from orchestra.engines.simulation.collective import (
     Collective,
     Evaluated,
     Followed,
-    PlacedCall,
     Sent,
 )
 from orchestra.engines.simulation.kernel import Kernel
@@ -56,20 +55,22 @@ class Rendezvous:
         self._groups: dict[tuple[Net, Ranks], int] = {}
         self._asked: dict[tuple[int, ...], tuple[PlacedPlan, object]] = {}
 
-    def contribution(self, net: Net, call: CollectiveCall) -> PlacedCall:
-        """Return `call` with the messages of its collective: the same object for equal ones.
+    def plan(self, net: Net, call: CollectiveCall) -> PlacedPlan:
+        """Return the messages of a collective: the same object for equal ones.
 
         Ranks begin the same ones again and again: these are known by the identity of what is given,
         since to compare it takes time over a thousand ranks.
         """
         schedule, ranks, edges, vector = call.schedule, call.group.ranks, call.edges, call.vector
         identity = id(net), id(schedule), id(ranks), id(edges), vector.numel(), vector.itemsize
-        if identity not in self._asked:
+        known = self._asked.get(identity)
+        if known is None:
             if len(self._asked) > MAX_KNOWN:
                 self._asked.clear()
             # what was asked with lives as long as its identity counts
-            self._asked[identity] = self._place(net, call), (net, schedule, ranks, edges)
-        return PlacedCall(call, self._asked[identity][0])
+            known = self._place(net, call), (net, schedule, ranks, edges)
+            self._asked[identity] = known
+        return known[0]
 
     def _place(self, net: Net, call: CollectiveCall) -> PlacedPlan:
         schedule, ranks = call.schedule, call.group.ranks
@@ -87,27 +88,28 @@ class Rendezvous:
             placed = self._plans[key] = PlacedPlan(net, ranks, plan, group)
         return placed
 
-    def collective(self, given: PlacedCall, rank: int, thread: Thread) -> Collective:
-        """Return the collective that `rank` begins with this call, on `thread`.
+    def collective(
+        self, placed: PlacedPlan, call: CollectiveCall, place: int, thread: Thread
+    ) -> Collective:
+        """Return the collective that the rank at `place` begins with this call, on `thread`.
 
         The first rank to call this for a collective chooses the driver for all ranks.
         """
-        placed, key = given.placed, (given.placed.group, given.call.tag)
+        key = placed.group, call.tag
         # Ranks begin the collectives of a tag in the same order, so a count tells them apart.
         begun = self._begun.get(key)
         if begun is None:
             begun = self._begun[key] = [0] * len(placed.ranks)
-        place = placed.place[rank]
         number, waiting = begun[place], self._open[key]
         begun[place] += 1
-        previous = waiting[number - 1].parts.get(place) if number - 1 in waiting else None
         # Messages are told apart by source and tag alone: those of two flows would be mixed up.
-        assert previous is None or previous.processor is thread, (
-            f"tag {given.call.tag}: two flows of rank {rank} use it at the same time"
+        assert number - 1 not in waiting or waiting[number - 1].is_executed_by(thread, place), (
+            f"tag {call.tag}: two flows of rank {placed.ranks[place]} use it at the same time"
         )
-        if number not in waiting:
-            waiting[number] = self._begin(given)
-        collective = waiting[number]
+        collective = waiting.get(number)
+        if collective is None:
+            collective = waiting[number] = self._begin(placed, call)
+        assert collective.placed is placed, f"tag {call.tag}: an all-reduce of unlike vectors"
         collective.missing -= 1
         if not collective.missing:
             del waiting[number]
@@ -115,8 +117,7 @@ class Rendezvous:
                 del self._open[key], self._begun[key]
         return collective
 
-    def _begin(self, given: PlacedCall) -> Collective:
-        call, placed = given
+    def _begin(self, placed: PlacedPlan, call: CollectiveCall) -> Collective:
         tag = call.tag
         if call.message_by_message or self.faults:
             return Sent(self._kernel, placed, tag)

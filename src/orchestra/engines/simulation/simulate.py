@@ -255,7 +255,7 @@ class Simulation:
             compute,
             self._reporters[rank],
             seed if self._values else lambda number: None,
-            local_rank=sum(other is node for other in world.nodes[:rank]),
+            local_rank=world.local_ranks[rank],
             clock="virtual",
             node=node.name,
             share=self._share,

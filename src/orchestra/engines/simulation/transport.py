@@ -13,7 +13,7 @@ from torch import Tensor
 
 from orchestra.collectives import Group, all_reduce
 from orchestra.engines.simulation.background import BackgroundQueue, Queued
-from orchestra.engines.simulation.collective import Part, PlacedCall, Sent
+from orchestra.engines.simulation.collective import Part
 from orchestra.engines.simulation.kernel import Flow
 from orchestra.engines.simulation.network import Message, Port, Sending
 from orchestra.engines.simulation.participant import carry_out
@@ -121,12 +121,12 @@ class SimulatedTransport(Transport):
         """Begin this rank's part in a collective; see `Transport.collective`."""
         needs_flow = self._background or self._rendezvous.faults or call.message_by_message
         if call.background and call.schedule is not None and not needs_flow:
-            given = self._rendezvous.contribution(self._port.net, call)
-            if given.placed.plan.is_synchronizing:
-                return self._begin_queued(given)
+            placed = self._rendezvous.plan(self._port.net, call)
+            if placed.plan.is_synchronizing:
+                return self._begin_queued(placed, call)
         return super().collective(call)
 
-    def _begin_queued(self, given: PlacedCall) -> Queued:
+    def _begin_queued(self, placed: PlacedPlan, call: CollectiveCall) -> Queued:
         port = self._port
         if self._queue is None:
             self._kernel.catch_up()
@@ -136,7 +136,7 @@ class SimulatedTransport(Transport):
             )
             self._kernel.add_thread(self.rank)
         port.spend(port.signal_seconds, self.traffic)
-        return self._queue.begin(given)
+        return self._queue.begin(placed, call)
 
     def end_background(self) -> None:
         """End the background flow, or what stands for it; see `Transport.end_background`."""
@@ -155,20 +155,20 @@ class SimulatedTransport(Transport):
         if not together or len(call.group) == 1 or not vector.numel():
             return self.exchange(call, over)
         port, kernel = self._port, self._kernel
-        traffic, given = self.traffic, self._rendezvous.contribution(self._port.net, call)
+        traffic, placed = self.traffic, self._rendezvous.plan(self._port.net, call)
         port.keep_order()
         waited, start = traffic.seconds_waiting, kernel.here()
-        port.spend(port.warm_up() + given.placed.beginning, traffic)
-        if not given.placed.plan.is_synchronizing:  # ranks may be through before all have begun
+        port.spend(port.warm_up() + placed.beginning, traffic)
+        if not placed.plan.is_synchronizing:  # ranks may be through before all have begun
             return self.exchange(call, over)
-        thread = kernel.current.processor
-        collective = self._rendezvous.collective(given, self.rank, thread)
-        if isinstance(collective, Sent):
+        place, thread = placed.place[self.rank], kernel.current.processor
+        collective = self._rendezvous.collective(placed, call, place, thread)
+        if collective.is_sent:
             return self.exchange(call, over)
-        part = Part(given, port, thread, kernel.here(), None, 0.0, 0.0)
-        collective.begin(part)
+        part = Part(collective, place)
+        collective.begin(part, call, thread, kernel.here())
         part.pass_time()
-        part.count()
+        part.count(port)
         moved = part.traffic()
         traffic.add(moved)
         moving = start + traffic.seconds_waiting - waited
@@ -177,19 +177,16 @@ class SimulatedTransport(Transport):
 
     def exchange(self, call: CollectiveCall, over: Transport | None = None) -> int:
         """Carry out `call` now, with messages where ranks do not share memory."""
-        ranks, hosts = call.group.ranks, self._port.net.hosts
-        local = frozenset(
-            place for place, rank in enumerate(ranks) if hosts[rank] == hosts[self.rank]
-        )
+        placed = self._rendezvous.plan(self._port.net, call)
 
         def carry_out_here(stage: SumStage) -> tuple[float, float]:
             started, waited = self._kernel.here(), self.traffic.seconds_waiting
             carry_out(stage, call, self._port, self._rendezvous.barriers, self.traffic)
             return started, started + self.traffic.seconds_waiting - waited
 
-        self._sent = self._rendezvous.contribution(self._port.net, call).placed, Counter()
+        self._sent = placed, Counter()
         try:
-            return execute_in_stages(over or self, call, local, carry_out_here)
+            return execute_in_stages(over or self, call, placed.near(self.rank), carry_out_here)
         finally:
             self._sent = None
 

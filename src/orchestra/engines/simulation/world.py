@@ -81,7 +81,9 @@ class World:
         self.rendezvous = Rendezvous(kernel, self.loads, self._crowded, faults)
         self.nodes = cluster.nodes_of(ranks)
         ranks_of: dict[str, list[int]] = defaultdict(list)
+        self.local_ranks: list[int] = []
         for rank, node in enumerate(self.nodes):
+            self.local_ranks.append(len(ranks_of[node.name]))
             ranks_of[node.name].append(rank)
         by_name = {node.name: node for node in self.nodes}
         self._hosts = {name: self._host(by_name[name], ranks_of[name]) for name in by_name}
@@ -172,7 +174,7 @@ class World:
             self.kernel.catch_up()
             ring = ALL_REDUCE["ring"](len(everyone))
             call = CollectiveCall(ring, tensor.view(-1), everyone, Tag.NATIVE)
-            return queue.begin(self.rendezvous.contribution(self._native, call))
+            return queue.begin(self.rendezvous.plan(self._native, call), call)
 
         return begin
 
