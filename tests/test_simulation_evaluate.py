@@ -71,7 +71,8 @@ def test_the_compiled_one_has_the_same_bits(name: str, ranks: int, most: int) ->
     for seed in range(5):
         rows = random_rows(ALL_REDUCE[name](ranks), seed, most)
         draw = np.random.default_rng(seed)
-        state = idle(1 + draw.random(ranks))
+        state = idle(ranks)
+        state["slowness"] = 1 + draw.random(ranks)
         for _ in range(3):
             state["clock"] += draw.random(ranks) * draw.choice([1e-6, 1e-3, 0.1])
             other = state.copy()

@@ -226,7 +226,7 @@ class Evaluated(Collective):
         """Compute when each rank is complete, given the other traffic on its links."""
         placed, joined, rates, thread = self.placed, self._joined, self._rates, self._processors[0]
         assert thread is not None
-        links, slowed = loads.links_before(placed, thread, joined, rates)
+        links, slowed = loads.links_before(placed, thread, joined)
         ends = placed.ends(joined, rates, links, slowed)
         loads.add(placed, thread, joined, ends)
         self.ended = (ends.clock + np.array(self._signalling) / rates).tolist()

@@ -17,12 +17,12 @@ struct pair {
 };
 
 struct rank {
-    double clock, waiting, slowness, up_from, up, down_from, down;
-    int32_t to, by;
+    double clock, waiting, slowness, up, down;
 };
 
 struct rows {
-    int64_t ranks, rounds, most, held; /* held: whether any message is */
+    /* held: whether any message is; mixed: whether any rank has several partners */
+    int64_t ranks, rounds, most, held, mixed;
     const int64_t *begin;
     const uint16_t *source, *target, *kind_of;
     const uint32_t *pair_of;
@@ -37,28 +37,41 @@ struct message {
     double began, ended, held_until;
 };
 
+/* When the last message from a rank began to cross the links, and the last one to it; and with whom
+ * the rank shares these. */
+struct last {
+    double up_from, down_from;
+    int64_t to, by;
+};
+
 static inline double later(double one, double other)
 {
     return one > other ? one : other;
 }
 
-static inline struct message cross(struct rank *from, struct rank *to, int32_t source,
-                                   int32_t target, const struct kind *kind, const struct pair *pair)
+/* `last` is NULL where every rank has one partner: then no message passes another one. */
+static inline __attribute__((always_inline)) void
+cross(struct rank *ranks, struct last *last, int64_t source, int64_t target,
+      const struct kind *kind, const struct pair *pair, struct message *message)
 {
+    struct rank *from = &ranks[source], *to = &ranks[target];
     double there = from->clock + kind->setup * from->slowness + pair->latency;
     double crossing = kind->bytes * pair->per_byte, alone = there + crossing;
     from->clock += (kind->setup + kind->rest) * from->slowness;
-    int same = from->to == target && to->by == source;
-    int passes = !same && alone <= from->up_from && alone <= to->down_from;
+    int passes = last && alone <= last[source].up_from && alone <= last[target].down_from &&
+                 (last[source].to != target || last[target].by != source);
     double began = passes ? there : later(there, later(from->up, to->down));
     double ended = later(began + crossing, from->clock);
     if (!passes) {
-        from->up_from = to->down_from = began;
         from->up = to->down = ended;
-        from->to = target;
-        to->by = source;
+        if (last) {
+            last[source].up_from = last[target].down_from = began;
+            last[source].to = target;
+            last[target].by = source;
+        }
     }
-    return (struct message){began, ended, kind->held ? ended : -INFINITY};
+    message->began = began;
+    message->ended = ended;
 }
 
 static inline void wait_until(struct rank *rank, double time)
@@ -69,48 +82,51 @@ static inline void wait_until(struct rank *rank, double time)
 }
 
 /* `sent` holds `most` messages for each transfer of a round; `row_of` the transfer that a rank sends
- * in it. Inlined twice, since most tables have single messages, and none that is held. */
+ * in it. Inlined for the tables that are common: of single messages, none of which is held. */
 static inline __attribute__((always_inline)) void
-evaluate_rounds(const struct rows *rows, struct rank *ranks, struct message *sent, int64_t *row_of,
-                const int64_t most, const int held)
+evaluate_rounds(const struct rows *rows, struct rank *ranks, struct last *last,
+                struct message *sent, int64_t *row_of, const int64_t most, const int held)
 {
+    const uint16_t *source = rows->source, *target = rows->target, *kind_of = rows->kind_of;
+    const struct kind *kinds = rows->kinds;
     for (int64_t round = 0; round < rows->rounds; round++) {
         int64_t first = rows->begin[round], end = rows->begin[round + 1];
         for (int64_t row = first; row < end; row++) {
-            int32_t source = rows->source[row], target = rows->target[row];
-            const struct kind *last = &rows->kinds[rows->kind_of[row]];
+            const struct kind *final = &kinds[kind_of[row]];
             const struct pair *pair = &rows->pairs[rows->pair_of[row]];
             struct message *messages = &sent[(row - first) * most];
-            int64_t whole = most == 1 ? 0 : last->whole;
+            int64_t whole = most == 1 ? 0 : final->whole;
             for (int64_t number = 0; number <= whole; number++) {
-                const struct kind *kind = number < whole ? &rows->kinds[last->of] : last;
-                messages[number] =
-                    cross(&ranks[source], &ranks[target], source, target, kind, pair);
+                const struct kind *kind = number < whole ? &kinds[final->of] : final;
+                cross(ranks, last, source[row], target[row], kind, pair, &messages[number]);
+                if (held)
+                    messages[number].held_until = kind->held ? messages[number].ended : -INFINITY;
             }
-            row_of[source] = row - first;
+            if (held)
+                row_of[source[row]] = row - first;
         }
         for (int64_t row = first; row < end; row++) {
-            struct rank *rank = &ranks[rows->target[row]];
-            const struct kind *last = &rows->kinds[rows->kind_of[row]];
+            struct rank *rank = &ranks[target[row]];
+            const struct kind *final = &kinds[kind_of[row]];
             uint8_t flags = rows->flags[row];
             struct message *messages = &sent[(row - first) * most];
-            int64_t whole = most == 1 ? 0 : last->whole;
+            int64_t whole = most == 1 ? 0 : final->whole;
             for (int64_t number = 0; number <= whole; number++) {
-                const struct kind *kind = number < whole ? &rows->kinds[last->of] : last;
+                const struct kind *kind = number < whole ? &kinds[final->of] : final;
                 wait_until(rank, messages[number].began);
                 double taken = rank->clock + kind->receive * rank->slowness;
                 rank->clock = later(taken, messages[number].ended);
                 /* It adds to what it sends itself in this round, in as many messages. */
-                if (flags & FREED)
-                    wait_until(rank, sent[row_of[rows->target[row]] * most + number].held_until);
+                if (held && flags & FREED)
+                    wait_until(rank, sent[row_of[target[row]] * most + number].held_until);
                 if (flags & REDUCES)
                     rank->clock += kind->add * rank->slowness;
             }
         }
         for (int64_t row = first; held && row < end; row++) {
-            struct rank *rank = &ranks[rows->source[row]];
+            struct rank *rank = &ranks[source[row]];
             struct message *messages = &sent[(row - first) * most];
-            int64_t whole = most == 1 ? 0 : rows->kinds[rows->kind_of[row]].whole;
+            int64_t whole = most == 1 ? 0 : kinds[kind_of[row]].whole;
             double held_until = messages[0].held_until;
             for (int64_t number = 1; number <= whole; number++)
                 held_until = later(held_until, messages[number].held_until);
@@ -119,10 +135,15 @@ evaluate_rounds(const struct rows *rows, struct rank *ranks, struct message *sen
     }
 }
 
-void evaluate(const struct rows *rows, struct rank *ranks, struct message *sent, int64_t *row_of)
+void evaluate(const struct rows *rows, struct rank *ranks, struct last *last, struct message *sent,
+              int64_t *row_of)
 {
-    if (rows->most == 1 && !rows->held)
-        evaluate_rounds(rows, ranks, sent, row_of, 1, 0);
+    for (int64_t rank = 0; rank < rows->ranks; rank++)
+        last[rank] = (struct last){-INFINITY, -INFINITY, -1, -1};
+    if (rows->most > 1 || rows->held)
+        evaluate_rounds(rows, ranks, last, sent, row_of, rows->most, 1);
+    else if (rows->mixed)
+        evaluate_rounds(rows, ranks, last, sent, row_of, 1, 0);
     else
-        evaluate_rounds(rows, ranks, sent, row_of, rows->most, 1);
+        evaluate_rounds(rows, ranks, 0, sent, row_of, 1, 0);
 }

@@ -3,7 +3,7 @@
 In a round, each rank sends to at most one rank and receives from at most one. A message costs its
 sender and its receiver what a message costs that is followed by events (participant.py). Messages
 that share a link cross it in the order of the rows. A message that fits on the link before the last
-one passes it, unless both belong to one connection.
+one of the collective passes it, unless both belong to one connection.
 
 `evaluate.c` computes the times if a C compiler was available when Orchestra was installed.
 `in_numpy` executes the same operations round by round, with the same bits, 30 times more slowly.
@@ -36,13 +36,11 @@ leaves, `rest` until its last byte leaves, `receive`, `add`. `held` says whether
 until it has arrived. The message is the last of a transfer, after `whole` messages of kind `of`."""
 PAIR = np.dtype([("latency", "f8"), ("per_byte", "f8")])
 """The route of a message: latency in seconds, and seconds per byte."""
-RANK = np.dtype(
-    [(n, "f8") for n in ("clock", "waiting", "slowness", "up_from", "up", "down_from", "down")]
-    + [("to", "i4"), ("by", "i4")]
-)
+RANK = np.dtype([(name, "f8") for name in ("clock", "waiting", "slowness", "up", "down")])
 """The state of a rank: its time, the seconds it has waited, and its seconds per second of a core of
-speed 1; the interval in which its last message crosses its outgoing links (`up`), and the interval
-of the last message to it on its incoming links (`down`); the ranks of these two messages."""
+speed 1; when its last message has crossed its outgoing links (`up`), and the last message to it has
+crossed its incoming links (`down`)."""
+LAST_BYTES = 32  # of `struct last`
 NOBODY = -1
 REDUCES, FREED = 1, 2
 """Flags of a transfer: its target adds it; and sends the same pieces in the same round."""
@@ -77,6 +75,14 @@ class Rows:
         used = np.bincount(self.kind_of, minlength=len(self.kinds)) > 0
         return self.most > 1 or bool(self.kinds["held"][used].any())
 
+    @functools.cached_property
+    def mixed(self) -> bool:
+        """True if any rank sends to several ranks, or receives from several."""
+        to, by = np.empty((2, self.ranks), np.uint16)
+        to[self.source], by[self.target] = self.target, self.source
+        kept = (to[self.source] == self.target) & (by[self.target] == self.source)
+        return not kept.all()
+
     def slowed(self, factor: float) -> Rows:
         """Return the same transfers, each `factor` times as long on its links."""
         pairs = self.pairs.copy()
@@ -84,13 +90,10 @@ class Rows:
         return replace(self, pairs=pairs)
 
 
-def idle(slowness: Floats) -> NDArray[Any]:
-    """Return the state of ranks at time 0 whose links are idle."""
-    ranks = np.zeros(len(slowness), RANK)
-    ranks["slowness"] = slowness
-    for name in ("up_from", "up", "down_from", "down"):
-        ranks[name] = -inf
-    ranks["to"] = ranks["by"] = NOBODY
+def idle(count: int) -> NDArray[Any]:
+    """Return the state of `count` ranks at time 0 whose links are idle."""
+    ranks = np.zeros(count, RANK)
+    ranks["up"] = ranks["down"] = -inf
     return ranks
 
 
@@ -101,10 +104,11 @@ def evaluate(rows: Rows, ranks: NDArray[Any]) -> None:
         in_numpy(rows, ranks)
         return
     assert ranks.flags.c_contiguous
+    last = np.empty(rows.ranks * LAST_BYTES, np.uint8)
     sent = np.empty((rows.ranks * rows.most, 3))  # `struct message`
     row_of = np.empty(rows.ranks, np.int64)
     given = _Rows(
-        rows.ranks, len(rows.begin) - 1, rows.most, rows.held,
+        rows.ranks, len(rows.begin) - 1, rows.most, rows.held, rows.mixed,
         *(column.ctypes.data for column in (
             rows.begin, rows.source, rows.target, rows.kind_of, rows.pair_of, rows.flags,
             rows.kinds, rows.pairs,
@@ -112,7 +116,7 @@ def evaluate(rows: Rows, ranks: NDArray[Any]) -> None:
     )  # fmt: skip
     compiled.evaluate(
         ctypes.byref(given),
-        *(ctypes.c_void_p(each.ctypes.data) for each in (ranks, sent, row_of)),
+        *(ctypes.c_void_p(each.ctypes.data) for each in (ranks, last, sent, row_of)),
     )
 
 
@@ -123,7 +127,7 @@ def is_compiled() -> bool:
 
 class _Rows(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("ranks", "rounds", "most", "held")),
+        *((name, ctypes.c_int64) for name in ("ranks", "rounds", "most", "held", "mixed")),
         *((name, ctypes.c_void_p) for name in (
             "begin", "source", "target", "kind_of", "pair_of", "flags", "kinds", "pairs",
         )),
@@ -133,14 +137,18 @@ class _Rows(ctypes.Structure):
 def in_numpy(rows: Rows, ranks: NDArray[Any]) -> None:
     """Do the same as `evaluate`, round by round."""
     columns, kinds, pairs = (_columns(table) for table in (ranks, rows.kinds, rows.pairs))
+    # When the last message from a rank began to cross the links, and the last one to it; and the
+    # ranks at their other ends.
+    columns |= {name: np.full(rows.ranks, -inf) for name in ("up_from", "down_from")}
+    columns |= {name: np.full(rows.ranks, NOBODY) for name in ("to", "by")}
     for first, end in zip(rows.begin[:-1].tolist(), rows.begin[1:].tolist(), strict=True):
         if first < end:
             here = slice(first, end)
             kind_of, pair_of = rows.kind_of[here], rows.pair_of[here]
             flags, ends = rows.flags[here], (rows.source[here], rows.target[here])
             _Round(columns, kinds, kind_of, pairs, pair_of, flags, *ends).execute()
-    for name, column in columns.items():
-        ranks[name] = column
+    for name in RANK.names or ():
+        ranks[name] = columns[name]
 
 
 Columns = dict[str, NDArray[Any]]

@@ -55,8 +55,8 @@ class Loads:
         self._reduced: dict[Resource, float] = {}  # links with reduced capacity, and their own one
 
     def links_before(
-        self, placed: PlacedPlan, thread: Thread, joined: Floats, rates: Floats
-    ) -> tuple[NDArray[Any] | None, float]:
+        self, placed: PlacedPlan, thread: Thread, joined: Floats
+    ) -> tuple[NDArray[Any], float]:
         """Return the state of the links when a collective starts, and a factor on message times.
 
         The messages of the same threads' previous collective leave the links first, and so do
@@ -65,16 +65,16 @@ class Loads:
 
         Args:
             joined: when each rank is ready, by place.
-            rates: core-seconds per second of each rank.
 
         Returns:
-            The state, of dtype `evaluate.RANK`, or None if the links are idle; and the factor.
+            The state, of dtype `evaluate.RANK`, and the factor.
         """
-        first, links = float(joined.min()), None
+        first = float(joined.min())
         previous = self._latest.get((placed.group, thread))
         if previous is not None and first < previous.last:
             links = previous.links.copy()
-            links["slowness"] = 1 / rates
+        else:
+            links = idle(len(joined))
         others = [
             load
             for load in self._latest.values()
@@ -87,7 +87,6 @@ class Loads:
             slowed = max(slowed, 1 / max(LEAST_LEFT, left))
         for link, (sender, receiver) in placed.links.items():
             if link.activities:
-                links = idle(1 / rates) if links is None else links
                 free = max(map(self._end, link.activities))
                 if sender != NOBODY:
                     links["up"][sender] = max(links["up"][sender], free)

@@ -20,7 +20,6 @@ from orchestra.engines.simulation.evaluate import (
     Integers,
     Rows,
     evaluate,
-    idle,
 )
 from orchestra.engines.simulation.fluid import Resource
 from orchestra.engines.simulation.network import Net, Port
@@ -174,19 +173,19 @@ class PlacedPlan:
         self,
         arrivals: Floats,
         rates: Floats,
-        links: NDArray[Any] | None = None,
-        slowed: float = 1.0,
+        links: NDArray[Any],
+        slowed: float,
     ) -> Ends:
         """Evaluate all rounds.
 
         Args:
             arrivals: by place, when each rank arrives.
             rates: seconds of a core of speed 1 that it computes in a second.
-            links: as they are left by what crosses them before.
+            links: as what crosses them before leaves them (`evaluate.RANK`); it is changed.
             slowed: how many times as long as alone messages cross the links.
         """
-        ranks = idle(1 / rates) if links is None else links.copy()
-        ranks["clock"], ranks["waiting"] = arrivals, 0.0
+        ranks = links
+        ranks["clock"], ranks["waiting"], ranks["slowness"] = arrivals, 0.0, 1 / rates
         rows = self.rows if slowed == 1.0 else self.rows.slowed(slowed)
         evaluate(rows, ranks)
         last = self.net.overhead.add * self.plan.added_slots_bytes / rates
