@@ -45,7 +45,10 @@ class Part:
         """Block the current flow until it is complete; return the virtual seconds that passed."""
         collective, place = self.collective, self.place
         kernel = collective.kernel
-        flow, started = kernel.current, kernel.here()
+        started = kernel.here()
+        if collective.ended[place] <= started:
+            return 0.0
+        flow = kernel.current
         if collective.ended[place] == inf:
             collective.tell(place, functools.partial(kernel.resume, flow))
             flow.waits = self._waits

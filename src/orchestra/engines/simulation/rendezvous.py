@@ -33,6 +33,21 @@ MAX_PLANS = 4_000
 """Plans that are kept: groups that are drawn at random would leave one for each."""
 
 
+class Begun:
+    """The collectives of a group with one tag.
+
+    Ranks begin them in the same order, so a count tells them apart.
+
+    Attributes:
+        count: by place, how many each rank has begun.
+        waiting: by number, those that some have begun, and others have not.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.count = [0] * ranks
+        self.waiting: dict[int, Collective] = {}
+
+
 class Rendezvous:
     """Brings the ranks of each collective together.
 
@@ -45,9 +60,7 @@ class Rendezvous:
     ) -> None:
         self.faults, self.barriers = faults, Barriers(kernel)
         self._kernel, self._loads, self._crowded = kernel, loads, crowded
-        # By group and tag: how many collectives each rank has begun, and those that some have not.
-        self._begun: dict[tuple[int, int], list[int]] = {}
-        self._open: dict[tuple[int, int], dict[int, Collective]] = defaultdict(dict)
+        self._begun: dict[tuple[int, int], Begun] = {}  # by group and tag
         self._ready: dict[float, list[Evaluated]] = defaultdict(list)  # by time of evaluation
         # As long as somebody has one: all ranks of a collective have to find the same.
         self._plans: WeakValueDictionary[object, PlacedPlan] = WeakValueDictionary()
@@ -96,12 +109,11 @@ class Rendezvous:
         The first rank to call this for a collective chooses the driver for all ranks.
         """
         key = placed.group, call.tag
-        # Ranks begin the collectives of a tag in the same order, so a count tells them apart.
         begun = self._begun.get(key)
         if begun is None:
-            begun = self._begun[key] = [0] * len(placed.ranks)
-        number, waiting = begun[place], self._open[key]
-        begun[place] += 1
+            begun = self._begun[key] = Begun(len(placed.ranks))
+        number, waiting = begun.count[place], begun.waiting
+        begun.count[place] = number + 1
         # Messages are told apart by source and tag alone: those of two flows would be mixed up.
         assert number - 1 not in waiting or waiting[number - 1].is_executed_by(thread, place), (
             f"tag {call.tag}: two flows of rank {placed.ranks[place]} use it at the same time"
@@ -114,7 +126,7 @@ class Rendezvous:
         if not collective.missing:
             del waiting[number]
             if not waiting:  # all ranks have begun as many, and may count from 0 again
-                del self._open[key], self._begun[key]
+                del self._begun[key]
         return collective
 
     def _begin(self, placed: PlacedPlan, call: CollectiveCall) -> Collective:
