@@ -387,6 +387,32 @@ def test_they_do_in_simgrid() -> None:
     assert ends == pytest.approx(ENDS_OF_UNLIKE, rel=1e-4)
 
 
+def test_a_slow_trunk_does_not_lower_shares_of_other_links() -> None:
+    """One message comes over a trunk of 5 MB/s, another from beside: both get what is fair, as
+    emulated nodes do, though the first one's queue is longer."""
+    fast, slow, none = Link(12.5e6, 250e-6), Link(5e6, 250e-6), Link(3e9, 0.0)
+
+    def node(name: str, switch: str) -> Node:
+        return Node(name, 2, speed=1, jitter=None, switch=switch, up=fast, down=fast, loopback=none)
+
+    rack = NetworkSwitch("rack", to="top", up=slow, down=slow)
+    members = node("near", "top"), node("target", "top"), node("far", "rack")
+    on = Cluster("test", members, (NetworkSwitch("top"), rack), placement="spread")
+    size = 1_000_000
+
+    def program(runtime: Runtime) -> float:
+        transport = runtime.transport
+        if runtime.rank != 1:
+            transport.send(torch.zeros((size - header_bytes(1)) // 4), 1, TAG).wait()
+            return 0.0
+        transport.receive(2, TAG).wait()
+        return transport.now()
+
+    outcome = run_ranks(3, program, on, replace(FREE, tcp=replace(FREE.tcp, queue=20537)))
+    assert outcome.failure is None, outcome.failure
+    assert outcome.results[1] == pytest.approx(size / 5e6, rel=0.01)
+
+
 def test_rings_are_evaluated_at_once_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """With acknowledgements."""
     evaluated = []

@@ -338,7 +338,7 @@ class Tcp(Settings):
     )
     window: float = quantity(BYTES, 4 * 1024**2, "in flight on one connection at most", above=0)
     queue: float = quantity(
-        BYTES, 20537, "at each link: shares go by 1 / (latency + queue / bandwidth)", low=0
+        BYTES, 20537, "at a node's link: shares go by 1 / (latency + queue / bandwidth)", low=0
     )
     unfairness: float = setting(
         0.4, "standard deviation of the logarithm of a message's share of a link", low=0, high=5
