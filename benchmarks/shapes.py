@@ -49,6 +49,7 @@ SCALED = {
     "ring-gather": 'AllReduce("ring_gather")',
     "parallel": 'AllReduce("parallel")',
     "16 servers": "ParameterServer(servers=16)",
+    "16 servers without overlap": "ParameterServer(servers=16)",
     "server beside": 'ParameterServer(placement="beside")',
     "asynchronous": f"ParameterServer({ASYNCHRONOUS})",
     "bounded staleness": 'ParameterServer(consistency="bounded", staleness=1)',
@@ -65,7 +66,10 @@ SCALED = {
 }
 """By label."""
 
-SETTINGS: dict[str, dict[str, Any]] = {"server without overlap": {"overlap": False}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "server without overlap": {"overlap": False},
+    "16 servers without overlap": {"overlap": False},
+}
 """Further settings of a row."""
 
 AIMS = {"ring": 25.0}

@@ -1,6 +1,7 @@
 """Collectives beside the flows of a rank, one after the other on a thread of their own.
 
-No flow is needed for them: their times follow from when each was begun.
+No flow is needed for them, unless their messages are sent: their times follow from when each was
+begun.
 """
 
 from __future__ import annotations

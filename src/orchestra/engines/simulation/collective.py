@@ -2,8 +2,9 @@
 
 The driver is chosen when the first rank begins the collective, and never changes. A collective
 whose ranks have links and cores of their own is evaluated: one function computes the times of all
-ranks as soon as the last rank has begun (evaluate.py). Any other collective is followed: each rank
-sends and receives its messages, which share links with all other messages (participant.py).
+ranks as soon as the last rank has begun (evaluate.py). Others are followed: each rank sends and
+receives its messages, which share links with all other messages (participant.py). `Rendezvous`
+decides. Beside the two, flows send the messages for a timeline or a fault (`Sent`).
 """
 
 from __future__ import annotations

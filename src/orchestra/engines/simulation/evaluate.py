@@ -33,7 +33,8 @@ KIND = np.dtype(
 )
 """The cost of a message of one size. In seconds of a core of speed 1: `setup` until its first byte
 leaves, `rest` until its last byte leaves, `receive`, `add`. `held` says whether its sender waits
-until it has arrived. The message is the last of a transfer, after `whole` messages of kind `of`."""
+until it has arrived. The message is the last of a transfer, after `whole` messages of kind `of`.
+`unused` pads it."""
 PAIR = np.dtype([("latency", "f8"), ("per_byte", "f8")])
 """The route of a message: latency in seconds, and seconds per byte."""
 RANK = np.dtype([(name, "f8") for name in ("clock", "waiting", "slowness", "up", "down")])
@@ -73,7 +74,7 @@ class Rows:
     def held(self) -> bool:
         """True if the sender of any message waits until it has arrived."""
         used = np.bincount(self.kind_of, minlength=len(self.kinds)) > 0
-        return self.most > 1 or bool(self.kinds["held"][used].any())
+        return bool(self.kinds["held"][used].any())
 
     @functools.cached_property
     def mixed(self) -> bool:

@@ -172,7 +172,10 @@ class Kernel(Events):
         self.changes += 1
 
     def resume(self, flow: Flow) -> None:
-        """From an event: the turn of a parked `flow` comes next, once its rank is not held."""
+        """From an event: a parked `flow` goes on behind those whose turn has come before.
+
+        If its rank is held, that is once `let_go` is called.
+        """
         if flow.rank in self.held:
             flow.due = True
         elif not flow.dead:

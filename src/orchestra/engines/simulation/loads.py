@@ -1,7 +1,8 @@
 """The load that evaluated collectives put on links, for messages that start later.
 
 The times of an evaluated collective are never revised. A message that starts on one of its links
-before it ends gets the capacity that the collective leaves on average, and at least half of it.
+before it ends gets the capacity that the collective leaves on average, and at least half of it. So
+do messages that are on this link already.
 """
 
 from __future__ import annotations

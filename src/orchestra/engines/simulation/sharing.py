@@ -65,8 +65,12 @@ class Resource:
             used += activity.present_rate
         return used
 
-    def fits_shares(self, mark: int) -> bool:
-        """Return whether it has room for the shares that the sharing `mark` gives to activities."""
+    def fits_shares(self, mark: int, highest: float) -> bool:
+        """Return whether it has room for the shares that the sharing `mark` gives to activities,
+        none of which is above `highest`.
+        """
+        if len(self.activities) * max(highest, self.fastest) <= self.capacity:
+            return True  # without adding up
         used = 0.0
         for activity in self.activities:
             used += activity.share if activity.mark == mark else activity.present_rate
@@ -242,7 +246,9 @@ def share(seed: Resource, mark: int) -> Shared:
             activities.append(activity)
     shared = [resource for resource in reached if len(resource.activities) > 1]
     _fill(activities, shared)
-    return Shared(activities, shared, [other for other in loose if not other.fits_shares(mark)])
+    highest = max((activity.share for activity in activities), default=0.0)
+    overfull = [other for other in loose if not other.fits_shares(mark, highest)]
+    return Shared(activities, shared, overfull)
 
 
 def _fill(activities: list[Activity], shared: list[Resource]) -> None:

@@ -109,14 +109,9 @@ class Load:
 class Stream:
     """What one rank sends to another, a message after the other: latency first, then bandwidth.
 
-    `delay(t)` is what a message that is sent at time t takes beyond the latency, in seconds;
-    `draw_share()` gives the share of a link that the next one has, where it is not 1.
-
     Attributes:
-        resources: that it crosses.
-        latency: seconds until the first byte is there.
-        bandwidth: bytes/s, as long as nothing else crosses them.
-        slow_start: of the connection, where it takes long.
+        route: the way of all of them.
+        bandwidth: bytes/s, as long as nothing else crosses its links.
     """
 
     def __init__(self, net: Net, route: Route, source: int, target: int) -> None:
@@ -143,7 +138,7 @@ class Stream:
         if self.route.delay is None and self.route.slow_start is None:
             self._events.call_at(time + self.route.latency, self.arrive, load)
         # A flow that is ahead may not fix the arrival yet: others of its rank may still send before
-        # it in virtual time (docs/decisions/0105-long-links-in-order.md).
+        # it in virtual time, and what slow start takes depends on their order.
         elif time > self._events.now():
             self._events.call_at(time, self._depart, load)  # behind others that are sent before
         else:

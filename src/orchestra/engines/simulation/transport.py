@@ -61,8 +61,8 @@ class SimulatedTransport(Transport):
         traffic.messages_sent += 1
         overhead = port.net.overhead
         if to == self.rank:
-            if overhead.local is not None:
-                port.spend(overhead.local.at(tensor.nbytes), traffic)
+            local = 0.0 if overhead.local is None else overhead.local.at(tensor.nbytes)
+            port.spend(local + 2 * self._handling, traffic)  # of both ends
             # Other flows read the mailbox too: nothing may be in it before its time.
             self._kernel.catch_up()
             port.mailbox.deliver_local(payload, tag)
@@ -148,7 +148,7 @@ class SimulatedTransport(Transport):
             self._queue = None
 
     def execute(self, call: CollectiveCall, over: Transport | None = None) -> int:
-        """Carry out a collective, without messages if all of its ranks meet; see `Transport`."""
+        """Carry out a collective, without a flow's messages if all ranks meet; see `Transport`."""
         schedule, vector = call.schedule, call.vector
         assert schedule is not None
         together = schedule.all_reduce or schedule.synchronizing
