@@ -16,11 +16,13 @@ from unittest import mock
 
 import pytest
 import torch
+from tests import simulated as costs
 from tests.laboratory import sleep
 from tests.simulated import Second, run_ranks, simulated
 from tests.test_contract import SIZES, TABLE, Row, with_sizes
 from tests.training import settings, step_lines, train_processes
 
+from orchestra.cluster.nodes import Line
 from orchestra.collectives import Group, all_reduce
 from orchestra.data import Contiguous
 from orchestra.engines.simulation.contexts import GreenletContext, ThreadContext
@@ -242,6 +244,16 @@ def test_work_takes_what_the_costs_say_and_messages_their_way() -> None:
     way = 100e-6 + (5_000_000 + 27) / 125e6  # 50 us of each link; and a header
     assert sender == pytest.approx(2 + way, rel=1e-9)
     assert receiver == pytest.approx(max(3.0, 2 + way), rel=1e-9)
+
+
+def test_a_message_of_a_rank_to_itself_takes_what_surrounds_it_at_both_ends() -> None:
+    def program(runtime: Runtime) -> float:
+        runtime.transport.send(torch.zeros(1000), 0, 7)
+        runtime.transport.receive(0, 7).wait()
+        return runtime.transport.now()
+
+    overhead = replace(costs.FREE, local=Line(0.5, 1e-3), handling=0.125)
+    assert run_ranks(1, program, overhead=overhead).results == (0.5 + 4.0 + 0.25,)
 
 
 def test_ranks_that_share_cores_slow_each_other() -> None:
