@@ -80,7 +80,8 @@ def main() -> None:
         for case in cases
         if not all(torch.equal(*pair) for pair in zip(ours[case], theirs[case], strict=True))
     ]
-    print(f"trained {len(cases)} differ {differ}", flush=True)
+    # One write: lines of two ranks do not mix.
+    print(f"trained {len(cases)} differ {differ}\n", end="", flush=True)
 
 
 if __name__ == "__main__":
