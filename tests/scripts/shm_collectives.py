@@ -133,7 +133,7 @@ def main() -> None:
         found.append(list(results(dist.get_rank(), dist.get_world_size())))
         dist.destroy_process_group()
     differ = [n for n, pair in enumerate(zip(*found, strict=True)) if not torch.equal(*pair)]
-    print(f"compared {len(found[0])} differ {differ}", flush=True)
+    print(f"compared {len(found[0])} differ {differ}\n", end="", flush=True)
 
 
 if __name__ == "__main__":
