@@ -147,7 +147,9 @@ def in_numpy(rows: Rows, ranks: NDArray[Any]) -> None:
             here = slice(first, end)
             kind_of, pair_of = rows.kind_of[here], rows.pair_of[here]
             flags, ends = rows.flags[here], (rows.source[here], rows.target[here])
-            _Round(columns, kinds, kind_of, pairs, pair_of, flags, *ends).execute()
+            each = _Round(columns, kinds, kind_of, pairs, pair_of, flags, *ends)
+            each.mixed, each.any_held = rows.mixed, rows.held
+            each.execute()
     for name in RANK.names or ():
         ranks[name] = columns[name]
 
@@ -160,7 +162,12 @@ def _columns(table: NDArray[Any]) -> Columns:
 
 
 class _Round:
-    """The transfers of one round, and all `ranks`."""
+    """The transfers of one round, and all `ranks`.
+
+    `mixed` and `any_held` are those of `Rows`: where they are false, much changes nothing.
+    """
+
+    mixed = any_held = True
 
     def __init__(
         self,
@@ -188,7 +195,8 @@ class _Round:
             self._cross(number, *self._messages(number))
         for number in range(self.most):
             self._take(number, *self._messages(number))
-        self._wait(self.source, self.gone[self.source])
+        if self.any_held:
+            self._wait(self.source, self.gone[self.source])
 
     def _messages(self, number: int) -> tuple[slice | Integers, NDArray[Any]]:
         """Return the transfers that have a message of this number, and the kinds of these."""
@@ -204,29 +212,29 @@ class _Round:
         leaving = clock[source]
         there = leaving + setup * slowness + self.latency[some]
         crossing = kinds["bytes"][kind] * self.per_byte[some]
-        alone = there + crossing
         left = leaving + (setup + kinds["rest"][kind]) * slowness
         clock[source] = left
         busy = np.maximum(ranks["up"][source], ranks["down"][target])
-        passes = (alone <= ranks["up_from"][source]) & (alone <= ranks["down_from"][target])
-        passes &= (ranks["to"][source] != target) | (ranks["by"][target] != source)
-        start = np.maximum(there, busy)
-        if passes.any():
-            start = np.where(passes, there, start)
-            queued = ~passes
-        else:
-            queued = slice(None)
+        start, queued = np.maximum(there, busy), slice(None)
+        if self.mixed:
+            alone = there + crossing
+            passes = (alone <= ranks["up_from"][source]) & (alone <= ranks["down_from"][target])
+            passes &= (ranks["to"][source] != target) | (ranks["by"][target] != source)
+            if passes.any():
+                start = np.where(passes, there, start)
+                queued = ~passes
         until = np.maximum(start + crossing, left)
         self.began[number, some], self.ended[number, some] = start, until
-        held = kinds["held"][kind] > 0
-        self.held[number, some] = held
-        if held.any():
+        if self.any_held:
+            held = kinds["held"][kind] > 0
+            self.held[number, some] = held
             own = self.gone[source]
             self.gone[source] = np.where(held, np.maximum(own, until), own)
         source, target = source[queued], target[queued]
-        ranks["up_from"][source] = ranks["down_from"][target] = start[queued]
         ranks["up"][source] = ranks["down"][target] = until[queued]
-        ranks["to"][source], ranks["by"][target] = target, source
+        if self.mixed:
+            ranks["up_from"][source] = ranks["down_from"][target] = start[queued]
+            ranks["to"][source], ranks["by"][target] = target, source
 
     def _take(self, number: int, some: slice | Integers, kind: NDArray[Any]) -> None:
         target, clock, slowness = self.target[some], self.ranks["clock"], self.ranks["slowness"]
@@ -235,7 +243,7 @@ class _Round:
         moving = clock[target] + self.kinds["receive"][kind] * slow
         clock[target] = np.maximum(moving, self.ended[number, some])
         flags = self.flags[some]
-        if (freed := flags & FREED > 0).any():
+        if self.any_held and (freed := flags & FREED > 0).any():
             row_of = np.full(len(clock), NOBODY)
             row_of[self.source] = np.arange(len(self.source))
             receiver = target[freed]
