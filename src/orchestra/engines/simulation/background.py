@@ -40,9 +40,9 @@ class Queued(Part):
         self.queue.traffic.seconds_waiting += self.pass_time()
         return self.buffer_bytes
 
-    def send(self) -> None:
+    def send(self, collective: ByRank) -> None:
         """Start a flow that sends the messages: somebody wants to see them."""
-        self.queue.send(self)
+        self.queue.send(self, collective)
 
 
 class BackgroundQueue:
@@ -102,11 +102,10 @@ class BackgroundQueue:
             placed.count(placed.place[self._port.rank], self._port, times, arriving=at_once)
         self._uncounted.clear()
 
-    def send(self, part: Queued) -> None:
-        """Start a flow that sends the messages of `part`, whose turn it is."""
+    def send(self, part: Queued, collective: ByRank) -> None:
+        """Start a flow that sends the messages of `part` of `collective`, whose turn it is."""
         kernel, transport = self.kernel, self._new_transport()
-        collective, call = part.collective, part.collective.calls[part.place]
-        assert isinstance(collective, ByRank)
+        call = collective.calls[part.place]
         assert call is not None
         collective.join(part)
 

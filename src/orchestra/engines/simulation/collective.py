@@ -70,8 +70,8 @@ class Part:
         others = missing or ranks[: self.place] + ranks[self.place + 1 :]
         return others, f"to add up, tag {collective.tag}"
 
-    def send(self) -> None:
-        """Start a flow that sends the messages; called if the collective `is_sent`."""
+    def send(self, collective: ByRank) -> None:
+        """Start a flow that sends the messages of `collective`, its own, which `is_sent`."""
         raise AssertionError("a flow that begins a collective itself sends the messages, too")
 
     def count(self, port: Port) -> None:
@@ -327,7 +327,7 @@ class Sent(ByRank):
     is_sent = True
 
     def _execute(self, part: Part) -> None:
-        part.send()
+        part.send(self)
 
     def _add_up(self) -> None:
         """Do nothing: the messages carry the values."""

@@ -144,12 +144,7 @@ def in_numpy(rows: Rows, ranks: NDArray[Any]) -> None:
     columns |= {name: np.full(rows.ranks, NOBODY) for name in ("to", "by")}
     for first, end in zip(rows.begin[:-1].tolist(), rows.begin[1:].tolist(), strict=True):
         if first < end:
-            here = slice(first, end)
-            kind_of, pair_of = rows.kind_of[here], rows.pair_of[here]
-            flags, ends = rows.flags[here], (rows.source[here], rows.target[here])
-            each = _Round(columns, kinds, kind_of, pairs, pair_of, flags, *ends)
-            each.mixed, each.any_held = rows.mixed, rows.held
-            each.execute()
+            _Round(rows, slice(first, end), columns, kinds, pairs).execute()
     for name in RANK.names or ():
         ranks[name] = columns[name]
 
@@ -162,32 +157,23 @@ def _columns(table: NDArray[Any]) -> Columns:
 
 
 class _Round:
-    """The transfers of one round, and all `ranks`.
-
-    `mixed` and `any_held` are those of `Rows`: where they are false, much changes nothing.
-    """
-
-    mixed = any_held = True
+    """The transfers `here` of `rows`, which are one round, and all `ranks`."""
 
     def __init__(
-        self,
-        ranks: Columns,
-        kinds: Columns,
-        kind_of: NDArray[np.uint16],
-        pairs: Columns,
-        pair_of: NDArray[np.uint32],
-        flags: NDArray[np.uint8],
-        source: NDArray[np.uint16],
-        target: NDArray[np.uint16],
+        self, rows: Rows, here: slice, ranks: Columns, kinds: Columns, pairs: Columns
     ) -> None:
-        self.ranks, self.kinds, self.kind_of = ranks, kinds, kind_of
+        self.ranks, self.kinds, self.kind_of = ranks, kinds, rows.kind_of[here]
+        pair_of = rows.pair_of[here]
         self.latency, self.per_byte = pairs["latency"][pair_of], pairs["per_byte"][pair_of]
-        self.flags, self.source, self.target = flags, source, target
-        self.whole = kinds["whole"][kind_of]
+        self.flags, self.source, self.target = (
+            rows.flags[here], rows.source[here], rows.target[here],
+        )  # fmt: skip
+        self.mixed, self.any_held = rows.mixed, rows.held  # without them much changes nothing
+        self.whole = kinds["whole"][self.kind_of]
         self.most = int(self.whole.max()) + 1
         # By number of the message in its transfer.
-        self.began, self.ended = np.empty((2, self.most, len(source)))
-        self.held = np.zeros((self.most, len(source)), np.bool_)
+        self.began, self.ended = np.empty((2, self.most, len(self.source)))
+        self.held = np.zeros((self.most, len(self.source)), np.bool_)
         self.gone = np.full(len(ranks["clock"]), -inf)
 
     def execute(self) -> None:

@@ -33,7 +33,7 @@ MAX_PLANS = 4_000
 """Plans that are kept: groups that are drawn at random would leave one for each."""
 
 
-class Begun:
+class TaggedCollectives:
     """The collectives of a group with one tag.
 
     Ranks begin them in the same order, so a count tells them apart.
@@ -60,7 +60,7 @@ class Rendezvous:
     ) -> None:
         self.faults, self.barriers = faults, Barriers(kernel)
         self._kernel, self._loads, self._crowded = kernel, loads, crowded
-        self._begun: dict[tuple[int, int], Begun] = {}  # by group and tag
+        self._begun: dict[tuple[int, int], TaggedCollectives] = {}  # by group and tag
         self._ready: dict[float, list[Evaluated]] = defaultdict(list)  # by time of evaluation
         # As long as somebody has one: all ranks of a collective have to find the same.
         self._plans: WeakValueDictionary[object, PlacedPlan] = WeakValueDictionary()
@@ -111,7 +111,7 @@ class Rendezvous:
         key = placed.group, call.tag
         begun = self._begun.get(key)
         if begun is None:
-            begun = self._begun[key] = Begun(len(placed.ranks))
+            begun = self._begun[key] = TaggedCollectives(len(placed.ranks))
         number, waiting = begun.count[place], begun.waiting
         begun.count[place] = number + 1
         # Messages are told apart by source and tag alone: those of two flows would be mixed up.
