@@ -173,7 +173,7 @@ class PlacedPlan:
         self,
         arrivals: Floats,
         rates: Floats,
-        links: NDArray[Any],
+        ranks: NDArray[Any],
         slowed: float,
     ) -> Ends:
         """Evaluate all rounds.
@@ -181,10 +181,9 @@ class PlacedPlan:
         Args:
             arrivals: by place, when each rank arrives.
             rates: seconds of a core of speed 1 that it computes in a second.
-            links: as what crosses them before leaves them (`evaluate.RANK`); it is changed.
+            ranks: their state (`evaluate.RANK`), of which the links count; it is changed.
             slowed: how many times as long as alone messages cross the links.
         """
-        ranks = links
         ranks["clock"], ranks["waiting"], ranks["slowness"] = arrivals, 0.0, 1 / rates
         rows = self.rows if slowed == 1.0 else self.rows.slowed(slowed)
         evaluate(rows, ranks)

@@ -191,12 +191,12 @@ class World:
         here, there = self.nodes[source], self.nodes[target]
         path = self._cluster.path(here, there)
         resources = tuple(self._resource(channel) for channel in path.channels)
-        nodes = [
+        at_nodes = [
             channel
             for channel in path.channels
             if channel.name.rpartition(" ")[0] in (here.name, there.name)
         ]
-        trunks = len(nodes) < len(path.channels)
+        trunks = len(at_nodes) < len(path.channels)
         bandwidth = min(channel.bandwidth for channel in path.channels)
         delay = draw = None
         if self._cluster.faults:
@@ -215,7 +215,7 @@ class World:
             resources = (*resources, Resource(name, bandwidth))
         # The weight of a share: SimGrid's CM02 with weight-S, but for the queues of trunks
         # (docs/decisions/0095-tcp.md).
-        whole = path.latency + sum(tcp.queue / channel.bandwidth for channel in nodes)
+        whole = path.latency + sum(tcp.queue / channel.bandwidth for channel in at_nodes)
         is_long = bandwidth * round_trip > max(LONG, tcp.first_window)
         return Route(
             resources,
