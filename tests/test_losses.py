@@ -221,7 +221,8 @@ def test_there_are_checkpoints_after_a_loss_in_place(
     assert [part["sample"] for part in record.ranks_history] == [0, newest[1].consumed]
     assert record.samples == 20 * 4 * 8
     consumed = sum(line["samples"] for rank in range(4) for line in step_lines(tmp_path, rank))
-    assert 20 * 4 * 8 - 8 <= consumed <= 20 * 4 * 8
+    # Rank 1 died in its third step: the lines of the two before it may not have been written yet.
+    assert 20 * 4 * 8 - 2 * 11 <= consumed <= 20 * 4 * 8
 
 
 @pytest.mark.matrix
