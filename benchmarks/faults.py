@@ -385,7 +385,8 @@ def _last(error: str) -> str:
 
 
 def _is_cause(line: str) -> bool:
-    return bool(re.match(r"orchestra: (rank \d|the fork server)", line)) and "going on" not in line
+    notice = "going on" in line or re.search(r"rank \d serves the slice", line)
+    return bool(re.match(r"orchestra: (rank \d|the fork server)", line)) and not notice
 
 
 def _complete(result: Result, entry: dict[str, Any], what: str) -> None:

@@ -37,7 +37,12 @@ from orchestra.engines.events import (
     follow_waits,
     stuck,
 )
-from orchestra.engines.failure_detector import RECONNECTED_SECONDS, FailureDetector, Limits
+from orchestra.engines.failure_detector import (
+    BOTH_SECONDS,
+    RECONNECTED_SECONDS,
+    FailureDetector,
+    Limits,
+)
 from orchestra.engines.processes.control import BadFrame, Frames, pack
 from orchestra.worker.runtime import JOINING, RESTING, SPARE
 
@@ -168,7 +173,7 @@ def test_expendable_rank_that_loses_its_connection_to_a_living_one_is_left_out()
         story = Story()
         story.change(2, expendable=True)
         story.beat()
-        story.tell(Failed(2, lost(0)))
+        story.tell(Accused(2, lost(0), 0))
         if finished:
             story.tell(Finished(0))
         done = story.pass_time(4, busy=(0, 1))
@@ -788,7 +793,7 @@ def test_who_is_accused_by_most_is_given_up_where_that_does_not_help() -> None:
     done = story.pass_time(LIMITS.cause + 1)
     assert Regroup(2, (0, 2, 3)) in done
     assert Kill(1) in done
-    assert story.detector.left_out == {1: "has no connection to rank 0"}
+    assert story.detector.left_out == {1: "lost its connection to rank 0"}
 
 
 def test_where_one_program_is_not_elastic_an_accusation_ends_the_run() -> None:
@@ -797,8 +802,39 @@ def test_where_one_program_is_not_elastic_an_accusation_ends_the_run() -> None:
     story.beat()
     story.tell(Accused(0, lost(1), 0))
     story.pass_time(LIMITS.cause + 1)
-    assert story.cause.startswith("rank 0 on host failed: PeerLost: rank 1 is gone")
+    assert story.cause == "rank 1 on host lost its connection to rank 0"
     assert story.detector.ended_by_loss
+
+
+@pytest.mark.parametrize("accuser", [1, 2])
+def test_of_two_that_accuse_each_other_a_worker_is_given_up_and_soon(accuser: int) -> None:
+    """A connection that both miss is gone; a dead rank accuses nobody."""
+    story = Story()
+    story.change(2, expendable=True, phase="serving")
+    story.change(1, expendable=True)
+    story.beat()
+    story.tell(Accused(accuser, lost(3 - accuser), 0))
+    story.tell(Accused(3 - accuser, lost(accuser), 0))
+    done = story.pass_time(BOTH_SECONDS + 0.25, busy=(0, 1, 2))
+    assert Disconnect(1, "lost its connection to rank 2") in done
+    assert Kill(1) in done
+    assert story.detector.cause is None
+
+
+def test_who_still_needs_a_rank_that_has_ended_learns_of_its_end() -> None:
+    story = Story()
+    story.tell(Finished(1))
+    story.tell(Accused(0, lost(1), 0))
+    assert Disconnect(1, "has ended") in story.pass_time(0.25)
+
+
+def test_while_others_set_up_nobody_is_expendable() -> None:
+    story = Story()
+    story.change(2, expendable=True)
+    story.change(0, phase="set-up")
+    story.beat()
+    story.die(2)
+    assert story.cause == "rank 2 on host was killed by SIGKILL"
 
 
 @pytest.mark.parametrize("fields", [{"elastic": "program"}, {"expendable": True}])

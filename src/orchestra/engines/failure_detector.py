@@ -16,10 +16,11 @@ The rules:
 - A rank whose script is over and one that still trains, and that wait for each other, have made
   unlike numbers of steps.
 - A failure that is the consequence of another one waits a moment for the true cause.
-- An expendable rank is left out; so is one that has lost its connection to a rank that lives. Where
-  the programs of all ranks are elastic, a loss makes a new group of those that are left; where two
-  that live have lost their connection, all connect anew, and if that does not help, the one that
-  more ranks accuse is given up. Any other end of a rank ends the run.
+- An expendable rank is left out. Where the programs of all ranks are elastic, a loss makes a new
+  group of those that are left. Any other end of a rank ends the run.
+- A rank that has lost its connection to another one waits for what is decided here. Where both
+  live, all connect anew if they are elastic. If that does not help, or cannot be, one of the two is
+  given up: an expendable one, and that which more ranks accuse. Otherwise the run ends.
 - The end of a newcomer does not matter. Once it is ready, and all programs are elastic and train,
   it is a member of a new group; where these rest first, once they have. A spare one is taken in
   where a rank is lost: at once, or where the others have gone on in place, in the same way.
@@ -46,6 +47,7 @@ Refusal = Callable[[int], str | None]
 """Why a run cannot go on with so many ranks; None if it can."""
 REFUSALS = 8  # that a run reports at most: strangers cause them, too
 ECHO_SECONDS = 10.0  # after a loss in which SIGTERM to another rank follows from it
+BOTH_SECONDS = 0.5  # for the accusations of others, once two ranks accuse each other
 RECONNECTED_SECONDS = 30.0  # in which a connection that is lost again is not made anew
 RESERVE = 0.1  # of the grace, in which the ranks leave after a stop that took too long
 
@@ -77,6 +79,8 @@ class State(enum.Enum):
     LEFT_OUT = "was left out"
 
 
+SET_UP = "set-up"
+SERVING = "serving"
 SCRIPT_OVER = "script over"
 """The phase of a rank whose program is a script of the user's that has come to its end."""
 
@@ -149,6 +153,8 @@ class FailureDetector:
         self._stop_by = math.inf  # the end of what is left for an orderly stop
         self._lost: tuple[float, str] | None = None  # the last loss that the run went on after
         self._consequences: list[tuple[float, WatchedRank, events.Failure]] = []  # deadlines
+        # When a rank has lost its connection to another one, of the newest group.
+        self._accusations: dict[tuple[int, int], float] = {}
         self._reconnected_at = -math.inf  # when all were last told to connect anew
         self._refused: list[str] = []
         self._killed: set[int] = set()
@@ -207,7 +213,8 @@ class FailureDetector:
             return self._decided()
         for rule in (
             self._out_of_grace, self._late, self._unknown_ends, lambda: self._silences(stopped),
-            self._consequences_due, self._hangs, self._only_stopped_missing, self._overstayed,
+            self._consequences_due, self._accusations_due, self._hangs, self._only_stopped_missing,
+            self._overstayed,
         ):  # fmt: skip
             if self.cause is None:
                 rule()
@@ -274,9 +281,8 @@ class FailureDetector:
                 self._is_ready(member, event.generation)
             case events.Accused(failure=failure, generation=generation):
                 # Of a group that is over, whose members give each other up as they learn of it.
-                if self.cause is None and generation == self.generation:
-                    deadline = self._now + self.limits.cause
-                    self._consequences.append((deadline, member, failure))
+                if generation == self.generation and failure.lost is not None:
+                    self._accusations.setdefault((member.rank, failure.lost), self._now)
             case events.Finished():
                 self._finished(member)
             case events.Failed(failure=failure):
@@ -321,9 +327,10 @@ class FailureDetector:
         if self.cause is not None:
             return
         if failure.lost is not None or failure.aborted:  # the lost rank's end may be under way
-            self._consequences.append((self._now + self.limits.cause, member, failure))
+            seconds = 0.0 if failure.lost in self.left_out else self.limits.cause
+            self._consequences.append((self._now + seconds, member, failure))
             return
-        if failure.bad_input and member.beat.phase == "set-up":
+        if failure.bad_input and member.beat.phase == SET_UP:
             self.bad_input = failure.message
         self._fail(events.failed_text(member.name, failure))
 
@@ -338,13 +345,14 @@ class FailureDetector:
             return
         member.lost = loss
         left = sum(m.state is not State.LEFT_OUT for m in self._members.values()) - 1
-        regroups = loss and not member.beat.expendable and self._are_elastic()
-        goes_on = member.beat.expendable or regroups
+        expendable = self._is_expendable(member)
+        regroups = loss and not expendable and self._are_elastic()
+        goes_on = expendable or regroups
         left += len(self._ready(SPARE)[:1]) if regroups else 0
         if goes_on and left < self._min_ranks:
             count = "1 rank is left" if left == 1 else f"{left} ranks are left"
             self._fail(f"{member.name} {how}; {count}, of {self._min_ranks} at least", loss=loss)
-        elif member.beat.expendable:
+        elif expendable:
             self._leave_out(member, how)
             self._vacant += 1
             self._instructions.append(events.Disconnect(member.rank, how))
@@ -356,6 +364,11 @@ class FailureDetector:
             self._fail(f"{member.name} {'; '.join([how, *refused])}", loss=loss)
         if not member.leaves:  # else its process ends by itself
             self._kill([member])
+
+    def _is_expendable(self, member: WatchedRank) -> bool:
+        """Return whether all others go on in place without it; none of them does in its set-up."""
+        setting_up = any(m.beat.phase == SET_UP for m in self._in(*ALIVE))
+        return member.beat.expendable and not setting_up
 
     def _are_elastic(self) -> bool:
         """Return whether all programs go on in a new group where one of them is lost."""
@@ -382,6 +395,7 @@ class FailureDetector:
             self._members[newcomer.rank] = self._newcomers.pop(newcomer.rank)
         # What they say of each other until now has a loss for its cause.
         self._consequences.clear()
+        self._accusations.clear()
         self.generation += 1
         self._asked_to_rest, self._vacant = False, 0
         members = tuple(m.rank for m in self._in(*ALIVE))
@@ -430,7 +444,7 @@ class FailureDetector:
             self._take_in(self._come())
         elif self._newcomers and self._are_elastic() and not self.stopped:
             rest_first = any(m.beat.rests for m in members)
-            phases -= {"serving"} if rest_first else set()
+            phases -= {SERVING} if rest_first else set()
             if phases == {"training"} and (come := self._come()):
                 if not rest_first:
                     self._take_in(come)
@@ -532,7 +546,7 @@ class FailureDetector:
                 self._give_up(member, how, loss=True)
 
     def _is_stopped(self, member: WatchedRank) -> None:
-        if not member.beat.expendable:
+        if not self._is_expendable(member):
             self._give_up(member, events.STOPPED, loss=True)
             return
         # Once it runs again its silence counts from here, not from its last beat; it stays a
@@ -544,23 +558,18 @@ class FailureDetector:
 
     def _consequences_due(self) -> None:
         """Report a failure whose cause did not arrive in time."""
-        if not self._consequences or self._consequences[0][0] > self._now:
+        due = [each for each in self._consequences if each[0] <= self._now]
+        if not due:
             return
-        _, member, failure = self._consequences[0]
+        _, member, failure = due[0]
         lost = None if failure.lost is None else self._members[failure.lost]
-        if lost is not None and lost.rank not in self.left_out and member.beat.expendable:
-            # The connection between two living ranks is gone, and one of them is not needed.
-            del self._consequences[0]
-            self._give_up(member, f"lost its connection to rank {lost.rank}", loss=True)
-        elif (
+        if (
             lost is not None
             and lost.state is State.DONE
             # Of a run of ours all ranks end together: there a connection is gone.
             and lost.beat.phase not in ("leaving", "evaluating")
         ):
             self._parted(lost, member)
-        elif lost is not None and self._are_elastic():
-            self._disconnected(member, lost)
         elif lost is None or lost.rank not in self.left_out:
             # Ranks may lose each other while the watcher reaches both: a connection that is gone.
             self._fail(events.failed_text(member.name, failure), loss=lost is not None)
@@ -568,26 +577,43 @@ class FailureDetector:
             consequence = events.failed_text(member.name, failure, "could not go on")
             self._fail(f"{lost.name} {self.left_out[lost.rank]}; {consequence}", loss=lost.lost)
 
+    def _accusations_due(self) -> None:
+        """Decide about a connection that two ranks have lost, once neither can be dead."""
+        for (rank, lost), since in list(self._accusations.items()):
+            if self.cause is not None or (rank, lost) not in self._accusations:
+                return
+            member, other = self._members[rank], self._members[lost]
+            both = self._accusations.get((lost, rank), math.inf)
+            due = min(since + self.limits.cause, max(since, both) + BOTH_SECONDS)
+            if member.state not in ALIVE or other.state is State.LEFT_OUT:
+                del self._accusations[rank, lost]
+            elif other.state is State.DONE and not self._is_expendable(member):
+                # The accuser knows whether it still needs it.
+                del self._accusations[rank, lost]
+                self._instructions.append(events.Disconnect(lost, "has ended"))
+            elif due <= self._now and other.state is not State.FAILED:
+                self._disconnected(member, other)
+
     def _disconnected(self, member: WatchedRank, other: WatchedRank) -> None:
-        """Let all connect anew, since two ranks have lost their connection, and both live. Where
-        that does not help, give up the one that more ranks accuse; at once a new one, which has
-        never reached the others."""
-        if member.is_new or other.is_new:
-            new, old = (member, other) if member.is_new else (other, member)
-            del self._consequences[0]
-            self._give_up(new, f"cannot connect with rank {old.rank}", loss=True)
-            return
-        if self._now - self._reconnected_at > RECONNECTED_SECONDS:
+        """Two ranks that live have lost their connection: let all connect anew, or give one up; at
+        once a new one, which has never reached the others."""
+        pair = [member, other]
+        accused = Counter(lost for _, lost in self._accusations)
+        worse = max(
+            [m for m in pair if m.is_new or (m.state in ALIVE and self._is_expendable(m))] or pair,
+            key=lambda m: (m.is_new, accused[m.rank], m.beat.phase != SERVING, m.rank),
+        )
+        whom = pair[worse is member]
+        if worse.is_new:
+            self._give_up(worse, f"cannot connect with rank {whom.rank}", loss=True)
+        elif self._are_elastic() and self._now - self._reconnected_at > RECONNECTED_SECONDS:
             self._reconnected_at = self._now
             self._regroup([])
             self._notice(
                 f"{member.name} lost its connection to rank {other.rank}; all ranks connect anew"
             )
-            return
-        accused = Counter(failure.lost for _, _, failure in self._consequences)
-        worse = max(member, other, key=lambda each: (accused[each.rank], each.rank))
-        whom = other if worse is member else member
-        self._give_up(worse, f"has no connection to rank {whom.rank}", loss=True)
+        else:
+            self._give_up(worse, f"lost its connection to rank {whom.rank}", loss=True)
 
     def _hangs(self) -> None:
         patience = self.limits.patience
@@ -633,7 +659,7 @@ class FailureDetector:
         whats = {rank: beat.waits_what for rank, beat in beats.items()}
         states = {m.rank: m.state.value for m in self._members.values()}
         text = f"the run hangs: {events.follow_waits(waits, whats, states)}"
-        steps = {rank: beat.step for rank, beat in beats.items() if beat.phase != "serving"}
+        steps = {rank: beat.step for rank, beat in beats.items() if beat.phase != SERVING}
         if len({*steps.values()}) > 1:
             first, last = (each(steps, key=steps.__getitem__) for each in (max, min))
             text += f"; rank {first} is at step {steps[first]}, rank {last} at {steps[last]}"
@@ -666,7 +692,7 @@ class FailureDetector:
     def _only_stopped_missing(self) -> None:
         """Give up stopped ranks once all others leave, or serve only."""
         others = [m for m in self._members.values() if m.state is not State.STOPPED]
-        waiting = all(m.leaving or m.beat.phase == "serving" for m in others)
+        waiting = all(m.leaving or m.beat.phase == SERVING for m in others)
         if waiting and not self._in(State.ABSENT) and any(m.leaving for m in others):
             for member in self._in(State.STOPPED):
                 self._give_up(member, "was still stopped at the end", loss=True)

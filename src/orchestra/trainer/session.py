@@ -187,8 +187,8 @@ class Session(Loop):
             self.shares = shares_of(self.speeds)
             self.order.shares = list(self.shares)
         self._begin_phase()
-        reporter.phase("training")
         start_together(worker, self.roles.leader)
+        reporter.phase("training")  # from now on the loss of a rank may be none of the others'
         worker.parameters_equal = False
         # A resumed run goes on at the seconds of its checkpoint.
         worker.snapshots.started = self.runtime.transport.now() - self.totals.elapsed

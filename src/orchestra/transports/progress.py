@@ -33,15 +33,26 @@ _PR_SET_TIMERSLACK = 29
 
 
 class ProgressEngine:
-    """The streams and the mailbox of `rank`, shared by its flows; every method is thread-safe."""
+    """The streams and the mailbox of `rank`, shared by its flows; every method is thread-safe.
 
-    def __init__(self, rank: int, connections: Mapping[int, socket.socket]) -> None:
+    Args:
+        report: is told of a rank whose connection has ended without a farewell; whoever waits for
+            that rank then waits until `disconnect` or `abort` says what follows. None: it is lost.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        connections: Mapping[int, socket.socket],
+        report: Callable[[PeerLost], None] | None = None,
+    ) -> None:
         self.rank = rank
         self.size = len(connections) + 1
         self.flows: list[Flow] = []  # that have not ended
         self._ended_bytes = 0  # that flows sent which have ended
         self.memories: list[SharedMemory] = []  # whose barriers learn of lost ranks
         self.waits = 0  # for messages, that have ended
+        self._report = report
         self._failure: Exception | None = None
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -62,6 +73,7 @@ class ProgressEngine:
             peer: Stream(connection, peer, self._mailbox)
             for peer, connection in connections.items()
         }
+        self._ended: dict[int, Stream] = {}  # that have been reported
         self._corked: set[Stream] = set()  # with a message that leaves with the next one
         for stream in self._streams.values():
             self._selector.register(stream.connection, stream.events, stream)
@@ -99,6 +111,9 @@ class ProgressEngine:
             self._raise_failure()
             if send.to in self._mailbox.gone:
                 send.fail(PeerLost(send.to, self._mailbox.gone[send.to]))
+                return
+            if send.to in self._ended:
+                self._ended[send.to].backlog.append(send)
                 return
             stream = self._streams[send.to]
             if send.is_shared:
@@ -215,8 +230,11 @@ class ProgressEngine:
     def disconnect(self, rank: int, reason: str) -> None:
         """Treat `rank` as lost, as the end of its stream would."""
         with self._lock:
-            if rank in self._streams:
-                self._drop(self._streams[rank], reason, lost=True)
+            stream = self._streams.get(rank) or self._ended.pop(rank, None)
+            if stream is not None:
+                if rank in self._streams:
+                    self._unhook(stream)
+                self._depart(stream, reason, lost=True)
             self._announce()
 
     def abort(self, error: Exception) -> None:
@@ -395,9 +413,15 @@ class ProgressEngine:
         except OSError as error:
             reason = str(error) if isinstance(error, StreamEnded) else f"its connection: {error}"
             if not stream.farewell:  # else it has left, and nothing is lost
-                self._drop(stream, reason, lost=True)
+                self._unhook(stream)
+                if self._report is None:
+                    self._depart(stream, reason, lost=True)
+                else:
+                    self._ended[stream.rank] = stream
+                    self._report(PeerLost(stream.rank, reason))
         if stream.farewell:
-            self._drop(stream, LEFT, lost=False)
+            self._unhook(stream)
+            self._depart(stream, LEFT, lost=False)
         elif stream.rank in self._streams:
             events = selectors.EVENT_READ
             if stream.wants_write or stream.read_wants_write:
@@ -407,11 +431,15 @@ class ProgressEngine:
                 self._selector.modify(stream.connection, events, stream)
                 self._wake_leader()  # not every selector sees the change while it blocks
 
-    def _drop(self, stream: Stream, reason: str, *, lost: bool) -> None:
+    def _unhook(self, stream: Stream) -> None:
+        """Move no more bytes over `stream`."""
         del self._streams[stream.rank]
         self._corked.discard(stream)
         self._selector.unregister(stream.connection)
         stream.close()
+
+    def _depart(self, stream: Stream, reason: str, *, lost: bool) -> None:
+        """Let whoever waits for the rank at the other end of `stream` know that it is gone."""
         self._mailbox.depart(stream.rank, reason, stream.incoming, lost=lost)
         for send in stream.backlog:
             if isinstance(send, Send):

@@ -237,12 +237,14 @@ def connect_mesh(
     on_flow_start: Callable[[], None] = lambda: None,
     on_wait: Callable[[tuple[int, ...]], None] = lambda ranks: None,
     is_over: Callable[[], bool] = lambda: False,
+    report: Callable[[PeerLost], None] | None = None,
 ) -> SocketTransport:
     """Connect `rank` with every other one; `addresses[r]` is where rank r listens.
 
     `listener` is closed when this returns or raises. Connections that do not prove that they
     belong to the run within `timeout` seconds, or claim a rank that is there already, are dropped.
-    `on_wait` is called with the ranks that this one waits for, whenever they change.
+    `on_wait` is called with the ranks that this one waits for, whenever they change. For `report`,
+    of use once all are connected, see `ProgressEngine`.
 
     Raises:
         PeerLost: the first rank that could not be reached, or did not come.
@@ -284,7 +286,7 @@ def connect_mesh(
         if not isinstance(error, TimeoutError):
             raise
         raise _not_connected(missing, refused) from None
-    return SocketTransport(ProgressEngine(rank, connections), on_flow_start)
+    return SocketTransport(ProgressEngine(rank, connections, report), on_flow_start)
 
 
 def _reach(

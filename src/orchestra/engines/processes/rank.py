@@ -151,6 +151,7 @@ class Connections:
             tls=spec.tls, timeout=spec.limits.joining,
             on_wait=lambda ranks: control.connecting(tuple(members[rank] for rank in ranks)),
             is_over=lambda: control.is_over(roster.generation),
+            report=lambda lost: control.accuse(lost, roster),
             # Thread counts are each thread's own; background flows leave the cores to the main flow
             on_flow_start=lambda: torch.set_num_threads(1),
         )  # fmt: skip
