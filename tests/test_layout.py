@@ -133,8 +133,8 @@ def test_buffers_are_those_of_the_state() -> None:
 
 def flat_model(ranks: int = 1) -> tuple[Tied, Layout, Gradients]:
     module = Tied()
-    layout = FlatModel(module).layout
-    return module, layout, Gradients(module, layout, ranks)
+    flat = FlatModel(module)
+    return module, flat.layout, Gradients(module, flat.layout, ranks, flat.carried())
 
 
 def backward(module: nn.Module, x: Tensor) -> None:

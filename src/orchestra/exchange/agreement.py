@@ -20,7 +20,6 @@ from orchestra.collectives import (
     receive_object,
     send_object,
 )
-from orchestra.errors import InputError
 from orchestra.exchange.average import note_buffer
 from orchestra.optimizers.state import require_alike
 from orchestra.parameter_server.placement import Slice
@@ -28,6 +27,7 @@ from orchestra.settings.base import Mismatch
 from orchestra.topologies import Graph, Topology, doubly_stochastic
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
+from orchestra.worker.carried import require_dense
 from orchestra.worker.runtime import Work
 from orchestra.worker.worker import Step, Worker
 
@@ -49,7 +49,8 @@ def broadcast_buffers(worker: Worker, group: Group) -> None:
         return
     for vector in pack(worker.buffers):
         broadcast(worker.transport, vector.values, group.ranks[0], group, Tag.BUFFERS)
-        vector.unpack()
+        if worker.rank != group.ranks[0]:
+            vector.unpack()
 
 
 def wait_for_everyone(worker: Worker, number: int = 0) -> int:
@@ -121,12 +122,8 @@ class Packed:
 def pack(named: list[tuple[str, Tensor]]) -> list[Packed]:
     """Make one `Packed` for each dtype, in the order of first appearance."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for name, tensor in named:
-        if tensor.layout is not torch.strided or 0 in tensor.stride():
-            raise InputError(
-                f"buffer {name!r} is sparse, or expanded from fewer elements, so that no values "
-                "can be copied into it: make it dense (to_dense(), or clone()), or persistent=False"
-            )
+    require_dense(named)
+    for _, tensor in named:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     return [Packed(tensors) for tensors in by_dtype.values()]
 

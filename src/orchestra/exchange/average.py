@@ -68,8 +68,9 @@ class GradientAverage:
     """Replaces the gradient on every worker by its sample-weighted mean over `worker.workers`.
 
     The flat gradient is cut into buckets; the sum of each begins as soon as backward has filled
-    it, and goes on while backward does. The loss of every worker, the wish to stop, and which
-    tensors were used travel with the last bucket. `begin` begins the sum of a bucket; the buckets
+    it, and goes on while backward does. The loss of every worker, the wish to stop, which tensors
+    were used, and the buffers of the first worker, which all take, travel with the last bucket.
+    `begin` begins the sum of a bucket; the buckets
     are those of `cut_into_buckets` unless others are given.
     """
 
@@ -93,6 +94,8 @@ class GradientAverage:
         gradients.collect_rest(step.weight)
         gradients.fill_tail(worker.rank, step.weight, step.loss, step.stop)
         if len(worker.workers) > 1:
+            gives = worker.rank == worker.workers.ranks[0]
+            gradients.carry_buffers(gives=gives)
             while self._next < len(self._buckets):
                 self._begin_next()
             # all are done when the last one is
@@ -100,6 +103,8 @@ class GradientAverage:
             self._under_way.clear()
             self._ready = [0] * len(self._buckets)
             self._next = 0
+            if not gives:
+                gradients.take_buffers()
         step.loss, step.losses, step.stop = gradients.publish()
         step.loss_is_global = True
 
@@ -284,6 +289,7 @@ class PartialAverage:
         worker, gradients, step = self._worker, self._worker.gradients, self._worker.step
         gradients.collect_rest(step.weight)
         gradients.fill_tail(worker.rank, step.weight, step.loss, step.stop)
+        gradients.carry_buffers(gives=False)  # the first worker may be late
         self._tell(self._step, step.samples)
         self.take()
 

@@ -57,7 +57,7 @@ class Shards:
         self._reduce_scatter = ScheduledGroup(ring_reduce_scatter(len(ring)), ring)
         self._all_gather = ScheduledGroup(ring_all_gather(len(ring)), ring)
         # Everybody needs the tail, so that it is summed by itself.
-        self._tail = ScheduledGroup(ALL_REDUCE["butterfly"](len(ring)), ring)
+        self._beside = ScheduledGroup(ALL_REDUCE["butterfly"](len(ring)), ring)
         limit = worker.bucket_bytes if worker.overlap or scatter else None
         divisible = worker.optimizer.elementwise
         share = share_of(ring.ranks, worker.rank)
@@ -131,7 +131,8 @@ class Shards:
         return ScatteredAverage(self._worker, self)
 
     def sum(self, bucket: Bucket, background: bool) -> list[Task[int]]:
-        """Begin the sum of this worker's slice of `bucket`, and the sum of the tail for all."""
+        """Begin the sum of this worker's slice of `bucket`, and with the last one the sum of what
+        is beside the gradient for all."""
         transport = self._worker.transport
         unit = next(unit for unit in self.units if unit.first == bucket.first)
         gradient = self._worker.gradients.bucket(unit)
@@ -139,8 +140,8 @@ class Shards:
             self._reduce_scatter.begin(transport, gradient, edges=unit.edges, background=background)
         ]
         if unit is self.units[-1]:
-            tail = self._worker.gradients.tail
-            begun.append(self._tail.begin(transport, tail, background=background))
+            beside = self._worker.gradients.beside
+            begun.append(self._beside.begin(transport, beside, background=background))
         return begun
 
     def update(self) -> None:

@@ -260,10 +260,6 @@ class AllReduceMember(AveragingMember):
         begin_sum, _ = self.strategy.sums(self.worker)
         self.average = exchange.GradientAverage(self.worker, exchange.each_bucket(begin_sum))
 
-    def begin(self) -> None:
-        """Take the first worker's buffers."""
-        exchange.broadcast_buffers(self.worker, self.worker.workers)
-
 
 @dataclass(eq=False)
 class CompressedMember(AllReduceMember):

@@ -59,10 +59,6 @@ class ShardedMember(Member["AllReduce"]):
     def kept(self) -> Kept:
         return exchange.Kept(parts=[self.shards.part])
 
-    def begin(self) -> None:
-        """Take the first worker's buffers."""
-        exchange.broadcast_buffers(self.worker, self.worker.workers)
-
     def exchange(self) -> None:
         """g <- sum over workers of (samples / all samples) g, in this worker's slice."""
         self.average.finish()

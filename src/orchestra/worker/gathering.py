@@ -270,7 +270,8 @@ class ShardedWorker(Worker):
                 parameter.data = view
             self.parameters[unit.shard] = part[unit.owned]
             self.memory.free(unit)
-        self.gradients = ShardedGradients(module, layout, self.runtime.ranks, self.units)
+        ranks, carried = self.runtime.ranks, self.carried()
+        self.gradients = ShardedGradients(module, layout, ranks, carried, self.units)
 
     def values_of(self, unit: ShardUnit) -> Tensor:
         """Return memory for the parameters of `unit`, filled with what this rank has of them."""

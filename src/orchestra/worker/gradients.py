@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from orchestra.errors import InputError
+from orchestra.worker.carried import CarriedBuffers
 from orchestra.worker.layout import Layout, ShardUnit, UnitMemory, shard_size
 
 STOP, LOSS, LOSSES = 0, 1, 2  # places in the tail; the flag of each tensor stands at its end
@@ -19,9 +20,10 @@ DIGEST_BITS = 16
 class Gradients:
     """The gradient of every trainable parameter as a view of one flat vector.
 
-    `storage` is [layout.size + 2 + ranks + tensors]: the gradient, then the tail that is summed
-    with it: how many ranks want to stop, the weighted loss, the loss of each rank in a place of
-    its own, and for each tensor how many ranks used it. A tensor that no rank used keeps
+    `storage` is [layout.size + carried.size + 2 + ranks + tensors]: the gradient, then what is
+    summed with it, `beside`: the buffers of the first worker, and the tail. That tells how many
+    ranks want to stop, the weighted loss, the loss of each rank in a place of its own, and for each
+    tensor how many ranks used it. A tensor that no rank used keeps
     `grad = None`, as on a single machine, so that weight decay and momentum leave it alone.
     With `compares`, each rank also sets the bits of its `digest` in the tail, and those that it has
     not at other places; `alike` then says whether all ranks have the same.
@@ -41,10 +43,16 @@ class Gradients:
     alike = True
 
     def __init__(
-        self, module: nn.Module, layout: Layout, ranks: int, *, compares: bool = False
+        self,
+        module: nn.Module,
+        layout: Layout,
+        ranks: int,
+        carried: CarriedBuffers,
+        *,
+        compares: bool = False,
     ) -> None:
         by_name = dict(module.named_parameters())
-        self.layout = layout
+        self.layout, self.carried = layout, carried
         self.parameters = [by_name[slot.name] for slot in layout.slots]
         digest = 2 * DIGEST_BITS * compares
         self._digest = slice(LOSSES + ranks, LOSSES + ranks + digest)  # its place in the tail
@@ -60,9 +68,9 @@ class Gradients:
         self._hooks = [node.register_hook(self._hook(i)) for i, node in enumerate(self._nodes)]
 
     def _allocate(self, tail: int) -> None:
-        self.storage = self.layout.allocate(extra=tail)
-        self.vector = self.storage[: self.layout.size]
-        self.tail = self.storage[self.layout.size :]
+        self.storage = self.layout.allocate(extra=self.carried.size + tail)
+        self.vector, self.beside = self.storage.tensor_split([self.layout.size])
+        self.tail = self.beside[self.carried.size :]
         self.views = self.layout.views(self.storage)
 
     def _hook(self, index: int) -> Callable[[Sequence[Tensor], Sequence[Tensor | None]], None]:
@@ -213,6 +221,14 @@ class Gradients:
         # Assembled in NumPy, since single elements of a tensor are slow to write.
         self.tail.copy_(torch.from_numpy(values))
 
+    def carry_buffers(self, *, gives: bool) -> None:
+        """Let the module's buffers travel with the gradient, if this rank is to give them."""
+        self.carried.put(self.beside[: self.carried.size], gives=gives)
+
+    def take_buffers(self) -> None:
+        """After an exchange: take the buffers of the rank that gave them."""
+        self.carried.take(self.beside[: self.carried.size])
+
     def publish(self) -> tuple[float, tuple[float, ...], bool]:
         """After an exchange: what any rank used is used, and the rest has no gradient.
 
@@ -240,18 +256,25 @@ class ShardedGradients(Gradients):
     """
 
     def __init__(
-        self, module: nn.Module, layout: Layout, ranks: int, units: Sequence[ShardUnit]
+        self,
+        module: nn.Module,
+        layout: Layout,
+        ranks: int,
+        carried: CarriedBuffers,
+        units: Sequence[ShardUnit],
     ) -> None:
         self._units = units
         self._unit_of = [unit for unit in units for _ in range(unit.first_slot, unit.end_slot)]
-        super().__init__(module, layout, ranks)
+        super().__init__(module, layout, ranks, carried)
 
     def _allocate(self, tail: int) -> None:
         layout = self.layout
         self._memory = UnitMemory(layout, self._units)
         self.views = self._memory.views
         self.vector = torch.zeros(shard_size(self._units), dtype=layout.dtype, device=layout.device)
-        self.tail = torch.zeros(tail, dtype=layout.dtype, device=layout.device)
+        size = self.carried.size + tail
+        self.beside = torch.zeros(size, dtype=layout.dtype, device=layout.device)
+        self.tail = self.beside[self.carried.size :]
 
     def bucket(self, unit: ShardUnit) -> Tensor:
         return self._memory.hold(unit)

@@ -17,6 +17,7 @@ from torch.utils.dlpack import from_dlpack
 
 from orchestra.errors import InputError
 from orchestra.parameter_server.placement import Piece, place
+from orchestra.worker.carried import CarriedBuffers
 
 ALIGNMENT_BYTES = 64  # other alignments change the last bits of some kernels
 
@@ -101,6 +102,10 @@ class FlatModel:
     def buffers(self) -> list[tuple[str, Tensor]]:
         """The module's persistent buffers, by name."""
         return [(name, getattr(owner, attribute)) for name, owner, attribute in self._buffers]
+
+    def carried(self) -> CarriedBuffers:
+        """Make what lets the buffers travel with gradients."""
+        return CarriedBuffers(lambda: self.buffers, self.layout.dtype)
 
     def keep(self) -> Callable[[], None]:
         """Copy parameters and buffers; return what puts them back."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from orchestra.errors import InputError
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.worker.batches import Batch
+from orchestra.worker.carried import CarriedBuffers
 from orchestra.worker.gathering import Gathering
 from orchestra.worker.gradients import LOSSES, Gradients
 from orchestra.worker.layout import Layout, ShardUnit, buffer_places
@@ -187,8 +188,6 @@ class SharedShapes:
         self.module = module
         self.layout = Layout.of_module(module)
         self.parameters = Shape.flat(self.layout.size, self.layout.dtype)
-        tail = LOSSES + ranks + len(self.layout.slots)
-        self.storage = Shape.flat(self.layout.size + tail, self.layout.dtype)
         by_name = dict(module.named_parameters())
         self.named = {slot.name: by_name[slot.name] for slot in self.layout.slots}
         elements = Counter[torch.dtype]()  # of all buffers of a dtype, which are sent together
@@ -198,6 +197,9 @@ class SharedShapes:
         self.buffers: list[tuple[str, Tensor]] = [
             (str(dtype), Shape.flat(count, dtype)) for dtype, count in elements.items()
         ]
+        dtype, tail = self.layout.dtype, LOSSES + ranks + len(self.layout.slots)
+        self.carried = CarriedBuffers(lambda: self.buffers, dtype)
+        self.storage = Shape.flat(self.layout.size + self.carried.size + tail, dtype)
         self.stop_at: int | None = None
         self.newest_step = 0
         self.spec = spec
@@ -234,7 +236,7 @@ class ShapeGradients(Gradients):
         self.parameters = list(shared.named.values())
         self.storage = shared.storage
         self.vector = self.storage[: self.layout.size]
-        self.tail = self.storage[self.layout.size :]
+        self.beside = self.storage[self.layout.size :]
         self.used = [True] * len(self.layout.slots)
         self._shared = shared
         self._stop = False
@@ -247,7 +249,7 @@ class ShapeGradients(Gradients):
         """Do nothing: there are no values to move."""
 
     clear = forget = await_collection = collect = collect_each = _nothing
-    collect_rest = forget_unused = leave_in_place = _nothing
+    collect_rest = forget_unused = leave_in_place = carry_buffers = take_buffers = _nothing
 
     def current(self) -> Tensor:
         return self.vector

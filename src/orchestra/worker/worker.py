@@ -176,12 +176,14 @@ class Worker(FlatModel):
 
     def _lay_out(self, module: nn.Module) -> None:
         super().__init__(module)
-        self.gradients = Gradients(module, self.layout, self.runtime.ranks, compares=self.own_loop)
+        self.gradients = Gradients(
+            module, self.layout, self.runtime.ranks, self.carried(), compares=self.own_loop
+        )
 
     def lay_out_gradients(self, units: Sequence[ShardUnit] | None) -> None:
         """From now on gradients of `units` have memory until they are summed; None: always."""
         self.gradients.close()
-        given = self.module, self.layout, self.runtime.ranks
+        given = self.module, self.layout, self.runtime.ranks, self.carried()
         self.gradients = Gradients(*given) if units is None else ShardedGradients(*given, units)
 
     @property
