@@ -225,6 +225,24 @@ def test_who_waits_for_one_that_dies_learns_of_it() -> None:
     assert learnt == [(0, 1), (2, 1)]
 
 
+def test_rank_begins_next_collective_while_others_leave_the_last() -> None:
+    """The root of a broadcast reads nothing. With a fault about, flows carry out what they have in
+    memory."""
+
+    def program(runtime: Runtime) -> list[float]:
+        found = []
+        for value in (1.0, 2.0):
+            vector = torch.full((4,), 0.0 if runtime.rank else value)
+            execute(runtime.transport, vector, broadcast(3, 0), GROUP, TAG)
+            found.append(vector[0].item())
+        return found
+
+    on = replace(cluster("one_host(3)"), faults=(SlowDown("host", factor=2, at=1000),))
+    outcome = run_ranks(3, program, on, OVERHEAD)
+    assert outcome.failure is None, outcome.failure
+    assert outcome.results == ([1.0, 2.0],) * 3
+
+
 def test_many_nodes_and_many_ranks_of_one_are_found_at_once() -> None:
     """No schedule of a thousand ranks is run on names, as long as it is one of a single node."""
     found = node_stages(ALL_REDUCE["ring"](1024), ("host",) * 1024)

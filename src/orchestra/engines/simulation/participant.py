@@ -234,7 +234,9 @@ def carry_out(
         port.spend(seconds, traffic)
         if wake is not None:
             _wait(port, barriers, (key, part), key[0], wake, traffic)
-        if part == 0 and key in port.net.shown:  # the first to go on sees to the values of all
+        # The first to go on sees to the values of all. It may be in the next collective already,
+        # which some have not begun.
+        if part == 0 and len(port.net.shown.get(key, ())) == len(key[0]):
             _form(stage, port.net.shown.pop(key), cuts)
     for kind, _, peer, first, end, _ in steps_of(call, port.rank, *stage.rounds):
         if kind is StepKind.SEND:
