@@ -266,7 +266,7 @@ CHANGES: list[tuple[str, str, str]] = [
     ("of: rack, at", "of: core, at", "c.yaml:33 faults.LinkCut: no link of 'core'; "),
     ("target: gpu, ", "", "c.yaml:35 faults.Delay: Delay has neither source nor target"),
     ("- Death: {", "- Return: {", "c.yaml:32 faults: unknown key 'Return'; known: Death, Delay,"),
-    ("  - Death: {", "    Death: {", "c.yaml:31 faults: one fault an item, such as - Death:"),
+    ("  - Death: {", "    Death: {", "c.yaml:31 faults: each item is one fault with its settings"),
 ]
 TEXTS: list[tuple[str, str]] = [
     ("", "c.yaml: is empty; it needs at least nodes and ranks"),
@@ -276,8 +276,12 @@ TEXTS: list[tuple[str, str]] = [
     ("nodes: [a]\nranks: spread\n", "c.yaml:1 nodes: has to be a mapping, such as {worker:"),
     ("nodes: {a: 3}\nranks: spread\n", "c.yaml:1 nodes.a: has to be a mapping"),
     ("nodes: {a: {}}\n", "c.yaml: ranks is missing; add it, such as ranks: spread"),
-    (SMALL + "faults: {}\n", "c.yaml:5 faults: has to be a list, such as [Death: {of: worker-3"),
-    (SMALL + "faults: [3]\n", "c.yaml:5 faults: has to be a mapping, such as Death: {of"),
+    (SMALL + "faults: {}\n", "c.yaml:5 faults: has to be a list of items such as - Death: {of: "),
+    (SMALL + "faults: [3]\n", "c.yaml:5 faults: each item is one fault with its settings, such as "),
+    (
+        SMALL + "faults: [{kind: Death, of: rank 1, at: 3 s}]\n",
+        "c.yaml:5 faults: each item is one fault with its settings, such as - Death: {of: worker-3",
+    ),
     (SMALL + "faults: [Death: 3]\n", "c.yaml:5 faults.Death: has to be a mapping, such as {of:"),
     (SMALL + "overhead: 3\n", "c.yaml:5 overhead: has to be a mapping, such as {send: {fixed"),
     (SMALL + "all_nodes: 3\n", "c.yaml:5 all_nodes: has to be a mapping, such as {cores: 4"),

@@ -190,12 +190,14 @@ def _faults(entry: Entry | None, places: dict[Part, str]) -> Iterator[Fault]:
     if entry is None:
         return
     if not isinstance(entry.value, list):
-        raise InputError(f"{entry.at('faults')}: has to be a list, such as [{_FAULT}]")
+        raise InputError(f"{entry.at('faults')}: has to be a list of items such as - {_FAULT}")
     for index, item in entry.inside.items():
+        if not isinstance(item.value, Mapping) or len(item.value) != 1:
+            raise InputError(
+                f"{item.at('faults')}: each item is one fault with its settings, such as - {_FAULT}"
+            )
         named = mapping(item, "faults", _FAULT)
         refuse_others(named, "faults", FAULTS)
-        if len(named) != 1:
-            raise InputError(f"{item.at('faults')}: one fault an item, such as - {_FAULT}")
         [(name, settings)] = named.items()
         key = f"faults.{name}"
         places["faults", index] = item.at(key)
