@@ -36,7 +36,7 @@ from torch.nn import functional
 from orchestra.cli.bench import bench_parser, read_options, write_figures
 from orchestra.cli.main import guarded
 from orchestra.cli.terminal import print_table, progress_line
-from orchestra.engines.processes.injection import LOG, VARIABLE, Inject, injected
+from orchestra.engines.injection import LOG, VARIABLE, Inject, injected
 from orchestra.errors import InputError
 from orchestra.settings import parse
 from orchestra.strategies.base import refusal_of

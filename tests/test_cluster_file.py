@@ -277,7 +277,10 @@ TEXTS: list[tuple[str, str]] = [
     ("nodes: {a: 3}\nranks: spread\n", "c.yaml:1 nodes.a: has to be a mapping"),
     ("nodes: {a: {}}\n", "c.yaml: ranks is missing; add it, such as ranks: spread"),
     (SMALL + "faults: {}\n", "c.yaml:5 faults: has to be a list of items such as - Death: {of: "),
-    (SMALL + "faults: [3]\n", "c.yaml:5 faults: each item is one fault with its settings, such as "),
+    (
+        SMALL + "faults: [3]\n",
+        "c.yaml:5 faults: each item is one fault with its settings, such as ",
+    ),
     (
         SMALL + "faults: [{kind: Death, of: rank 1, at: 3 s}]\n",
         "c.yaml:5 faults: each item is one fault with its settings, such as - Death: {of: worker-3",

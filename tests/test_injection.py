@@ -13,13 +13,8 @@ from benchmarks.faults import Trial, run_trial
 from tests.commands import Ended, Started
 from tests.training import step_lines
 
-from orchestra.engines.processes.injection import (
-    LOG,
-    VARIABLE,
-    Inject,
-    injections,
-    reset,
-)
+from orchestra.engines.injection import LOG, VARIABLE, Inject, injections
+from orchestra.engines.processes.injection import reset
 from orchestra.errors import InputError
 from orchestra.trainer.checkpoint_files import complete
 

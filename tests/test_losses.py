@@ -286,7 +286,7 @@ def test_a_single_rank_goes_on_alone(tmp_path: Path) -> None:
         ({"sharding": "IID"}, "min_ranks: sharding is of 4 ranks"),
         ({"shares": (1.0, 1.0, 2.0, 2.0)}, "min_ranks: shares is of 4 ranks"),
         ({"record_order": True}, "min_ranks: record_order is of 4 ranks"),
-        ({"engine": "simulation"}, "min_ranks: in virtual time"),
+        ({"engine": "simulation", "tensors": "shapes"}, "min_ranks: a run of shapes under"),
     ],
 )
 def test_what_fewer_ranks_could_not_go_on_with_is_refused(

@@ -249,6 +249,21 @@ def test_a_message_that_a_death_cuts_off_never_arrives() -> None:
     assert ends(run_ranks(2, program, lan(dies), overhead=BUFFERED))[0] == [0.0, 1.0]
 
 
+def test_who_adds_up_natively_learns_of_a_death() -> None:
+    """torch.distributed has connections of its own, which end with the rank, too."""
+
+    def program(runtime: Runtime) -> int | None:
+        runtime.reporter.expendable(runtime.rank == 1)
+        compute(9 if runtime.rank == 1 else 1)(runtime)
+        try:
+            runtime.transport.native_all_reduce(torch.ones(4)).wait()
+        except PeerLost as lost:
+            return lost.rank
+        return None
+
+    assert ends(run_ranks(2, program, lan(Death("rank 1", at=2)))) == [1, None]
+
+
 @pytest.mark.parametrize(
     ("overhead", "expected"),
     [(FREE, ["0.002", "1.002", "2.002"]), (BUFFERED, ["1.000", "2.000"])],

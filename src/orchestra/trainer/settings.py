@@ -393,10 +393,10 @@ class Run(Settings):
     def _check_groups(self, least: int) -> None:
         """Refuse what fewer ranks could not go on with, of those that may be left after losses."""
         training, after_loss = self.training, self.after_loss
-        if training.engine == "simulation" and after_loss is not AfterLoss.IN_PLACE:
+        if training.tensors == "shapes" and after_loss is not AfterLoss.IN_PLACE:
             raise InputError(
-                f"min_ranks: in virtual time a run under {self.strategy!r} ends when it loses a "
-                "rank: leave it out"
+                f"min_ranks: a run of shapes under {self.strategy!r} ends when it loses a rank, as "
+                "it has no values to go on from: leave it out, or set tensors to real"
             )
         if after_loss is AfterLoss.IN_PLACE and self._belongs_to_its_ranks is not None:
             return  # a loss is the end of the run, or none of its group

@@ -22,6 +22,7 @@ class Tag(enum.IntEnum):
     READY = 12
     REPLICAS = 13
     NATIVE = 14
+    CONNECT = 15  # the handshake of a new group, where time is virtual
 
     # between workers and servers
     REQUEST = 16

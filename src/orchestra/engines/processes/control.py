@@ -71,6 +71,7 @@ class RankSpec:
     )
     latencies: tuple[float, ...] = ()  # as of a `RankPlace`, where a command was started there
     newcomer: bool = False  # it joins a run under way, and may leave it again
+    injects: bool = True  # the faults that `ORCHESTRA_INJECT` has for it
 
     @property
     def held(self) -> Latencies | None:

@@ -134,6 +134,7 @@ def launch(
     grace: float = 30.0,
     min_ranks: int = 1,
     invitation: Invitation | None = None,
+    injects: bool = True,
 ) -> Outcome:
     """Run `program(runtime, argument)` on `ranks` processes of this machine.
 
@@ -156,6 +157,8 @@ def launch(
         min_ranks: with fewer, the run does not go on after a loss.
         invitation: what newcomers are told, who find the entrance in the folder that it names. The
             ranks listen on the address `ORCHESTRA_HOST`, if that is set.
+        injects: whether the ranks heed `ORCHESTRA_INJECT`, and are no process of a simulation,
+            whose own ranks do.
 
     Raises `InputError` for a program that cannot be sent to a rank, or one that a rank's program
     raised in its phase "set-up", and `RunFailed` with the first cause in its first line; the
@@ -186,7 +189,7 @@ def launch(
             for rank in range(ranks):
                 spec = RankSpec(
                     rank, ranks, rank, watcher.address, host, token, limits,
-                    tls=tls, threads=threads, shared_memory=shared_memory,
+                    tls=tls, threads=threads, shared_memory=shared_memory, injects=injects,
                 )  # fmt: skip
                 if places:
                     place = places[rank]

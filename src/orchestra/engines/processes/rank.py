@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from orchestra.engines.events import Event, Notice, describe
 from orchestra.engines.failure_detector import Limits
+from orchestra.engines.injection import LOG, injections
 from orchestra.engines.processes.control import Control, RankSpec, Roster, Signs
 from orchestra.engines.processes.environment import (
     HOST_VARIABLE,
@@ -38,7 +39,7 @@ from orchestra.engines.processes.environment import (
     numeric,
     towards,
 )
-from orchestra.engines.processes.injection import LOG, Injector, injections
+from orchestra.engines.processes.injection import ProcessInjector
 from orchestra.engines.processes.joining import Admission, Entrance, Invitation, opened
 from orchestra.engines.processes.system import (
     StopWish,
@@ -137,7 +138,7 @@ class Connections:
         self._latencies = spec.held
         self._transport: SocketTransport | None = None
         self._native: Native | None = None
-        self._injector: Injector | None = None
+        self._injector: ProcessInjector | None = None
 
     def join(self, roster: Roster, listener: socket.socket) -> Runtime:
         """Connect with the others of the group; return what a program works with in it.
@@ -182,9 +183,9 @@ class Connections:
             members=members, regroup=functools.partial(self._regroup, roster),
         )  # fmt: skip
         interceptors: list[Interceptor] = [watched]
-        if faults := injections(os.environ, spec.rank):
+        if spec.injects and (faults := injections(os.environ, spec.rank)):
             if self._injector is None:
-                self._injector = Injector(
+                self._injector = ProcessInjector(
                     faults, transport, control.connection, spec.watcher,
                     local=spec.local, log=os.environ.get(LOG),
                 )  # fmt: skip

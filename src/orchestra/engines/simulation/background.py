@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 class Queued(Part):
     """A collective that waits for its turn, or is under way: a task of the flow that began it."""
 
-    __slots__ = ("queue",)
+    __slots__ = ("error", "queue")
 
     def __init__(self, collective: Collective, place: int, queue: BackgroundQueue) -> None:
         self.collective, self.place, self.queue = collective, place, queue
+        self.error: BaseException | None = None  # that the flow which sends its messages raised
 
     def done(self) -> bool:
         """Return whether `wait` would return at once."""
@@ -38,6 +39,8 @@ class Queued(Part):
     def wait(self) -> int:
         """Let virtual time pass until it is done; returns the bytes of buffer used."""
         self.queue.traffic.seconds_waiting += self.pass_time()
+        if self.error is not None:
+            raise self.error
         return self.buffer_bytes
 
     def send(self, collective: ByRank) -> None:
@@ -113,8 +116,7 @@ class BackgroundQueue:
             transport.exchange(call)
 
         def ended(flow: Flow) -> None:
-            if flow.error is not None:
-                kernel.fail(flow.error)
+            part.error = flow.error
             collective.end(part, transport.traffic.seconds_communicating)
 
-        kernel.start(self._port.rank, live, self._processor).on_end.append(ended)
+        kernel.start(self._port.slot, live, self._processor).on_end.append(ended)

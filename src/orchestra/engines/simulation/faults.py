@@ -7,35 +7,44 @@ time what the beats of real ranks would tell it, as long as anything is wrong.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from orchestra.cluster import Channel, Cluster
 from orchestra.engines.events import (
     BEAT_SECONDS,
     Abort,
+    Accused,
     Disconnect,
-    Event,
     Exited,
     Failed,
+    Failure,
     Finished,
     Heartbeat,
     Instruction,
     Joined,
     Kill,
     Notice,
+    OfRank,
+    Ready,
+    Regroup,
 )
 from orchestra.engines.failure_detector import FailureDetector, Limits
+from orchestra.engines.simulation.kernel import Call
+from orchestra.engines.simulation.rank import GroupMember
 from orchestra.engines.simulation.world import World
 from orchestra.errors import RunFailed
 
 CLOSED = "its connection closed"
+WATCHER_RANK = 0
+"""The rank that the watcher is beside."""
 
 
 class Faults:
-    """The faults of `cluster` on `ranks` ranks.
+    """The faults of `cluster`, and the watcher of its ranks, which is beside rank 0.
 
     Args:
+        members: the ranks, which the watcher tells of new groups.
         beat: the heartbeat of a rank, now.
         patience: of the watcher, in seconds.
         notice: tells the user.
@@ -48,21 +57,24 @@ class Faults:
     def __init__(
         self,
         cluster: Cluster,
-        ranks: int,
+        members: Sequence[GroupMember],
         world: World,
         beat: Callable[[int], Heartbeat],
         patience: float,
         notice: Callable[[str], None],
         min_ranks: int = 1,
     ) -> None:
-        self._world, self._kernel, self._ranks = world, world.kernel, range(ranks)
+        self._world, self._kernel, self._members = world, world.kernel, members
+        self._ranks = range(len(members))
         self._beat, self._notice = beat, notice
         self._detector = FailureDetector(
-            ranks, Limits(patience=patience), start=0.0, children=True, min_ranks=min_ranks
+            len(members), Limits(patience=patience), start=0.0, children=True, min_ranks=min_ranks
         )
         self.left_out = self._detector.left_out  # why the run went on without each of these
         self._ended: set[int] = set()
-        self._unheard: dict[int, Finished | Failed] = {}  # the ends of ranks behind a cut, by rank
+        self._unheard: list[OfRank] = []  # what ranks behind a cut link have said
+        self._group: tuple[int, ...] = tuple(self._ranks)  # the newest
+        self._missing: set[int] = set()  # those of it that others cannot reach yet
         self._held: set[int] = set()
         self._cut: set[str] = set()  # channels
         self._watching = False
@@ -73,19 +85,45 @@ class Faults:
 
     def ended(self, event: Finished | Failed) -> None:
         """Note that the program of a rank has ended; the run goes on until that is known."""
-        self._watch()
-        self._unheard[event.rank] = event
         self._kernel.outstanding += 1
-        self._hear(event.rank)
+        self._say(event)
 
-    def _hear(self, rank: int) -> None:
-        """Let the watcher hear of the end of `rank`, if no link on the way is cut."""
-        if self._world.is_heard(rank):
-            self._ended.add(rank)
-            event = self._unheard.pop(rank)
-            self._observe(event)
-            # The watcher waits for the cause of a failure that may be a consequence.
-            self._kernel.outstanding -= not isinstance(event, Failed)
+    def ready(self, rank: int, generation: int) -> None:
+        """From `rank`: it has given up its group, and can be reached by the others of the next."""
+        self._say_after_latency(Ready(rank, generation))
+
+    def accuse(self, rank: int, generation: int, failure: Failure) -> None:
+        """From `rank`: it has lost another one of its group."""
+        self._say_after_latency(Accused(rank, failure, generation))
+
+    def _say_after_latency(self, event: OfRank) -> None:
+        latency = self._world.latency(event.rank, WATCHER_RANK)
+        self._kernel.after(latency, partial(self._say, event))
+
+    def _say(self, event: OfRank) -> None:
+        """Let the watcher hear `event`, once no link on the way is cut."""
+        self._watch()
+        self._unheard.append(event)
+        self._hear()
+
+    def _hear(self) -> None:
+        """Let the watcher hear what no cut link holds back."""
+        said, self._unheard = self._unheard, []
+        for event in said:
+            given_up, is_end = event.rank in self._ended, isinstance(event, Finished | Failed)
+            if not given_up and not self._world.is_heard(event.rank):
+                self._unheard.append(event)
+                continue
+            if is_end:
+                self._ended.add(event.rank)
+                # The watcher waits for the cause of a failure that may be a consequence.
+                self._kernel.outstanding -= given_up or isinstance(event, Finished)
+            if not given_up:
+                self._observe(event)
+
+    def _tell(self, rank: int, order: Call) -> None:
+        """Let `rank` carry out `order` after the latency. Behind a cut link it could not answer."""
+        self._kernel.after(self._world.latency(WATCHER_RANK, rank), order)
 
     def _schedule(self, cluster: Cluster) -> None:
         at, world, ranks = self._kernel.at, self._world, len(self._ranks)
@@ -97,11 +135,10 @@ class Faults:
                 at(time, partial(self._change_bandwidth, channel, factor))
         for rank in self._ranks:
             for begin, end in cluster.pauses(rank, ranks):
-                at(begin, partial(self._hold, rank))
-                at(end, partial(self._let_go, rank))
+                at(begin, partial(self.hold, rank, end - begin))
             death = cluster.death(rank, ranks)
             if death is not None:
-                at(death, partial(self._die, rank))
+                at(death, partial(self.die, rank))
 
     # What happens
 
@@ -112,18 +149,21 @@ class Faults:
             self._cut.add(channel.name)
         self._world.change_bandwidth(channel, factor)
 
-    def _hold(self, rank: int) -> None:
+    def hold(self, rank: int, seconds: float) -> None:
+        """From an event: stop `rank` for so many seconds."""
         if rank not in self._ended:
             self._watch()
             self._held.add(rank)
             self._world.hold(rank)
+            self._kernel.after(seconds, partial(self._let_go, rank))
 
     def _let_go(self, rank: int) -> None:
         if rank in self._held:
             self._held.discard(rank)
             self._world.let_go(rank)
 
-    def _die(self, rank: int) -> None:
+    def die(self, rank: int) -> None:
+        """From an event: end `rank`, as SIGKILL does."""
         if rank not in self._ended:
             self._watch()
             self._lose(rank, CLOSED, at_once=False)
@@ -132,13 +172,12 @@ class Faults:
     def _lose(self, rank: int, reason: str, *, at_once: bool) -> None:
         """End `rank`; the others learn it at once, or from the ends of their connections."""
         self._ended.add(rank)
-        if self._unheard.pop(rank, None) is not None:
-            self._kernel.outstanding -= 1
+        self._hear()  # nothing that it has said
         self._held.discard(rank)
-        cut_off = self._world.kill(rank, reason)
+        self._world.kill(rank, reason)
         for other in self._ranks:
             if other != rank:
-                part = partial(self._world.part, other, rank, reason, cut_off.get(other))
+                part = partial(self._world.part, other, rank, reason)
                 self._kernel.after(0.0 if at_once else self._world.latency(rank, other), part)
 
     # The watcher
@@ -146,25 +185,41 @@ class Faults:
     def _watch(self) -> None:
         # Beats cost events: they are heard while something is wrong or may still be reported.
         self._until = self._kernel.now() + self._detector.limits.cause + 2 * BEAT_SECONDS
-        if not self._watching:
+        if self._watching:
+            self._hear_beats()  # a rank says at once what it tells its reporter
+        else:
             self._watching = True
             self._tick()
 
     def _tick(self) -> None:
         now = self._kernel.now()
-        for rank in list(self._unheard):
-            self._hear(rank)
-        for rank in self._ranks:
-            silent = rank in self._held or rank in self._ended or rank in self._unheard
-            if not silent and self._world.is_heard(rank):
-                self._observe(self._beat(rank))
+        self._hear()
+        self._hear_beats()
         self._carry_out(self._detector.tick(now, self._held))
         self._watching = bool(self._held or self._cut) or now < self._until
         if self._watching:
             self._kernel.after(BEAT_SECONDS, self._tick)
 
-    def _observe(self, event: Event) -> None:
+    def _hear_beats(self) -> None:
+        ending = {event.rank for event in self._unheard if isinstance(event, Finished | Failed)}
+        for rank in self._ranks:
+            silent = rank in self._held or rank in self._ended or rank in ending
+            if not silent and self._world.is_heard(rank):
+                self._observe(self._beat(rank))
+
+    def _observe(self, event: OfRank) -> None:
         self._carry_out(self._detector.observe(self._kernel.now(), event))
+        if isinstance(event, Ready) and event.generation == self._detector.generation:
+            self._expect(event.rank)
+
+    def _expect(self, rank: int) -> None:
+        """Note that `rank` can be reached; connect all of the group once all can."""
+        self._missing.discard(rank)
+        if not self._missing:
+            net = self._world.connect(self._group)
+            for member in self._group:
+                connect = self._members[member].connect
+                self._tell(member, partial(connect, self._detector.generation, net))
 
     def _carry_out(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
@@ -175,6 +230,13 @@ class Faults:
                     self._notice(text)
                 case Disconnect(rank=rank, reason=reason) if rank not in self._ended:
                     self._lose(rank, reason, at_once=True)
+                case Regroup(generation=generation, members=members):
+                    self._group, self._missing = members, set(members)
+                    for rank in members:
+                        change = self._members[rank].change_group
+                        self._tell(rank, partial(change, generation, members))
+                case Kill(rank=rank) if rank in self.left_out and rank not in self._ended:
+                    self._lose(rank, self.left_out[rank], at_once=True)
                 case Kill() | Disconnect():
                     pass  # the run is over, or it has been lost before
                 case _:

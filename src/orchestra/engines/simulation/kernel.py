@@ -111,6 +111,11 @@ class Flow:
         return kernel.leave(self)
 
 
+class Killed(BaseException):
+    """Unwinds a flow of a killed rank, whose program has no part in that: no `except Exception`
+    may write a file, as none does in a process that was killed."""
+
+
 class Deadlock(Exception):
     """Nothing is due any more, and flows are still parked."""
 
@@ -209,9 +214,10 @@ class Kernel(Events):
 
         Raises:
             RunAborted: the run has ended meanwhile.
+            Killed: the same, and the rank of this flow was killed before.
         """
         flow = self.current
-        self._check()
+        self._check(flow)
         following = self._next()
         if following is not flow.context:  # else this flow goes on without a switch
             flow.context.pass_to(following)
@@ -250,7 +256,7 @@ class Kernel(Events):
     def entered(self, flow: Flow) -> None:
         """From a new flow: its first turn has come."""
         self.current = flow
-        self._check()
+        self._check(flow)
         self._on_turn(flow)
 
     def leave(self, flow: Flow) -> Context:
@@ -309,9 +315,9 @@ class Kernel(Events):
                 self.fail(error)
                 away = self.launcher.await_turn  # a flow still runs: the turn is not passed twice
 
-    def _check(self) -> None:
+    def _check(self, flow: Flow) -> None:
         if self._aborted is not None:
-            raise self._aborted
+            raise Killed() if flow.dead else self._aborted
 
     def _next(self) -> Context:
         """Make due calls until a flow is ready: its context, or the launcher's after the end."""

@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from orchestra.cluster.nodes import Overhead
+from orchestra.engines.simulation.barriers import Barriers
 from orchestra.engines.simulation.fluid import Fluid, Resource
 from orchestra.engines.simulation.kernel import Flow, Kernel, Wait
 from orchestra.engines.simulation.processor import Thread
 from orchestra.engines.simulation.stream import Load, Route, Stream
+from orchestra.errors import GroupChanged
 from orchestra.transports import matching
 from orchestra.transports.framing import Header
 from orchestra.transports.matching import Incoming, Mailbox
@@ -122,14 +124,18 @@ BeginNativeAllReduce = Callable[[Tensor], Task[int]]
 
 @dataclass(eq=False)
 class Net:
-    """All ranks' ports, and the streams between them."""
+    """The ports of the ranks of one group, and the streams between them.
+
+    Ranks are numbered in their group, but for `members` and for what the kernel knows of them.
+    """
 
     kernel: Kernel
     fluid: Fluid
     overhead: Overhead
+    members: tuple[int, ...]  # the number of each rank at the start of the run, its slot
     nodes: Sequence[str]  # the name of each rank's node
     hosts: Sequence[int]  # of each rank, a number that those have in common that share memory
-    route: Callable[[int, int], Route]
+    route: Callable[[int, int], Route]  # between two slots
     before_arrival: Callable[[Sequence[Resource]], None]  # called before a message crosses these
     ports: list[Port] = field(default_factory=list)
     shared: dict[tuple[tuple[int, ...], int, int], Tensor] = field(default_factory=dict)
@@ -139,6 +145,7 @@ class Net:
     def __post_init__(self) -> None:
         # The costs of a message, from its bytes with the header, and whether its ranks are near.
         self.message_cost = functools.lru_cache(maxsize=1024)(self.overhead.message)
+        self.barriers = Barriers(self.kernel)
 
     def is_near(self, source: int, target: int) -> bool:
         """Return whether two ranks share memory."""
@@ -148,8 +155,13 @@ class Net:
         """Return the stream from one rank to another; it is made when it is first used."""
         key = source, target
         if key not in self.streams:
-            self.streams[key] = Stream(self, self.route(source, target), source, target)
+            route = self.route(self.members[source], self.members[target])
+            self.streams[key] = Stream(self, route, source, target)
         return self.streams[key]
+
+    def slots(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return the slots of `ranks`."""
+        return tuple(self.members[rank] for rank in ranks)
 
 
 class Port:
@@ -157,6 +169,10 @@ class Port:
 
     `new_processor` makes what one more flow of the rank computes on; `meter` counts what it sends;
     `native` gives what stands for torch.distributed.
+
+    Attributes:
+        slot: the number of the rank at the start of the run.
+        closed: whether the rank has given up its group.
     """
 
     native: Callable[[], BeginNativeAllReduce]
@@ -164,12 +180,12 @@ class Port:
     def __init__(
         self, net: Net, rank: int, new_processor: Callable[[], Thread], meter: Meter
     ) -> None:
-        self.net, self.rank = net, rank
+        self.net, self.rank, self.slot = net, rank, net.members[rank]
         self.new_processor, self.meter = new_processor, meter
         self.mailbox = Mailbox(rank)
         self.bytes_sent = 0
         self.shares: Counter[tuple[tuple[int, ...], int]] = Counter()  # of memory, by ranks and tag
-        self._cold = False
+        self._cold = self.closed = False
         # Looked up by what has happened: with many servers a rank has many flows, and asking each
         # of them after every message was slow (docs/decisions/0103-who-is-woken.md).
         self._asleep: dict[object, dict[Flow, Callable[[], bool]]] = {}  # by what they wait for
@@ -189,7 +205,7 @@ class Port:
     @property
     def shares_caches(self) -> bool:
         """True if the order in which flows of this rank send and receive changes their costs."""
-        return self.net.overhead.cold > 0 and self.net.kernel.flows_of[self.rank] > 1
+        return self.net.overhead.cold > 0 and self.net.kernel.flows_of[self.slot] > 1
 
     def keep_order(self) -> None:
         """Let the current flow catch up with virtual time, if others share its caches."""
@@ -222,6 +238,9 @@ class Port:
         """Park the current flow until `condition` is true at a call of `wake(what)`.
 
         Meanwhile `waits` tells whom it waits for. Returns the virtual seconds that pass.
+
+        Raises:
+            GroupChanged: the port is closed.
         """
         if condition():
             return 0.0
@@ -229,9 +248,12 @@ class Port:
         flow, started = kernel.current, kernel.here()
         flow.waits = waits
         self._asleep.setdefault(what, {})[flow] = condition
-        while not condition():
-            kernel.park()
-        flow.waits = None
+        try:
+            while not condition():
+                self.require_open()
+                kernel.park()
+        finally:
+            flow.waits = None
         return kernel.here() - started
 
     def wake(self, what: object) -> None:
@@ -248,6 +270,30 @@ class Port:
         """Resume all sleeping flows whose condition is true now."""
         for what in list(self._asleep):
             self.wake(what)
+
+    def streams(self, *, out: bool = True, into: bool = True) -> list[Stream]:
+        """Return the streams from this rank, and those to it."""
+        return [
+            stream
+            for (source, target), stream in self.net.streams.items()
+            if (out and source == self.rank) or (into and target == self.rank)
+        ]
+
+    def close(self) -> None:
+        """From an event: the rank gives up its group. What it waits for raises `GroupChanged`, and
+        messages under way to and from it never arrive."""
+        self.closed = True
+        for stream in self.streams():
+            stream.close(GroupChanged())
+        asleep, self._asleep = self._asleep, {}
+        for flows in asleep.values():
+            for flow in flows:
+                self.net.kernel.resume(flow)
+
+    def require_open(self) -> None:
+        """Raise `GroupChanged` if the port is closed."""
+        if self.closed:
+            raise GroupChanged()
 
 
 class Sending(matching.Operation):

@@ -12,11 +12,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from math import inf
-from operator import itemgetter
 
 import torch
 from torch import Tensor
 
+from orchestra.engines.simulation.barriers import Barriers
 from orchestra.engines.simulation.kernel import Call, Events
 from orchestra.engines.simulation.network import Port
 from orchestra.engines.simulation.placed import BARRIER, FREE, SEND, TAKE, PlacedPlan
@@ -187,35 +187,7 @@ class Participant:
         self.communicating += self._time - arrived
 
 
-class Barriers:
-    """Barriers in virtual time: who waits at one goes on when all have arrived."""
-
-    def __init__(self, events: Events) -> None:
-        self._events = events
-        self._there: dict[Hashable, list[tuple[int, float, Call]]] = defaultdict(list)
-
-    def arrive(
-        self, key: Hashable, count: int, place: int, time: float, wake: float, then: Call
-    ) -> None:
-        """Let `place` wait from `time` on until `count` have arrived at the barrier `key`.
-
-        All go on, in the order of their places, `wake` seconds after the last one's time.
-        """
-        there = self._there[key]
-        there.append((place, time, then))
-        if len(there) == count:
-            del self._there[key]
-            self._events.call_at(max(time for _, time, _ in there) + wake, _go_on, there)
-
-
-def _go_on(there: list[tuple[int, float, Call]]) -> None:
-    for _, _, then in sorted(there, key=itemgetter(0)):
-        then()
-
-
-def carry_out(
-    stage: SumStage, call: CollectiveCall, port: Port, barriers: Barriers, traffic: Traffic
-) -> None:
+def carry_out(stage: SumStage, call: CollectiveCall, port: Port, traffic: Traffic) -> None:
     """Let the present flow, of the rank of `port`, do its part of a stage of `call`.
 
     Raises:
@@ -233,7 +205,7 @@ def carry_out(
     for part, (seconds, wake) in enumerate(together.phases(place, cuts, vector.itemsize, costs)):
         port.spend(seconds, traffic)
         if wake is not None:
-            _wait(port, barriers, (key, part), key[0], wake, traffic)
+            _wait(port, (key, part), key[0], wake, traffic)
         # The first to go on sees to the values of all. It may be in the next collective already,
         # which some have not begun.
         if part == 0 and len(port.net.shown.get(key, ())) == len(key[0]):
@@ -242,12 +214,11 @@ def carry_out(
         if kind is StepKind.SEND:
             size = (end - first) * vector.itemsize + header_bytes(1)
             port.bytes_sent += size
-            port.meter.count(ranks[peer], size)
+            port.meter.count(port.net.members[ranks[peer]], size)
 
 
 def _wait(
     port: Port,
-    barriers: Barriers,
     key: Hashable,
     ranks: Sequence[int],
     wake: float,
@@ -261,10 +232,10 @@ def _wait(
         passed.append(True)
         port.wake(go_on)
 
-    barriers.arrive(key, len(ranks), ranks.index(port.rank), kernel.here(), wake, go_on)
+    port.net.barriers.arrive(key, len(ranks), ranks.index(port.rank), kernel.here(), wake, go_on)
     traffic.seconds_waiting += port.sleep_until(
         lambda: bool(passed) or not gone.keys().isdisjoint(others),
-        lambda: (others, "to add up in shared memory"),
+        lambda: (port.net.slots(others), "to add up in shared memory"),
         go_on,
     )
     if not passed:

@@ -71,17 +71,17 @@ class PlacedPlan:
             (source, target): net.stream(ranks[source], ranks[target])
             for source, target in plan.streamed
         }
-        # By place, the bytes that the rank there sends to each other rank.
+        # By place, the bytes that the rank there sends to each other rank, by its slot.
         self.sent: list[dict[int, int]] = [{} for _ in ranks]
         for (source, target), size in plan.pairs.items():
-            self.sent[source][ranks[target]] = size
+            self.sent[source][net.members[ranks[target]]] = size
         # Those that it gets from each, and the seconds that they cross links of their own.
         self.arriving: list[dict[int, tuple[int, float]]] = [{} for _ in ranks]
         # With the only place that sends on it, and that receives; `NOBODY` where there are several.
         self.links: dict[Resource, tuple[int, int]] = {}
         self.wire_bytes: dict[Resource, float] = {}  # that cross each link
         for (source, target), stream in self.streams.items():
-            size = self.sent[source].get(ranks[target], 0)
+            size = plan.pairs.get((source, target), 0)
             on_wire = stream.on_wire(size, None)
             self.arriving[target][ranks[source]] = size, on_wire / stream.bandwidth
             ends = source, target

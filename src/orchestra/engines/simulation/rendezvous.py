@@ -15,7 +15,6 @@ from orchestra.engines.simulation.collective import (
 from orchestra.engines.simulation.kernel import Kernel
 from orchestra.engines.simulation.loads import Loads
 from orchestra.engines.simulation.network import Net
-from orchestra.engines.simulation.participant import Barriers
 from orchestra.engines.simulation.placed import PlacedPlan, Ranks
 from orchestra.engines.simulation.plan import CollectivePlan, node_stages
 from orchestra.engines.simulation.processor import Thread
@@ -58,7 +57,7 @@ class Rendezvous:
     def __init__(
         self, kernel: Kernel, loads: Loads, crowded: Callable[[Ranks], bool], faults: bool
     ) -> None:
-        self.faults, self.barriers = faults, Barriers(kernel)
+        self.faults = faults
         self._kernel, self._loads, self._crowded = kernel, loads, crowded
         self._begun: dict[tuple[int, int], TaggedCollectives] = {}  # by group and tag
         self._ready: dict[float, list[Evaluated]] = defaultdict(list)  # by time of evaluation

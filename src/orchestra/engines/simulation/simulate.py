@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy
@@ -18,20 +19,23 @@ from orchestra.cluster import Cluster, Jitter, Node
 from orchestra.cluster.nodes import DEFAULT, EVENLY, LogNormal, Overhead, Sharing
 from orchestra.engines.events import Failed, Finished, Heartbeat, describe, failed_text
 from orchestra.engines.failure_detector import Limits
+from orchestra.engines.injection import Inject
 from orchestra.engines.live import LiveFile
 from orchestra.engines.random_streams import RandomStreams, Streams, seed
 from orchestra.engines.simulation.contexts import GreenletContext
 from orchestra.engines.simulation.costs import ChargedCompute, Costs, SimulatedCompute
 from orchestra.engines.simulation.evaluate import is_compiled
 from orchestra.engines.simulation.faults import Faults
+from orchestra.engines.simulation.injection import SimulatedInjector
 from orchestra.engines.simulation.kernel import Deadlock, Flow, Kernel
+from orchestra.engines.simulation.network import Port
+from orchestra.engines.simulation.rank import GroupMember, SimulatedReporter
 from orchestra.engines.simulation.rendezvous import MAX_FOLLOWED
 from orchestra.engines.simulation.transport import SimulatedTransport
 from orchestra.engines.simulation.world import World
 from orchestra.errors import InputError, RunFailed
-from orchestra.records.report import Counters
+from orchestra.worker.interception import intercepted
 from orchestra.worker.runtime import (
-    PassingReporter,
     Reporter,
     Runtime,
     chosen_threads,
@@ -88,6 +92,8 @@ class Simulation:
         pace: of a rank, by what the duration of compute in each of its steps is multiplied, in
             place of jitter and drift; the last one holds for further steps, 1 for other ranks.
         live: where the ranks' beats are written down for whoever watches the run.
+        speeds: gradients a second of each rank, where its parts of a step follow from that.
+        injections: faults that ranks inject into themselves.
     """
 
     def __init__(
@@ -108,6 +114,8 @@ class Simulation:
         values: bool = True,
         pace: Mapping[int, Sequence[float]] | None = None,
         live: LiveFile | None = None,
+        speeds: tuple[float, ...] = (),
+        injections: Mapping[int, list[Inject]] = MappingProxyType({}),
     ) -> None:
         self._values = values
         self._threads = cluster.threads_of(ranks, threads)
@@ -121,9 +129,11 @@ class Simulation:
         self._world = World(
             self._kernel, cluster, ranks, overhead, costs.flops, sharing, self._threads,
             self._shares(unfairness) if unfairness else None,
+            faults=bool(cluster.faults or injections),
         )  # fmt: skip
         self._ranks, self._costs, self._outer = ranks, costs, outer
         self._pace, self._live = pace, live
+        self._speeds, self._bandwidths = speeds, cluster.bandwidths_of(ranks)
         self._fraction: float | None = None
         self._drifts = {}
         for place, node in enumerate(cluster.nodes):
@@ -134,12 +144,21 @@ class Simulation:
         self._notices: list[str] = []
         self._beats = 0  # of ranks that compute
         self._results: list[Any] = [None] * ranks
-        self._reporters = [SimulatedReporter(outer, rank, self) for rank in range(ranks)]
+        self._members = [GroupMember(slot, self._world.net, self._runtime) for slot in range(ranks)]
+        self._reporters = [SimulatedReporter(outer, member, self) for member in self._members]
+        self._computes = [self._compute(member) for member in self._members]
         self._shared: list[tuple[Any, Streams]] = []
         self._faults: Faults | None = None
-        if cluster.faults:
+        self._injectors: dict[int, SimulatedInjector] = {}
+        if cluster.faults or injections:
             beat, notice = self._heartbeat, self.notice
-            self._faults = Faults(cluster, ranks, self._world, beat, patience, notice, min_ranks)
+            self._faults = Faults(
+                cluster, self._members, self._world, beat, patience, notice, min_ranks
+            )
+            for slot, faults in injections.items():
+                die = functools.partial(self._faults.die, slot)
+                hold = functools.partial(self._faults.hold, slot)
+                self._injectors[slot] = SimulatedInjector(faults, self._kernel, die, hold)
 
     def run(self, program: Program) -> SimulationOutcome:
         """Run `program` on every rank, until all have ended or one has failed."""
@@ -174,7 +193,7 @@ class Simulation:
             # Also after a good end: background flows may be left, which have to be unwound.
             self._kernel.abort(failure or "the run has ended")
             self._streams.give(None)
-        meters = [port.meter for port in self._world.net.ports]
+        meters = self._world.meters
         for meter in meters:
             meter.settle()
         left_out = {} if self._faults is None else self._faults.left_out
@@ -194,6 +213,11 @@ class Simulation:
         self._notices.append(text)
         self._outer.notice(text)
 
+    def is_first(self, rank: int) -> bool:
+        """Return whether `rank` is the first of those that are not lost, whose phase is shown."""
+        left_out = {} if self._faults is None else self._faults.left_out
+        return all(other in left_out for other in range(rank))
+
     def look(self, fraction: float | None) -> None:
         """Called after a rank's step: from time to time, write down how far all are."""
         self._fraction = fraction
@@ -212,7 +236,13 @@ class Simulation:
         live.write()
 
     def _start(self, rank: int, program: Program) -> None:
-        life = functools.partial(program, self._runtime(rank))
+        runtime = self._members[rank].join(self._world.net)
+
+        def life() -> Any:
+            if rank in self._injectors:
+                self._injectors[rank].reach("start")
+            return program(runtime)
+
         flow = self._kernel.start(rank, life, self._world.thread(rank, main=True), main=True)
         flow.on_end.append(self._ended)
 
@@ -238,31 +268,46 @@ class Simulation:
             waits_for=for_ranks,
             waits_what=what,
             expendable=reporter.is_expendable,
+            elastic=reporter.elastic_program,
+            rests=reporter.rests_first,
         )
 
-    def _runtime(self, rank: int) -> Runtime:
-        world, node = self._world, self._world.nodes[rank]
-        port = world.net.ports[rank]
-        factors = self._factors(node) if self._pace is None else self._recorded(rank)
-        port.native = functools.cache(lambda: world.native(rank))
+    def _compute(self, member: GroupMember) -> SimulatedCompute:
+        slot = member.slot
+        node = self._world.nodes[slot]
+        factors = self._factors(node) if self._pace is None else self._recorded(slot)
         kind = SimulatedCompute if self._values else ChargedCompute
-        threads = self._threads[rank]
-        compute = kind(self._kernel, self._costs, factors, port.mark_caches_cold, threads)
-        return Runtime(
-            rank,
-            self._ranks,
+        on_step, threads = member.mark_caches_cold, self._threads[slot]
+        return kind(self._kernel, self._costs, factors, on_step, threads)
+
+    def _runtime(self, member: GroupMember, port: Port) -> Runtime:
+        """Return what the program of `member` works with in the group of `port`."""
+        world, slot, members = self._world, member.slot, port.net.members
+        regroup = None
+        # Without values there is no state to go on from.
+        if self._faults is not None and self._values:
+            regroup = functools.partial(member.regroup, self._faults)
+        runtime = Runtime(
+            port.rank,
+            len(members),
             SimulatedTransport(port, world.rendezvous),
-            compute,
-            self._reporters[rank],
+            self._computes[slot],
+            self._reporters[slot],
             seed if self._values else lambda number: None,
-            local_rank=world.local_ranks[rank],
+            local_rank=world.local_ranks[slot],
             clock="virtual",
-            node=node.name,
+            node=world.nodes[slot].name,
             share=self._share,
             warms_up=False,
             stopwatch=port.meter.run,
-            threads=threads,
+            speeds=_of(self._speeds, members) if self._speeds else (),
+            bandwidths=_of(self._bandwidths, members),
+            threads=self._threads[slot],
+            members=members,
+            regroup=regroup,
         )
+        injector = self._injectors.get(slot)
+        return runtime if injector is None else intercepted(runtime, injector)
 
     def _factors(self, node: Node) -> Callable[[Flow], float]:
         """Return what gives the factor of a piece of work that a flow begins on `node`.
@@ -331,58 +376,10 @@ class Simulation:
         return value
 
 
-@dataclass
-class SimulatedReporter(PassingReporter):
-    """One rank's; what it says goes to the `inner` one, that of the process."""
-
-    rank: int
-    simulation: Simulation
-    current_phase: str = ""
-    current_step: int = 0
-    samples: int = 0
-    is_set_up: bool = False
-    is_expendable: bool = False
-    counters: Counters | None = None
-
-    def progress(
-        self,
-        *,
-        step: int,
-        samples: int,
-        loss: float | None = None,
-        fraction: float | None = None,
-        counters: Counters | None = None,
-    ) -> None:
-        self.current_step = step
-        self.simulation.consumed += samples - self.samples
-        self.samples, self.counters = samples, counters
-        whole = self.simulation.consumed
-        self.inner.progress(step=step, samples=whole, loss=loss, fraction=fraction)
-        self.simulation.look(fraction)
-
-    def phase(self, name: str) -> None:
-        if name != self.current_phase:
-            self.current_phase = name
-            if name == "training" and not self.is_set_up:
-                self.is_set_up = True
-                gc.freeze()  # what was made until now lives as long as the run
-            if self.rank == 0:
-                self.inner.phase(name)
-
-    def expendable(self, yes: bool) -> None:
-        self.is_expendable = yes
-
-    def elastic(self, program: str, *, rests: bool = False) -> None:
-        """Do nothing: no groups are made in virtual time."""
-
-    def newcomers_wait(self) -> bool:
-        return False
-
-    def group_is_over(self) -> bool:
-        return False
-
-    def notice(self, text: str) -> None:
-        self.simulation.notice(text)
+@functools.lru_cache(maxsize=4)  # a thousand ranks share one tuple
+def _of(values: tuple[float, ...], members: tuple[int, ...]) -> tuple[float, ...]:
+    """Return the `values` of the members of a group."""
+    return tuple(values[member] for member in members)
 
 
 class _RankFailed(Exception):

@@ -112,6 +112,7 @@ class Stream:
     Attributes:
         route: the way of all of them.
         bandwidth: bytes/s, as long as nothing else crosses its links.
+        cut_off: the message that was crossing when it was closed, if any.
     """
 
     def __init__(self, net: Net, route: Route, source: int, target: int) -> None:
@@ -128,6 +129,7 @@ class Stream:
         self._queue: deque[Load] = deque()
         self._crossing: Activity | None = None  # of the first of them, once it has begun
         self._closed: Exception | None = None
+        self.cut_off: Load | None = None
 
     def send(self, load: Load, time: float) -> None:
         """Send `load` at `time`, now or later, behind those before it.
@@ -177,21 +179,16 @@ class Stream:
         if self._queue and self._crossing is None:
             self._begin(self._queue[0])
 
-    def close(self, error: Exception) -> Load | None:
-        """Let nothing arrive any more, and tell senders of `error`.
-
-        Returns the message that this cuts off in the middle, if any.
-        """
+    def close(self, error: Exception) -> None:
+        """Let nothing arrive any more, and tell senders of `error`."""
         self._closed = error
-        cut_off = None
         if self._crossing is not None:
             self._fluid.cancel(self._crossing)
             self._crossing = None
-            cut_off = self._queue[0]
+            self.cut_off = self._queue[0]
         for load in self._queue:
             load.fail(error)
         self._queue.clear()
-        return cut_off
 
     def moved(self) -> float:
         """Return the bytes on the wire of the message under way that have crossed until now."""
@@ -201,7 +198,7 @@ class Stream:
         return self.on_wire(load.frame_bytes, load.both_ways) - left
 
     def _begin(self, load: Load) -> None:
-        if self._target in self._net.kernel.held:
+        if self._net.members[self._target] in self._net.kernel.held:
             return  # a rank that stands still takes in nothing
         load.begin()
         self._began = self._events.now()

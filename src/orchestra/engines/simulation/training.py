@@ -62,8 +62,9 @@ def train_run(
     alone = Single().roles(1)
     with Display(run, alone, quiet=quiet, progress=progress) as display:
         launched = launch(
-            program, assignment, 1, patience=run.training.patience, on_event=display.on_event
-        )
+            program, assignment, 1, patience=run.training.patience, on_event=display.on_event,
+            injects=False,
+        )  # fmt: skip
     (result,) = launched.results
     return record_from(assignment, cast("SimulationOutcome", result))
 
@@ -155,6 +156,7 @@ def simulate_run(
         What became of it; the cluster, in which one process has the best node; and the bytes on a
         link for each byte of a message.
     """
+    from orchestra.engines.simulation.injection import simulated_injections
     from orchestra.engines.simulation.memory import Memory
     from orchestra.engines.simulation.simulate import Simulation
     from orchestra.trainer.program import train
@@ -169,16 +171,16 @@ def simulate_run(
     speeds: tuple[float, ...] = ()
     if run.measures_shares:
         speeds = described_speeds(cluster, ranks, costs, overhead, sharing, run.training)
-    bandwidths = cluster.bandwidths_of(ranks)
 
     def rank_program(rank: Runtime) -> RankReport:
-        return train(replace(rank, speeds=speeds, bandwidths=bandwidths), (run, folder))
+        return train(rank, (run, folder))
 
     outcome = Simulation(
         cluster, ranks, costs, overhead, reporter, seed_number=run.seed,
         sharing=sharing, jitter=jitter, patience=run.training.patience,
         min_ranks=run.training.min_ranks or 1,
         threads=run.training.threads, values=run.training.tensors == "real", pace=pace, live=live,
+        speeds=speeds, injections=simulated_injections(ranks),
     ).run(rank_program)  # fmt: skip
     if len(cluster.nodes) > 1:
         outcome = replace(outcome, alone=speeds_alone(memory, cluster, ranks, costs, jitter))

@@ -55,6 +55,7 @@ class SimulatedTransport(Transport):
         assert tensor.is_contiguous(), "only contiguous tensors can be sent"
         assert 0 <= to < self.size, f"there is no rank {to} among {self.size}"
         port, traffic = self._port, self._flow.traffic
+        port.require_open()
         sending = Sending(self._flow, port, tensor, to)
         # The sender may change its tensor long before the message arrives in virtual time.
         payload = tensor.detach().clone()
@@ -76,7 +77,7 @@ class SimulatedTransport(Transport):
         if to in port.mailbox.gone:
             sending.fail(PeerLost(to, port.mailbox.gone[to]))
             return sending
-        port.meter.count(to, size)
+        port.meter.count(port.net.members[to], size)
         # Chance is drawn only while the stopwatch runs, so that runs with and without evaluation
         # draw the same (docs/decisions/0115-unlike-shares.md).
         both_ways, fair = None, not port.meter.running
@@ -106,6 +107,7 @@ class SimulatedTransport(Transport):
         """Start receiving; see `Transport.receive`."""
         assert into is None or into.is_contiguous(), "only contiguous tensors can be received into"
         assert source is None or 0 <= source < self.size, f"no rank {source} among {self.size}"
+        self._port.require_open()
         receive = matching.Receive(self._flow, source, tag, into)
         self._port.mailbox.post(receive)
         return receive
@@ -134,7 +136,7 @@ class SimulatedTransport(Transport):
             self._queue = BackgroundQueue(
                 self._rendezvous, port, port, new_transport, self.traffic, port.signal_seconds
             )
-            self._kernel.add_thread(self.rank)
+            self._kernel.add_thread(port.slot)
         port.spend(port.signal_seconds, self.traffic)
         return self._queue.begin(placed, call)
 
@@ -144,7 +146,7 @@ class SimulatedTransport(Transport):
         if self._queue is not None:
             self._port.spend(self._port.signal_seconds, self.traffic)
             self._kernel.catch_up()
-            self._kernel.add_thread(self.rank, -1)
+            self._kernel.add_thread(self._port.slot, -1)
             self._queue = None
 
     def execute(self, call: CollectiveCall, over: Transport | None = None) -> int:
@@ -181,7 +183,7 @@ class SimulatedTransport(Transport):
 
         def carry_out_here(stage: SumStage) -> tuple[float, float]:
             started, waited = self._kernel.here(), self.traffic.seconds_waiting
-            carry_out(stage, call, self._port, self._rendezvous.barriers, self.traffic)
+            carry_out(stage, call, self._port, self.traffic)
             return started, started + self.traffic.seconds_waiting - waited
 
         self._sent = placed, Counter()
@@ -224,7 +226,7 @@ class SimulatedTransport(Transport):
         self._kernel.catch_up()
         transport = SimulatedTransport(self._port, self._rendezvous)
         processor = self._port.new_processor()
-        flow = self._kernel.start(self.rank, lambda: function(transport), processor)
+        flow = self._kernel.start(self._port.slot, lambda: function(transport), processor)
         return FlowTask(flow, self.traffic)
 
     def arrived(self) -> dict[int, tuple[float, float]]:
@@ -241,6 +243,10 @@ class SimulatedTransport(Transport):
 
     def wait(self, operation: Operation) -> None:
         """Let virtual time pass until `operation` is finished, and take in what it brings."""
+        self._wait(operation)
+        self._port.require_open()
+
+    def _wait(self, operation: Operation) -> None:
         if not isinstance(operation, matching.Receive):
             self.traffic.seconds_waiting += self._sleep(operation, lambda: operation.finished)
             return
@@ -289,9 +295,9 @@ class SimulatedTransport(Transport):
         return self._port.sleep_until(condition, lambda: self._signs(operation), operation)
 
     def test(self, operation: Operation) -> bool:
-        """Return whether `operation` is finished."""
+        """Return whether `operation` is finished, or will never be."""
         self._kernel.catch_up()
-        return operation.finished
+        return operation.finished or self._port.closed
 
     def _signs(self, operation: Operation) -> tuple[tuple[int, ...], str]:
         if isinstance(operation, matching.Receive):
@@ -300,7 +306,7 @@ class SimulatedTransport(Transport):
             assert isinstance(operation, Sending)
             whom, verb, tag = operation.to, "to send", ""
         others = tuple(rank for rank in range(self.size) if rank != self.rank)
-        return (others if whom is None else (whom,)), verb + tag
+        return self._port.net.slots(others if whom is None else (whom,)), verb + tag
 
 
 @dataclass(eq=False)
@@ -313,7 +319,7 @@ class FlowHandOver(HandOver):
         self.port.net.kernel.catch_up()
 
     def wait_until(self, condition: Callable[[], bool], traffic: Traffic) -> None:
-        waits = (self.port.rank,), "another flow of its own"
+        waits = (self.port.slot,), "another flow of its own"
         traffic.seconds_waiting += self.port.sleep_until(condition, lambda: waits, self)
 
     def tell(self, change: Callable[[], None], traffic: Traffic) -> None:

@@ -21,7 +21,7 @@ from orchestra.engines.simulation.placed import Ranks
 from orchestra.engines.simulation.processor import Cores, Thread
 from orchestra.engines.simulation.rendezvous import Rendezvous
 from orchestra.engines.simulation.sharing import ROUNDING
-from orchestra.engines.simulation.stream import LONG, Load, Route, SlowStart, Stream
+from orchestra.engines.simulation.stream import LONG, Route, SlowStart
 from orchestra.engines.simulation.transport import SimulatedTransport
 from orchestra.errors import PeerLost
 from orchestra.schedules import ALL_REDUCE
@@ -50,7 +50,7 @@ class World:
 
     `reference_flops` are the FLOP/s of a core of speed 1, and `threads` what the main flow of each
     rank computes with. `draw_share` draws the factor on the weight of the next message between two
-    ranks on unlike nodes; without it, weights are even. Without faults, a flow with a core for
+    ranks on unlike nodes; without it, weights are even. Without `faults`, a flow with a core for
     itself runs ahead of the others' virtual time until it next interacts with them.
     """
 
@@ -64,8 +64,9 @@ class World:
         sharing: Sharing,
         threads: Sequence[int],
         draw_share: Callable[[int, int], float] | None,
+        *,
+        faults: bool,
     ) -> None:
-        faults = bool(cluster.faults)
         # A fault may change a speed or stop a rank at any time: then nothing is told ahead.
         self._goes_ahead = not faults
         self._cluster, self._overhead, self._sharing = cluster, overhead, sharing
@@ -87,21 +88,32 @@ class World:
             ranks_of[node.name].append(rank)
         by_name = {node.name: node for node in self.nodes}
         self._hosts = {name: self._host(by_name[name], ranks_of[name]) for name in by_name}
-        share_memory = [
+        self._share_memory = [
             # collectives of tensors that are on devices are messages
             ranks_of[node.name][0] if node.shared_memory and not node.devices else rank
             for rank, node in enumerate(self.nodes)
         ]
-        names = [node.name for node in self.nodes]
+        self.meters = [Meter(kernel.here) for _ in range(ranks)]
+        self._nets: list[Net] = []  # of the newest group
+        self.net = self.connect(tuple(range(ranks)))
+
+    def connect(self, members: tuple[int, ...]) -> Net:
+        """Make the net of a group of ranks, in place of that of the group before."""
+        names = [self.nodes[slot].name for slot in members]
+        hosts = [self._share_memory[slot] for slot in members]
         # The second has connections of its own on the same links, as torch.distributed has them.
-        self.net, self._native = (
-            Net(kernel, self.fluid, overhead, names, hosts, self._route, self.loads.start_message)
-            for hosts in (share_memory, range(ranks))
-        )
-        for rank in range(ranks):
-            meter = Meter(kernel.here)
-            for net in (self.net, self._native):
-                Port(net, rank, functools.partial(self.thread, rank), meter)
+        self._nets = [
+            Net(
+                self.kernel, self.fluid, self._overhead, members, names, each, self._route,
+                self.loads.start_message,
+            )
+            for each in (hosts, members)
+        ]  # fmt: skip
+        for rank, slot in enumerate(members):
+            new_thread = functools.partial(self.thread, slot)
+            port, native = (Port(net, rank, new_thread, self.meters[slot]) for net in self._nets)
+            port.native = functools.cache(functools.partial(self._native, native, port))
+        return self._nets[0]
 
     def _host(self, node: Node, ranks: list[int]) -> Host:
         sharing, slots = self._sharing, node.slots
@@ -155,26 +167,25 @@ class World:
         flows = host.native + further + sum(self.kernel.flows_of[rank] for rank in host.ranks)
         return flows * host.speed <= host.cores.capacity * ROUNDING
 
-    def native(self, rank: int) -> BeginNativeAllReduce:
-        """Return a function that begins an all-reduce of torch.distributed on `rank`.
+    def _native(self, port: Port, caches: Port) -> BeginNativeAllReduce:
+        """Return a function that begins an all-reduce of torch.distributed on the rank of `port`.
 
         It replaces a contiguous tensor by its sum over all ranks, one tensor after the other, on a
         thread beside the flows of the rank. It is a ring on connections of its own: what the
         backends do depends on their version, the message and the links, and with large tensors gloo
         and NCCL do that.
         """
-        self._hosts[self.nodes[rank].name].native += 1
+        self._hosts[self.nodes[port.slot].name].native += 1
         self.kernel.changes += 1  # what is known of free cores has to be counted anew
-        port, caches = self._native.ports[rank], self.net.ports[rank]
         new_transport = functools.partial(SimulatedTransport, port, self.rendezvous)
         queue = BackgroundQueue(self.rendezvous, port, caches, new_transport, Traffic())
-        everyone = Group(tuple(range(len(self.nodes))))
+        everyone = Group(tuple(range(len(port.net.members))))
 
         def begin(tensor: Tensor) -> Queued:
             self.kernel.catch_up()
             ring = ALL_REDUCE["ring"](len(everyone))
             call = CollectiveCall(ring, tensor.view(-1), everyone, Tag.NATIVE)
-            return queue.begin(self.rendezvous.plan(self._native, call), call)
+            return queue.begin(self.rendezvous.plan(port.net, call), call)
 
         return begin
 
@@ -274,37 +285,35 @@ class World:
         for thread in self._threads_of[rank]:
             thread.let_go()
         self.kernel.let_go(rank)
-        for stream in self._streams(target=rank):
-            stream.go_on()
+        for port in self._ports(rank):
+            for stream in port.streams(out=False):
+                stream.go_on()
 
-    def kill(self, rank: int, reason: str) -> dict[int, Load | None]:
-        """End `rank`; what it has sent is lost. Returns the messages cut off, by target."""
+    def kill(self, rank: int, reason: str) -> None:
+        """End `rank`; what it has sent is lost."""
         self.hold(rank)
         self.kernel.kill(rank)
-        error = PeerLost(rank, reason)
-        return {
-            target: stream.close(error)
-            for (source, target), stream in self.net.streams.items()
-            if source == rank
-        }
+        for port in self._ports(rank):
+            for stream in port.streams(into=False):
+                stream.close(PeerLost(port.rank, reason))
 
-    def part(self, rank: int, lost: int, reason: str, cut_off: Load | None = None) -> None:
-        """Tell `rank` that `lost` is gone; `cut_off` is a message from there that was under way."""
-        port, streams = self.net.ports[rank], self.net.streams
-        arriving = cut_off.arriving if isinstance(cut_off, Message) else None
-        port.mailbox.depart(lost, reason, arriving, lost=True)
-        if (rank, lost) in streams:
-            streams[rank, lost].close(PeerLost(lost, reason))
-        port.wake_all()
+    def part(self, rank: int, lost: int, reason: str) -> None:
+        """Tell `rank` that `lost` is gone, if both are in one group."""
+        for port, gone in zip(self._ports(rank), self._ports(lost), strict=False):
+            streams = port.net.streams
+            if (coming := streams.get((gone.rank, port.rank))) is None:
+                arriving = None
+            else:
+                arriving = coming.cut_off.arriving if isinstance(coming.cut_off, Message) else None
+            port.mailbox.depart(gone.rank, reason, arriving, lost=True)
+            if (leaving := streams.get((port.rank, gone.rank))) is not None:
+                leaving.close(PeerLost(gone.rank, reason))
+            port.wake_all()
 
     def moved(self, rank: int) -> float:
         """Return the bytes that have crossed of messages under way to and from `rank`."""
-        return sum(s.moved() for s in (*self._streams(source=rank), *self._streams(target=rank)))
+        return sum(stream.moved() for port in self._ports(rank) for stream in port.streams())
 
-    def _streams(self, *, source: int | None = None, target: int | None = None) -> list[Stream]:
-        return [
-            stream
-            for net in (self.net, self._native)
-            for (a, b), stream in net.streams.items()
-            if source in (None, a) and target in (None, b)
-        ]
+    def _ports(self, slot: int) -> list[Port]:
+        """Return the ends of a rank in the nets of the newest group; none if it is not in it."""
+        return [port for net in self._nets for port in net.ports if port.slot == slot]
