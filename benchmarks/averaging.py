@@ -22,7 +22,8 @@ from torch.nn.utils import parameters_to_vector
 
 from benchmarks.peers import EVERY, PeerRow, compare_steps, hold, rows_of
 from orchestra.bench.step import RATE, BenchmarkModel, Contest, block_of, our_step, plain_step
-from orchestra.bench.timing import Blocks, Progress, join_gloo, take_turns
+from orchestra.bench.timing import Progress, join_gloo
+from orchestra.bench.turns import Blocks, take_turns
 from orchestra.cli.bench import print_remarks
 from orchestra.cli.main import guarded
 from orchestra.engines.processes.launch import LOOPBACK
@@ -72,12 +73,15 @@ def bench_averaging(
 
     Raises KeyboardInterrupt where the user stopped it.
     """
-    pairs = [(ours, peer) for ours, peer in PAIRS if is_installed(PACKAGES[peer])]
-    contestants = len({name for pair in pairs for name in pair})
+    pairs = _pairs()
     for subject, count in itertools.product(subjects if pairs else (), ranks):
         with _lighthouse(count):
-            blocks = hold(measure, contestants, subject, count, rounds, on_progress)
-        yield from rows_of(subject.name, count, blocks, pairs)
+            results = hold(measure, len(pairs), subject, count, rounds, on_progress)
+        yield from rows_of(subject.name, count, results)
+
+
+def _pairs() -> list[tuple[str, str]]:
+    return [(ours, peer) for ours, peer in PAIRS if is_installed(PACKAGES[peer])]
 
 
 def is_installed(package: str) -> bool:
@@ -103,8 +107,8 @@ def _lighthouse(ranks: int) -> Iterator[None]:
         server.shutdown()
 
 
-def measure(runtime: Runtime, contest: Contest) -> Blocks:
-    """On each rank: the seconds of each contestant's blocks."""
+def measure(runtime: Runtime, contest: Contest) -> list[Blocks]:
+    """On each rank: the blocks of each pair."""
     subject = contest.subject
     join_gloo(runtime, contest.store)
     with ExitStack() as servers:
@@ -124,7 +128,7 @@ def measure(runtime: Runtime, contest: Contest) -> Blocks:
         steps[LOCAL] = our_step(runtime, subject, LocalSGD(EVERY))
         steps[DILOCO] = our_step(runtime, subject, LocalSGD(EVERY, outer=OUTER))
         blocks = {name: block_of(step, EVERY) for name, step in steps.items()}
-        return take_turns(runtime, blocks, contest.rounds)
+        return take_turns(runtime, blocks, contest.rounds, _pairs())
 
 
 def _require_average(runtime: Runtime, name: str, peer: Peer) -> None:

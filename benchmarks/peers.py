@@ -7,7 +7,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -23,6 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
+from orchestra.bench.ratios import Ratio
 from orchestra.bench.step import (
     ALONE,
     RATE,
@@ -34,14 +35,8 @@ from orchestra.bench.step import (
     our_step,
     plain_step,
 )
-from orchestra.bench.timing import (
-    Blocks,
-    Progress,
-    join_gloo,
-    median_ratio,
-    run_ranks,
-    take_turns,
-)
+from orchestra.bench.timing import Progress, join_gloo, run_ranks
+from orchestra.bench.turns import Blocks, of_all_ranks, take_turns, wall
 from orchestra.cli.bench import (
     bench_parser,
     listed,
@@ -88,8 +83,8 @@ process with all cores and the batch of all ranks stands beside the plain one.
 class PeerRow:
     """A technique with one model on one number of ranks.
 
-    `step_seconds` and `peer_seconds` are medians over the rounds; `ratio` is the median of ours
-    over the peer's in the same round, between its `least` and `most`.
+    `step_seconds` and `peer_seconds` are medians over the rounds; `ratio` is that of ours over the
+    peer's, in pairs of blocks side by side.
     """
 
     model: str
@@ -98,9 +93,7 @@ class PeerRow:
     step_seconds: float
     peer: str
     peer_seconds: float
-    ratio: float
-    least: float
-    most: float
+    ratio: Ratio
 
 
 def bench_peers(
@@ -113,52 +106,58 @@ def bench_peers(
 
     Raises KeyboardInterrupt where the user stopped it.
     """
-    contestants = len(OURS) + len(set(OURS.values())) + 1
     for subject in subjects:
         for count in ranks:
-            blocks = hold(measure, contestants, subject, count, rounds, on_progress)
-            pairs = list(OURS.items())
-            if ACCELERATE in blocks:
-                pairs.insert(-1, (f"LocalSGD({EVERY})", ACCELERATE))
-            yield from rows_of(subject.name, count, blocks, pairs)
+            results = hold(measure, len(_pairs()), subject, count, rounds, on_progress)
+            yield from rows_of(subject.name, count, results)
 
 
 def hold(
-    program: Callable[[Runtime, Contest], Blocks],
-    contestants: int,
+    program: Callable[[Runtime, Contest], list[Blocks]],
+    pairs: int,
     subject: BenchmarkModel,
     ranks: int,
     rounds: int,
     on_progress: Progress | None,
-) -> Blocks:
-    """Let about that many contestants of `program` take turns on `ranks` processes."""
+) -> Sequence[list[Blocks]]:
+    """Let so many pairs of `program` take turns on `ranks` processes; return each one's blocks."""
     with tempfile.TemporaryDirectory(prefix="orchestra-bench-") as folder:
         contest = Contest(subject, rounds, str(Path(folder) / "store"), torch.get_num_threads())
-        blocks: Blocks
-        blocks, *_ = run_ranks(
+        results: Sequence[list[Blocks]] = run_ranks(
             program,
             contest,
             ranks,
-            steps=(rounds + 1) * contestants,
+            steps=(rounds + 1) * 2 * pairs,
             what=f"{subject.name}, {ranks} ranks",
             on_progress=on_progress,
         )
-    return blocks
+    return results
 
 
-def rows_of(
-    model: str, ranks: int, blocks: Blocks, pairs: Iterable[tuple[str, str]]
-) -> Iterator[PeerRow]:
-    """Yield a row for each of our techniques with its peer; blocks have `EVERY` steps."""
-    for ours, peer in pairs:
-        ratios = [a / b for a, b in zip(blocks[ours], blocks[peer], strict=True)]
-        seconds, others = (statistics.median(blocks[name]) / EVERY for name in (ours, peer))
-        ratio = median_ratio(blocks[ours], blocks[peer])
-        yield PeerRow(model, ranks, ours, seconds, peer, others, ratio, min(ratios), max(ratios))
+def rows_of(model: str, ranks: int, results: Sequence[list[Blocks]]) -> Iterator[PeerRow]:
+    """Yield a row for each of our techniques beside its peer; blocks have `EVERY` steps."""
+    for pair in zip(*results, strict=True):
+        (ours, own), (peer, others) = (
+            (name, wall(blocks)) for name, blocks in of_all_ranks(pair).items()
+        )
+        seconds, peer_seconds = (statistics.median(each) / EVERY for each in (own, others))
+        yield PeerRow(model, ranks, ours, seconds, peer, peer_seconds, Ratio.of(own, others))
 
 
-def measure(runtime: Runtime, contest: Contest) -> Blocks:
-    """On each rank: the seconds of each contestant's blocks."""
+def _pairs() -> list[tuple[str, str]]:
+    """Return our techniques, each beside its peer; what is not installed has no pair."""
+    pairs = list(OURS.items())
+    if _accelerate_is_there():
+        pairs.insert(-1, (f"LocalSGD({EVERY})", ACCELERATE))
+    return pairs
+
+
+def _accelerate_is_there() -> bool:
+    return importlib.util.find_spec("accelerate") is not None
+
+
+def measure(runtime: Runtime, contest: Contest) -> list[Blocks]:
+    """On each rank: the blocks of each pair."""
     subject = contest.subject
     join_gloo(runtime, contest.store)
     steps: dict[str, Callable[[], None]] = {
@@ -167,7 +166,7 @@ def measure(runtime: Runtime, contest: Contest) -> Blocks:
         POWER: _hooked(subject, powerSGD_hook.powerSGD_hook, _power_sgd(), ONE_BUCKET),
         POST_LOCAL: _post_local(subject, runtime),
     }
-    if importlib.util.find_spec("accelerate") is not None:
+    if _accelerate_is_there():
         steps[ACCELERATE] = _accelerate(subject, runtime)
     for text in OURS:
         if text != ALONE:
@@ -175,7 +174,7 @@ def measure(runtime: Runtime, contest: Contest) -> Blocks:
             steps[text] = our_step(runtime, subject, strategy)
     blocks = {name: block_of(step, EVERY) for name, step in steps.items()}
     blocks[ALONE] = alone(runtime, contest, EVERY)
-    return take_turns(runtime, blocks, contest.rounds)
+    return take_turns(runtime, blocks, contest.rounds, _pairs())
 
 
 def _hooked(
@@ -250,7 +249,7 @@ def _line(row: PeerRow) -> tuple[str, ...]:
         f"{1e3 * row.step_seconds:.3g}",
         row.peer,
         f"{1e3 * row.peer_seconds:.3g}",
-        f"{row.ratio:.2f} ({row.least:.2f}-{row.most:.2f})",
+        str(row.ratio),
     )
 
 
@@ -258,7 +257,9 @@ def compare_steps(
     name: str, description: str, bench: Callable[..., Iterator[PeerRow]], arguments: list[str]
 ) -> None:
     """Measure as the command line of `benchmarks.<name>` says, and print the times."""
-    parser = bench_parser(f"python -m benchmarks.{name}", description, rounds=7)
+    parser = bench_parser(
+        f"python -m benchmarks.{name}", description, rounds=7, rounds_of="pairs of blocks"
+    )
     parser.option("--ranks", "N,...", "numbers of processes (default: 2,4)", default="2,4")
     parser.option("--models", "NAME,...", f"some of {', '.join(SUBJECTS)}")
     options = read_options(parser, arguments)
@@ -272,9 +273,12 @@ def compare_steps(
 def main(arguments: list[str]) -> int:
     """Measure, and print the times."""
     compare_steps("peers", DESCRIPTION, bench_peers, arguments)
-    if importlib.util.find_spec("accelerate") is None:
+    if not _accelerate_is_there():
         print("Accelerate is not installed: no row for its LocalSGD.")
-    print_remarks("DDP: DistributedDataParallel on gloo. Ratios below 1: faster than the peer.")
+    print_remarks(
+        "DDP: DistributedDataParallel on gloo. Ratios below 1: faster than the peer; "
+        "in brackets the 95 % interval."
+    )
     return 0
 
 

@@ -25,7 +25,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed import rpc
 
-from orchestra.bench.timing import Progress, join_gloo, median_ratio, run_ranks, take_turns
+from orchestra.bench.ratios import Ratio
+from orchestra.bench.timing import Progress, join_gloo, run_ranks
+from orchestra.bench.turns import take_turns, wall
 from orchestra.cli.bench import bench_parser, print_remarks, read_options, write_figures
 from orchestra.cli.main import guarded
 from orchestra.cli.terminal import print_table, progress_line
@@ -67,11 +69,11 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Peer:
-    """A contestant beside ours: its pushes a second, and the median, the least and the most of the
-    ratios within a round; above 1 ours is faster."""
+    """A contestant beside ours: its pushes a second, and the ratio within a round; above 1 ours is
+    faster."""
 
     per_second: float
-    ratios: tuple[float, float, float]
+    ratio: Ratio
 
 
 @dataclass(frozen=True)
@@ -128,16 +130,11 @@ def _row(
 
     ours = repr(OURS)
     peers = {
-        name: Peer(rate(name), _ratios(seconds, blocks[ours]))
+        name: Peer(rate(name), Ratio.of(seconds, blocks[ours]))
         for name, seconds in blocks.items()
         if name != ours
     }
     return ServerRow(workers, size, way, rate(ours), 2e-9 * rate(ours) * bytes_of(size), peers)
-
-
-def _ratios(peer: Sequence[float], ours: Sequence[float]) -> tuple[float, float, float]:
-    each = [a / b for a, b in zip(peer, ours, strict=True)]
-    return median_ratio(peer, ours), min(each), max(each)
 
 
 def bytes_of(size: str) -> int:
@@ -162,7 +159,8 @@ def measure(runtime: Runtime, assignment: Assignment) -> dict[str, dict[str, lis
         pushes = pushes_of(size, assignment.block_bytes)
         contestants = {repr(OURS): _ours(runtime, size, pushes)}
         contestants |= {name: make[name](runtime, size, pushes) for name in assignment.peers}
-        found[size] = take_turns(runtime, contestants, assignment.rounds, {RPC: agents})
+        (blocks,) = take_turns(runtime, contestants, assignment.rounds, surroundings={RPC: agents})
+        found[size] = {name: wall(blocks[name]) for name in blocks}
     return found
 
 
@@ -394,14 +392,14 @@ def print_rates(rows: Sequence[ServerRow]) -> None:
     print_table("pushes with pulls a second, asynchronous server", headings, lines)
     print_remarks(
         "Ratios above 1: faster than gloo's send and receive, torch.distributed.rpc, Ray, or the "
-        "bare loop; in brackets the least and the most of a round."
+        "bare loop; in brackets the 95 % interval."
     )
     if not _ray_if_there():
         print_remarks("No figures of a Ray actor: install ray.")
 
 
 def _shown(peer: Peer) -> tuple[str, str]:
-    return f"{peer.per_second:.0f}", "{:.2f} ({:.2f} to {:.2f})".format(*peer.ratios)
+    return f"{peer.per_second:.0f}", str(peer.ratio)
 
 
 def main(arguments: list[str]) -> int:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from orchestra.bench.timing import Blocks, Progress, median_ratio, run_ranks
+from orchestra.bench.ratios import Ratio
+from orchestra.bench.timing import Progress, run_ranks
 from orchestra.cli.bench import (
     bench_parser,
     print_remarks,
@@ -39,6 +40,7 @@ ROUNDS = 40
 WARM_UP = 2
 TASK = "digits28()"
 RATE = 0.01
+Seconds = dict[str, list[float]]
 DESCRIPTION = """\
 Time a simulated training of LeNet-5 under AllReduce("ring"), every worker with gradients of its
 own, and after each of its steps as many plain steps of one model in a loop, in the same process.
@@ -56,16 +58,14 @@ class Contest:
 
 @dataclass(frozen=True)
 class SimulationRow:
-    """Seconds for a gradient with its update, medians over the rounds.
-
-    `ratios` are those of each round, simulated over plain; `ratio` their median.
+    """Seconds for a gradient with its update, medians over the rounds; `ratio` is simulated over
+    plain, in pairs.
     """
 
     workers: int
     simulated_seconds: float
     plain_seconds: float
-    ratio: float
-    ratios: list[float]
+    ratio: Ratio
 
 
 def bench_simulation(
@@ -80,21 +80,19 @@ def bench_simulation(
 
 def measured(contest: Contest, on_progress: Progress | None = None) -> SimulationRow:
     """The figures of one contest, from a process of its own."""
-    blocks: Blocks = run_ranks(
+    blocks: Seconds = run_ranks(
         measure, contest, 1,
         steps=contest.rounds, what=f"{contest.workers} workers", on_progress=on_progress,
     )[0]  # fmt: skip
-    pairs = zip(blocks[SIMULATED], blocks[PLAIN], strict=True)
     return SimulationRow(
         contest.workers,
         statistics.median(blocks[SIMULATED]) / contest.workers,
         statistics.median(blocks[PLAIN]) / contest.workers,
-        median_ratio(blocks[SIMULATED], blocks[PLAIN]),
-        [simulated / plain for simulated, plain in pairs],
+        Ratio.of(blocks[SIMULATED], blocks[PLAIN]),
     )
 
 
-def measure(runtime: Runtime, contest: Contest) -> Blocks:
+def measure(runtime: Runtime, contest: Contest) -> Seconds:
     """The seconds of each one's blocks."""
     torch.set_num_threads(1)  # as the ranks of a simulation have
     runtime.reporter.phase("training")  # so that memory is kept as it is there
@@ -133,7 +131,7 @@ class _Referee(SilentReporter):
     gradients follow."""
 
     def __init__(self, outer: Reporter, contest: Contest) -> None:
-        self.blocks: Blocks = {SIMULATED: [], PLAIN: []}
+        self.blocks: Seconds = {SIMULATED: [], PLAIN: []}
         self._outer = outer
         self._contest = contest
         self._plain = _PlainSteps(contest.batch_size)
@@ -201,20 +199,17 @@ def print_simulations(rows: Iterable[SimulationRow]) -> None:
             str(row.workers),
             f"{row.simulated_seconds * 1e3:.2f}",
             f"{row.plain_seconds * 1e3:.2f}",
-            f"{row.ratio:.2f}",
-            f"{_part(row.ratios, 0.25):.2f} to {_part(row.ratios, 0.75):.2f}",
+            str(row.ratio),
         )
         for row in rows
     ]
-    headings = ("workers", "simulated", "plain", "ratio", "half of the pairs")
+    headings = ("workers", "simulated", "plain", "ratio")
     title = "ms for a worker's step, LeNet-5, batches of 64, AllReduce('ring')"
     print_table(title, headings, lines)
-    print_remarks("Ratios near 1: the simulation costs little beside the gradients.")
-
-
-def _part(values: Sequence[float], part: float) -> float:
-    """What this part of `values` is below."""
-    return sorted(values)[int(part * len(values))]
+    print_remarks(
+        "Ratios near 1: the simulation costs little beside the gradients; in brackets the 95 % "
+        "interval."
+    )
 
 
 def main(arguments: list[str]) -> int:

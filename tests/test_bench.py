@@ -1,38 +1,47 @@
-"""The benchmarks: every contestant takes part, ratios stay within a round, windows count steps."""
+"""The benchmarks: every contestant takes part, pairs lie side by side, windows count steps."""
 
 from __future__ import annotations
 
 import json
+import random
 import re
+import statistics
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from benchmarks import averaging, collectives, mpi, server, shapes, simulation, suspend
+import torch
+from benchmarks import averaging, peers, server, shapes, simulation, suspend
 from benchmarks.server import Peer, ServerRow, bench_server
 from benchmarks.suspend import RankSteps, Window, row_of
+from tests.blocks import blocks_of
 
-from orchestra.bench import step
+from orchestra.bench import step, turns
+from orchestra.bench.ratios import Ratio
 from orchestra.bench.step import SUBJECTS
-from orchestra.bench.timing import median_ratio, order
+from orchestra.bench.turns import Block, order
 from orchestra.cli.bench import listed
 from orchestra.cli.main import main
 from orchestra.errors import InputError
 from orchestra.strategies.parameter_server import ParameterServer
-from orchestra.worker.runtime import Runtime
 
 SMALL = replace(SUBJECTS["lenet"], steps=2, batch_size=4)
-PEERS = [step.PEER.format(size) for size in step.BUCKET_MEGABYTES]
+PEER = "DDP, 1/5/25/100 MB"
 
 
-def test_a_ratio_stays_within_its_round() -> None:
-    """Rounds of a machine that is ten times slower count like the others."""
-    assert median_ratio([2.0, 20.0, 3.0], [1.0, 10.0, 30.0]) == 2.0
+def two_matrices() -> torch.nn.Module:
+    """Of 1.2 MB each, so that buckets of 1 MB hold one of them."""
+    return torch.nn.Sequential(*(torch.nn.Linear(550, 550, bias=False) for _ in range(2)))
+
+
+TWO_BUCKETS = replace(
+    SMALL, name="two", build=two_matrices, batch=partial(step.images, (550,)), batch_size=2
+)
 
 
 def test_every_other_round_runs_in_reverse() -> None:
@@ -43,28 +52,92 @@ def test_every_other_round_runs_in_reverse() -> None:
     ]
 
 
-def test_the_best_bucket_size_is_the_measure() -> None:
-    """Best in most rounds: one slow round of the machine, or of its own, changes nothing."""
-    blocks = {name: [4.0, 40.0, 4.0] for name in PEERS}
-    blocks[PEERS[2]] = [2.0, 20.0, 9.0]
-    blocks["ours"] = [3.0, 60.0, 9.0]
-    rows = {row.contestant: row for row in step.step_rows(SMALL, 2, blocks)}
-    assert [name for name, row in rows.items() if row.best_peer] == [PEERS[2]]
-    assert rows["ours"].ratio == 1.5  # of 3 / 2, 60 / 20, and 9 / 9
-    assert rows["ours"].step_seconds == 9.0 / SMALL.steps
-    assert rows["ours"].samples_per_second == 2 * SMALL.batch_size * SMALL.steps / 9.0
+def test_contestants_of_a_pair_run_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: None)
+    runtime = Mock()
+    runtime.reporter.stop_requested.return_value = False
+    ran: list[str] = []
+    contestants = {name: partial(ran.append, name) for name in "abp"}
+    found = turns.take_turns(runtime, contestants, 2, [("a", "p"), ("b", "p")])
+    assert "".join(ran) == "pbpa" + "apbp" + "pbpa"
+    assert [{name: len(blocks[name]) for name in blocks} for blocks in found] == [
+        {"a": 2, "p": 2},
+        {"b": 2, "p": 2},
+    ]
+
+
+def test_the_slowest_rank_counts_and_the_processor_time_of_all() -> None:
+    ranks = [blocks_of(ours=[1.0, 5.0]), blocks_of(ours=[2.0, 4.0])]
+    assert turns.of_all_ranks(ranks) == {"ours": [Block(2.0, 6.0), Block(5.0, 18.0)]}
+
+
+def test_the_best_bucket_size_is_fastest_in_most_rounds() -> None:
+    """One slow round of the machine, or of its own, changes nothing."""
+    seconds = {name: [4.0, 40.0, 4.0] for name in "abcd"}
+    seconds["c"] = [2.0, 20.0, 90.0]
+    assert step.fastest(seconds) == "c"
+
+
+def test_the_first_bucket_size_runs_if_the_user_stops_before_the_choice() -> None:
+    assert step.fastest({"a": [], "b": []}) == "a"
+
+
+def test_bucket_sizes_that_cut_alike_run_once() -> None:
+    one, two = ((3, 4),), ((3,), (4,))
+    assert step.equal_sizes({1: two, 5: one, 25: one}) == [[1], [5, 25]]
+
+
+def test_an_equal_contestant_scores_one_beside_the_chosen_peer() -> None:
+    """Chosen on the rounds that judge, the luckiest of four equal sizes would look 2 % faster."""
+    draw = random.Random(1)
+
+    def rounds() -> dict[str, list[float]]:
+        return {name: [draw.gauss(1.0, 0.08) for _ in range(12)] for name in ("abcd", *"abcd")}
+
+    apart, same = [], []
+    for _ in range(400):
+        choosing, judged = rounds(), rounds()
+        ours = judged.pop("abcd")
+        choosing.pop("abcd")
+        apart.append(Ratio.of(ours, judged[step.fastest(choosing)]).median)
+        same.append(Ratio.of(ours, judged[step.fastest(judged)]).median)
+    assert statistics.mean(apart) == pytest.approx(1.0, abs=0.005)
+    assert statistics.mean(same) > 1.015
+
+
+def test_figures_of_a_step_come_from_its_own_pairs() -> None:
+    """The peer's time comes from all its blocks, a ratio from the blocks beside the contestant."""
+    groups = [
+        blocks_of(ours=[3.0, 60.0, 9.0], peer=[2.0, 20.0, 9.0]),
+        blocks_of(alone=[4.0, 4.0, 4.0], peer=[4.0, 4.0, 8.0]),
+    ]
+    peer, ours, alone = step.step_rows(SMALL, 2, [groups, groups])
+    assert (peer.contestant, peer.ratio) == ("peer", None)
+    assert peer.step_seconds == 6.0 / SMALL.steps  # of 2, 4, 4, 8, 9, and 20
+    assert ours.ratio == Ratio(1.5, None, None, 3)  # of 3 / 2, 60 / 20, and 9 / 9
+    assert ours.processor_ratio == ours.ratio
+    assert ours.step_seconds == 9.0 / SMALL.steps
+    assert ours.samples_per_second == 2 * SMALL.batch_size * SMALL.steps / 9.0
+    assert alone.ratio is not None
+    assert alone.ratio.median == 1.0
 
 
 def test_steps_of_every_contestant_are_measured() -> None:
     told: list[tuple[str, float]] = []
     rows = step.bench_step((2,), 1, (SMALL,), lambda what, part: told.append((what, part)))
-    contestants = [*PEERS, *map(repr, step.OURS), step.ALONE]
+    contestants = [PEER, *map(repr, step.OURS), step.ALONE]
     assert [row.contestant for row in rows] == contestants
     assert {(row.model, row.ranks) for row in rows} == {("lenet", 2)}
     assert all(row.step_seconds > 0 for row in rows)
-    assert [row.ratio for row in rows if row.best_peer] == [1.0]
+    assert [row.contestant for row in rows if row.ratio is None] == [PEER]
     assert told
     assert {what for what, _ in told} == {"lenet, 2 ranks"}
+
+
+def test_rounds_that_choose_the_bucket_size_judge_nobody() -> None:
+    peer, *others = step.bench_step((2,), 2, (TWO_BUCKETS,))
+    assert peer.contestant in {"DDP, 1 MB", "DDP, 5/25/100 MB"}
+    assert {row.ratio.pairs for row in others if row.ratio is not None} == {2}
 
 
 def test_the_sizes_of_the_models() -> None:
@@ -73,25 +146,12 @@ def test_the_sizes_of_the_models() -> None:
     assert sizes[1] == pytest.approx(25e6, rel=0.01)
 
 
-def measured_with_small_matrices(runtime: Runtime, chosen: Any) -> collectives.Measured:
-    """On a rank; nothing depends on how long it computes between the calls."""
-    collectives.WIDTH = 8
-    return collectives.measure(runtime, chosen)
-
-
-def test_all_reduces_are_measured_alone_and_between_computing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(collectives, "measure", measured_with_small_matrices)
-    setups = [("4 KB", False), ("4 KB", True)]
-    alone, computing = collectives.bench_collectives((2,), 1, setups=setups)
-    assert (alone.size, alone.computing, computing.computing) == ("4 KB", False, True)
-    assert alone.gloo_ms > 0 < alone.shm_ms
-    assert alone.ratio == alone.least == alone.most
-    assert alone.ratio == pytest.approx(alone.gloo_ms / alone.shm_ms)
-    assert alone.copy_share is not None
-    assert computing.copy_share is None
-    assert (alone.mpi_ratio is not None) == mpi.is_there()
+def test_peers_and_their_ratios_come_from_pairs() -> None:
+    first = blocks_of(ours=[2.0, 4.0], peer=[4.0, 8.0])
+    second = blocks_of(ours=[8.0, 8.0], peer=[4.0, 8.0])
+    (row,) = peers.rows_of("lenet", 2, [[first], [second]])
+    assert (row.technique, row.peer) == ("ours", "peer")
+    assert row.ratio == Ratio(1.5, None, None, 2)  # of 8 / 4, and 8 / 8
 
 
 def test_pushes_to_a_server_are_counted_for_all() -> None:
@@ -102,7 +162,7 @@ def test_pushes_to_a_server_are_counted_for_all() -> None:
     for row in (memory, sockets):
         assert row.gigabytes_per_second == pytest.approx(row.per_second * 500_000e-9)
         for peer in row.peers.values():
-            assert peer.ratios == pytest.approx([row.per_second / peer.per_second] * 3)
+            assert peer.ratio.median == pytest.approx(row.per_second / peer.per_second)
 
 
 def test_the_pace_is_that_of_the_others_in_each_window() -> None:
@@ -191,10 +251,13 @@ def test_figures_as_a_table_and_as_json(
 
 
 def test_rates_and_paces_as_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    peers = {"gloo": Peer(200.6, (2.0, 1.5, 2.5)), "rpc": Peer(100.3, (4.0, 3.0, 5.0))}
+    peers = {
+        "gloo": Peer(200.6, Ratio(2.0, 1.5, 2.5, 7)),
+        "rpc": Peer(100.3, Ratio(4.0, 3.0, 5.0, 7)),
+    }
     server.print_rates([ServerRow(3, "4 MB", "memory", 401.2, 3.21, peers)])
     printed = " ".join(capsys.readouterr().out.split())
-    assert "3 4 MB memory 401 3.21 201 2.00 (1.50 to 2.50) 100 4.00 (3.00 to 5.00)" in printed
+    assert "3 4 MB memory 401 3.21 201 2.00 (1.50-2.50) 100 4.00 (3.00-5.00)" in printed
     ratios = (0.9, 0.95, 1.0)
     suspend.print_paces([suspend.SuspendRow("waits", 20.0, 19.0, ratios, 0.95, 0.9, 0.5, 2)])
     printed = capsys.readouterr().out
@@ -219,11 +282,10 @@ def test_simulated_and_plain_steps_are_measured(capsys: pytest.CaptureFixture[st
     row = simulation.measured(contest, lambda _, part: told.append(part))
     assert row.workers == 2
     assert min(row.simulated_seconds, row.plain_seconds) > 0
-    assert len(row.ratios) == 2
-    assert row.ratio == sum(row.ratios) / 2
+    assert row.ratio.pairs == 2
     assert told
     simulation.print_simulations([row])
-    assert f"{row.ratio:.2f}" in capsys.readouterr().out
+    assert str(row.ratio) in capsys.readouterr().out
 
 
 def test_simulations_of_time_alone_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
@@ -276,4 +338,4 @@ def test_peers_that_are_installed_average_and_have_rows() -> None:
     installed = {peer for peer, package in averaging.PACKAGES.items() if find_spec(package)}
     rows = list(averaging.bench_averaging((2,), 1, (SMALL,)))
     assert {row.peer for row in rows} == installed
-    assert all(row.ratio == row.step_seconds / row.peer_seconds for row in rows)
+    assert all(row.ratio.median == row.step_seconds / row.peer_seconds for row in rows)

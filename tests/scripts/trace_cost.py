@@ -16,8 +16,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from orchestra.bench.ratios import Ratio
 from orchestra.bench.step import SUBJECTS
-from orchestra.bench.timing import join_gloo, take_turns
+from orchestra.bench.timing import join_gloo
+from orchestra.bench.turns import Blocks, of_all_ranks, processor, take_turns, wall
 from orchestra.engines.processes import launch
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.all_reduce import AllReduce
@@ -34,25 +36,18 @@ SUBJECT = SUBJECTS["lenet"]
 FOR_EVER = 1_000_000_000
 PLAIN, CLOSED, OPEN = "no timeline", "outside the window", "inside the window"
 
-Figures = dict[str, list[tuple[float, float]]]
-"""By contestant, of each block: seconds on the clock, and seconds of the processor."""
 
-
-def measure(runtime: Runtime, argument: tuple[int, int, str]) -> Figures:
+def measure(runtime: Runtime, argument: tuple[int, int, str]) -> Blocks:
     """On each rank: the blocks of every contestant."""
     rounds, steps, store = argument
     join_gloo(runtime, store)
-    figures: Figures = {}
     contestants = {
         PLAIN: contestant(runtime, None, steps),
         CLOSED: contestant(runtime, Trace(runtime.transport.now, 0), steps),
         OPEN: contestant(runtime, Trace(runtime.transport.now, FOR_EVER), steps),
     }
-    blocks = {
-        name: timed(block, figures.setdefault(name, [])) for name, block in contestants.items()
-    }
-    take_turns(runtime, blocks, rounds)
-    return {name: values[1:] for name, values in figures.items()}  # the first ones warm up
+    (blocks,) = take_turns(runtime, contestants, rounds)
+    return blocks
 
 
 def contestant(runtime: Runtime, tracer: Trace | None, steps: int) -> Callable[[], None]:
@@ -77,15 +72,6 @@ def contestant(runtime: Runtime, tracer: Trace | None, steps: int) -> Callable[[
                 tracer.step_ended(number)
 
     return block
-
-
-def timed(block: Callable[[], None], into: list[tuple[float, float]]) -> Callable[[], None]:
-    def run() -> None:
-        clock, processor = time.perf_counter(), time.process_time()
-        block()
-        into.append((time.perf_counter() - clock, time.process_time() - processor))
-
-    return run
 
 
 class Nowhere:
@@ -137,25 +123,14 @@ def main(rounds: int = 40, steps: int = 20) -> None:
     print_messages()
     with tempfile.TemporaryDirectory() as folder:
         argument = (rounds, steps, str(Path(folder, "store")))
-        results: Sequence[Figures] = launch(measure, argument, RANKS).results
+        results: Sequence[Blocks] = launch(measure, argument, RANKS).results
     print(f"{SUBJECT.name}, {RANKS} ranks, batch {SUBJECT.batch_size}, {rounds} blocks of {steps}")
-    plain = [of_all_ranks(block) for block in zip(*(r[PLAIN] for r in results), strict=True)]
+    blocks = of_all_ranks(results)
     for name in (PLAIN, CLOSED, OPEN):
-        blocks = [of_all_ranks(block) for block in zip(*(r[name] for r in results), strict=True)]
-        for index, what in enumerate(("us a step", "us of the processors a step")):
-            values, beside = [b[index] for b in blocks], [b[index] for b in plain]
-            each = 1e6 * statistics.median(values) / steps
-            print(f"{name}: {each:.0f} {what}, ratio {median_ratio(values, beside):.4f}")
-
-
-def of_all_ranks(block: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Seconds of the slowest on the clock, and of all together on the processors."""
-    clock, processor = zip(*block, strict=True)
-    return max(clock), sum(processor)
-
-
-def median_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
-    return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
+        for of, what in ((wall, "us a step"), (processor, "us of the processors a step")):
+            seconds, ratio = of(blocks[name]), Ratio.of(of(blocks[name]), of(blocks[PLAIN]))
+            each = 1e6 * statistics.median(seconds) / steps
+            print(f"{name}: {each:.0f} {what}, ratio {ratio.median:.4f}")
 
 
 if __name__ == "__main__":

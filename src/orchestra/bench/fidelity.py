@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 
 from orchestra.bench.calibrate import calibrate
 from orchestra.bench.cases import Case, predicted
-from orchestra.bench.timing import Progress, order
+from orchestra.bench.timing import Progress
+from orchestra.bench.turns import order
 from orchestra.cluster.calibration import Calibration, read_calibration
 from orchestra.engines.run import train_run
 from orchestra.engines.simulation.training import Pace

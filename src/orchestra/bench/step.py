@@ -1,21 +1,30 @@
-"""`orchestra bench step`: a step of `AllReduce` beside DistributedDataParallel and one process."""
+"""`orchestra bench step`: a step of `AllReduce` beside DistributedDataParallel and one process.
+
+DistributedDataParallel runs with the bucket size that is fastest here. That is found in rounds of
+its own, before those that are judged: the best of several on the rounds by which it is judged would
+owe part of its lead to luck, and an equal contestant would look slower.
+"""
 
 from __future__ import annotations
 
 import itertools
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from orchestra.bench.timing import Blocks, Progress, join_gloo, median_ratio, run_ranks, take_turns
+from orchestra.bench.ratios import Ratio
+from orchestra.bench.timing import Progress, join_gloo, run_ranks
+from orchestra.bench.turns import Blocks, of_all_ranks, processor, take_turns, wall
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.base import Strategy
@@ -83,98 +92,187 @@ SUBJECTS = {
 
 
 BUCKET_MEGABYTES = (1, 5, 25, 100)
-PEER = "DistributedDataParallel, {} MB"
+CHOOSING_ROUNDS = 10  # those that choose among them, and are not judged
+PEER = "DDP, {} MB"
 OURS = (AllReduce("native"), AllReduce("ring"))
 ALONE = "one process, all cores"
 RATE = 0.01
+Bucketing = tuple[tuple[int, ...], ...]
+"""The elements of each parameter in each bucket, in the order in which the buckets are reduced."""
 
 
 @dataclass(frozen=True)
 class Contest:
-    """The order to the ranks; `threads` is the number of threads of one process with all cores."""
+    """The order to the ranks.
+
+    Attributes:
+        threads: of one process with all cores; None: it takes no part.
+        interface: the network that gloo uses; by default loopback.
+    """
 
     subject: BenchmarkModel
     rounds: int
     store: str
-    threads: int
+    threads: int | None = None
+    ours: tuple[Strategy, ...] = OURS
+    interface: str = ""
+
+    @property
+    def contestants(self) -> list[str]:
+        """The names of those that are measured beside the peer."""
+        return [*map(repr, self.ours), *([ALONE] if self.threads is not None else [])]
+
+    @property
+    def blocks(self) -> int:
+        """The most blocks that it can take, those of warm-up included."""
+        return _blocks_of_choice() + 2 * len(self.contestants) * (self.rounds + 1)
+
+
+def _blocks_of_choice() -> int:
+    return len(BUCKET_MEGABYTES) * (CHOOSING_ROUNDS + 1)
 
 
 @dataclass(frozen=True)
 class StepRow:
     """The result of one contestant, with one model on one number of ranks.
 
-    `step_seconds` is the median over the rounds; `ratio` the median of the ratios to the block
-    of the best DistributedDataParallel (`best_peer`) in the same round.
+    Attributes:
+        step_seconds: the median of its blocks.
+        ratio: its time over that of DistributedDataParallel, in pairs of blocks side by side; None
+            for DistributedDataParallel itself.
+        processor_ratio: the same of the processor time of all ranks together.
     """
 
     model: str
     ranks: int
     contestant: str
     step_seconds: float
-    ratio: float
     samples_per_second: float
-    best_peer: bool
+    ratio: Ratio | None = None
+    processor_ratio: Ratio | None = None
 
 
 def bench_step(
     ranks: Sequence[int] = (2, 4),
-    rounds: int = 7,
+    rounds: int = 12,
     subjects: Sequence[BenchmarkModel] = tuple(SUBJECTS.values()),
     on_progress: Progress | None = None,
 ) -> list[StepRow]:
-    """Measure every subject on every number of ranks (2 or more), in `rounds` rounds.
+    """Measure every subject on every number of ranks (2 or more), in `rounds` pairs of blocks.
 
     Raises:
         KeyboardInterrupt: the user stopped it.
     """
     rows = []
-    # One round more, which warms up
-    blocks = (rounds + 1) * (len(BUCKET_MEGABYTES) + len(OURS) + 1)
     for subject, count in itertools.product(subjects, ranks):
-        what = f"{subject.name}, {count} ranks"
         with tempfile.TemporaryDirectory(prefix="orchestra-bench-") as folder:
             store = str(Path(folder) / "store")
             # The launcher's threads, which are those of one process with all cores; ranks get a
             # part of them
             contest = Contest(subject, rounds, store, torch.get_num_threads())
-            first, *_ = run_ranks(
-                measure, contest, count, steps=blocks, what=what, on_progress=on_progress
-            )
-        rows += step_rows(subject, count, first)
+            results = run_ranks(
+                measure, contest, count, steps=contest.blocks,
+                what=f"{subject.name}, {count} ranks", on_progress=on_progress,
+            )  # fmt: skip
+        rows += step_rows(subject, count, results)
     return rows
 
 
-def step_rows(subject: BenchmarkModel, ranks: int, blocks: Blocks) -> list[StepRow]:
-    """Return the figures of each contestant; `blocks` holds seconds of `subject.steps` steps."""
-    medians = {name: statistics.median(seconds) for name, seconds in blocks.items()}
-    best = _best_peer(blocks)
+def step_rows(
+    subject: BenchmarkModel, ranks: int, results: Sequence[Sequence[Blocks]]
+) -> list[StepRow]:
+    """Return the figures of DistributedDataParallel, and those of each contestant beside it, from
+    what `measure` returns on each rank.
+    """
     samples = ranks * subject.batch_size * subject.steps
-    return [
-        StepRow(
-            subject.name, ranks, name, medians[name] / subject.steps,
-            median_ratio(seconds, blocks[best]), samples / medians[name], name == best,
-        )
-        for name, seconds in blocks.items()
-    ]  # fmt: skip
+
+    def row(name: str, seconds: Sequence[float], *ratios: Ratio) -> StepRow:
+        median = statistics.median(seconds)
+        return StepRow(subject.name, ranks, name, median / subject.steps, samples / median, *ratios)
+
+    rows, beside = [], list[float]()
+    peer = ""
+    for group in zip(*results, strict=True):
+        (ours, own), (peer, others) = of_all_ranks(group).items()
+        beside += wall(others)
+        by_clock = Ratio.of(wall(own), wall(others))
+        rows.append(row(ours, wall(own), by_clock, Ratio.of(processor(own), processor(others))))
+    return [row(peer, beside), *rows]
 
 
-def _best_peer(blocks: Blocks) -> str:
-    """Return the bucket size that is fastest beside the others in the same rounds."""
-    # Against the mean of its round, so that a slow round favours no size
-    peers = [PEER.format(size) for size in BUCKET_MEGABYTES]
-    rounds = list(map(statistics.mean, zip(*(blocks[name] for name in peers), strict=True)))
-    return min(peers, key=lambda name: median_ratio(blocks[name], rounds))
-
-
-def measure(runtime: Runtime, contest: Contest) -> Blocks:
-    """Return on each rank the seconds of each contestant's blocks."""
+def measure(runtime: Runtime, contest: Contest) -> list[Blocks]:
+    """Return on each rank the blocks of each contestant and of the peer beside it."""
     subject = contest.subject
-    join_gloo(runtime, contest.store)
-    steps = {PEER.format(size): _peer(subject, size) for size in BUCKET_MEGABYTES}
-    steps |= {repr(strategy): our_step(runtime, subject, strategy) for strategy in OURS}
-    blocks = {name: block_of(step, subject.steps) for name, step in steps.items()}
-    blocks[ALONE] = alone(runtime, contest, subject.steps)
-    return take_turns(runtime, blocks, contest.rounds)
+    join_gloo(runtime, contest.store, contest.interface)
+    sizes = equal_sizes({size: bucketing_of(subject, size) for size in BUCKET_MEGABYTES})
+    peers = {
+        PEER.format("/".join(map(str, equal))): block_of(_peer(subject, equal[0]), subject.steps)
+        for equal in sizes
+    }
+    peer = _chosen(runtime, peers)
+    # The others go, with their memory
+    blocks = {peer: peers.pop(peer)}
+    peers.clear()
+    for strategy in contest.ours:
+        step = our_step(runtime, subject, strategy)
+        blocks[repr(strategy)] = block_of(step, subject.steps)
+    if contest.threads is not None:
+        blocks[ALONE] = alone(runtime, contest, subject.steps)
+    groups = [(name, peer) for name in contest.contestants]
+    return take_turns(runtime, blocks, contest.rounds, groups, done=_blocks_of_choice())
+
+
+def bucketing_of(subject: BenchmarkModel, bucket_megabytes: int) -> Bucketing:
+    """Return how DistributedDataParallel cuts the gradient with this bucket size."""
+    model = _distributed(subject, bucket_megabytes)
+    found: list[tuple[int, ...]] = []
+
+    def reduce(bucket: Any) -> Future[Tensor]:
+        found.append(tuple(parameter.numel() for parameter in bucket.parameters()))
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        assert work is not None
+        reduced: Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+        return reduced
+
+    # torch would refuse the annotations of `reduce`, which are strings in this module
+    model.register_comm_hook(None, lambda _, bucket: reduce(bucket))
+    batch = subject.batch(subject.batch_size)
+    # The first step has one bucket; by the second one the buckets are cut in the order in which the
+    # first one's gradients came
+    for _ in range(2):
+        found.clear()
+        subject.loss(model, batch).backward()
+    return tuple(found)
+
+
+def equal_sizes(bucketings: Mapping[int, Bucketing]) -> list[list[int]]:
+    """Return the bucket sizes, those together that cut the gradient in the same way."""
+    equal: dict[Bucketing, list[int]] = {}
+    for size, bucketing in bucketings.items():
+        equal.setdefault(bucketing, []).append(size)
+    return [*equal.values()]
+
+
+def _chosen(runtime: Runtime, peers: Mapping[str, Callable[[], None]]) -> str:
+    """Return the fastest of `peers`, the same on all ranks, in rounds that nobody is judged by."""
+    names = [*peers]
+    if len(names) == 1:
+        return names[0]
+    (blocks,) = take_turns(runtime, peers, CHOOSING_ROUNDS)
+    # The first rank's clock decides
+    place = torch.tensor(names.index(fastest({name: wall(blocks[name]) for name in names})))
+    dist.broadcast(place, 0)
+    return names[int(place)]
+
+
+def fastest(seconds: Mapping[str, Sequence[float]]) -> str:
+    """Return the contestant that is fastest beside the others in the same rounds."""
+    # Against the mean of its round, so that a slow round favours nobody. No round: the user stopped
+    # it, and nothing is judged
+    rounds = list(map(statistics.mean, zip(*seconds.values(), strict=True)))
+    if not rounds:
+        return next(iter(seconds))
+    return min(seconds, key=lambda name: Ratio.of(seconds[name], rounds).median)
 
 
 def block_of(step: Callable[[], None], steps: int) -> Callable[[], None]:
@@ -185,13 +283,16 @@ def block_of(step: Callable[[], None], steps: int) -> Callable[[], None]:
     return block
 
 
-def _peer(subject: BenchmarkModel, bucket_megabytes: int) -> Callable[[], None]:
+def _distributed(subject: BenchmarkModel, bucket_megabytes: int) -> DistributedDataParallel:
     torch.manual_seed(0)
     # Without copies between gradients and buckets: the peer at its best
-    model = DistributedDataParallel(
+    return DistributedDataParallel(
         subject.build(), bucket_cap_mb=bucket_megabytes, gradient_as_bucket_view=True
     )
-    return plain_step(subject, model, subject.batch_size)
+
+
+def _peer(subject: BenchmarkModel, bucket_megabytes: int) -> Callable[[], None]:
+    return plain_step(subject, _distributed(subject, bucket_megabytes), subject.batch_size)
 
 
 def plain_step(
@@ -230,12 +331,13 @@ def alone(runtime: Runtime, contest: Contest, steps_of_block: int) -> Callable[[
     if runtime.rank != 0:
         return lambda: None
     subject = contest.subject
+    all_cores = contest.threads or 1
     step = plain_step(subject, subject.build(), subject.batch_size * runtime.ranks)
     steps = block_of(step, steps_of_block)
 
     def block() -> None:
         threads = torch.get_num_threads()
-        torch.set_num_threads(contest.threads)
+        torch.set_num_threads(all_cores)
         steps()
         torch.set_num_threads(threads)
 

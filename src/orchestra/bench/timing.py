@@ -1,12 +1,7 @@
-"""Timing on a machine that is shared with other programs: contestants take turns, and
-measurements are repeated.
+"""Measurements on a machine that is shared with other programs: repeated as often as their time
+allows, with a note of who was in the way.
 
-Contestants take turns in the same processes, block by block. Whatever else the machine does then
-falls on all of them alike, and a block is compared with the block of its own round only. Every
-other round runs in reverse, so that a machine that becomes slower or faster favours nobody.
-
-A repeated measurement has a time: it is made as often as that allows, and it is noted who was in
-the way. In a training inside a measurement the pieces of work are timed one by one.
+In a training inside a measurement the pieces of work are timed one by one.
 """
 
 from __future__ import annotations
@@ -20,7 +15,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,7 +37,6 @@ from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import PassingReporter, Runtime, Work
 
 T = TypeVar("T")
-Blocks = dict[str, list[float]]  # the seconds of each contestant's blocks, by round
 
 Progress = Callable[[str, float], None]
 """Is told what is being measured, and which part of it is done."""
@@ -64,51 +58,6 @@ def join_gloo(runtime: Runtime, store: str, interface: str = "") -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface or loopback[0])
     files = FileStore(store, runtime.ranks)
     dist.init_process_group("gloo", store=files, rank=runtime.rank, world_size=runtime.ranks)
-
-
-def take_turns(
-    runtime: Runtime,
-    contestants: Mapping[str, Callable[[], None]],
-    rounds: int,
-    surroundings: Mapping[str, Callable[[], AbstractContextManager[object]]] | None = None,
-) -> Blocks:
-    """Run a block of each contestant in each of `rounds` rounds, after one round of warm-up.
-    Return the seconds of the blocks.
-
-    All ranks begin each block together. Ends early where the user asks for a stop. A contestant's
-    `surroundings` are entered before its block, and left after it, by a clock that stands: what
-    goes on in the background of one contestant may not slow the others.
-    """
-    blocks: Blocks = {name: [] for name in contestants}
-    turns = [(number, name) for number in range(rounds + 1) for name in order([*blocks], number)]
-    for done, (number, name) in enumerate(turns, start=1):
-        # Agreed on, since a rank that ended alone would leave the others at the next barrier; this
-        # is also the barrier before a block
-        wishes = torch.tensor([float(runtime.reporter.stop_requested())])
-        dist.all_reduce(wishes)
-        if wishes:
-            break
-        with (surroundings or {}).get(name, nullcontext)():
-            started = time.perf_counter()
-            contestants[name]()
-            passed = time.perf_counter() - started
-        # The first round warms up
-        if number:
-            blocks[name].append(passed)
-        runtime.reporter.progress(step=done, samples=0)
-    return blocks
-
-
-def order(names: Sequence[T], number: int) -> Sequence[T]:
-    """Return the order in round `number`: every other one in reverse."""
-    # So that a machine that becomes slower, or busy, favours nobody
-    return names if number % 2 else names[::-1]
-
-
-def median_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
-    """Return the median over the rounds of the ratios within a round."""
-    # Blocks of one round lie close together; a ratio of medians would compare unlike moments
-    return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
 
 
 def run_ranks(
