@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.commands import Started, started
 from tests.commands import run as run_command_line
-from tests.commands import started
 from tests.emulated import LINK, needs_emulation, output, small_cluster, written
 from tests.waiting import wait_until
 
@@ -122,6 +122,20 @@ def test_a_killed_launcher_leaves_nothing(number: signal.Signals, tmp_path: Path
         os.kill(pid, number)
         ended = command.end()
     assert (ended.status == 0) == (number == signal.SIGTERM)  # which stops it in good order
+    wait_until(lambda: not groups(pid), "the guard removes the groups")
+    wait_until(lambda: not namespaces(tmp_path), "no process is left, and no namespace")
+
+
+def test_ctrl_c_ends_a_benchmark_on_emulated_nodes_and_leaves_nothing(tmp_path: Path) -> None:
+    arguments = ["--nodes", "2x0.125", "--models", "0.25 MB", "--rounds", "10000"]
+    with Started([sys.executable, "-m", "benchmarks.emulated", *arguments], tmp_path) as command:
+        pid = command.process.pid
+        # Those of two nodes, and the launcher's, once both ranks are there
+        command.wait_until(lambda: len({*namespaces(tmp_path).values()}) == 3, "both run")
+        assert len(groups(pid)) == 1
+        os.kill(pid, signal.SIGINT)
+        ended = command.end()
+    assert (ended.status, ended.err.splitlines()[-1]) == (1, "orchestra: stopped")
     wait_until(lambda: not groups(pid), "the guard removes the groups")
     wait_until(lambda: not namespaces(tmp_path), "no process is left, and no namespace")
 

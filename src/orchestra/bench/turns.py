@@ -62,12 +62,12 @@ def take_turns(
     """
     groups = [tuple(contestants)] if groups is None else groups
     found: list[Blocks] = [{name: [] for name in group} for group in groups]
-    turns = [
+    turns = (
         (number, blocks, name)
         for number in range(rounds + 1)
         for blocks in order(found, number)
         for name in order([*blocks], number)
-    ]
+    )
     for turn, (number, blocks, name) in enumerate(turns, start=1):
         # Agreed on, since a rank that ended alone would leave the others at the next barrier; this
         # is also the barrier before a block
