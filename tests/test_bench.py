@@ -78,8 +78,10 @@ def test_the_best_bucket_size_is_fastest_in_most_rounds() -> None:
     assert step.fastest(seconds) == "c"
 
 
-def test_the_first_bucket_size_runs_if_the_user_stops_before_the_choice() -> None:
+def test_a_stop_within_a_round_of_the_choice_ends_it() -> None:
     assert step.fastest({"a": [], "b": []}) == "a"
+    assert step.fastest({"a": [], "b": [1.0]}) == "a"
+    assert step.fastest({"a": [2.0, 1.0], "b": [1.0]}) == "b"
 
 
 def test_bucket_sizes_that_cut_alike_run_once() -> None:

@@ -267,12 +267,14 @@ def _chosen(runtime: Runtime, peers: Mapping[str, Callable[[], None]]) -> str:
 
 def fastest(seconds: Mapping[str, Sequence[float]]) -> str:
     """Return the contestant that is fastest beside the others in the same rounds."""
-    # Against the mean of its round, so that a slow round favours nobody. No round: the user stopped
-    # it, and nothing is judged
-    rounds = list(map(statistics.mean, zip(*seconds.values(), strict=True)))
+    # The user may stop it within a round, or before one is over; then nothing is judged
+    rounds = list(zip(*seconds.values(), strict=False))
     if not rounds:
         return next(iter(seconds))
-    return min(seconds, key=lambda name: Ratio.of(seconds[name], rounds).median)
+    # Against the mean of its round, so that a slow round favours nobody
+    means = list(map(statistics.mean, rounds))
+    beside = dict(zip(seconds, zip(*rounds, strict=True), strict=True))
+    return min(beside, key=lambda name: Ratio.of(beside[name], means).median)
 
 
 def block_of(step: Callable[[], None], steps: int) -> Callable[[], None]:
