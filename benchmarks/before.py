@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +58,18 @@ def change(now: Ratio, before: Ratio) -> str:
     return "slower" if now.low > before.high else ""
 
 
-def print_changes(now: Mapping[Key, Any], before: Earlier) -> int:
-    """Print the rows that are in both, `now` with the fields of `MEASURES`; return how many of them
-    are slower."""
+def print_changes(keys: Sequence[str], rows: Sequence[Any], before: Earlier) -> int:
+    """Print those of `rows` that were measured before, too; return how many of them are slower.
+
+    `keys` are the fields that tell rows apart, as for `read`.
+    """
+    now = {tuple(getattr(row, key) for key in keys): row for row in rows}
     lines, slower = [], 0
     for key in (key for key in now if key in before):
-        line = [" ".join(map(str, key))]
+        # A flag stands by its name in the rows that have it
+        named = zip(keys, key, strict=True)
+        parts = [name if value is True else str(value) for name, value in named if value]
+        line = [" ".join(parts)]
         changes = []
         for name in MEASURES:
             ratio = getattr(now[key], name)

@@ -349,8 +349,7 @@ def main(arguments: list[str]) -> int:
     write_figures(options.json, "collectives", rows)
     if earlier is None:
         return 0
-    now = {tuple(getattr(row, key) for key in KEYS): row for row in rows}
-    return min(before.print_changes(now, earlier), 1)
+    return min(before.print_changes(KEYS, rows, earlier), 1)
 
 
 if __name__ == "__main__":

@@ -217,7 +217,7 @@ def main(arguments: list[str]) -> int:
             write_figures(options.json, "emulated", rows)
     if earlier is None:
         return 0
-    return min(before.print_changes({(row.nodes, row.model): row for row in rows}, earlier), 1)
+    return min(before.print_changes(KEYS, rows, earlier), 1)
 
 
 if __name__ == "__main__":

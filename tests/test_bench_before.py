@@ -63,6 +63,7 @@ def test_a_slower_schedule_is_found_in_the_figures_of_the_version_before(
     printed = capsys.readouterr().out
     assert printed.count("slower") == 1 + status
     assert f"{status} of 2 rows are slower" in printed
+    assert "\ntree 2 sockets 4 KB  " in printed
 
 
 @pytest.mark.parametrize(
