@@ -182,11 +182,11 @@ def print_rows(rows: Sequence[EmulatedRow]) -> None:
             str(row.ratio),
             f"{min(row.runs):.2f}-{max(row.runs):.2f}",
             str(row.processor_ratio),
-            "; ".join(dict.fromkeys(row.peers)),
+            "; ".join(dict.fromkeys(peer.partition(", ")[2] for peer in row.peers)),
         )
         for row in rows
     ]
-    headings = ("nodes", "model", "ring, ms", "DDP, ms", "ratio", "runs", "processor", "beside")
+    headings = ("nodes", "model", "ring, ms", "DDP, ms", "ratio", "runs", "processor", "DDP's buckets")
     print_table(f"a step over {GIGABITS:g} Gbit/s", headings, lines)
     print_remarks("Ratios below 1: the ring is faster; in brackets the 95 % interval.")
 
