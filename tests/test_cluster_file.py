@@ -470,8 +470,9 @@ def keys(cls: type) -> str:
 
 def test_the_example_of_the_documentation_loads(load: Load) -> None:
     text = (ROOT / "docs" / "clusters.md").read_text()
-    small, overhead = re.findall(r"```yaml\n(.*?)```", text, re.S)
-    cluster = load(small + overhead)
+    small, overhead, faults = re.findall(r"```yaml\n(.*?)```", text, re.S)
+    cluster = load(small + overhead + faults)
+    assert len(cluster.faults) == 2
     assert len(cluster.nodes) == 10
     assert cluster.overhead is not None
 

@@ -46,6 +46,14 @@ def kill(rank: int, number: int, at: str = "gradient") -> str:
     return f'Inject("kill", rank={rank}, at="{at}", number={number})'
 
 
+def kill_after_all(rank: int, number: int) -> str:
+    """Kill `rank` in a gradient, a while after the steps before it: so the others have completed
+    these. That they can, as all is sent, does not say when."""
+    late = [f'Inject("delay", rank={rank}, at="step", number={number - n}, seconds=0.3)'
+            for n in (1, 2)]  # fmt: skip
+    return "; ".join([*late, kill(rank, number)])
+
+
 def steps(record: RunRecord, rank: int) -> list[Any]:
     lines = step_lines(record.folder, rank)
     return [(line["step"], line["consumed"], line["loss"]) for line in lines]
@@ -80,7 +88,8 @@ def test_it_equals_a_real_run_that_loses_the_same_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Bit for bit, killed in the same gradients."""
-    monkeypatch.setenv(VARIABLE, f"{kill(2, gradients[0])}; {kill(0, gradients[1])}")
+    faults = f"{kill_after_all(2, gradients[0])}; {kill_after_all(0, gradients[1])}"
+    monkeypatch.setenv(VARIABLE, faults)
     run = run_of(strategy, **training)
     real = train_run(run, tmp_path / "real", quiet=True)
     virtual = simulated(run, tmp_path / "virtual")
@@ -185,7 +194,7 @@ def test_a_loss_during_set_up_ends_the_run(tmp_path: Path) -> None:
 
 def test_ranks_of_one_node_go_on_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same parameters as over links."""
-    monkeypatch.setenv(VARIABLE, f"{kill(2, 7)}; {kill(0, 13)}")
+    monkeypatch.setenv(VARIABLE, f"{kill_after_all(2, 7)}; {kill_after_all(0, 13)}")
     run = run_of(RING)
     apart = simulated(run, tmp_path / "apart")
     together = simulated(run, tmp_path / "together", on="one_host(cores=4)")
