@@ -18,6 +18,7 @@ import pytest
 import torch
 from benchmarks import averaging, peers, server, shapes, simulation, suspend
 from benchmarks.server import Peer, ServerRow, bench_server
+from benchmarks.server_cost import ONE_BUCKET, SERVERS, Size, bench_server_cost
 from benchmarks.suspend import RankSteps, Window, row_of
 from tests.blocks import blocks_of
 
@@ -165,6 +166,15 @@ def test_pushes_to_a_server_are_counted_for_all() -> None:
         assert row.gigabytes_per_second == pytest.approx(row.per_second * 500_000e-9)
         for peer in row.peers.values():
             assert peer.ratio.median == pytest.approx(row.per_second / peer.per_second)
+
+
+def test_servers_beside_workers_are_measured_in_parts_and_in_one_bucket() -> None:
+    in_parts, in_one = bench_server_cost(1, (Size(26.0, 1),))
+    assert (in_parts.contestant, in_one.contestant) == (SERVERS, ONE_BUCKET)
+    assert in_parts.ring_ms == in_one.ring_ms > 0
+    for row in (in_parts, in_one):
+        assert row.ratio == row.least == row.most
+        assert row.ratio == pytest.approx(row.servers_ms / row.ring_ms)
 
 
 def test_the_pace_is_that_of_the_others_in_each_window() -> None:
