@@ -248,7 +248,9 @@ def test_background_flows_have_threads_of_their_own(tmp_path: Path) -> None:
     beside = traced('ParameterServer(placement="beside")', 2, tmp_path / "beside")
     assert beside.names("thread") == {"steps", "main", "serve to the end"}
     updates = [e for e in beside.slices("compute") if e["name"] == "update"]
-    assert {flow(event) for event in updates} == {STEPS + 2}
+    # The flow that brings the last push of a step makes the update: the worker's, or the server's.
+    assert updates
+    assert {flow(event) for event in updates} <= {STEPS + 1, STEPS + 2}
     assert_well_formed(beside)
 
 

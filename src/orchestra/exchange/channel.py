@@ -13,6 +13,7 @@ from orchestra.coordinator.events import Instruction, Take, Wait, instruction_of
 from orchestra.coordinator.rest import Reason, Rest
 from orchestra.exchange.compression import CompressionState, SliceCodec
 from orchestra.optimizers.state import restore
+from orchestra.parameter_server.beside import ServerBeside
 from orchestra.parameter_server.messages import (
     Answer,
     Kind,
@@ -32,7 +33,8 @@ class ServerChannel:
 
     Where workers take batches from a queue, in which they have `queue_shares` of a step, each
     answer brings what this worker does next: `work` holds it, and `take` returns it. With a
-    `compressor` pushes travel compressed, and `compression` keeps what they have left out.
+    `compressor` pushes travel compressed, and `compression` keeps what they have left out. The
+    server `beside` this worker takes pushes without messages.
     """
 
     def __init__(
@@ -41,9 +43,11 @@ class ServerChannel:
         slices: Sequence[Slice],
         queue_shares: tuple[float, ...] | None = None,
         compressor: Compressor | None = None,
+        beside: ServerBeside | None = None,
     ) -> None:
         self.worker = worker
         self.slices = slices
+        self._beside = beside
         self.clock = 0  # the step that this worker has behind it
         self.work: WorkInHand | None = None
         self.compression: CompressionState | None = None
@@ -101,18 +105,31 @@ class ServerChannel:
         self, push: Push, vectors: Sequence[tuple[Tensor | None, Tensor | None]]
     ) -> list[Answer]:
         """Tell each server of `push`; it gets the first of its two vectors, and fills the other."""
-        waits = []
-        for place, (part, own) in enumerate(zip(self.slices, vectors, strict=True)):
-            used = tuple(map(push.used.__getitem__, part.tensors))
-            request = Request(push.worker, Kind.PUSH, push._replace(used=used))
-            waits.append(self._ask(place, request, *own))
-        answers = [decode_answer(push.worker, wait()) for wait in waits]
+        # Messages leave before the server beside this worker has something to do.
+        places = sorted(range(len(self.slices)), key=self._is_beside)
+        waits = {place: self._push_to(place, push, *vectors[place]) for place in places}
+        answers = [waits[place]() for place in range(len(self.slices))]
         # Every server counts the same pushes, so that all clocks are equal.
         self.clock = answers[0].clock
         if self.work is not None:
             assert answers[0].work is not None
             self.work.next = answers[0].work
         return answers
+
+    def _is_beside(self, place: int) -> bool:
+        """Return whether the server of the slice at `place` takes pushes without messages."""
+        return self._beside is not None and self.slices[place].rank == self.worker.rank
+
+    def _push_to(
+        self, place: int, push: Push, gradient: Tensor | None, into: Tensor | None
+    ) -> Callable[[], Answer]:
+        """Push to the server of the slice at `place`; return what waits for its answer."""
+        used = tuple(map(push.used.__getitem__, self.slices[place].tensors))
+        request = Request(push.worker, Kind.PUSH, push._replace(used=used))
+        if self._beside is not None and self._is_beside(place):
+            return self._beside.push(self.worker.transport, request, gradient, into)
+        wait = self._ask(place, request, gradient, into)
+        return lambda: decode_answer(push.worker, wait())
 
     def _ask(
         self,

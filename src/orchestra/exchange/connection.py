@@ -15,6 +15,7 @@ from orchestra.exchange.servers import ServerRules, make_server
 from orchestra.exchange.slices import learnt_slices
 from orchestra.optimizers.spec import OptimizerPart
 from orchestra.optimizers.state import restore
+from orchestra.parameter_server.beside import ServerBeside
 from orchestra.parameter_server.messages import QuietPoint
 from orchestra.parameter_server.placement import Slice
 from orchestra.parameter_server.server import Server
@@ -52,9 +53,10 @@ class Connection:
 
     def _make_channel(self) -> ServerChannel:
         worker, slices, rules = self.worker, self.slices, self.rules
+        beside = self.server if isinstance(self.server, ServerBeside) else None
         if rules.parts:
-            return PartedChannel(worker, slices, rules)
-        return ServerChannel(worker, slices, rules.queue_shares, rules.compression)
+            return PartedChannel(worker, slices, rules, beside)
+        return ServerChannel(worker, slices, rules.queue_shares, rules.compression, beside)
 
     def state_dict(self) -> Mapping[str, Any]:
         """State for a checkpoint, at rest."""
@@ -78,7 +80,7 @@ class Connection:
             return
         self.channel.open()
         if self.server is not None and self.flow is None:
-            self.flow = self.worker.transport.spawn(self.server.serve_to_the_end)
+            self.flow = self.server.open(self.worker.transport)
 
     def serve(self) -> QuietPoint | None:
         """On a rank without data, serve until a quiet point; None once all workers have left."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from orchestra.coordinator.rest import Rest
 from orchestra.exchange.channel import ServerChannel
 from orchestra.exchange.servers import ServerRules
+from orchestra.parameter_server.beside import ServerBeside
 from orchestra.parameter_server.messages import Answer, Kind, Push, Request, encode_request
 from orchestra.parameter_server.placement import Part, Slice, cut_into_parts
 from orchestra.transports.protocol import Handle, Task, Transport
@@ -62,9 +64,15 @@ class PartedChannel(ServerChannel):
     the gradients.
     """
 
-    def __init__(self, worker: Worker, slices: Sequence[Slice], rules: ServerRules) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        slices: Sequence[Slice],
+        rules: ServerRules,
+        beside: ServerBeside | None = None,
+    ) -> None:
         assert rules.compression is None
-        super().__init__(worker, slices, rules.queue_shares)
+        super().__init__(worker, slices, rules.queue_shares, beside=beside)
         self._parts = rules.parts
         self._apply_per_part = rules.apply_per_part
         self._averages = not rules.application.holds_model
@@ -73,7 +81,7 @@ class PartedChannel(ServerChannel):
         self._pushed: dict[int, Task[None]] = {}  # the last part that was, by server
         self._leaving: dict[int, deque[Handle]] = defaultdict(deque)  # of the background flows
         self._into: Tensor | None = None  # takes in values; None unless open
-        self._pulling: dict[int, Task[Tensor]] = {}  # by part
+        self._pulling: dict[int, Task[Any]] = {}  # by part, unless its values are there
         self._missing = 0  # parts before this one are not known to be there
 
     def open(self) -> None:
@@ -107,14 +115,22 @@ class PartedChannel(ServerChannel):
         for pushed in self._pushed.values():
             pushed.wait()
         self._next, self._there = 0, [False] * len(self._there)
+        assert self._into is not None
+        vectors: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * len(self.slices)
         if not self._apply_per_part:
             self._pull()
-        answers = self._tell(push, [(None, None)] * len(self.slices))
+            # No part of the slice that is here has been pushed before.
+            vectors = [
+                (gradient[part.first : part.end], self._into[part.first : part.end])
+                if self._is_beside(place)
+                else (None, None)
+                for place, part in enumerate(self.slices)
+            ]
+        answers = self._tell(push, vectors)
         self._missing = len(self._parts)
         if self._averages:
             self._settle()
         else:
-            assert self._into is not None
             # The vectors change places, without a copy.
             self._into = worker.move_parameters(self._into)
             worker.arriving = self
@@ -125,13 +141,15 @@ class PartedChannel(ServerChannel):
         while self._missing and self._parts[self._missing - 1].tensors.stop > slot:
             self._missing -= 1
             needed = self._parts[self._missing].tensors.stop - 1
-            self.worker.compute.wait_before_using(needed, self._pulling[self._missing].wait)
+            if self._missing in self._pulling:
+                self.worker.compute.wait_before_using(needed, self._pulling[self._missing].wait)
 
     def _settle(self) -> None:
         """Wait until all values are there."""
         while self._missing:
             self._missing -= 1
-            self._pulling[self._missing].wait()
+            if self._missing in self._pulling:
+                self._pulling[self._missing].wait()
         self.worker.arriving = None
 
     def pause(self, rest: Rest) -> bool:
@@ -164,24 +182,34 @@ class PartedChannel(ServerChannel):
         # Servers answer parts as they come: receives are posted before the first push.
         if self._apply_per_part and not self._next:
             self._pull()
+        self._next += 1
+        beside = self._beside if self._is_beside(part.place) else None
+        if beside is not None and not self._apply_per_part:
+            return  # the server finds it where it is
         used = tuple(worker.gradients.used[part.tensors.start : part.tensors.stop])
         push = Push(
             worker.rank, self.clock + 1, step.samples, step.total_samples, 0.0, False,
             step.rates, used,
         )  # fmt: skip
-        request = encode_request(Request(worker.rank, Kind.PART, push, part.number))
+        request = Request(worker.rank, Kind.PART, push, part.number)
         gradient = worker.gradients.vector[part.first : part.end]
         to, leaving = self.slices[part.place].rank, self._leaving[part.place]
+        message = encode_request(request)
+
+        def hand_over(transport: Transport) -> None:
+            assert beside is not None
+            assert self._into is not None
+            beside.push_part(transport, request, gradient, self._into[part.first : part.end])
 
         def send(transport: Transport) -> None:
             leaving.append(transport.send(gradient, to, Tag.GRADIENT))
-            leaving.append(transport.send(request, to, Tag.REQUEST))  # behind all of the part
+            leaving.append(transport.send(message, to, Tag.REQUEST))  # behind all of the part
             # Two messages for each part.
             while len(leaving) > 2 * UNDER_WAY:
                 leaving.popleft().wait()
 
-        self._pushed[part.place] = worker.transport.in_background(send, PUSHES + part.place)
-        self._next += 1
+        push_part = send if beside is None else hand_over
+        self._pushed[part.place] = worker.transport.in_background(push_part, PUSHES + part.place)
 
     def _pull(self) -> None:
         """Begin to receive the values of all parts, in the order in which they are sent."""
@@ -190,7 +218,8 @@ class PartedChannel(ServerChannel):
         # Parts begin with the last layer. A server that applies parts answers in the order of
         # pushes; others answer when they have all, beginning with the layers that forward needs
         # first.
-        order = range(len(parts)) if self._apply_per_part else range(len(parts))[::-1]
+        numbers = range(len(parts)) if self._apply_per_part else range(len(parts))[::-1]
+        order = [number for number in numbers if not self._is_beside(parts[number].place)]
         arriving: dict[int, Handle] = {}
 
         def post(transport: Transport) -> None:
@@ -204,3 +233,9 @@ class PartedChannel(ServerChannel):
 
         begin(post, PULLS)
         self._pulling = {number: begin(partial(wait, number), PULLS) for number in order}
+        if self._beside is not None and self._apply_per_part:
+            self._pulling |= {
+                number: self._beside.part(self.worker.transport, parts[number].number)
+                for number in numbers
+                if number not in self._pulling
+            }

@@ -14,6 +14,7 @@ from orchestra.exchange.clipping import clip_together
 from orchestra.exchange.compression import SliceCodec
 from orchestra.exchange.slices import views_of_pieces
 from orchestra.optimizers.spec import install_moments
+from orchestra.parameter_server.beside import ServerBeside
 from orchestra.parameter_server.held_slice import HeldSlice
 from orchestra.parameter_server.how import Application, Correction, OptimizerStep
 from orchestra.parameter_server.placement import Part, Slice
@@ -44,7 +45,9 @@ def make_server(
 ) -> Server:
     """Make the server of this rank, with the moments that `worker` has inherited, if any."""
     own = next(part for part in slices if part.rank == worker.rank)
-    return Server(make_slice(worker, slices, own, workers, rules))
+    held = make_slice(worker, slices, own, workers, rules)
+    beside = worker.rank in workers
+    return ServerBeside(held, worker.transport) if beside else Server(held)
 
 
 def make_slice(

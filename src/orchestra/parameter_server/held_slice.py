@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -42,6 +42,22 @@ def finish_sending(under_way: dict[int, list[Handle]]) -> None:
 
 
 @dataclass(eq=False)
+class Neighbour:
+    """The worker on the rank of a server, which shares memory with it.
+
+    The server copies values to where that worker wants them: `into`, `into_parts` by the part's
+    number. `answer` is that to its push, and `parts` are those whose values it was given, until
+    somebody takes them.
+    """
+
+    rank: int
+    into: Tensor | None = None
+    into_parts: dict[int, Tensor] = field(default_factory=dict)
+    answer: Answer | None = None
+    parts: set[int] = field(default_factory=set)
+
+
+@dataclass(eq=False)
 class HeldSlice:
     """A slice of the parameters on a server: `state` decides when, `application` says how.
 
@@ -50,7 +66,7 @@ class HeldSlice:
     `on_update` is called with the samples consumed and the new values; `decode` makes the gradient
     of a push from the payload that has arrived. Pushes come in `parts`, unless there are none;
     with `apply_per_part` they are weighted, and a part is added up, applied and answered as soon as
-    all workers have pushed it.
+    all workers have pushed it. Nothing is sent to the `neighbour`, if there is one.
     """
 
     state: ServerState
@@ -63,6 +79,7 @@ class HeldSlice:
     decode: Callable[[Push, Tensor], Tensor] | None = None
     parts: Sequence[Part] = ()
     apply_per_part: bool = False
+    neighbour: Neighbour | None = None
 
     def __post_init__(self) -> None:
         self.values = self.application.values
@@ -124,6 +141,9 @@ class HeldSlice:
             self._apply_part(span, [arrived[worker] for worker in sorted(arrived)])
             values = self.application.answer[span.first : span.end]
             for worker in sorted(arrived):  # nobody changes them before all workers have them
+                if self._is_neighbour(worker):
+                    self._give_part(number, values)
+                    continue
                 handle = transport.send(values, worker, Tag.VALUES)
                 self._sending.setdefault(worker, []).append(handle)
 
@@ -163,7 +183,48 @@ class HeldSlice:
             handle = transport.send(encode_reply(content), worker, Tag.ANSWER)
             self._sending[worker] = [handle]
 
+    def copy_unless_read_only(self, gradient: Tensor) -> Tensor:
+        """Return the neighbour's `gradient`, or a copy where it may be changed before it is
+        applied, or applied after the answer."""
+        read_only = (
+            self.state.when.applies_singly
+            and not self.application.answers_with_gradient
+            and not any(correction.changes_gradient for correction in self.corrections)
+        )
+        # What has to be decoded is changed into something else.
+        if read_only or self.decode is not None:
+            return gradient
+        copied: Tensor = self.charge("encode", gradient.numel(), gradient.clone)
+        return copied
+
+    def _is_neighbour(self, worker: int) -> bool:
+        return self.neighbour is not None and worker == self.neighbour.rank
+
+    def _give_part(self, number: int, values: Tensor) -> None:
+        neighbour = self.neighbour
+        assert neighbour is not None
+        into = neighbour.into_parts.pop(number)
+        self.charge("encode", values.numel(), lambda: into.copy_(values))
+        neighbour.parts.add(number)
+
+    def _give(self, answer: Answer) -> None:
+        """Give the neighbour an answer, and the values where it wants them."""
+        neighbour = self.neighbour
+        assert neighbour is not None
+        into, neighbour.into, neighbour.answer = neighbour.into, None, answer
+        if into is None:  # each part has brought its values
+            return
+        values = self.application.answer
+        if self.application.answers_with_gradient or self._needs_given:
+            values = self.copy_answer(answer.worker)
+        else:
+            self._gradients.pop((answer.worker, self._clocks[answer.worker]), None)
+        self.charge("encode", values.numel(), lambda: into.copy_(values))
+
     def _answer(self, transport: Transport, answer: Answer) -> None:
+        if self._is_neighbour(answer.worker):
+            self._give(answer)
+            return
         worker, head = answer.worker, encode_reply(answer)
         if self.apply_per_part:  # each part has brought its values
             self._sending[worker] = [transport.send(head, worker, Tag.ANSWER)]

@@ -47,6 +47,9 @@ class WorkerMemory:
 class Correction(Settings, ABC):
     """Changes a push for the updates since its worker has read the values."""
 
+    changes_gradient: ClassVar[bool] = True
+    """`correct` may change its gradient. Where nothing does, a worker's is not copied."""
+
     needs_given: ClassVar[bool] = False
     """`WorkerMemory.given` is kept, one copy of the slice for each worker."""
 
@@ -77,6 +80,8 @@ class Correction(Settings, ABC):
 class DividedByWorkers(Correction):
     """Divide the learning rate by the number of workers: a round is as large as one step."""
 
+    changes_gradient = False
+
     workers: int = setting(1, "number of workers", low=1, high=MAX_RANKS)
 
     def correct(self, push: Push, gradient: Tensor, values: Tensor, memory: WorkerMemory) -> float:
@@ -87,6 +92,8 @@ class DividedByWorkers(Correction):
 @dataclass(frozen=True, repr=False)
 class DividedByStaleness(Correction):
     """Divide the learning rate by the staleness tau if above 1 (Zhang et al., IJCAI 2016)."""
+
+    changes_gradient = False
 
     def correct(self, push: Push, gradient: Tensor, values: Tensor, memory: WorkerMemory) -> float:
         """Return max(tau, 1)."""
@@ -100,6 +107,8 @@ class PolynomialStaleness(Correction):
     s_a of FedAsync (Xie, Koyejo and Gupta, 2019), with a = 0.5 in
     FedBuff (Nguyen et al., AISTATS 2022).
     """
+
+    changes_gradient = False
 
     exponent: float = setting(0.5, "a", low=0, high=10)
 

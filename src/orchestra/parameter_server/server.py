@@ -11,12 +11,12 @@ from orchestra.errors import PeerLost
 from orchestra.optimizers.spec import OptimizerPart
 from orchestra.parameter_server.held_slice import HeldSlice
 from orchestra.parameter_server.messages import Kind, QuietPoint, Request, decode_request
-from orchestra.transports.protocol import Transport
+from orchestra.transports.protocol import Task, Transport
 from orchestra.transports.tags import Tag
 
 
 class Server:
-    """Serves the slice `own`."""
+    """Serves the slice `own` to workers on other ranks."""
 
     def __init__(self, own: HeldSlice) -> None:
         self.own = own
@@ -26,8 +26,12 @@ class Server:
         """The workers that may still want something."""
         return self.own.state.live
 
+    def open(self, transport: Transport) -> Task[None]:
+        """Begin to serve in the background, beside the worker on this rank."""
+        return transport.spawn(self.serve_to_the_end)
+
     def serve_to_the_end(self, transport: Transport) -> None:
-        """Serve until no worker needs anything more: the flow of a server beside a worker."""
+        """Serve until no worker needs anything more."""
         while self.expected:
             self.serve(transport)
 
@@ -59,7 +63,7 @@ class Server:
         """Carry out a request; return the quiet point that it leads to, if any."""
         own, request = self.own, decode_request(message, source)
         if request.kind is Kind.PART:
-            own.take_part(transport, request, transport.receive(source, Tag.GRADIENT).wait())
+            self._take_part(transport, request, transport.receive(source, Tag.GRADIENT).wait())
             return None
         gradient = None
         if request.kind is Kind.PUSH and not own.parts:  # its gradient came before it
@@ -83,6 +87,9 @@ class Server:
         decision = self.own.take(transport, request, gradient)
         self.own.reply(transport, decision)
         return decision.quiet if self.own.state.live else None
+
+    def _take_part(self, transport: Transport, request: Request, gradient: Tensor) -> None:
+        self.own.take_part(transport, request, gradient)
 
     def optimizer_parts(self) -> list[OptimizerPart]:
         """Return the optimizers of the slices that are held here."""

@@ -64,6 +64,9 @@ class When(Settings, ABC):
         """True if all workers take every step together."""
         return self.averages and not self.drops_late
 
+    applies_singly: ClassVar[bool] = False
+    """Each push is an update by itself, which comes before its answer."""
+
     waits_for_slowest: ClassVar[bool] = False
     """The server holds an answer back until `may_go` says that its worker may go on."""
 
@@ -144,6 +147,8 @@ class FirstArrivals(When):
 @dataclass(frozen=True, repr=False)
 class Asynchronous(When):
     """Apply each push on arrival."""
+
+    applies_singly = True
 
     def ready(self, pending: Sequence[Push], working: int) -> Groups:
         """Return each push as a group of its own."""

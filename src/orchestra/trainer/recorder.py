@@ -275,9 +275,10 @@ def keep_first(path: Path, steps: int) -> list[bytes]:
 # The order of a run: what its ranks could not foresee, recorded and repeated.
 #
 # Of all that a program learns from its engine, only this depends on chance: which message a receive
-# from any source took, whether something was done yet, what the clock said, who was lost, and
-# whether the user wants to stop. It is recorded in order for each flow of a rank. Given the same
-# answers, a program does the same again, on any engine: no parameter or gradient is needed.
+# from any source took, whether something was done yet, what the clock said, who was lost, which
+# flow of a rank came first to what they share, and whether the user wants to stop. It is recorded
+# in order for each flow of a rank. Given the same answers, a program does the same again, on any
+# engine: no parameter or gradient is needed.
 
 NOBODY = -1
 """A tag that no message has."""
@@ -299,6 +300,7 @@ class FlowOrder:
     done: list[bool] = field(default_factory=list)  # was an operation or a flow done?
     now: list[float] = field(default_factory=list)  # of each look at the clock
     lost: list[list[int]] = field(default_factory=list)  # the ranks known to be gone
+    turns: list[int] = field(default_factory=list)  # that it took at what flows share
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import time
 from collections import deque
@@ -35,6 +36,41 @@ class HandOver:
         with self._changed:
             change()
             self._changed.notify_all()
+
+    def pass_on(self, change: Callable[[], None], traffic: Traffic) -> None:
+        """`tell`, where mostly nobody waits: in virtual time it takes none then."""
+        self.tell(change, traffic)
+
+
+class Turns:
+    """Flows of a rank take turns at what they share, in the order of their numbers.
+
+    `Transport.take_turn` begins a turn. Numbers can be recorded, so that a replay has the same
+    order.
+    """
+
+    def __init__(self, hand_over: HandOver) -> None:
+        self._hand_over = hand_over
+        self._numbers = itertools.count()
+        self._present = 0  # the number whose turn it is, or will be next
+
+    def take_number(self) -> int:
+        """Take the next number; the turn comes after those of all lower ones."""
+        self._hand_over.look()
+        return next(self._numbers)
+
+    def wait(self, number: int, traffic: Traffic) -> None:
+        """Block until it is the turn of `number`."""
+        self._hand_over.wait_until(lambda: self._present == number, traffic)
+
+    def end(self, traffic: Traffic, change: Callable[[], None] = lambda: None) -> None:
+        """End the turn under way; `change` is made before anybody looks again."""
+
+        def end() -> None:
+            change()
+            self._present += 1
+
+        self._hand_over.pass_on(end, traffic)
 
 
 @dataclass(eq=False)

@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
 from orchestra.errors import InputError, PeerLost
 from orchestra.schedules import Schedule
-from orchestra.transports.background import Background, Begun, HandOver
+from orchestra.transports.background import Background, Begun, HandOver, Turns
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -164,7 +164,7 @@ class Transport(ABC):
     ) -> Handle:
         """Start sending a contiguous `tensor`; it may be changed after `wait` returned.
 
-        Sending to oneself is allowed (a server beside a worker): the tensor is copied at once.
+        Sending to oneself is allowed, as from flow to flow: the tensor is copied at once.
 
         Args:
             buffer: `tensor` may be changed as soon as this returns; `buffer`, which is like it, may
@@ -250,6 +250,13 @@ class Transport(ABC):
             lanes[lane] = Background(self)
         return lanes[lane].begin(function)
 
+    def done_by(self, flow: Task[Any], finish: Callable[[Begun], None]) -> Task[Any]:
+        """Return a task that ends by what the background `flow` does.
+
+        `finish` blocks until then, and sets the task's result.
+        """
+        return Begun(lambda _: None, finish, flow)
+
     def _execute_up_to(self, last: Begun) -> None:
         assert self._foreground is not None
         while not last.finished:
@@ -289,9 +296,20 @@ class Transport(ABC):
         """
         raise InputError("this engine has no memory that ranks share")
 
+    def handle(self) -> None:  # noqa: B027  (only virtual time passes)
+        """Stand for a strategy's own code around what flows of this rank exchange without messages,
+        which on real engines takes its time."""
+
     def new_hand_over(self) -> HandOver:
         """Make what a flow and one behind it wait on."""
         return HandOver()
+
+    def take_turn(self, turns: Turns) -> None:
+        """Block until it is this flow's turn, which lasts until `turns.end`.
+
+        A replay repeats the order in which flows took turns.
+        """
+        turns.wait(turns.take_number(), self.traffic)
 
 
 def send_unless_lost(transport: Transport, tensor: Tensor, to: int, tag: int) -> None:

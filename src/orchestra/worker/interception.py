@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from orchestra.transports.background import Begun, HandOver
+from orchestra.transports.background import Begun, HandOver, Turns
 from orchestra.transports.protocol import (
     CollectiveCall,
     Group,
@@ -117,7 +117,8 @@ class Interceptor:
         operation: HookedCall | None = None,
     ) -> T:
         """Called when `flow` asks for what depends on chance: "now", "lost", "done" (of
-        `operation`), "stop", "seconds" (of computation), or "memory" (that ranks share)."""
+        `operation`), "turns" (which one it takes), "stop", "seconds" (of computation), or "memory"
+        (that ranks share)."""
         return proceed()
 
     def progress(self, step: int) -> None:
@@ -213,6 +214,10 @@ class InterceptedTransport(Transport):
         begin = super().in_background
         return self._begun_behind(HookedCall("collective"), lambda: begin(function, lane))
 
+    def done_by(self, flow: Task[Any], finish: Callable[[Begun], None]) -> Task[Any]:
+        wait_for = super().done_by
+        return self._begun_behind(HookedCall("collective"), lambda: wait_for(flow, finish))
+
     def _begun_behind(self, operation: HookedCall, proceed: Callable[[], Task[T]]) -> Task[T]:
         begun = self._begun(operation, proceed)
         executing = operation.begun.flow if isinstance(operation.begun, Begun) else None
@@ -237,6 +242,13 @@ class InterceptedTransport(Transport):
 
     def new_hand_over(self) -> HandOver:
         return self.inner.new_hand_over()
+
+    def handle(self) -> None:
+        self.inner.handle()
+
+    def take_turn(self, turns: Turns) -> None:
+        number = self.chain.call("ask", self.flow, "turns", proceed=turns.take_number)
+        turns.wait(number, self.traffic)
 
     def executed(self, call: CollectiveCall, start: float, moving: float, sent: int) -> None:
         """From the engine: see `Transport.executed`."""

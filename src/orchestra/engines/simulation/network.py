@@ -256,6 +256,10 @@ class Port:
             flow.waits = None
         return kernel.here() - started
 
+    def is_awaited(self, what: object) -> bool:
+        """Return whether a flow sleeps for `what`."""
+        return bool(self._asleep.get(what))
+
     def wake(self, what: object) -> None:
         """Resume the flows that sleep for `what` and whose condition is true now."""
         asleep = self._asleep.get(what, {})

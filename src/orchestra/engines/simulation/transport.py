@@ -213,6 +213,10 @@ class SimulatedTransport(Transport):
         all_reduce(self, torch.zeros(1), "ring", group, tag)  # nobody reads before
         return SharedTensor(values, self._kernel.catch_up)
 
+    def handle(self) -> None:
+        """Let the processor time of the strategy's own code pass: that around a message's ends."""
+        self._port.spend(2 * self._handling, self.traffic)
+
     def new_hand_over(self) -> HandOver:
         """Make what two flows of this rank wait on."""
         return FlowHandOver(self._port)
@@ -327,6 +331,14 @@ class FlowHandOver(HandOver):
         self.port.net.kernel.catch_up()
         change()
         self.port.wake(self)
+
+    def pass_on(self, change: Callable[[], None], traffic: Traffic) -> None:
+        self.port.net.kernel.catch_up()  # by now somebody may have begun to wait
+        if self.port.is_awaited(self):
+            self.tell(change, traffic)
+        else:
+            change()
+            self.port.wake(self)
 
 
 @dataclass(eq=False)
