@@ -49,6 +49,9 @@ class Here:
     def done(self) -> bool:
         return True
 
+    def withdraw(self) -> None:
+        """It has been taken."""
+
 
 class Arrivals(WithoutTime):
     """The transport of a server: `order` names who pushes next; at the end all send `last`.

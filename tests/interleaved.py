@@ -238,6 +238,9 @@ class Port(WithoutTime):
         self.network.mailboxes[self.rank].post(receive)
         return receive
 
+    def withdraw(self, receive: Receive) -> None:
+        self.network.mailboxes[self.rank].withdraw(receive)
+
     def wait(self, operation: Operation) -> None:
         """For the handles."""
         self.network.park(lambda: operation.finished, f"{type(operation).__name__} of {self.rank}")

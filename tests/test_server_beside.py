@@ -20,6 +20,7 @@ from orchestra.settings import parse
 from orchestra.strategies.member import Member
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.registry import STRATEGIES
+from orchestra.transports.tags import Tag
 from orchestra.worker.interception import HookedCall, HookedFlow, Interceptor, intercepted
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.worker import Step, Worker
@@ -51,9 +52,20 @@ class Noting(Interceptor):
         return proceed()
 
 
-def make_worker(runtime: Runtime, bucket_bytes: int = WHOLE) -> Worker:
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+
+
+def larger() -> nn.Module:
+    """Its parts are above 4 KB: smaller messages are copied by the transport anyhow."""
+    return nn.Sequential(nn.Linear(4, 2048, bias=False), nn.Linear(2048, 4, bias=False))
+
+
+def make_worker(
+    runtime: Runtime, bucket_bytes: int = WHOLE, make: Callable[[], nn.Module] = small
+) -> Worker:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    model = make()
     names = frozenset(name for name, _ in model.named_parameters())
     spec = OptimizerSpec(torch.optim.SGD, {"lr": RATE}, ((names, {}),))
     return Worker(
@@ -144,6 +156,69 @@ def test_gradient_that_is_only_read_is_not_copied(bucket_bytes: int) -> None:
         return worker.gradients.vector.data_ptr()
 
     assert run_ranks(1, program) == read_at
+
+
+@dataclass(eq=False)
+class Watching(Interceptor):
+    """Counts the parts that a server receives, and those that did not land in place."""
+
+    parts: int = 0
+    copied: int = 0
+
+    def wait(self, flow: HookedFlow, operation: HookedCall, proceed: Callable[[], T]) -> T:
+        begun: Any = operation.begun
+        if operation.kind == "receive" and operation.tag == Tag.GRADIENT:
+            self.parts += 1
+            self.copied += begun.finished and begun.landed is not begun.into
+        return proceed()
+
+
+@pytest.mark.parametrize("strategy", [
+    "ParameterServer(consistency='asynchronous')",
+    "ParameterServer(backup=0, consistency='bounded', staleness=1, delay_compensation='constant')",
+    "ParameterServer(consistency='asynchronous', servers=2, placement='beside')",
+])  # fmt: skip
+def test_parts_land_where_they_are_put_together(strategy: str) -> None:
+    chosen = parse(strategy, STRATEGIES, where="test")
+
+    def program(runtime: Runtime) -> tuple[int, int]:
+        watching = Watching()
+        worker = make_worker(intercepted(runtime, watching), 8192, larger)
+        is_worker = runtime.rank in chosen.roles(runtime.ranks).workers
+        for number in range(6):
+            if (
+                number % 3 == 0
+            ):  # a phase after another one, which has received all that it waits for
+                member = chosen.join(worker)
+            rest = Rest(Reason.END if number % 3 == 2 else Reason.CHECKPOINT)
+            if is_worker:
+                take_step(worker, member)
+            elif rest.reason is not Reason.END:
+                member.serve()
+            if is_worker or rest.reason is Reason.END:
+                member.rest(rest)
+            # The first parts may be here before their server begins to serve.
+            watching.copied *= number % 3 > 0
+        return watching.parts, watching.copied
+
+    results = run_ranks(2, program)
+    assert sum(parts for parts, _ in results) > 6
+    assert [copied for _, copied in results] == [0, 0]
+
+
+def test_receive_that_is_withdrawn_takes_nothing() -> None:
+    def program(runtime: Runtime) -> Tensor | None:
+        transport = runtime.transport
+        if runtime.rank == 0:
+            transport.receive(1, Tag.AGREE).withdraw()
+            transport.send(torch.zeros(1), 1, Tag.READY).wait()
+            return transport.receive(1, Tag.AGREE).wait()
+        transport.receive(0, Tag.READY).wait()
+        transport.send(torch.ones(2), 0, Tag.AGREE).wait()
+        return None
+
+    received, _ = run_ranks(2, program)
+    assert torch.equal(received, torch.ones(2))
 
 
 def test_worker_learns_why_its_server_has_given_up() -> None:

@@ -59,8 +59,8 @@ def seconds(ranks: int, messages: Sequence[tuple[int, int]], on: Cluster) -> lis
         own = runtime.rank
         there = [transport.receive(source, TAG) for source, to in messages if to == own]
         sends = [transport.send(torch.zeros(LENGTH), to, TAG) for s, to in messages if s == own]
-        for handle in there:
-            handle.wait()
+        for receive in there:
+            receive.wait()
         arrived = transport.now()
         for handle in sends:
             handle.wait()

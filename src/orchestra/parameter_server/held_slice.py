@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -26,7 +26,7 @@ from orchestra.parameter_server.messages import (
 )
 from orchestra.parameter_server.placement import Part
 from orchestra.parameter_server.state import Decision, ServerState, Update
-from orchestra.transports.protocol import Handle, Transport
+from orchestra.transports.protocol import Handle, ReceiveHandle, Transport
 from orchestra.transports.tags import Tag
 
 Charge = Callable[[str, int, Callable[[], Any]], Any]
@@ -55,6 +55,14 @@ class Neighbour:
     into_parts: dict[int, Tensor] = field(default_factory=dict)
     answer: Answer | None = None
     parts: set[int] = field(default_factory=set)
+
+
+@dataclass(eq=False, slots=True)
+class Landing:
+    """Memory for a push that comes in parts, and the receives of those that are to come."""
+
+    gradient: Tensor
+    receives: deque[ReceiveHandle]
 
 
 @dataclass(eq=False)
@@ -94,6 +102,9 @@ class HeldSlice:
         self._memory: dict[int, WorkerMemory] = defaultdict(WorkerMemory)
         self._needs_given = any(correction.needs_given for correction in self.corrections)
         self._sending: dict[int, list[Handle]] = {}
+        # Where the parts of each worker's next push land, and who has none yet
+        self._landing: dict[int, Landing] = {}
+        self._without_landing = sorted(self.state.live) if self._lands_in_place else []
         # Parts that not all workers have pushed, by number and worker
         self._arrived: dict[int, dict[int, tuple[Push, Tensor]]] = defaultdict(dict)
         if self._needs_given:
@@ -104,12 +115,20 @@ class HeldSlice:
         if request.kind is Kind.PUSH:
             assert request.push is not None
             self._clocks[request.worker] = request.push.clock
+            if request.worker in self._landing:
+                landed = self._landing.pop(request.worker).gradient
+                self._gradients[request.worker, request.push.clock] = landed
+                self._without_landing.append(request.worker)
             if gradient is not None:
                 gradient = gradient.to(self.values.device)
                 if self.decode is not None:
                     gradient = self.decode(request.push, gradient)
                 self._gradients[request.worker, request.push.clock] = gradient
         decision = self.state.take(request)
+        if request.kind in (Kind.LEAVE, Kind.LOST):
+            landing = self._landing.pop(request.worker, None)
+            for receive in () if landing is None else landing.receives:
+                receive.withdraw()  # else it would take what is for the server of a later phase
         if request.kind is Kind.LOST:
             pending = {push.clock for push in self.state.pending if push.worker == request.worker}
             for worker, clock in list(self._gradients):
@@ -119,18 +138,40 @@ class HeldSlice:
             self._update(transport, update)
         return decision
 
+    @property
+    def _lands_in_place(self) -> bool:
+        """True if the parts of a push are put together before it is applied."""
+        return bool(self.parts) and not self.apply_per_part
+
+    def expect_parts(self, transport: Transport) -> None:
+        """Post the receives of the next push of each worker, where parts are put together.
+
+        A part that is here before its receive is posted has to be copied.
+        """
+        while self._without_landing:
+            worker = self._without_landing.pop()
+            if worker in self.state.live and not self._is_neighbour(worker):
+                gradient = torch.empty_like(self.values)
+                receives = (
+                    transport.receive(worker, Tag.GRADIENT, gradient[span.first : span.end])
+                    for span in self._spans
+                )
+                self._landing[worker] = Landing(gradient, deque(receives))
+
+    def receive_part(self, transport: Transport, worker: int) -> Tensor:
+        """Return the next part of a worker's push, of which there has been a request."""
+        if worker in self._landing:
+            return self._landing[worker].receives.popleft().wait()
+        return transport.receive(worker, Tag.GRADIENT).wait()
+
     def take_part(self, transport: Transport, request: Request, gradient: Tensor) -> None:
         """Take the next part of a worker's push."""
+        if self._lands_in_place:
+            return  # until the push is there
         assert request.push is not None
         worker, push, number = request.worker, request.push, request.step
-        part, span = self.parts[number], self._spans[number]
+        span = self._spans[number]
         gradient = gradient.to(self.values.device)
-        if not self.apply_per_part:
-            key = worker, push.clock
-            if part.number == 0:
-                self._gradients[key] = torch.empty_like(self.values)
-            self._gradients[key][span.first : span.end].copy_(gradient)
-            return
         arrived = self._arrived[number]
         arrived[worker] = push, gradient
         # A part can only be lost together with the step, since no worker of a synchronous server

@@ -43,6 +43,7 @@ class Server:
         `observe` is called after each request.
         """
         quiet = None
+        self.own.expect_parts(transport)
         while self.expected and quiet is None:
             try:
                 # From any rank: a suspended worker must not hold up the others.
@@ -63,7 +64,7 @@ class Server:
         """Carry out a request; return the quiet point that it leads to, if any."""
         own, request = self.own, decode_request(message, source)
         if request.kind is Kind.PART:
-            self._take_part(transport, request, transport.receive(source, Tag.GRADIENT).wait())
+            self._take_part(transport, request, own.receive_part(transport, source))
             return None
         gradient = None
         if request.kind is Kind.PUSH and not own.parts:  # its gradient came before it
@@ -85,6 +86,7 @@ class Server:
         self, transport: Transport, request: Request, gradient: Tensor | None
     ) -> QuietPoint | None:
         decision = self.own.take(transport, request, gradient)
+        self.own.expect_parts(transport)  # before a worker is answered, and pushes again
         self.own.reply(transport, decision)
         return decision.quiet if self.own.state.live else None
 

@@ -256,10 +256,10 @@ class SynchronousPush(PushMember):
             for peer, share in shares.items()
         ]
         self.charged(lambda: self.mass.mul_(kept))
-        for message in arriving:
-            self.add(message.wait())
-        for message in leaving:
-            message.wait()
+        for arrived in arriving:
+            self.add(arrived.wait())
+        for sent in leaving:
+            sent.wait()
         self.step += 1
 
     def drain(self) -> None:

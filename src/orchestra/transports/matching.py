@@ -34,6 +34,10 @@ class Progress(Protocol):
         """True if `wait` would return or raise at once."""
         ...
 
+    def withdraw(self, receive: Receive) -> None:
+        """Let `receive` take no message, unless one has begun."""
+        ...
+
 
 @dataclass(eq=False)
 class Flow:
@@ -135,6 +139,9 @@ class Receive(Operation):
         assert source is not None, "the source of a receive from any is known once done"
         return source
 
+    def withdraw(self) -> None:
+        self.flow.progress.withdraw(self)
+
     def wait(self) -> Tensor:
         """Return the received tensor: `into` where it was given."""
         self._finish()
@@ -209,6 +216,11 @@ class Mailbox:
             self._sequence += 1
             receive.sequence = self._sequence
             self._posted.setdefault(key, deque()).append(receive)
+
+    def withdraw(self, receive: Receive) -> None:
+        """Let `receive` take no message, unless one has begun."""
+        if receive in self._posted.get((receive.requested, receive.tag), ()):
+            self._remove_posted(receive)
 
     def begin(self, source: int, header: Header, content: Tensor | None = None) -> Incoming:
         """Begin a message whose header has arrived, to be filled through its `view`.

@@ -175,6 +175,11 @@ class ProgressEngine:
             self._raise_failure()
             self._mailbox.post(receive)
 
+    def withdraw(self, receive: Receive) -> None:
+        """Let `receive` take no message, unless one has begun."""
+        with self._lock:
+            self._mailbox.withdraw(receive)
+
     def wait(self, operation: Operation) -> None:
         """Move bytes, or let the leader move them, until `operation` is finished."""
         if not operation.finished:

@@ -76,6 +76,14 @@ class Handle(Task[Tensor], Protocol):
         ...
 
 
+class ReceiveHandle(Handle, Protocol):
+    """A receive under way."""
+
+    def withdraw(self) -> None:
+        """Take no message, unless one has begun to arrive; nobody waits for it."""
+        ...
+
+
 @dataclass(frozen=True)
 class Group:
     """The ranks that take part in a collective, in the order that a schedule numbers them."""
@@ -174,7 +182,7 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> Handle:
+    def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> ReceiveHandle:
         """Start receiving from `source`, or from any rank where it is None.
 
         With `into` (contiguous, of the sent dtype and number of elements) the message lands there

@@ -21,6 +21,7 @@ from orchestra.transports.protocol import (
     CollectiveCall,
     Group,
     Handle,
+    ReceiveHandle,
     SharedTensor,
     Task,
     Transport,
@@ -186,7 +187,7 @@ class InterceptedTransport(Transport):
         operation = HookedCall("send", to, tag, tensor.nbytes)
         return self._begun(operation, lambda: self.inner.send(tensor, to, operation.tag, **options))
 
-    def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> Handle:
+    def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> ReceiveHandle:
         if not self.chain.heeds_messages:
             return self.inner.receive(source, tag, into)
         asked = HookedCall("receive", source, tag)
@@ -305,6 +306,10 @@ class InterceptedHandle:
     @property
     def source(self) -> int:
         return self.operation.source
+
+    def withdraw(self) -> None:
+        begun: Any = self.operation.begun
+        begun.withdraw()
 
     def wait(self) -> Any:
         begun: Any = self.operation.begun

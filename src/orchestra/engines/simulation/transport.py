@@ -298,6 +298,11 @@ class SimulatedTransport(Transport):
         """Let virtual time pass until `condition` is true; returns the seconds."""
         return self._port.sleep_until(condition, lambda: self._signs(operation), operation)
 
+    def withdraw(self, receive: matching.Receive) -> None:
+        """Let `receive` take no message, unless one has begun."""
+        self._kernel.catch_up()
+        self._port.mailbox.withdraw(receive)
+
     def test(self, operation: Operation) -> bool:
         """Return whether `operation` is finished, or will never be."""
         self._kernel.catch_up()
