@@ -202,7 +202,7 @@ class PartedChannel(ServerChannel):
             beside.push_part(transport, request, gradient, self._into[part.first : part.end])
 
         def send(transport: Transport) -> None:
-            leaving.append(transport.send(gradient, to, Tag.GRADIENT))
+            leaving.append(transport.send(gradient, to, Tag.GRADIENT, more=True))
             leaving.append(transport.send(message, to, Tag.REQUEST))  # behind all of the part
             # Two messages for each part.
             while len(leaving) > 2 * UNDER_WAY:
