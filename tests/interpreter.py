@@ -13,15 +13,13 @@ from orchestra.schedules import REDUCE, Schedule
 Vector = NDArray[Any]
 
 
-def interpret(schedule: Schedule, vectors: Sequence[Vector]) -> list[Vector]:
+def interpret(
+    schedule: Schedule, vectors: Sequence[Vector], edges: Sequence[int] | None = None
+) -> list[Vector]:
     """Every rank's vector after `schedule`; what it never received is NaN."""
     length = len(vectors[0])
-    edges = schedule.edges(length)
-    memories = [vector.copy() for vector in vectors]
-    if schedule.slots:
-        memories = [np.full(schedule.pieces * length, np.nan, v.dtype) for v in vectors]
-        for rank, vector in enumerate(vectors):
-            memories[rank][rank * length : (rank + 1) * length] = vector
+    edges = schedule.edges(length) if edges is None else edges
+    memories = memories_before(schedule, vectors)
     for transfers in schedule.rounds():
         before = [memory.copy() for memory in memories]
         for source, target, first, end, operation in transfers.tolist():
@@ -30,13 +28,24 @@ def interpret(schedule: Schedule, vectors: Sequence[Vector]) -> list[Vector]:
             memories[target][part] = (
                 memories[target][part] + arrived if operation == REDUCE else arrived
             )
-    return [_sum_of_slots(schedule, memory, length) for memory in memories]
+    return [sum_of_slots(schedule, memory) for memory in memories]
 
 
-def _sum_of_slots(schedule: Schedule, memory: Vector, length: int) -> Vector:
+def memories_before(schedule: Schedule, vectors: Sequence[Vector]) -> list[Vector]:
+    """Return what each rank holds when `schedule` begins: a copy of its vector, or its slots."""
+    if not schedule.slots:
+        return [vector.copy() for vector in vectors]
+    length = len(vectors[0])
+    memories = [np.full(schedule.pieces * length, np.nan, v.dtype) for v in vectors]
+    for rank, vector in enumerate(vectors):
+        memories[rank][rank * length : (rank + 1) * length] = vector
+    return memories
+
+
+def sum_of_slots(schedule: Schedule, memory: Vector) -> Vector:
     if not schedule.slots:
         return memory
-    slots = memory.reshape(schedule.pieces, length)
+    slots = memory.reshape(schedule.pieces, len(memory) // schedule.pieces)
     total: Vector = slots[0].copy()
     for slot in slots[1:]:
         total += slot
