@@ -1,0 +1,223 @@
+"""What `executor.c` does, where it has been compiled: a rank's rows of a schedule, in one call.
+
+The call holds no lock of the interpreter. It moves whatever can move over all connections, and adds
+in the order of the schedule, with the bits of torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from orchestra.schedules import Schedule
+from orchestra.schedules.rows import Rows, rows_of
+from orchestra.schedules.table import table_of
+from orchestra.transports.compiled import library
+from orchestra.transports.framing import DTYPES
+
+NAME = "orchestra.transports._executor"
+
+DONE, LOOK, ENDED, MISMATCH = range(4)
+"""What a call returns. LOOK: call it again, after a look at what the caller waits for besides."""
+
+MAGIC = 0x656E616C
+_WIDEST = 16  # bytes of an element
+_PLACE_BYTES = 16
+_POLL_BYTES = 8
+
+# Those that torch adds, too.
+_SUMMED = "float32 float64 float16 bfloat16 bool uint8 int8 int16 int32 int64 complex64 complex128"
+SUMMED = frozenset(getattr(torch, name) for name in _SUMMED.split())
+
+
+class Frame(ctypes.Structure):
+    """What both ends of a connection have to agree on when a job begins to cross it."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint32) for name in ("magic", "dtype", "lane", "job")),
+        *((name, ctypes.c_uint64) for name in ("bytes", "table")),
+    ]
+
+    def __str__(self) -> str:
+        dtype = DTYPES[self.dtype] if self.dtype < len(DTYPES) else f"dtype {self.dtype}"
+        return (
+            f"{self.bytes} bytes of {dtype}, tag {self.lane}, number {self.job}, "
+            f"schedule {self.table:016x}"
+        )
+
+
+class _Side(ctypes.Structure):
+    _fields_ = [
+        ("jobs", ctypes.c_uint32),
+        *((name, ctypes.c_int32) for name in ("row", "framed", "waits")),
+    ]
+
+
+class _Conn(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("fd", "carried")),
+        ("out", _Side),
+        ("into", _Side),
+        ("frame", Frame),
+        ("arrived", ctypes.c_int64),
+        ("arriving", ctypes.c_double),
+        ("carry", ctypes.c_char * _WIDEST),
+    ]
+
+
+class _Job(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("rows", "places", "conns", "polls", "vector")),
+        *((name, ctypes.c_int64) for name in ("count", "crossing")),
+        *((name, ctypes.c_uint64) for name in ("bytes", "table")),
+        *((name, ctypes.c_uint32) for name in ("dtype", "lane")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("news", "patience", "begun", "where", "error", "unused")
+        ),
+        ("low", ctypes.c_int64),
+        *((name, ctypes.c_double) for name in ("waited", "moving")),
+    ]
+
+
+@functools.cache
+def _run(compiled: ctypes.CDLL) -> Callable[[int], int]:
+    run = compiled.executor_run
+    run.argtypes = [ctypes.c_void_p]
+    return run
+
+
+def is_there() -> bool:
+    """Return whether it has been compiled, and ORCHESTRA_COMPILED is not 0."""
+    return library(NAME) is not None
+
+
+class Wire:
+    """A connection that carries one job after the other, and nothing else.
+
+    Attributes:
+        connection: a stream socket; whoever made the wire closes it.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.state = _Conn(fd=connection.fileno())
+
+    @property
+    def arrived(self) -> tuple[int, float]:
+        """The bytes that have arrived, and the seconds blocked in the middle of a transfer."""
+        return int(self.state.arrived), float(self.state.arriving)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A rank's part in some rounds of a schedule, for vectors of one size.
+
+    Attributes:
+        rows: in bytes; the peer of each is a place in `peers`.
+        peers: the places in the group that this rank exchanges anything with.
+        table: a hash of the schedule, the rounds and the edges, the same on all ranks.
+    """
+
+    rows: Rows
+    peers: tuple[int, ...]
+    table: int
+
+
+@functools.lru_cache(maxsize=256)
+def plan_of(
+    schedule: Schedule,
+    index: int,
+    edges: tuple[int, ...],
+    element_bytes: int,
+    first: int = 0,
+    end: int | None = None,
+) -> Plan:
+    """Return the part of the rank at `index`, in the rounds from `first` to before `end`."""
+    table = table_of(schedule)
+    rows = rows_of(table.parts(index, first, end), np.array(edges) * element_bytes)
+    peers = np.unique(rows["peer"])
+    rows["peer"] = np.searchsorted(peers, rows["peer"])
+    hashed = hashlib.blake2b(repr((edges, first, end)).encode(), digest_size=8)
+    for column in (table.begin, table.source, table.target, table.first, table.end, table.reduces):
+        hashed.update(column.tobytes())
+    return Plan(rows, tuple(peers.tolist()), int.from_bytes(hashed.digest(), "little"))
+
+
+class Job:
+    """A plan carried out on a vector, over a wire to each of its peers.
+
+    Args:
+        vector: flat and contiguous, on the CPU.
+        wires: in the order of the plan's peers.
+        lane: a number that both ends of a wire have to agree on.
+        news: a descriptor; `run` returns `LOOK` when it can be read.
+        patience: milliseconds without progress, after which `run` returns `LOOK`; -1: no limit.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        vector: Tensor,
+        wires: Sequence[Wire],
+        lane: int,
+        news: int = -1,
+        patience: int = -1,
+    ) -> None:
+        compiled = library(NAME)
+        assert compiled is not None
+        assert len(wires) == len(plan.peers)
+        assert vector.dtype in SUMMED or not plan.rows["adds"].any()
+        count, crossing = len(plan.rows), len(wires)
+        self._run = _run(compiled)
+        self._wires = wires
+        places = np.empty(count * _PLACE_BYTES, np.uint8)
+        polls = np.empty((crossing + 1) * _POLL_BYTES, np.uint8)
+        conns = (ctypes.c_void_p * crossing)(*(ctypes.addressof(wire.state) for wire in wires))
+        self._kept = plan, places, polls, conns, vector  # alive, as C has their addresses
+        self._state = _Job(
+            plan.rows.ctypes.data, places.ctypes.data, ctypes.addressof(conns), polls.ctypes.data,
+            vector.data_ptr(), count, crossing, vector.nbytes, plan.table,
+            DTYPES.index(vector.dtype), lane, news, patience,
+        )  # fmt: skip
+        self._address = ctypes.addressof(self._state)
+
+    def run(self) -> int:
+        """Move rows until all are done, there is news, or patience is at an end.
+
+        Handlers of signals run between two calls. After `ENDED` and `MISMATCH` no wire of the job
+        is of further use.
+        """
+        return self._run(self._address)
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """The seconds blocked with nothing to move, and in the middle of transfers."""
+        return float(self._state.waited), float(self._state.moving)
+
+    @property
+    def where(self) -> int:
+        """The place in the plan's peers of the wire that ended, or has another frame."""
+        return int(self._state.where)
+
+    @property
+    def error(self) -> int:
+        """The errno of the wire that ended; 0 where the other end has closed it."""
+        return int(self._state.error)
+
+    def mismatch(self) -> str:
+        """Say what the other end of a wire begins in place of this job."""
+        state, wire = self._state, self._wires[self.where].state
+        other = wire.frame
+        if other.magic != MAGIC:
+            return "it sends what is no collective"
+        own = Frame(MAGIC, state.dtype, state.lane, wire.into.jobs, state.bytes, state.table)
+        return f"it begins a collective on {other}, this rank one on {own}"
