@@ -92,6 +92,19 @@ def _no_waiting_for_disks() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(params=[False, True], ids=["messages", "lanes"])
+def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether compiled code moves collectives, over connections of their own; run both ways."""
+    from orchestra.transports import executor
+    from orchestra.transports.lanes import VARIABLE
+
+    wanted: bool = request.param
+    if wanted and not executor.is_there():
+        pytest.skip("the executor is not compiled")
+    monkeypatch.setenv(VARIABLE, str(int(wanted)))
+    return wanted
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(
     collector: pytest.Collector,

@@ -1,8 +1,8 @@
 """One rank's part in a collective, message by message.
 
-`steps` states what a rank does in a schedule and in which order, in numbers alone. `execute` does
+`steps` states what a rank does in a schedule and in which order, in numbers alone. `exchange` does
 it over a transport, blocking; the simulation does the same steps by events, without a flow for each
-rank.
+rank. `lanes.py` has the same exchange without messages.
 """
 
 from __future__ import annotations
@@ -152,44 +152,55 @@ def steps_of(
     return _steps_of(call.schedule, index, length, edges, segment, first, end)
 
 
-def execute(transport: Transport, call: CollectiveCall) -> int:
-    """Take this rank's part in a collective over `transport`; return the bytes of buffer used."""
+Exchange = Callable[[Transport, CollectiveCall, Tensor, int, int | None], int]
+"""Takes the part of the transport's rank in the rounds from the first to before the end (None: all)
+of a call, on a memory: the vector of the call, or its slots. Returns the bytes of scratch used."""
+
+
+def execute(transport: Transport, call: CollectiveCall, exchange: Exchange | None = None) -> int:
+    """Take this rank's part in a collective over `transport`; return the bytes of buffer used.
+
+    Args:
+        exchange: what moves the elements; None: messages.
+    """
     schedule, vector, group = call.schedule, call.vector, call.group
     assert schedule is not None
-    order = steps_of(call, transport.rank)
+    exchange = exchange or exchange_messages
     if not schedule.slots or len(group) == 1:
-        return exchange(transport, call, order)
+        return exchange(transport, call, vector, 0, None)
     index, length = group.index(transport.rank), vector.numel()
     slots = vector.new_empty(schedule.pieces, length)
     slots[index].copy_(vector)
-    exchange(transport, call._replace(vector=slots.view(-1)), order)
+    exchange(transport, call, slots.view(-1), 0, None)
     # In the order of the ranks on every rank, so that all get the same bits.
     vector.copy_(slots[0])
     transport.add(vector, *slots[1:])
     return slots.nbytes
 
 
-def exchange(transport: Transport, call: CollectiveCall, order: Iterable[ScheduleStep]) -> int:
-    """Carry out steps on the vector of `call`; return the peak bytes of scratch of a round."""
-    memory, ranks, tag = call.vector, call.group.ranks, call.tag
+def exchange_messages(
+    transport: Transport, call: CollectiveCall, memory: Tensor, first: int, end: int | None
+) -> int:
+    """Carry out the steps of this rank; return the peak bytes of scratch of a round."""
+    ranks, tag = call.group.ranks, call.tag
     peak = 0
     sends: dict[int, Handle] = {}
     receives: dict[int, Handle] = {}
     scratch: dict[int, Tensor] = {}
-    for kind, number, peer, first, end, place in order:
+    for kind, number, peer, start, stop, place in steps_of(call, transport.rank, first, end):
         if kind is StepKind.SEND:
-            sends[number] = transport.send(memory[first:end], ranks[peer], tag)
+            sends[number] = transport.send(memory[start:stop], ranks[peer], tag)
         elif kind is StepKind.POST:
-            into = memory[first:end]
+            into = memory[start:stop]
             if place >= 0:
                 if place not in scratch:
                     scratch[place] = torch.empty_like(into)
-                into = scratch[place][: end - first]
+                into = scratch[place][: stop - start]
             receives[number] = transport.receive(ranks[peer], tag, into)
         elif kind is StepKind.TAKE:
             receives[number].wait()
         elif kind is StepKind.ADD:
-            transport.add(memory[first:end], scratch[place][: end - first])
+            transport.add(memory[start:stop], scratch[place][: stop - start])
         elif kind is StepKind.FREE:
             sends[number].wait()
         else:
@@ -205,33 +216,36 @@ def execute_in_stages(
     call: CollectiveCall,
     local: frozenset[int],
     carry_out: Callable[[SumStage], tuple[float, float] | None],
+    exchange: Exchange | None = None,
 ) -> int:
     """`execute` a collective of which the places `local` share memory with this rank.
 
     Args:
         carry_out: does this rank's part in a stage; when it began, and until when it waited for
-            other ranks. None: it is to be done by messages.
+            other ranks. None: it is to be done by `exchange`.
+        exchange: what moves the elements between ranks that share no memory; None: messages.
     """
     schedule, rank = call.schedule, transport.rank
     assert schedule is not None
     if len(local) < 2 or not call.vector.numel():
-        return execute(transport, call)
+        return execute(transport, call, exchange)
     peak, place = 0, call.group.index(rank)
     for stage in local_stages(schedule, local):
         used = None
         if isinstance(stage, SumStage) and place in stage.ranks:
             times = carry_out(stage)
             if times is not None:
-                moved = _stage_traffic(call, rank, stage)
+                moved = messages_of(call, rank, *stage.rounds)
+                moved.bytes_in_memory = moved.bytes_sent
                 transport.traffic.add(moved)
                 transport.executed(call, *times, moved.bytes_sent)
                 used = buffer_bytes(call.vector.nbytes)
         if used is None and schedule.slots:
-            # With slots a schedule is one stage: there is no part of it to carry out by messages.
-            used = execute(transport, call)
+            # With slots a schedule is one stage: there is no part of it to exchange.
+            used = execute(transport, call, exchange)
         elif used is None:
             rounds = stage.rounds if isinstance(stage, SumStage) else stage
-            used = exchange(transport, call, steps_of(call, rank, *rounds))
+            used = (exchange or exchange_messages)(transport, call, call.vector, *rounds)
         peak = max(peak, used)
     return peak
 
@@ -245,16 +259,26 @@ def cuts_in_memory(call: CollectiveCall) -> Sequence[int]:
     return schedule.edges(length) if call.edges is None else call.edges
 
 
-def _stage_traffic(call: CollectiveCall, rank: int, stage: SumStage) -> Traffic:
-    """Return the traffic of a stage's messages, as if they had been sent."""
-    traffic = Traffic()
+def messages_of(call: CollectiveCall, rank: int, first: int = 0, end: int | None = None) -> Traffic:
+    """Return the traffic of the messages of `rank` in some rounds, as if they had been sent."""
+    sent, elements_sent, received, elements_received = _counts(steps_of(call, rank, first, end))
     size, header = call.vector.element_size(), header_bytes(1)
-    for kind, _, _, first, end, _ in steps_of(call, rank, *stage.rounds):
+    return Traffic(
+        bytes_sent=elements_sent * size + sent * header,
+        bytes_received=elements_received * size + received * header,
+        messages_sent=sent,
+        messages_received=received,
+    )
+
+
+def _counts(steps: Iterable[ScheduleStep]) -> tuple[int, int, int, int]:
+    """Return the messages and elements that are sent, and those that are received."""
+    sent = elements_sent = received = elements_received = 0
+    for kind, _, _, first, end, _ in steps:
         if kind is StepKind.SEND:
-            traffic.messages_sent += 1
-            traffic.bytes_sent += (end - first) * size + header
+            sent += 1
+            elements_sent += end - first
         elif kind is StepKind.POST:
-            traffic.messages_received += 1
-            traffic.bytes_received += (end - first) * size + header
-    traffic.bytes_in_memory = traffic.bytes_sent
-    return traffic
+            received += 1
+            elements_received += end - first
+    return sent, elements_sent, received, elements_received

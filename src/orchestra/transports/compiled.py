@@ -61,7 +61,8 @@ class _Sum(ctypes.Structure):
 
 
 @functools.cache
-def _loaded(name: str) -> ctypes.CDLL | None:
+def loaded(name: str) -> ctypes.CDLL | None:
+    """Return the extension module `name`, read by its symbols; None if it has not been compiled."""
     found = find_spec(name)
     if found is None or found.origin is None or sys.platform != "linux":
         return None
@@ -72,14 +73,13 @@ def _loaded(name: str) -> ctypes.CDLL | None:
 
 
 def library(name: str) -> ctypes.CDLL | None:
-    """Return the extension module `name`, read by its symbols; None if it has not been compiled, or
-    ORCHESTRA_COMPILED is 0."""
-    return None if os.environ.get("ORCHESTRA_COMPILED") == "0" else _loaded(name)
+    """Return what `loaded` does; None also if ORCHESTRA_COMPILED is 0."""
+    return None if os.environ.get("ORCHESTRA_COMPILED") == "0" else loaded(name)
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    library = _loaded(NAME)
+    library = loaded(NAME)
     if library is None:
         return None
     library.arrive.argtypes = library.await_all.argtypes = [ctypes.c_void_p]

@@ -31,7 +31,7 @@ enum { NONE = -1 };
 enum { MAGIC = 0x656e616c };
 /* Bytes of one call: a send should hide its cost and let the other direction have its turn; what is
    to be added should still be in the cache nearest to the core. */
-enum { CALL = 1 << 18, SCRATCH = 1 << 16, WIDEST = 16 };
+enum { CALL = 1 << 20, SCRATCH = 1 << 16, WIDEST = 16 };
 
 /* The order of DTYPES in framing.py. */
 enum {

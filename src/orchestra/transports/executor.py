@@ -20,7 +20,7 @@ from torch import Tensor
 from orchestra.schedules import Schedule
 from orchestra.schedules.rows import Rows, rows_of
 from orchestra.schedules.table import table_of
-from orchestra.transports.compiled import library
+from orchestra.transports.compiled import library, loaded
 from orchestra.transports.framing import DTYPES
 
 NAME = "orchestra.transports._executor"
@@ -29,6 +29,7 @@ DONE, LOOK, ENDED, MISMATCH = range(4)
 """What a call returns. LOOK: call it again, after a look at what the caller waits for besides."""
 
 MAGIC = 0x656E616C
+_SCRATCH_BYTES = 1 << 16
 _WIDEST = 16  # bytes of an element
 _PLACE_BYTES = 16
 _POLL_BYTES = 8
@@ -89,7 +90,9 @@ class _Job(ctypes.Structure):
 
 
 @functools.cache
-def _run(compiled: ctypes.CDLL) -> Callable[[int], int]:
+def _run() -> Callable[[int], int]:
+    compiled = loaded(NAME)
+    assert compiled is not None
     run = compiled.executor_run
     run.argtypes = [ctypes.c_void_p]
     return run
@@ -104,12 +107,17 @@ class Wire:
     """A connection that carries one job after the other, and nothing else.
 
     Attributes:
-        connection: a stream socket; whoever made the wire closes it.
+        connection: a stream socket.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.state = _Conn(fd=connection.fileno())
+
+    def close(self) -> None:
+        """Close the connection; no job may be in `run`. One that begins later finds its end."""
+        self.state.fd = -1
+        self.connection.close()
 
     @property
     def arrived(self) -> tuple[int, float]:
@@ -125,11 +133,17 @@ class Plan:
         rows: in bytes; the peer of each is a place in `peers`.
         peers: the places in the group that this rank exchanges anything with.
         table: a hash of the schedule, the rounds and the edges, the same on all ranks.
+        scratch: bytes of memory that a job uses beside the vector, where it adds.
     """
 
     rows: Rows
     peers: tuple[int, ...]
     table: int
+    scratch: int
+
+    def fits(self, dtype: torch.dtype) -> bool:
+        """Return whether vectors of `dtype` can be added where the plan adds."""
+        return not self.scratch or dtype in SUMMED
 
 
 @functools.lru_cache(maxsize=256)
@@ -149,7 +163,9 @@ def plan_of(
     hashed = hashlib.blake2b(repr((edges, first, end)).encode(), digest_size=8)
     for column in (table.begin, table.source, table.target, table.first, table.end, table.reduces):
         hashed.update(column.tobytes())
-    return Plan(rows, tuple(peers.tolist()), int.from_bytes(hashed.digest(), "little"))
+    number = int.from_bytes(hashed.digest(), "little")
+    added = (rows["end"] - rows["first"])[rows["adds"] == 1].max(initial=0)
+    return Plan(rows, tuple(peers.tolist()), number, min(int(added), _SCRATCH_BYTES))
 
 
 class Job:
@@ -172,12 +188,10 @@ class Job:
         news: int = -1,
         patience: int = -1,
     ) -> None:
-        compiled = library(NAME)
-        assert compiled is not None
         assert len(wires) == len(plan.peers)
-        assert vector.dtype in SUMMED or not plan.rows["adds"].any()
+        assert plan.fits(vector.dtype)
         count, crossing = len(plan.rows), len(wires)
-        self._run = _run(compiled)
+        self._run = _run()
         self._wires = wires
         places = np.empty(count * _PLACE_BYTES, np.uint8)
         polls = np.empty((crossing + 1) * _POLL_BYTES, np.uint8)
@@ -202,6 +216,15 @@ class Job:
     def seconds(self) -> tuple[float, float]:
         """The seconds blocked with nothing to move, and in the middle of transfers."""
         return float(self._state.waited), float(self._state.moving)
+
+    @property
+    def awaited(self) -> int | None:
+        """The place of a peer that has still to send something, or to take something."""
+        for way in ("into", "out"):
+            for place, wire in enumerate(self._wires):
+                if getattr(wire.state, way).row >= 0:
+                    return place
+        return None
 
     @property
     def where(self) -> int:

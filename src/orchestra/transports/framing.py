@@ -158,6 +158,12 @@ def _unpack(head: bytes) -> Header:
     return Header(kind, dtype, shape, tag, payload_bytes, segment)
 
 
+def acknowledged(connection: socket.socket) -> int:
+    """Return the bytes that the other end's kernel has confirmed (Linux)."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    return int(struct.unpack_from("Q", info, TCP_INFO_BYTES_ACKED)[0])
+
+
 _NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
@@ -227,8 +233,7 @@ class Stream:
 
     def acknowledged_bytes(self) -> int:
         """Return the bytes that the other end's kernel has confirmed, or that went in segments."""
-        info = self.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-        return self.shared_bytes + int(struct.unpack_from("Q", info, TCP_INFO_BYTES_ACKED)[0])
+        return self.shared_bytes + acknowledged(self.connection)
 
     def segment(self, length: int) -> Segment | None:
         """Return a segment for a message of `length` bytes, now this message's; None: it has to

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from orchestra.errors import InputError
 from orchestra.schedules.sums import Pieces, SumStage
-from orchestra.transports.collective import cuts_in_memory, execute_in_stages
+from orchestra.transports.asides import Asides
+from orchestra.transports.collective import Exchange, cuts_in_memory, execute_in_stages
 from orchestra.transports.compiled import SO_FAR, Steps
-from orchestra.transports.framing import pack_header
-from orchestra.transports.large_messages import byte_view, on_host
-from orchestra.transports.matching import Flow, Receive, Send
+from orchestra.transports.large_messages import on_host
+from orchestra.transports.matching import Flow
 from orchestra.transports.progress import ProgressEngine
 from orchestra.transports.protocol import CollectiveCall, SharedTensor, Transport
 from orchestra.transports.shared_memory import (
@@ -63,12 +63,15 @@ class Host:
         self._neighbours = neighbours
         self._memories: dict[tuple[tuple[int, ...], int], SharedMemory | None] = {}
 
-    def execute(self, flow: Flow, transport: Transport, call: CollectiveCall) -> int:
+    def execute(
+        self, flow: Flow, transport: Transport, call: CollectiveCall, exchange: Exchange | None
+    ) -> int:
         """Carry out `call` now, and return the bytes of buffer used.
 
         Args:
             flow: whose traffic it is.
             transport: that of the flow, or an interceptor of it, for what goes by messages.
+            exchange: see `execute_in_stages`.
         """
         ranks = call.group.ranks
         local = frozenset(i for i, rank in enumerate(ranks) if rank in self._neighbours)
@@ -77,13 +80,13 @@ class Host:
             memory = self._memory(tuple(ranks[each] for each in stage.ranks), call)
             return None if memory is None else self._carry_out(stage, memory, flow, call)
 
-        return execute_in_stages(transport, call, local, carry_out)
+        return execute_in_stages(transport, call, local, carry_out, exchange)
 
     def _carry_out(
         self, stage: SumStage, memory: SharedMemory, flow: Flow, call: CollectiveCall
     ) -> tuple[float, float]:
         started, waited = time.perf_counter(), memory.seconds_waiting
-        flow.memory = memory
+        flow.in_collective = memory
         try:
             with torch.no_grad():
                 vector = on_host(call.vector)
@@ -92,7 +95,7 @@ class Host:
                 if vector is not call.vector:
                     call.vector.copy_(vector)
         finally:
-            flow.memory = None
+            flow.in_collective = None
             self._engine.check()  # who is told to leave says so, not which socket was shut
             waited = memory.seconds_waiting - waited
             flow.traffic.seconds_waiting += waited
@@ -118,7 +121,7 @@ class Host:
                     compiled=compiled,
                 )
                 self._memories[key] = memory
-                self._engine.memories.append(memory)
+                self._engine.side_channels.append(memory)
         return self._memories[key]
 
     def share(self, like: Tensor, ranks: tuple[int, ...], tag: int) -> SharedTensor:
@@ -145,8 +148,8 @@ class _Finding:
     """Lets `ranks` find each other by messages of a collective's tag, which are not counted."""
 
     def __init__(self, engine: ProgressEngine, ranks: tuple[int, ...], tag: int) -> None:
-        self._engine, self._ranks, self._tag = engine, ranks, tag
-        self._flow = Flow(engine.rank, engine)
+        self._engine, self._ranks = engine, ranks
+        self._asides = Asides(engine, tag)
 
     def find(
         self, length: int, wanted: bool, content: Tensor | None = None
@@ -195,18 +198,12 @@ class _Finding:
             raise
 
     def _tell(self, shown: bytes) -> None:
-        # Not waited for: the receives that follow move what the kernel has not taken.
         for rank in self._ranks:
             if rank != self._engine.rank:
-                message = torch.frombuffer(bytearray(shown), dtype=torch.uint8)
-                header = pack_header(message, self._tag)
-                content = byte_view(message)
-                self._engine.send(Send(self._flow, rank, message, header, content, self._tag))
+                self._asides.tell(rank, shown)
 
     def _hear(self, place: int) -> bytes:
-        receive = Receive(self._flow, self._ranks[place], self._tag, None)
-        self._engine.post(receive)
-        return receive.wait().numpy().tobytes()
+        return self._asides.hear(self._ranks[place])
 
 
 class Span(NamedTuple):

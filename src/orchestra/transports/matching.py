@@ -18,7 +18,6 @@ from orchestra.errors import PeerLost
 from orchestra.transports.framing import Header
 from orchestra.transports.large_messages import KeptMemory, byte_view
 from orchestra.transports.protocol import Traffic
-from orchestra.transports.shared_memory import SharedMemory
 
 LEFT = "it has left"
 
@@ -39,13 +38,22 @@ class Progress(Protocol):
         ...
 
 
+class Collective(Protocol):
+    """A collective that a flow is in, without messages."""
+
+    @property
+    def awaited(self) -> int | None:
+        """The rank that it waits for, if it waits."""
+        ...
+
+
 @dataclass(eq=False)
 class Flow:
     """One thread of communication of a rank.
 
     Attributes:
         reported: lost ranks that a receive from any source of this flow has already raised.
-        memory: in which it carries out a collective now.
+        in_collective: the collective that it carries out without messages now.
         waiting: the message that it is blocked on.
     """
 
@@ -53,7 +61,7 @@ class Flow:
     progress: Progress
     traffic: Traffic = field(default_factory=Traffic)
     reported: set[int] = field(default_factory=set)
-    memory: SharedMemory | None = None
+    in_collective: Collective | None = None
     waiting: Operation | None = None
 
 

@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from typing import NoReturn, Protocol
 
 import torch
 
@@ -25,11 +26,20 @@ from orchestra.transports.compiled import AWAKE_SECONDS
 from orchestra.transports.framing import FAREWELL, Signal, Stream, StreamEnded, pack_signal
 from orchestra.transports.large_messages import Outbox, Segment
 from orchestra.transports.matching import LEFT, Flow, Mailbox, Operation, Receive, Send
-from orchestra.transports.shared_memory import SharedMemory
 
 BUFFERED_BYTES = 1 << 17
 """Up to here a message that has to wait is copied, as the kernel would take it at once."""
 _PR_SET_TIMERSLACK = 29
+
+
+class SideChannel(Protocol):
+    """Memory or connections beside the streams, which end with them."""
+
+    def shut(self, rank: int | None = None, /) -> None:
+        """Let whoever waits there, in any thread, find `rank` gone; None: all of them."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class ProgressEngine:
@@ -50,7 +60,7 @@ class ProgressEngine:
         self.size = len(connections) + 1
         self.flows: list[Flow] = []  # that have not ended
         self._ended_bytes = 0  # that flows sent which have ended
-        self.memories: list[SharedMemory] = []  # whose barriers learn of lost ranks
+        self.side_channels: list[SideChannel] = []
         self.waits = 0  # for messages, that have ended
         self._report = report
         self._failure: Exception | None = None
@@ -223,6 +233,44 @@ class ProgressEngine:
             for rank in self._mailbox.gone.keys() & set(ranks):
                 raise PeerLost(rank, self._mailbox.gone[rank])
 
+    @property
+    def news(self) -> int:
+        """A descriptor that can be read when there is something to `move` (Linux)."""
+        return self._selector.fileno()
+
+    def move(self) -> None:
+        """Move what can be moved without blocking; raise what a flow that waits would raise."""
+        with self._lock:
+            self._move()
+            self._raise_failure()
+
+    def flush(self) -> None:
+        """Hand over what was left to messages that have not come, before this flow blocks."""
+        with self._lock:
+            while self._corked:
+                self._serve(self._corked.pop(), selectors.EVENT_WRITE)
+
+    def raise_loss(self, ranks: Collection[int], ended: int) -> NoReturn:
+        """Block until a stream says why a side channel to `ended` has ended, and raise that.
+
+        The other end may have closed it because another one of `ranks` is lost.
+        """
+        with self._lock:
+            try:
+                while True:
+                    self._raise_failure()
+                    for rank, reason in self._mailbox.gone.items():
+                        if rank == ended or (rank in ranks and rank in self._mailbox.lost):
+                            raise PeerLost(rank, reason)
+                    self._advance(None)
+            finally:
+                self._hand_over()
+
+    def count(self, source: int, size: int, seconds: float) -> None:
+        """Count bytes from `source` that came in a side channel: see `arrived`."""
+        with self._lock:
+            self._mailbox.count(source, size, seconds)
+
     def lost(self) -> frozenset[int]:
         with self._lock:
             return frozenset(self._mailbox.lost)
@@ -303,8 +351,8 @@ class ProgressEngine:
         self._released = True
         for stream in self._streams.values():
             stream.connection.close()
-        for memory in self.memories:
-            memory.close()
+        for channel in self.side_channels:
+            channel.close()
         self._streams = {}
         self._selector.close()
         self._wake_in.close()
@@ -326,8 +374,8 @@ class ProgressEngine:
 
     def _fail(self, error: Exception) -> None:
         self._failure = self._failure or error
-        for memory in self.memories:
-            memory.shut()
+        for channel in self.side_channels:
+            channel.shut()
         self._mailbox.news = True
         self._announce()
 
@@ -450,8 +498,8 @@ class ProgressEngine:
             if isinstance(send, Send):
                 send.fail(PeerLost(stream.rank, reason))
         if lost:
-            for memory in self.memories:
-                memory.shut(stream.rank)
+            for channel in self.side_channels:
+                channel.shut(stream.rank)
         self._mailbox.news = True
 
 

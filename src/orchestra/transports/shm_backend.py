@@ -93,7 +93,7 @@ class ProcessGroupSHM(_ProcessGroup):  # type: ignore[misc]
         peers, compiled = connect("memory")
         memory = pass_on(peers, make_memory(memory_bytes(size)) if rank == 0 else None)
         self._memory = SharedMemory(rank, peers, memory, timeout=seconds, compiled=compiled)
-        engine.memories.append(self._memory)  # which it closes
+        engine.side_channels.append(self._memory)  # which it closes
 
     def getBackendName(self) -> str:
         return "shm"

@@ -6,6 +6,7 @@ host memory at both ends.
 
 from __future__ import annotations
 
+import functools
 import selectors
 import socket
 import threading
@@ -27,6 +28,8 @@ from orchestra.transports.framing import (
 )
 from orchestra.transports.handshake import TLS, Reception, connect, remaining
 from orchestra.transports.host import Host
+from orchestra.transports.lanes import Lanes
+from orchestra.transports.lanes import are_wanted as lanes_are_wanted
 from orchestra.transports.large_messages import byte_view, on_host
 from orchestra.transports.matching import Flow, Receive, Send
 from orchestra.transports.progress import ProgressEngine
@@ -58,9 +61,9 @@ class SocketTransport(Flow, Transport):
     Attributes:
         native: begins the all-reduce of torch.distributed, where there is one.
         host: the memory that ranks of this host share, where they do.
+        lanes: the connections of collectives, where they have some.
         traffic: of this flow alone; hello, farewell and what TLS adds are not counted.
-        disconnect, abort, hold, acknowledged_bytes, connection: see `ProgressEngine`; from any
-            thread.
+        disconnect, abort, connection: see `ProgressEngine`; from any thread.
     """
 
     def __init__(
@@ -70,8 +73,9 @@ class SocketTransport(Flow, Transport):
         self.size = engine.size
         self.native: Callable[[Tensor], Task[int]] | None = None
         self.host: Host | None = None
-        self.disconnect, self.abort, self.hold = engine.disconnect, engine.abort, engine.hold
-        self.acknowledged_bytes, self.connection = engine.acknowledged_bytes, engine.connection
+        self.lanes: Lanes | None = None
+        self.disconnect, self.abort = engine.disconnect, engine.abort
+        self.connection = engine.connection
         self._engine = engine
         self._on_flow_start = on_flow_start
         engine.begin(self)
@@ -143,9 +147,10 @@ class SocketTransport(Flow, Transport):
 
     def execute(self, call: CollectiveCall, over: Transport | None = None) -> int:
         """Carry out `call` now, in shared memory for the rounds that stay on this host."""
+        exchange = None if self.lanes is None else functools.partial(self.lanes.exchange, self)
         if self.host is None:
-            return execute(over or self, call)
-        return self.host.execute(self, over or self, call)
+            return execute(over or self, call, exchange)
+        return self.host.execute(self, over or self, call, exchange)
 
     def share(self, like: Tensor, group: Group, tag: int) -> SharedTensor:
         host = self.host or Host(self._engine, frozenset())
@@ -170,13 +175,23 @@ class SocketTransport(Flow, Transport):
     def lost(self) -> frozenset[int]:
         return self._engine.lost()
 
+    def acknowledged_bytes(self) -> int:
+        """Bytes of all flows that the other ends have confirmed: see `ProgressEngine`."""
+        in_lanes = 0 if self.lanes is None else self.lanes.acknowledged_bytes()
+        return self._engine.acknowledged_bytes() + in_lanes
+
+    def hold(self, latency: Callable[[int, float], float]) -> None:
+        """Let messages leave later: see `ProgressEngine`. Collectives go by messages, too."""
+        self.lanes = None
+        self._engine.hold(latency)
+
     def native_all_reduce(self, vector: Tensor) -> Task[int]:
         return super().native_all_reduce(vector) if self.native is None else self.native(vector)
 
     def spawn(self, function: Callable[[Transport], T]) -> FlowTask[T]:
         """Run `function` in a daemon thread, with a flow of its own on the same streams."""
         child = SocketTransport(self._engine, self._on_flow_start)
-        child.native, child.host = self.native, self.host
+        child.native, child.host, child.lanes = self.native, self.host, self.lanes
 
         ended: Future[T] = Future()
 
@@ -261,6 +276,7 @@ def connect_mesh(
 
     try:
         with listener, selectors.DefaultSelector() as selector:
+            has_lanes = tls is None and lanes_are_wanted()  # compiled code does not encrypt
             # All listen before any address is known, so that the kernel completes these connections
             # even while `peer` is still connecting to others.
             for peer in range(rank):
@@ -286,7 +302,11 @@ def connect_mesh(
         if not isinstance(error, TimeoutError):
             raise
         raise _not_connected(missing, refused) from None
-    return SocketTransport(ProgressEngine(rank, connections, report), on_flow_start)
+    engine = ProgressEngine(rank, connections, report)
+    transport = SocketTransport(engine, on_flow_start)
+    if has_lanes:
+        transport.lanes = Lanes(engine, token)
+    return transport
 
 
 def _reach(

@@ -110,8 +110,8 @@ class Watched(Interceptor):
             flow = flow.waiting.flow
             assert isinstance(flow.transport, SocketTransport)
             transport = flow.transport
-        if (memory := transport.memory) is not None:
-            awaited = memory.awaited
+        if (collective := transport.in_collective) is not None:
+            awaited = collective.awaited
             return completed, () if awaited is None else (awaited,), "in a collective"
         message = transport.waiting
         if isinstance(message, Receive):
