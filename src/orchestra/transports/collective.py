@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -143,13 +143,21 @@ def steps_of(
     call: CollectiveCall, rank: int, first: int = 0, end: int | None = None
 ) -> tuple[ScheduleStep, ...]:
     """Return the steps of `rank` in a collective, in the rounds from `first` to before `end`."""
+    return _steps_of(*_key(call, rank, first, end))
+
+
+_Key = tuple[Schedule, int, int, Sequence[int] | None, int, int, int | None]
+
+
+def _key(call: CollectiveCall, rank: int, first: int, end: int | None) -> _Key:
+    """Return the arguments of `_steps_of` for a rank's part in a collective."""
     assert call.schedule is not None
     assert call.vector.dim() == 1
     assert call.vector.is_contiguous()
     edges = None if call.edges is None else tuple(call.edges)
     segment = SEGMENT_BYTES // call.vector.element_size()
     index, length = call.group.index(rank), call.vector.numel()
-    return _steps_of(call.schedule, index, length, edges, segment, first, end)
+    return call.schedule, index, length, edges, segment, first, end
 
 
 Exchange = Callable[[Transport, CollectiveCall, Tensor, int, int | None], int]
@@ -261,7 +269,7 @@ def cuts_in_memory(call: CollectiveCall) -> Sequence[int]:
 
 def messages_of(call: CollectiveCall, rank: int, first: int = 0, end: int | None = None) -> Traffic:
     """Return the traffic of the messages of `rank` in some rounds, as if they had been sent."""
-    sent, elements_sent, received, elements_received = _counts(steps_of(call, rank, first, end))
+    sent, elements_sent, received, elements_received = _counts(*_key(call, rank, first, end))
     size, header = call.vector.element_size(), header_bytes(1)
     return Traffic(
         bytes_sent=elements_sent * size + sent * header,
@@ -271,14 +279,15 @@ def messages_of(call: CollectiveCall, rank: int, first: int = 0, end: int | None
     )
 
 
-def _counts(steps: Iterable[ScheduleStep]) -> tuple[int, int, int, int]:
+@functools.lru_cache(maxsize=256)
+def _counts(*key: Any) -> tuple[int, int, int, int]:
     """Return the messages and elements that are sent, and those that are received."""
     sent = elements_sent = received = elements_received = 0
-    for kind, _, _, first, end, _ in steps:
+    for kind, _, _, start, stop, _ in _steps_of(*key):
         if kind is StepKind.SEND:
             sent += 1
-            elements_sent += end - first
+            elements_sent += stop - start
         elif kind is StepKind.POST:
             received += 1
-            elements_received += end - first
+            elements_received += stop - start
     return sent, elements_sent, received, elements_received
