@@ -8,6 +8,7 @@ import re
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -127,7 +128,7 @@ def test_figures_of_a_step_come_from_its_own_pairs() -> None:
 
 def test_steps_of_every_contestant_are_measured() -> None:
     told: list[tuple[str, float]] = []
-    rows = step.bench_step((2,), 1, (SMALL,), lambda what, part: told.append((what, part)))
+    rows = [*step.bench_step((2,), 1, (SMALL,), lambda what, part: told.append((what, part)))]
     contestants = [PEER, *map(repr, step.OURS), step.ALONE]
     assert [row.contestant for row in rows] == contestants
     assert {(row.model, row.ranks) for row in rows} == {("lenet", 2)}
@@ -260,6 +261,22 @@ def test_figures_as_a_table_and_as_json(
     for row in document["rows"]:
         assert f"{row['contestant']}  " in captured.out
     assert "\x1b" not in captured.out
+
+
+def test_steps_measured_before_ctrl_c_are_shown_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(*_: object) -> Iterator[step.StepRow]:
+        yield step.StepRow("lenet", 2, "ours", 0.0125, 1.0, Ratio(0.9, 0.8, 1.0, 12))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(step, "bench_step", measured)
+    file = tmp_path / "figures.json"
+    assert main(["bench", "step", "--json", str(file)]) == 1
+    assert "ours      12.50          1  0.90 (0.80-1.00)" in capsys.readouterr().out
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["ratio"] == {"median": 0.9, "low": 0.8, "high": 1.0, "pairs": 12}
 
 
 def test_rates_and_paces_as_tables(capsys: pytest.CaptureFixture[str]) -> None:

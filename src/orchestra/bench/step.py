@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -157,13 +157,12 @@ def bench_step(
     rounds: int = 12,
     subjects: Sequence[BenchmarkModel] = tuple(SUBJECTS.values()),
     on_progress: Progress | None = None,
-) -> list[StepRow]:
+) -> Iterator[StepRow]:
     """Measure every subject on every number of ranks (2 or more), in `rounds` pairs of blocks.
 
     Raises:
         KeyboardInterrupt: the user stopped it.
     """
-    rows = []
     for subject, count in itertools.product(subjects, ranks):
         with tempfile.TemporaryDirectory(prefix="orchestra-bench-") as folder:
             store = str(Path(folder) / "store")
@@ -174,8 +173,7 @@ def bench_step(
                 measure, contest, count, steps=contest.blocks,
                 what=f"{subject.name}, {count} ranks", on_progress=on_progress,
             )  # fmt: skip
-        rows += step_rows(subject, count, results)
-    return rows
+        yield from step_rows(subject, count, results)
 
 
 def step_rows(

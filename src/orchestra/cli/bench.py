@@ -91,10 +91,16 @@ def _step(arguments: Sequence[str]) -> int:
 
     model = None if options.model == "all" else options.model
     subjects = listed("--model", model, SUBJECTS)
-    with progress_line() as tell:
-        rows = bench_step(ranks, options.rounds, list(subjects.values()), tell)
-    _print_steps(rows)
-    write_figures(options.json, "step", rows)
+    rows: list[StepRow] = []
+    try:
+        with progress_line() as tell:
+            for row in bench_step(ranks, options.rounds, list(subjects.values()), tell):
+                rows.append(row)
+    finally:
+        # Also what was measured before Ctrl-C
+        if rows:
+            _print_steps(rows)
+            write_figures(options.json, "step", rows)
     return 0
 
 
