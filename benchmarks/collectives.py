@@ -6,7 +6,7 @@ import itertools
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -160,12 +160,11 @@ def bench_collectives(
     ranks: Sequence[int] = (2, 4),
     rounds: int = 12,
     on_progress: Progress | None = None,
-) -> list[CollectiveRow]:
+) -> Iterator[CollectiveRow]:
     """Measure each setup with each of these numbers of ranks.
 
     Raises KeyboardInterrupt where the user stopped it.
     """
-    rows = []
     for count, setup in itertools.product(ranks, setups):
         with tempfile.TemporaryDirectory(prefix="orchestra-bench-") as folder:
             results: Sequence[list[Blocks]] = run_ranks(
@@ -174,8 +173,8 @@ def bench_collectives(
                 what=f"{count} ranks over {setup.over}, {setup.size}",
                 on_progress=on_progress, shared_memory=setup.over == MEMORY,
             )  # fmt: skip
-        rows += [_row(count, setup, group) for group in zip(*results, strict=True)]
-    return rows
+        for group in zip(*results, strict=True):
+            yield _row(count, setup, group)
 
 
 def _row(ranks: int, setup: Setup, group: Sequence[Blocks]) -> CollectiveRow:
@@ -340,13 +339,19 @@ def main(arguments: list[str]) -> int:
         list(listed("--sizes", options.sizes, SIZES)),
         list(listed("--schedules", options.schedules, ALL_REDUCE)),
     )
-    with progress_line() as tell:
-        rows = bench_collectives(setups, rank_counts(options.ranks), options.rounds, tell)
-    rows.sort(key=lambda row: ways.index(row.over))
-    print_rows(rows)
+    rows: list[CollectiveRow] = []
+    try:
+        with progress_line() as tell:
+            for row in bench_collectives(setups, rank_counts(options.ranks), options.rounds, tell):
+                rows.append(row)
+    finally:
+        # Also what was measured before Ctrl-C
+        if rows:
+            rows.sort(key=lambda row: ways.index(row.over))
+            print_rows(rows)
+            write_figures(options.json, "collectives", rows)
     if MEMORY in ways and not mpi.is_there():
         print(f"No figures of MPI: {mpi.INSTALL}.")
-    write_figures(options.json, "collectives", rows)
     if earlier is None:
         return 0
     return min(before.print_changes(KEYS, rows, earlier), 1)

@@ -40,7 +40,7 @@ def test_schedules_over_sockets_are_measured_beside_gloo(
     """Ranks fail where anything goes through shared memory."""
     monkeypatch.setattr(collectives, "measure", measured_with_small_matrices)
     setups = collectives.setups_of(["sockets"], ["4 KB"], ["ring", "tree"])
-    rows = collectives.bench_collectives(setups, (2,), 1)
+    rows = [*collectives.bench_collectives(setups, (2,), 1)]
     assert [(row.over, row.algorithm) for row in rows] == [("sockets", "ring"), ("sockets", "tree")]
     for row in rows:
         assert row.ratio.median == pytest.approx(row.ms / row.gloo_ms)
