@@ -186,7 +186,16 @@ def print_rows(rows: Sequence[EmulatedRow]) -> None:
         )
         for row in rows
     ]
-    headings = ("nodes", "model", "ring, ms", "DDP, ms", "ratio", "runs", "processor", "DDP's buckets")
+    headings = (
+        "nodes",
+        "model",
+        "ring, ms",
+        "DDP, ms",
+        "ratio",
+        "runs",
+        "processor",
+        "DDP's buckets",
+    )
     print_table(f"a step over {GIGABITS:g} Gbit/s", headings, lines)
     print_remarks("Ratios below 1: the ring is faster; in brackets the 95 % interval.")
 

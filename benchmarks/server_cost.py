@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from orchestra.bench.timing import Progress, median_ratio, order, run_ranks
+from orchestra.bench.ratios import Ratio
+from orchestra.bench.timing import Progress, run_ranks
+from orchestra.bench.turns import order
 from orchestra.cli.bench import bench_parser, print_remarks, read_options, write_figures
 from orchestra.cli.main import guarded
 from orchestra.cli.terminal import print_table, progress_line
@@ -66,17 +68,14 @@ without memory that they share. Gradients are given, not computed. The strategie
 class CostRow:
     """Processor milliseconds a step of all ranks together: medians over the rounds.
 
-    `ratio` is the median of the ratios within a round, with the `least` and the `most`; above 1 the
-    servers take longer.
+    `ratio` is of the times within a round; above 1 the servers take longer.
     """
 
     megabytes: float
     contestant: str
     ring_ms: float
     servers_ms: float
-    ratio: float
-    least: float
-    most: float
+    ratio: Ratio
 
 
 @dataclass(frozen=True)
@@ -113,11 +112,8 @@ def _row(size: Size, name: str, ring: Sequence[float], servers: Sequence[float])
     def milliseconds(blocks: Sequence[float]) -> float:
         return 1e3 * statistics.median(blocks) / size.steps
 
-    each = [a / b for a, b in zip(servers, ring, strict=True)]
-    return CostRow(
-        size.megabytes, name, milliseconds(ring), milliseconds(servers),
-        median_ratio(servers, ring), min(each), max(each),
-    )  # fmt: skip
+    ratio = Ratio.of(servers, ring)
+    return CostRow(size.megabytes, name, milliseconds(ring), milliseconds(servers), ratio)
 
 
 def measure(runtime: Runtime, assignment: Assignment) -> dict[str, list[float]]:
@@ -201,7 +197,7 @@ def print_costs(rows: Sequence[CostRow]) -> None:
     lines = [
         [
             f"{row.megabytes:g} MB", row.contestant, f"{row.ring_ms:.2f} ms",
-            f"{row.servers_ms:.2f} ms", f"{row.ratio:.2f} ({row.least:.2f} to {row.most:.2f})",
+            f"{row.servers_ms:.2f} ms", str(row.ratio),
         ]
         for row in rows
     ]  # fmt: skip

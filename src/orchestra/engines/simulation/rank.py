@@ -43,7 +43,7 @@ class GroupMember:
         self.slot = slot
         self._kernel, self._make_runtime = net.kernel, make_runtime
         self._generation = self._ordered = 0  # of its group, and of the newest that it knows of
-        self._others: tuple[int, ...] = ()  # of that one
+        self._members = net.members  # of that one
         self._next = 0, net  # the newest group of which all ranks can be reached
         self._port = net.ports[slot]
         self._waiting: Flow | None = None  # its main flow, as long as it waits for an order
@@ -66,8 +66,7 @@ class GroupMember:
 
     def change_group(self, generation: int, members: tuple[int, ...]) -> None:
         """Learn that `members` are to be the group of this number."""
-        self._ordered = generation
-        self._others = tuple(slot for slot in members if slot != self.slot)
+        self._ordered, self._members = generation, members
         self._port.close()
         self._wake()
 
@@ -116,7 +115,7 @@ class GroupMember:
         flow.waits = None
 
     def _waits(self) -> Wait:
-        return self._others, "to connect"
+        return tuple(slot for slot in self._members if slot != self.slot), "to connect"
 
 
 def shake_hands(transport: Transport) -> None:
