@@ -226,8 +226,7 @@ class Lanes:
         """Return the address of this end of the stream to `peer`, or of the other end."""
         stream = self._engine.connection(peer)
         if stream is None:
-            self._engine.check((peer,))
-        assert stream is not None
+            self._engine.raise_loss((peer,), peer)
         return str((stream.getsockname() if own else stream.getpeername())[0])
 
     def _reach(self, peer: int, asides: Asides, token: bytes, deadline: float) -> socket.socket:
