@@ -221,6 +221,7 @@ def notices_loss(runtime: Runtime, folder: Path) -> str:
     """Rank 0 waits for anybody, and is told of the rank that it will not hear of."""
     from orchestra.errors import PeerLost
 
+    runtime.reporter.phase("training")
     if runtime.rank == 1:
         runtime.reporter.expendable(True)
         arrive(runtime, folder)

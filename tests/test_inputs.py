@@ -28,7 +28,7 @@ from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.settings import Settings, parse
 from orchestra.settings.base import settings_of, type_hints
 from orchestra.strategies.registry import STRATEGIES
-from orchestra.transports import compiled
+from orchestra.transports import compiled, executor
 
 SMALL = "task: digits\nstrategies: {ring: AllReduce}\n"
 ONE = "task: digits\nstrategies: {it: %s}\n"
@@ -195,7 +195,7 @@ def _kinds(cls: type[Settings]) -> Iterator[type[Settings]]:
 
 def test_every_number_among_the_settings_has_a_least_and_a_most() -> None:
     for module in pkgutil.walk_packages(orchestra.__path__, "orchestra."):
-        if module.name not in (compiled.NAME, evaluate.NAME):  # libraries for ctypes
+        if module.name not in (compiled.NAME, evaluate.NAME, executor.NAME):  # libraries for ctypes
             importlib.import_module(module.name)
     for kind in filter(lambda kind: kind.__module__.startswith("orchestra."), _kinds(Settings)):
         for field in settings_of(kind):

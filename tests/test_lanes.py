@@ -6,7 +6,8 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -218,9 +219,19 @@ def test_ranks_that_do_not_agree_on_a_collective_are_told() -> None:
         assert any("tag 70: rank" in words and "44 bytes" in words for words in told)
 
 
+@contextmanager
+def catching_ctrl_c() -> Iterator[None]:
+    """Raise KeyboardInterrupt, also where a shell has started the tests without that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_signal_ends_a_collective() -> None:
     """As Ctrl-C in the main thread, whenever it comes."""
-    with mesh(2) as transports:
+    with catching_ctrl_c(), mesh(2) as transports:
         meet(transports)
         zero, main = transports[0], threading.get_ident()
 

@@ -24,6 +24,7 @@ from orchestra.records.record import RunRecord
 from orchestra.settings import parse
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
+from orchestra.trainer import recorder
 
 EIGHT = """
 all_nodes:
@@ -143,9 +144,11 @@ def test_shards_are_read_at_each_workers_own_pace(tmp_path: Path) -> None:
     by_turns([t for t in SELF_PACED if "Server(" in t or "Elastic" in t], [(3, 0.5), (7, 0.98)]),
 )
 def test_the_batch_of_a_dead_worker_is_given_out_again(
-    text: str, death: tuple[int, float], tmp_path: Path
+    text: str, death: tuple[int, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also the last one of a slow worker, when nothing is left for the others."""
+    # So that what the victim has done is written when it dies.
+    monkeypatch.setattr(recorder, "FLUSH_SECONDS", -1.0)
     victim, moment = death
     usual = on_eight_nodes(text, tmp_path, steps=10)
     assert usual.train_seconds is not None

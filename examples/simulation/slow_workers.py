@@ -10,7 +10,7 @@ worker that is free takes the next batch, so that the others do what the slow on
                   equal  one slow  by speed   varying
     ring           6.5445   25.7481    7.3481   10.8874
     local SGD      6.4301   25.6340    7.2340    7.6159
-    asynchronous   6.7808    7.7430    7.5038    6.6756
+    asynchronous   6.7808    7.7430    7.5038    6.6761
 """
 
 from __future__ import annotations

@@ -91,7 +91,8 @@ class Reporter(Protocol):
         """Tell what the rank is doing ("set-up", "training", "evaluating", "leaving")."""
 
     def expendable(self, yes: bool) -> None:
-        """Tell whether the run can go on without this rank, from now on."""
+        """Tell whether the run can go on without this rank, from now on. It does once no rank is in
+        the phase "set-up"."""
 
     def elastic(self, program: str, *, rests: bool = False) -> None:
         """Tell that the program goes on in a new group, of those that are left or with newcomers,
