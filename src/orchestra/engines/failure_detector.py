@@ -583,8 +583,8 @@ class FailureDetector:
             if self.cause is not None or (rank, lost) not in self._accusations:
                 return
             member, other = self._members[rank], self._members[lost]
-            both = self._accusations.get((lost, rank), math.inf)
-            due = min(since + self.limits.cause, max(since, both) + BOTH_SECONDS)
+            accused_back = self._accusations.get((lost, rank), math.inf)
+            due = min(since + self.limits.cause, max(since, accused_back) + BOTH_SECONDS)
             if member.state not in ALIVE or other.state is State.LEFT_OUT:
                 del self._accusations[rank, lost]
             elif other.state is State.DONE and not self._is_expendable(member):

@@ -83,7 +83,7 @@ class ProgressEngine:
             peer: Stream(connection, peer, self._mailbox)
             for peer, connection in connections.items()
         }
-        self._ended: dict[int, Stream] = {}  # that have been reported
+        self._reported: dict[int, Stream] = {}  # to ranks that wait for a verdict
         self._corked: set[Stream] = set()  # with a message that leaves with the next one
         for stream in self._streams.values():
             self._selector.register(stream.connection, stream.events, stream)
@@ -122,8 +122,8 @@ class ProgressEngine:
             if send.to in self._mailbox.gone:
                 send.fail(PeerLost(send.to, self._mailbox.gone[send.to]))
                 return
-            if send.to in self._ended:
-                self._ended[send.to].backlog.append(send)
+            if send.to in self._reported:
+                self._reported[send.to].backlog.append(send)
                 return
             stream = self._streams[send.to]
             if send.is_shared:
@@ -283,7 +283,7 @@ class ProgressEngine:
     def disconnect(self, rank: int, reason: str) -> None:
         """Treat `rank` as lost, as the end of its stream would."""
         with self._lock:
-            stream = self._streams.get(rank) or self._ended.pop(rank, None)
+            stream = self._streams.get(rank) or self._reported.pop(rank, None)
             if stream is not None:
                 if rank in self._streams:
                     self._unhook(stream)
@@ -470,7 +470,7 @@ class ProgressEngine:
                 if self._report is None:
                     self._depart(stream, reason, lost=True)
                 else:
-                    self._ended[stream.rank] = stream
+                    self._reported[stream.rank] = stream
                     self._report(PeerLost(stream.rank, reason))
         if stream.farewell:
             self._unhook(stream)
